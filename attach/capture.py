@@ -1,0 +1,236 @@
+"""Training samples from live traffic: the committed rows of a share of the requests, brought to the sample ring.
+
+Hazards, and what is done about each (all of them would teach the drafter something false, silently):
+- Rejected drafts have rows too, at the end of a request's slice: `num_rejected` of them are cut off. That count is on the
+  device, so a step's rows are committed when its copy has arrived, one step later on CUDA.
+- The runner's buffers are overwritten by the next step: rows are gathered on the main stream before control returns.
+- Prefix-cache hits, preemption and late sampling leave holes: a record whose first position isn't the one expected carries
+  FLAG_GAP.
+- Token ids and positions are taken from the same rows as the features, never reconstructed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL
+from honed.attach.ring import RingWriter
+from honed.attach.runner import StepView
+from honed.kernels.context_features import context_features
+
+_RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A request whose rows are captured."""
+
+    key: str
+    session: str
+    workload: str
+    prompt_tokens: int
+    temperature: float
+    next_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Rows of one step on their way to the host."""
+
+    requests: list[_Captured]
+    counts: list[int]
+    features: torch.Tensor  # [N, F]
+    token_ids: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N]
+    num_rejected: torch.Tensor | None  # [R']
+    arrived: Any  # torch.cuda.Event | None
+
+
+class Capturer:
+    """Decides which requests are captured and moves their rows.
+
+    Args:
+        make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
+        norm: () -> (weight [H], eps) of the drafter's `hidden_norm`.
+        feature_kind: "fused" or "layers".
+        key: keyed-hash key of this boot; request ids never reach the ring themselves.
+    """
+
+    def __init__(
+        self,
+        make_ring: Callable[[int, str], RingWriter],
+        norm: Callable[[], tuple[torch.Tensor, float]],
+        feature_kind: str,
+        key: bytes,
+    ) -> None:
+        self._make_ring = make_ring
+        self._norm = norm
+        self._kind = feature_kind
+        self._key = key
+        self._ring: RingWriter | None = None
+        self.share = 0.0
+        self._drafter_version = ""
+        self._requests: dict[str, _Captured] = {}
+        self._ended: list[_Captured] = []
+        self._pending: list[_Pending] = []
+        self._side: Any = None
+        self.num_rows = 0
+        self.num_bytes = 0
+
+    def set_share(self, share: float, drafter_version: str) -> None:
+        """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
+        self.share = min(max(share, 0.0), 1.0)
+        self._drafter_version = drafter_version
+
+    def on_schedule(self, scheduler_output: Any) -> None:
+        """See requests come and go; runs before each step."""
+        for request_id in scheduler_output.finished_req_ids:
+            ended = self._requests.pop(request_id, None)
+            if ended is not None:
+                self._ended.append(ended)
+        if self.share > 0.0:
+            for new in scheduler_output.scheduled_new_reqs:
+                self._consider(new)
+        if self._ended and not self._pending and self._ring is not None:
+            self._write_ends()
+
+    def _consider(self, new: Any) -> None:
+        params = new.sampling_params
+        extra = (params.extra_args if params is not None else None) or {}
+        if str(extra.get("honed_capture", 1)) in ("0", "False", "false") or not new.prompt_token_ids:
+            return
+        if new.req_id in self._requests:  # back after a preemption
+            return
+        digest = hashlib.blake2b(new.req_id.encode(), digest_size=8, key=self._key).digest()
+        if int.from_bytes(digest, "big") / 2.0**64 >= self.share:
+            return
+        session = str(extra["honed_session"]) if "honed_session" in extra else ""
+        self._requests[new.req_id] = _Captured(
+            key=digest.hex(),
+            session=hashlib.blake2b(session.encode(), digest_size=8).hexdigest() if session else "",
+            workload=str(extra.get("honed_workload", "default"))[:64] or "default",
+            prompt_tokens=len(new.prompt_token_ids),
+            temperature=float(params.temperature) if params is not None else 0.0,
+        )
+
+    def on_step(self, view: StepView) -> None:
+        """Take the captured requests' rows of a step; runs right after the draft pass, doesn't wait for the device."""
+        self._commit()
+        if not self._requests:
+            return
+        chosen = [(i, c) for i, r in enumerate(view.req_ids) if (c := self._requests.get(r)) is not None]
+        if not chosen:
+            return
+        starts, ends = view.row_starts[:-1], view.row_starts[1:]
+        rows = np.concatenate([np.arange(starts[i], ends[i]) for i, _ in chosen])
+        device = view.states.device
+        index = torch.from_numpy(rows).to(device, non_blocking=True)
+        batch = torch.tensor([i for i, _ in chosen]).to(device, non_blocking=True)
+        self._pending.append(
+            self._to_host(
+                [c for _, c in chosen],
+                [int(ends[i] - starts[i]) for i, _ in chosen],
+                self._features(view, index),
+                view.token_ids.index_select(0, index),
+                view.positions.index_select(0, index),
+                view.num_rejected.index_select(0, batch) if view.num_rejected is not None else None,
+            )
+        )
+        if device.type == "cpu":
+            self._commit()
+
+    def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
+        if self._kind == "fused":
+            weight, eps = self._norm()
+            return context_features(view.states, index, weight, eps, view.states.dtype)
+        aux = view.aux
+        if isinstance(aux, torch.Tensor):
+            return aux.index_select(0, index)
+        if not aux:
+            raise ValueError("this drafter is given no aux hidden states: set HONED_FEATURES=fused")
+        return torch.cat([layer.index_select(0, index) for layer in aux], dim=-1)
+
+    def _to_host(
+        self,
+        requests: list[_Captured],
+        counts: list[int],
+        features: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_rejected: torch.Tensor | None,
+    ) -> _Pending:
+        if features.device.type != "cuda":
+            return _Pending(requests, counts, features, token_ids, positions, num_rejected, None)
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            tensors = [features, token_ids, positions] + ([num_rejected] if num_rejected is not None else [])
+            host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            for tensor in tensors:
+                tensor.record_stream(self._side)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Pending(requests, counts, host[0], host[1], host[2], host[3] if num_rejected is not None else None, arrived)
+
+    def _commit(self) -> None:
+        while self._pending and (self._pending[0].arrived is None or self._pending[0].arrived.query()):
+            self._write(self._pending.pop(0))
+        if self._ended and not self._pending and self._ring is not None:
+            self._write_ends()
+
+    def _write_ends(self) -> None:
+        assert self._ring is not None
+        for ended in self._ended:
+            self._ring.write_end(ended.key, ended.workload)
+        self._ended = []
+
+    def _write(self, pending: _Pending) -> None:
+        features = _to_numpy(pending.features)
+        if self._ring is None:
+            self._ring = self._make_ring(features.shape[1], _RING_DTYPES[pending.features.dtype])
+        token_ids = pending.token_ids.numpy().astype(np.int32)
+        positions = pending.positions.numpy()
+        rejected = pending.num_rejected.tolist() if pending.num_rejected is not None else [0] * len(pending.counts)
+        start = 0
+        for request, count, num_rejected in zip(pending.requests, pending.counts, rejected, strict=True):
+            rows = slice(start, start + count - num_rejected)
+            start += count
+            self._write_request(request, token_ids[rows], positions[rows], features[rows])
+
+    def _write_request(
+        self,
+        request: _Captured,
+        token_ids: npt.NDArray[np.int32],  # [n]
+        positions: npt.NDArray[np.int64],  # [n]
+        features: npt.NDArray[Any],  # [n, F]
+    ) -> None:
+        count = len(token_ids)
+        if not count:
+            return
+        first = int(positions[0])
+        if int(positions[-1]) - first != count - 1:
+            raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")
+        flags = FLAG_PREFILL if first < request.prompt_tokens else 0
+        if first != request.next_position:
+            flags |= FLAG_GAP
+        request.next_position = first + count
+        assert self._ring is not None
+        self._ring.write_rows(
+            request.key, request.workload, self._drafter_version, first, token_ids, features, flags, request.temperature,
+            request.session,
+        )  # fmt: skip
+        self.num_rows += count
+        self.num_bytes += features.nbytes
+
+
+def _to_numpy(features: torch.Tensor) -> npt.NDArray[Any]:
+    # numpy has no bfloat16: its bits travel as uint16.
+    return features.view(torch.uint16).numpy() if features.dtype == torch.bfloat16 else features.numpy()

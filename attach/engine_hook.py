@@ -1,0 +1,77 @@
+"""The way to vLLM's EngineCore: needed to run workers' methods, and to get a word in while the engine is idle.
+
+vLLM has no supported interface for either. What is relied on, all of it private: `EngineCore._initialize_kv_caches` is the
+first method that runs after plugins are loaded (it lets us note the instance); `EngineCore._idle_state_callbacks` are called
+on the engine's thread when there is no work; a WAKEUP in `EngineCoreProc.input_queue` ends the idle wait. An upstream
+`EngineCore.call_soon(callback)` would replace this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("honed.attach")
+
+_current: weakref.ref[Any] | None = None
+
+
+def install() -> None:
+    """Make EngineCore note its instance. May be called several times; raises nothing."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except Exception:
+        logger.warning("honed: vLLM's EngineCore can't be imported; swaps are off", exc_info=True)
+        return
+    original = getattr(EngineCore, "_initialize_kv_caches", None)
+    if original is None or getattr(original, "is_honed", False):
+        return
+
+    @functools.wraps(original)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _current
+        _current = weakref.ref(self)
+        return original(self, *args, **kwargs)
+
+    noting.is_honed = True  # type: ignore[attr-defined]
+    EngineCore._initialize_kv_caches = noting
+
+
+def current() -> Engine | None:
+    """The engine of this process, None when it wasn't seen."""
+    core = _current() if _current is not None else None
+    return Engine(core) if core is not None else None
+
+
+class Engine:
+    """An EngineCore, held weakly: the attachment must not keep a dead engine's memory."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = weakref.ref(core)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Engine thread: run a method of the worker extension on every rank, between two steps; one result a rank.
+
+        Raises:
+            RuntimeError: the engine is gone, or a rank failed.
+        """
+        core = self._core()
+        if core is None:
+            raise RuntimeError("the engine is gone")
+        results: list[Any] = core.model_executor.collective_rpc(method, args=args)
+        return results
+
+    def call_when_idle(self, callback: Callable[[], None]) -> None:
+        """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle."""
+        core = self._core()
+        queue = getattr(core, "input_queue", None)
+        callbacks = getattr(core, "_idle_state_callbacks", None)
+        if queue is None or callbacks is None:
+            return
+        from vllm.v1.engine import EngineCoreRequestType
+
+        callbacks.append(lambda _core: callback())
+        queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

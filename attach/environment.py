@@ -1,0 +1,78 @@
+"""How the half of honed inside vLLM is switched on: by environment, since vLLM's processes inherit nothing else of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNTIME_DIR = "HONED_RUNTIME_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachSettings:
+    """What the attachment needs to know before it has heard from the daemon."""
+
+    runtime_dir: Path
+    engine_id: str
+    is_capture_on: bool = True
+    ring_bytes: int = 64 << 20
+    """Size of the shared-memory sample ring."""
+    queue_bytes: int = 32 << 20
+    """Most bytes of encoded events kept until the daemon has acknowledged them; older ones are dropped and counted."""
+    feature_kind: str = "fused"
+    """"fused" (hidden_norm(fc(aux)), H values a row) or "layers" (the aux hidden states: needed to train `fc`)."""
+
+    @property
+    def socket_endpoint(self) -> str:
+        """ZeroMQ endpoint of the daemon."""
+        return f"ipc://{self.runtime_dir}/engine.sock"
+
+    @property
+    def engine_dir(self) -> Path:
+        """Folder of this engine's shared files."""
+        return self.runtime_dir / "engines" / self.engine_id
+
+    @property
+    def ring_path(self) -> Path:
+        """File of the sample ring."""
+        return self.engine_dir / "ring"
+
+    @property
+    def busy_path(self) -> Path:
+        """File whose first byte says whether the engine has work."""
+        return self.engine_dir / "busy"
+
+
+def from_environment(environ: Mapping[str, str], data_parallel_rank: int = 0) -> AttachSettings | None:
+    """Read the settings; None when honed is not switched on (no HONED_RUNTIME_DIR).
+
+    Raises:
+        ValueError: a variable has a value that can't be used; the text names it and what it takes.
+    """
+    runtime_dir = environ.get(RUNTIME_DIR, "").strip()
+    if not runtime_dir:
+        return None
+    engine_id = environ.get("HONED_ENGINE_ID", "engine").strip() or "engine"
+    if not all(c.isalnum() or c in "-_." for c in engine_id) or engine_id.startswith("."):
+        raise ValueError(f"HONED_ENGINE_ID={engine_id!r}: use letters, digits, '-', '_' and '.' only")
+    feature_kind = environ.get("HONED_FEATURES", "fused")
+    if feature_kind not in ("fused", "layers"):
+        raise ValueError(f"HONED_FEATURES={feature_kind!r}: use 'fused' or 'layers'")
+    return AttachSettings(
+        runtime_dir=Path(runtime_dir),
+        engine_id=f"{engine_id}-{data_parallel_rank}",
+        is_capture_on=environ.get("HONED_CAPTURE", "1") not in ("0", "false", "no"),
+        ring_bytes=_bytes(environ, "HONED_RING_BYTES", 64 << 20, minimum=1 << 20),
+        queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
+        feature_kind=feature_kind,
+    )
+
+
+def _bytes(environ: Mapping[str, str], name: str, default: int, minimum: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) < minimum:
+        raise ValueError(f"{name}={text!r}: use a whole number of bytes, at least {minimum}")
+    return int(text)

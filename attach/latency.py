@@ -1,0 +1,27 @@
+"""How long our code held the engine's thread: the last durations, cheap to record, summed up elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Latency:
+    """The last `size` durations of one kind of work; written by one thread, read by another (a torn read is harmless)."""
+
+    def __init__(self, size: int = 4096) -> None:
+        self._ns: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
+        self._count = 0
+
+    def record(self, duration_ns: int) -> None:
+        """Add one duration."""
+        self._ns[self._count % len(self._ns)] = duration_ns
+        self._count += 1
+
+    def quantiles_us(self) -> tuple[float, float]:
+        """(p50, p99) of what is held, in microseconds; zeros when nothing is."""
+        held = self._ns[: min(self._count, len(self._ns))]
+        if not len(held):
+            return 0.0, 0.0
+        p50, p99 = np.quantile(held, (0.5, 0.99))
+        return float(p50) / 1e3, float(p99) / 1e3

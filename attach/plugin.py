@@ -1,0 +1,15 @@
+"""vLLM's `general_plugins` entry point: called in each of its processes, inert unless HONED_RUNTIME_DIR is set."""
+
+from __future__ import annotations
+
+import os
+
+from honed.attach.environment import RUNTIME_DIR
+
+
+def register() -> None:
+    """Prepare this process for an attachment; does nothing, and imports nothing, when honed isn't switched on."""
+    if os.environ.get(RUNTIME_DIR, "").strip():
+        from honed.attach import engine_hook
+
+        engine_hook.install()

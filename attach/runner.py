@@ -1,0 +1,168 @@
+"""vLLM's two model runners behind one small interface: where the drafter is, and what a step computed.
+
+V2 (`vllm/v1/worker/gpu/model_runner.py`) is what runs on CUDA, V1 (`vllm/v1/worker/gpu_model_runner.py`) on a CPU. Both call
+`propose` on their drafter once a step, outside of any CUDA graph, with the target's hidden states of every scheduled token:
+it is wrapped on the instance. `execute_model` is wrapped to see requests come and go.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What the drafter was given in one step; tensors are the runner's own buffers, valid until the next step.
+
+    Letters: R = requests in the batch, T = scheduled tokens, H = drafter's hidden size, A = size of the aux hidden states.
+    """
+
+    req_ids: list[str]
+    row_starts: npt.NDArray[np.int64]  # [R + 1]
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    states: torch.Tensor  # [T, H] after `fc`, before `hidden_norm`
+    aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate
+    num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: none anywhere
+
+
+OnStep = Callable[[StepView], None]
+OnSchedule = Callable[[Any], None]
+
+
+class Runner(ABC):
+    """One of vLLM's model runners.
+
+    Args:
+        model_runner: vLLM's object.
+    """
+
+    name: str
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+
+    @property
+    @abstractmethod
+    def drafter(self) -> Any:
+        """The object whose `propose` drafts."""
+
+    @property
+    def draft_model(self) -> Any:
+        """The drafter's `DFlashQwen3ForCausalLM` (or like), unwrapped."""
+        model = self.drafter.model
+        return model.unwrap() if hasattr(model, "unwrap") else model
+
+    @abstractmethod
+    def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
+        """What `propose` was called with, after it ran; None for a dummy step."""
+
+    def wrap(self, on_schedule: OnSchedule, on_step: OnStep, on_error: Callable[[str], None]) -> None:
+        """From now on call `on_schedule(scheduler_output)` before each step and `on_step(view)` after each draft pass.
+
+        Both run inside vLLM's step: they must not synchronise with the device. What they raise goes to `on_error`.
+        """
+        execute, propose, runner = self._runner.execute_model, self.drafter.propose, self
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                on_schedule(scheduler_output)
+            except Exception:
+                on_error("on_schedule")
+            return execute(scheduler_output, *args, **kwargs)
+
+        def propose_and_look(*args: Any, **kwargs: Any) -> Any:
+            drafts = propose(*args, **kwargs)
+            try:
+                view = runner.view(args, kwargs)
+                if view is not None:
+                    on_step(view)
+            except Exception:
+                on_error("on_step")
+            return drafts
+
+        self._runner.execute_model = execute_model
+        self.drafter.propose = propose_and_look
+
+
+class RunnerV1(Runner):
+    """`gpu_model_runner.GPUModelRunner` and its CPU subclass."""
+
+    name = "v1"
+
+    @property
+    def drafter(self) -> Any:
+        return self._runner.drafter
+
+    def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
+        positions = kwargs["target_positions"]
+        if positions.dim() != 1:
+            raise ValueError("multi-dimensional (M-RoPE) positions are not captured")
+        starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
+        return StepView(
+            req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
+            row_starts=starts,
+            token_ids=kwargs["target_token_ids"],
+            positions=positions,
+            states=self.drafter._dflash_hidden_states,
+            aux=kwargs["target_hidden_states"],
+            num_rejected=kwargs["num_rejected_tokens_gpu"],
+        )
+
+
+class RunnerV2(Runner):
+    """`gpu.model_runner.GPUModelRunner` and its CPU subclass."""
+
+    name = "v2"
+    _POSITIONAL = (
+        "input_batch",
+        "attn_metadata",
+        "slot_mappings",
+        "last_hidden_states",
+        "aux_hidden_states",
+        "num_sampled",
+        "num_rejected",
+    )
+
+    @property
+    def drafter(self) -> Any:
+        return self._runner.speculator
+
+    def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
+        if kwargs.get("dummy_run"):
+            return None
+        given = dict(zip(self._POSITIONAL, args, strict=False)) | kwargs
+        batch = given["input_batch"]
+        return StepView(
+            req_ids=batch.req_ids[: batch.num_reqs],
+            row_starts=batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64),
+            token_ids=batch.input_ids[: batch.num_tokens],
+            positions=batch.positions[: batch.num_tokens],
+            states=self.drafter.hidden_states[: batch.num_tokens],
+            aux=given["aux_hidden_states"],
+            num_rejected=given["num_rejected"][: batch.num_reqs],
+        )
+
+
+def runner_of(model_runner: Any) -> Runner:
+    """The adapter for a worker's model runner.
+
+    Raises:
+        TypeError: it is neither of the two, or doesn't speculate with a draft model.
+    """
+    if getattr(model_runner, "speculator", None) is not None:
+        runner: Runner = RunnerV2(model_runner)
+    elif getattr(model_runner, "drafter", None) is not None:
+        runner = RunnerV1(model_runner)
+    else:
+        raise TypeError(f"{type(model_runner).__name__} has no drafter that honed knows")
+    if not hasattr(runner.drafter, "propose") or not hasattr(runner.draft_model, "combine_hidden_states"):
+        raise TypeError(f"the drafter {type(runner.drafter).__name__} is not a DFlash drafter")
+    return runner

@@ -1,0 +1,146 @@
+"""vLLM's scheduler with honed's eyes and hands: `--scheduler-cls honed.attach.scheduler.make_scheduler`.
+
+Every override calls vLLM's method and tells the attachment; what a step computes is vLLM's. Draft lengths are cut in the two
+places where vLLM itself sets them: `update_draft_token_ids` (the drafts of a step came back) and, when the scheduler runs
+ahead of the worker, the placeholders that `_update_after_schedule` leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from honed.attach.attachment import Attachment
+from honed.attach.compatibility import Findings, check_features, check_scheduler
+from honed.attach.environment import AttachSettings, from_environment
+
+logger = logging.getLogger("honed.attach")
+
+
+def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
+    """Make the scheduler that vLLM would have made, with honed attached when it is switched on and fits.
+
+    Whatever is wrong on our side ends in vLLM's own scheduler and one line in the log.
+    """
+    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    base: type[Scheduler] = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    try:
+        rank = vllm_config.parallel_config.data_parallel_rank
+        settings = from_environment(os.environ, rank)
+        if settings is None:
+            return base(*args, **kwargs)
+        findings = _check(base, vllm_config)
+    except Exception as error:
+        logger.warning("honed: not attached: %s", error)
+        return base(*args, **kwargs)
+    scheduler = _attached(base)(*args, **kwargs)
+    scheduler.honed_attach(vllm_config, settings, findings)
+    return scheduler
+
+
+def _check(base: type[Scheduler], vllm_config: Any) -> Findings:
+    ours, theirs = check_scheduler(base, str(vllm.__version__)), check_features(vllm_config)
+    limits = ours.limits + theirs.limits
+    for limit in limits:
+        logger.warning("honed: %s", limit)
+    if "events" not in ours.capabilities:
+        raise RuntimeError("this vLLM's scheduler is not one that honed knows: " + "; ".join(ours.limits))
+    without = {name for name in ours.capabilities if any(limit.startswith(f"{name} is off") for limit in limits)}
+    capabilities = tuple(c for c in ours.capabilities + theirs.capabilities if c not in without)
+    return Findings(capabilities, limits)
+
+
+@functools.cache
+def _attached(base: type[Scheduler]) -> type[Any]:
+    return type(f"Honed{base.__name__}", (_HonedScheduler, base), {})
+
+
+class _HonedScheduler:
+    """Mixed in before vLLM's class; `_honed` is None until, and unless, attaching succeeded."""
+
+    _honed: Attachment | None = None
+
+    def honed_attach(self, vllm_config: Any, settings: AttachSettings, findings: Findings) -> None:
+        """Start the attachment; on failure the scheduler stays what it was."""
+        is_async = isinstance(self, AsyncScheduler)
+        self._honed_placeholders = [[-1] * k for k in range(self.num_spec_tokens + 1)] if is_async else []  # type: ignore[attr-defined]
+        try:
+            self._honed = Attachment(self, vllm_config, settings, findings, is_async)
+        except Exception as error:
+            logger.warning("honed: not attached: %s: %s", type(error).__name__, error)
+
+    def add_request(self, request: Any) -> None:
+        if self._honed is not None:
+            self._honed.request_added(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._honed is not None:
+            self._honed.before_schedule()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        honed = self._honed
+        if honed is not None:
+            honed.choose_lengths(scheduler_output)
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        if honed is not None and self._honed_placeholders:
+            requests = self.requests  # type: ignore[attr-defined]
+            for request_id in scheduler_output.num_scheduled_tokens:
+                request = requests[request_id]
+                length = honed.length_of(request_id)
+                if len(request.spec_token_ids) > length:
+                    request.spec_token_ids = self._honed_placeholders[length]
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        honed = self._honed
+        if honed is None:
+            return
+        requests = self.requests  # type: ignore[attr-defined]
+        for request_id in draft_token_ids.req_ids:
+            request = requests.get(request_id)
+            if request is not None and len(request.spec_token_ids) > (length := honed.length_of(request_id)):
+                request.spec_token_ids = request.spec_token_ids[:length]
+
+    def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._honed is not None and not args:
+            self._honed.round_verified(
+                kwargs["request_id"],
+                kwargs["num_draft_tokens"],
+                kwargs["num_accepted_tokens"],
+                kwargs["num_invalid_spec_tokens"],
+            )
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        honed = self._honed
+        if honed is None:
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        honed.before_update(scheduler_output, model_runner_output)
+        honed.plain_rounds()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        honed.after_update()
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        if self._honed is not None:
+            self._honed.set_busy()
+        return finished
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._honed is not None:
+            self._honed.request_freed(request.request_id)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        if self._honed is not None:
+            self._honed.stop()
+        super().shutdown()  # type: ignore[misc]

@@ -1,0 +1,196 @@
+"""New drafter weights into a running server: staged beside it, then copied in place between two steps.
+
+What vLLM's own reload path breaks for DFlash, and what is done here instead: parameters keep their storage (captured CUDA
+graphs hold its address), so does the fused context-K/V projection that vLLM builds at load; the target's `embed_tokens` and
+`lm_head`, which the drafter shares, are never touched. On a CPU vLLM packs linear weights away; they are unpacked into a
+fresh parameter and packed again.
+
+Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+
+_SHARED = ("embed_tokens", "lm_head")
+
+
+class SwapError(ValueError):
+    """Weights that can't be used; the text says why and what to do."""
+
+
+class Swapper:
+    """Swaps the weights of one rank's drafter.
+
+    Args:
+        draft_model: vLLM's `DFlashQwen3ForCausalLM` (or a like class).
+        device: where its weights live.
+    """
+
+    def __init__(self, draft_model: Any, device: torch.device) -> None:
+        self._model = draft_model
+        self._device = device
+        self._is_sharded = any(getattr(m, "tp_size", 1) > 1 for m in draft_model.modules())
+        self._staged: tuple[str, dict[str, torch.Tensor]] | None = None
+        self._state = ""
+        self._thread: threading.Thread | None = None
+        self._shapes = {name: tensor.shape for name, tensor in self.export().items()}
+
+    def stage(self, version: str, path: str, sha256: str) -> None:
+        """Begin to read, check and bring to the device; returns at once. A version staged earlier is forgotten."""
+        if self._thread is not None and self._thread.is_alive():
+            raise SwapError("another version is still being staged: wait for it")
+        self._staged, self._state = None, "staging"
+        self._thread = threading.Thread(
+            target=self._stage, args=(version, Path(path), sha256), name="honed-stage", daemon=True
+        )
+        self._thread.start()
+
+    def staged(self, version: str) -> str:
+        """ "" when `version` is ready to apply, "staging" while it is on its way, else what went wrong."""
+        if self._state or (self._staged is not None and self._staged[0] == version):
+            return self._state
+        return f"version {version} was never staged"
+
+    def _stage(self, version: str, path: Path, sha256: str) -> None:
+        try:
+            file = path / "model.safetensors" if path.is_dir() else path
+            data = file.read_bytes()
+            found = hashlib.sha256(data).hexdigest()
+            if sha256 and found != sha256:
+                raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
+            tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
+            self._check(tensors)
+            side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+            if side is not None:
+                with torch.cuda.stream(side):
+                    tensors = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()}
+                side.synchronize()
+            self._staged, self._state = (version, tensors), ""
+        except Exception as error:
+            self._state = " ".join(str(error).split())[:400] or type(error).__name__
+
+    def _check(self, tensors: dict[str, torch.Tensor]) -> None:
+        live = self._shapes
+        missing, unknown = sorted(live.keys() - tensors.keys()), sorted(tensors.keys() - live.keys())
+        if missing or unknown:
+            what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the running drafter lacks"
+            raise SwapError(f"the checkpoint {what}: it is for another drafter architecture")
+        for name, tensor in tensors.items():
+            if not self._is_sharded and tensor.shape != live[name]:
+                raise SwapError(
+                    f"{name} is {list(tensor.shape)} in the checkpoint, {list(live[name])} in the running drafter: "
+                    "it was trained for another drafter"
+                )
+            if not torch.isfinite(tensor).all():
+                raise SwapError(f"{name} holds NaN or infinity: the training run was broken")
+
+    @torch.inference_mode()
+    def apply(self, version: str) -> dict[str, float]:
+        """Copy the staged version into the live parameters; the caller makes sure that no step is running.
+
+        Returns:
+            copy_ms: time the copy took, the device's part included.
+        """
+        if self._staged is None or self._staged[0] != version:
+            raise SwapError(f"version {version} is not staged")
+        tensors = self._staged[1]
+        began = time.perf_counter()
+        inner = self._model.model
+        unpacked = list(_packed_linears(inner))
+        for layer in unpacked:
+            _unpack(layer)
+        inner.load_weights(tensors.items())
+        self._refresh_fused(inner)
+        for layer in unpacked:
+            layer.quant_method.process_weights_after_loading(layer)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._staged = None
+        return {"copy_ms": (time.perf_counter() - began) * 1e3}
+
+    @staticmethod
+    def _refresh_fused(inner: Any) -> None:
+        """Bring vLLM's fused context-K/V projection up to date, in place: captured graphs hold its address."""
+        attention = [layer.self_attn for layer in inner.layers]
+        if inner._fused_kv_weight is not None:
+            inner._fused_kv_weight.copy_(torch.cat([a.qkv_proj.weight[a.q_size :] for a in attention], dim=0))
+        if inner._fused_kv_bias is not None:
+            inner._fused_kv_bias.copy_(torch.cat([a.qkv_proj.bias[a.q_size :] for a in attention], dim=0))
+        inner._k_norm_weights.copy_(torch.stack([a.k_norm.weight.data for a in attention], dim=0))
+
+    @torch.inference_mode()
+    def export(self) -> dict[str, torch.Tensor]:
+        """The live weights under their checkpoint names. [rank's shard under tensor parallelism]
+
+        Linear layers that a CPU build packed away are recovered by multiplying with the identity: exact in floating point.
+        """
+        inner = self._model.model
+        tensors: dict[str, torch.Tensor] = {}
+        packed = {id(layer) for layer in _packed_linears(inner)}
+        for module_name, module in inner.named_modules():
+            if any(s in module_name for s in _SHARED):
+                continue
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                name = f"{module_name}.{parameter_name}" if module_name else parameter_name
+                if name == "mask_embedding" and not inner.has_separate_mask_embedding:
+                    continue
+                value = _dense_weight(module) if id(module) in packed and parameter_name == "weight" else parameter.data
+                tensors.update(_split(name, value, module))
+        return tensors
+
+    def checksum(self) -> str:
+        """SHA-256 over the live weights: name, shape and float32 bytes of every tensor, by name."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.export().items()):
+            digest.update(f"{name}{list(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _packed_linears(inner: Any) -> Iterator[Any]:
+    """Linear layers whose weight a CPU build packed away."""
+    for module in inner.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.numel() == 0 and hasattr(module, "quant_method"):
+            yield module
+
+
+def _dense_weight(layer: Any) -> torch.Tensor:  # [out, in]
+    identity = torch.eye(layer.input_size_per_partition if hasattr(layer, "input_size_per_partition") else layer.input_size)
+    dtype = getattr(layer, "params_dtype", torch.float32)
+    return layer.quant_method.apply(layer, identity.to(dtype), None).t().contiguous()  # type: ignore[no-any-return]
+
+
+def _unpack(layer: Any) -> None:
+    """Give a packed linear layer an ordinary weight again, with the loader that it had, for `load_weights` to fill."""
+    from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+    from vllm.model_executor.parameter import ModelWeightParameter
+
+    is_v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED and hasattr(layer, "weight_loader_v2")
+    layer.weight = ModelWeightParameter(
+        data=_dense_weight(layer),
+        input_dim=1,
+        output_dim=0,
+        weight_loader=layer.weight_loader_v2 if is_v2 else layer.weight_loader,
+    )
+
+
+def _split(name: str, value: torch.Tensor, module: Any) -> dict[str, torch.Tensor]:
+    """Undo vLLM's stacking: qkv_proj -> q, k, v; gate_up_proj -> gate, up."""
+    if ".qkv_proj." in name:
+        sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
+        parts = value.split(sizes, dim=0)
+        return {name.replace("qkv_proj", p): t for p, t in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True)}
+    if ".gate_up_proj." in name:
+        gate, up = value.chunk(2, dim=0)
+        return {name.replace("gate_up_proj", "gate_proj"): gate, name.replace("gate_up_proj", "up_proj"): up}
+    return {name: value}

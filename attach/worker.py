@@ -1,0 +1,93 @@
+"""What honed does in vLLM's workers: `--worker-extension-cls honed.attach.worker.HonedWorkerExtension`.
+
+vLLM mixes the class into its own worker class; every method is called through `collective_rpc`, on the worker's main thread,
+between two steps. Nothing happens before `honed_attach`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from honed.attach.capture import Capturer
+from honed.attach.ring import RingWriter
+from honed.attach.runner import Runner, runner_of
+from honed.attach.swap import Swapper
+
+logger = logging.getLogger("honed.attach")
+
+
+class _WorkerSide:
+    """One rank's capture and swap."""
+
+    def __init__(self, worker: Any, settings: dict[str, Any]) -> None:
+        self.runner: Runner = runner_of(worker.model_runner)
+        model = self.runner.draft_model
+        self.swapper = Swapper(model, torch.device(worker.device))
+        self.capturer: Capturer | None = None
+        self.num_errors = 0
+        if settings["ring_path"] and worker.rank == 0:
+            path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
+            norm = model.model.hidden_norm
+            self.capturer = Capturer(
+                lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind),
+                lambda: (norm.weight.data, norm.variance_epsilon),
+                kind,
+                bytes.fromhex(settings["key"]),
+            )
+            self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._on_error)
+
+    def _on_error(self, where: str) -> None:
+        self.num_errors += 1
+        if self.num_errors == 1:
+            logger.warning("honed: capture failed in %s; vLLM is not affected, the rows are not used", where, exc_info=True)
+
+
+class HonedWorkerExtension:
+    """Methods added to vLLM's worker; all are prefixed `honed_`."""
+
+    _honed_side: _WorkerSide | None = None
+
+    def honed_attach(self, settings: dict[str, Any]) -> dict[str, str]:
+        """Look at the model runner; {"limit": why} when capture and swap can't be had here."""
+        try:
+            self._honed_side = _WorkerSide(self, settings)
+        except Exception as error:
+            return {"limit": f"capture and swap are off: {error}"}
+        return {"runner": self._honed_side.runner.name}
+
+    def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
+        """Set the share of requests to capture; returns what was captured so far."""
+        side = self._honed_side
+        if side is None or side.capturer is None:
+            return {}
+        side.capturer.set_share(share, drafter_version)
+        return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": side.num_errors}
+
+    def honed_stage(self, version: str, path: str, sha256: str, scope: str) -> None:
+        """Begin to stage a version."""
+        self._honed_required().swapper.stage(version, path, sha256)
+
+    def honed_staged(self, version: str) -> str:
+        """ "" ready, "staging", or what went wrong."""
+        return self._honed_required().swapper.staged(version)
+
+    def honed_apply(self, version: str) -> dict[str, float]:
+        """Copy the staged version in place."""
+        side = self._honed_required()
+        figures = side.swapper.apply(version)
+        if side.capturer is not None:
+            side.capturer.set_share(side.capturer.share, version)
+        return figures
+
+    def honed_checksum(self) -> str:
+        """SHA-256 of the live drafter weights."""
+        return self._honed_required().swapper.checksum()
+
+    def _honed_required(self) -> _WorkerSide:
+        if self._honed_side is None:
+            raise RuntimeError("honed is not attached to this worker")
+        return self._honed_side

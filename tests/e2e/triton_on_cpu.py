@@ -1,0 +1,45 @@
+"""Lets vLLM's V2 model runner start on a CPU: Triton's interpreter, and a backend that says it is there.
+
+vLLM's CPU build takes Triton for usable only when `triton.backends` knows a "cpu" backend. Triton's interpreter
+(TRITON_INTERPRET=1) needs none, so a stub is enough. Import before vllm.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+
+def install() -> None:
+    """Set the environment and register the stub; call before the first import of vllm."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    import torch
+    import triton
+    from triton.backends import Backend, backends
+    from triton.backends.compiler import GPUTarget
+
+    class CpuDriver:
+        """Answers what Triton and vLLM ask of a driver before any kernel is compiled."""
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cpu", 0, 0)
+
+        def get_device_interface(self) -> Any:
+            return torch.cpu
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        utils = SimpleNamespace()
+
+    backends["cpu"] = Backend(compiler=next(iter(backends.values())).compiler, driver=CpuDriver)
+    triton.runtime.driver.set_active(CpuDriver())
