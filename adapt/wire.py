@@ -29,7 +29,7 @@ class _Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True, gc=Fal
 # --- engine -> daemon -------------------------------------------------------------------------------------------------
 
 
-class EngineHello(_Message):
+class EngineHello(_Message, frozen=True):
     """An engine introduces itself; sent at start and again after every reconnect.
 
     `capabilities` lists what the attachment can do on this engine: "events", "draft_length" (per-request k), "capture",
@@ -66,7 +66,7 @@ class EngineHello(_Message):
     """Highest batch sequence number produced so far in this boot."""
 
 
-class StepColumns(_Message):
+class StepColumns(_Message, frozen=True):
     """Engine steps of a batch, one list per figure, each of length S."""
 
     step: list[int] = []
@@ -88,7 +88,7 @@ class StepColumns(_Message):
     """Why this step's draft lengths are what they are: "policy", "override", "static", "stale", "cold", "explore", …"""
 
 
-class RoundColumns(_Message):
+class RoundColumns(_Message, frozen=True):
     """Verify rounds of a batch: a request's decode rows of one step. One list per figure, each of length R, but the
     flattened token lists.
 
@@ -116,7 +116,7 @@ class RoundColumns(_Message):
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
 
 
-class EventBatch(_Message):
+class EventBatch(_Message, frozen=True):
     """Everything that happened in an engine since its previous batch, in order.
 
     (engine_id, boot_id, seq) identifies it; seq counts from 1 without gaps. The losses are totals of this boot: what the
@@ -146,7 +146,7 @@ class EventBatch(_Message):
     """First number that this batch stands for; 0: only `seq`."""
 
 
-class EngineStatus(_Message):
+class EngineStatus(_Message, frozen=True):
     """A heartbeat, about once a second, also while the engine is idle."""
 
     engine_id: str
@@ -176,7 +176,7 @@ class EngineStatus(_Message):
     step: int = 0
 
 
-class CommandResult(_Message):
+class CommandResult(_Message, frozen=True):
     """The answer to a `Command`; `figures` are numbers (for a swap: pause_ms, stage_ms), `detail` is text."""
 
     engine_id: str
@@ -191,7 +191,7 @@ class CommandResult(_Message):
 # --- daemon -> engine -------------------------------------------------------------------------------------------------
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """The daemon's answer to `EngineHello`: from where to resend, and which registry version the engine is running."""
 
     wire_version: int
@@ -204,14 +204,14 @@ class Welcome(_Message):
     log_token_ids: bool = False
 
 
-class Ack(_Message):
+class Ack(_Message, frozen=True):
     """All batches up to `seq` of this boot are committed to the store."""
 
     boot_id: str
     seq: int
 
 
-class WorkloadPrior(_Message):
+class WorkloadPrior(_Message, frozen=True):
     """What the controller believes of a workload before a request of it has shown anything itself."""
 
     workload: str
@@ -221,14 +221,14 @@ class WorkloadPrior(_Message):
     """Pseudo-rounds that this prior weighs against the request's own rounds."""
 
 
-class StepTimePoint(_Message):
+class StepTimePoint(_Message, frozen=True):
     """Predicted step time at one total number of tokens, for one batch size class."""
 
     num_tokens: int
     seconds: float
 
 
-class Policy(_Message):
+class Policy(_Message, frozen=True):
     """How an engine is to choose draft lengths until the next policy or until `ttl_s` after arrival.
 
     The engine decides every step itself, from this and from its own requests' finished rounds.
@@ -262,7 +262,7 @@ class Policy(_Message):
     """Name of the operator override that made this policy what it is, "" when none did."""
 
 
-class Command(_Message):
+class Command(_Message, frozen=True):
     """Something to be done between two engine steps, also while the engine is idle.
 
     kind "swap": args version, path (folder in the registry), sha256 of its model.safetensors.
@@ -277,7 +277,7 @@ class Command(_Message):
 # --- trainer <-> daemon -----------------------------------------------------------------------------------------------
 
 
-class TrainerHello(_Message):
+class TrainerHello(_Message, frozen=True):
     """A trainer process introduces itself; sent at start and after every reconnect."""
 
     wire_version: int
@@ -289,7 +289,7 @@ class TrainerHello(_Message):
     """Operation that it is working on, "" when idle."""
 
 
-class TrainRequest(_Message):
+class TrainRequest(_Message, frozen=True):
     """daemon -> trainer: make a candidate."""
 
     operation_id: str
@@ -309,20 +309,20 @@ class TrainRequest(_Message):
     dry_run: bool = False
 
 
-class TrainCancel(_Message):
+class TrainCancel(_Message, frozen=True):
     """daemon -> trainer: give up the operation; nothing of it is kept."""
 
     operation_id: str
     reason: str = ""
 
 
-class TrainPause(_Message):
+class TrainPause(_Message, frozen=True):
     """daemon -> trainer: stop (or go on) working between two micro-steps."""
 
     paused: bool
 
 
-class GateFigures(_Message):
+class GateFigures(_Message, frozen=True):
     """Expected acceptance length on held-out sessions, one workload."""
 
     workload: str
@@ -336,7 +336,7 @@ class GateFigures(_Message):
     must_gain: bool = False
 
 
-class TrainerStatus(_Message):
+class TrainerStatus(_Message, frozen=True):
     """trainer -> daemon, about once a second and at each change: what it is doing."""
 
     trainer_id: str
@@ -359,7 +359,7 @@ class TrainerStatus(_Message):
     gate: list[GateFigures] = []
 
 
-class TrainResult(_Message):
+class TrainResult(_Message, frozen=True):
     """trainer -> daemon: an operation's end. `version` names the candidate in the registry when one was made and passed."""
 
     operation_id: str
@@ -373,7 +373,7 @@ class TrainResult(_Message):
     elapsed_s: float = 0.0
 
 
-class Purge(_Message):
+class Purge(_Message, frozen=True):
     """daemon -> trainer: forget all samples, the ring's included."""
 
     operation_id: str = ""
@@ -386,9 +386,9 @@ ToTrainer = Welcome | TrainRequest | TrainCancel | TrainPause | Purge
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
-_to_daemon = msgspec.msgpack.Decoder(ToDaemon)
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+_to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 
 
 def encode(message: _Message) -> bytes:
@@ -413,6 +413,7 @@ def decode_to_trainer(frame: bytes) -> ToTrainer:
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     try:
-        return decoder.decode(frame)
+        message: T = decoder.decode(frame)
+        return message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise WireError(f"not a honed message of wire version {WIRE_VERSION}: {error}") from error

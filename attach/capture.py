@@ -169,14 +169,14 @@ class Capturer:
         if features.device.type != "cuda":
             return _Pending(requests, counts, features, token_ids, positions, num_rejected, None)
         if self._side is None:
-            self._side = torch.cuda.Stream()
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             tensors = [features, token_ids, positions] + ([num_rejected] if num_rejected is not None else [])
             host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
             for tensor in tensors:
                 tensor.record_stream(self._side)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         return _Pending(requests, counts, host[0], host[1], host[2], host[3] if num_rejected is not None else None, arrived)
 

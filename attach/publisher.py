@@ -23,7 +23,7 @@ from honed.attach.step_log import Step, StepLog, to_columns
 
 logger = logging.getLogger("honed.attach")
 
-TICK_S = 0.02
+TICK_MS = 20
 """Longest nap: bounds how late an event leaves and how late a command is noticed."""
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
@@ -108,7 +108,7 @@ class Publisher:
                 deadline_s = min(deadline_s, now_s + 1.0)
                 if now_s >= deadline_s or not (self._is_welcome and (len(self._log) or len(self._outbox))):
                     return
-            for ready, _ in poller.poll(TICK_S * 1000):
+            for ready, _ in poller.poll(TICK_MS):
                 if ready is monitor:
                     self._on_connection(socket, recv_monitor_message(monitor)["event"])
                 else:
@@ -159,7 +159,7 @@ class Publisher:
             self._progress_s = time.monotonic()
             self._callbacks.on_welcome(message)
         elif isinstance(message, wire.Ack):
-            if message.boot_id == self._boot_id:
+            if message.boot_id == self._boot_id and message.seq > self._outbox.acked_seq:
                 self._outbox.acknowledge(message.seq)
                 self._progress_s = time.monotonic()
         elif isinstance(message, wire.Policy):

@@ -144,6 +144,9 @@ class RingWriter:
         skipped = left if total > left else 0
         end = self._written + skipped + total
         self._words[_RESERVED // 8] = end
+        if skipped:
+            # What lies here was a sound record a lap ago; a reader that looks for its place must not take it for one.
+            self._bytes[self._written % self._capacity :] = 0
         if skipped >= RECORD_BYTES:
             pad = RecordHeader(KIND_PAD, 0, self._num_records, skipped - RECORD_BYTES, 0, 0, 0, 0, 0, 0, 0)
             self._put(self._written % self._capacity, np.frombuffer(pack_record(pad), np.uint8))

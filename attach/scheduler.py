@@ -7,7 +7,6 @@ ahead of the worker, the placeholders that `_update_after_schedule` leaves.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from typing import Any
@@ -56,9 +55,13 @@ def _check(base: type[Scheduler], vllm_config: Any) -> Findings:
     return Findings(capabilities, limits)
 
 
-@functools.cache
+_classes: dict[Any, type[Any]] = {}
+
+
 def _attached(base: type[Scheduler]) -> type[Any]:
-    return type(f"Honed{base.__name__}", (_HonedScheduler, base), {})
+    if base not in _classes:
+        _classes[base] = type(f"Honed{base.__name__}", (_HonedScheduler, base), {})
+    return _classes[base]
 
 
 class _HonedScheduler:

@@ -69,7 +69,7 @@ class Swapper:
                 raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
             tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
             self._check(tensors)
-            side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+            side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
             if side is not None:
                 with torch.cuda.stream(side):
                     tensors = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()}
@@ -188,7 +188,7 @@ def _split(name: str, value: torch.Tensor, module: Any) -> dict[str, torch.Tenso
     """Undo vLLM's stacking: qkv_proj -> q, k, v; gate_up_proj -> gate, up."""
     if ".qkv_proj." in name:
         sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
-        parts = value.split(sizes, dim=0)
+        parts = torch.split_with_sizes(value, sizes, dim=0)
         return {name.replace("qkv_proj", p): t for p, t in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True)}
     if ".gate_up_proj." in name:
         gate, up = value.chunk(2, dim=0)

@@ -25,7 +25,7 @@ MAX_HIDDEN = 16_384
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _context_features_kernel(
         states_ptr: Any,
         rows_ptr: Any,

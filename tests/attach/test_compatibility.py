@@ -1,0 +1,94 @@
+"""What is relied on in vLLM is checked against what is there; a misfit is one sentence, never an exception."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from honed.attach.compatibility import check_features, check_scheduler
+
+
+class Fits:
+    def schedule(self, throttle_prefills: bool = False) -> None: ...
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,
+        request_id: str,
+    ) -> None: ...
+    def add_request(self, request: Any) -> None: ...
+    def _free_request(self, request: Any) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def get_request_counts(self) -> tuple[int, int]: ...
+    def _update_after_schedule(self, scheduler_output: Any) -> None: ...
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
+
+
+def test_a_scheduler_that_fits_gets_everything() -> None:
+    findings = check_scheduler(Fits, "0.32.0+cpu")
+    assert findings.capabilities == ("events", "draft_length")
+    assert findings.limits == ()
+
+
+def test_vllms_own_schedulers_fit() -> None:
+    pytest.importorskip("vllm")
+    import vllm
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for base in (Scheduler, AsyncScheduler):
+        assert check_scheduler(base, vllm.__version__).limits == ()
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "dev", ""])
+def test_an_unknown_version_is_only_observed(version: str) -> None:
+    findings = check_scheduler(Fits, version)
+    assert findings.capabilities == ("events",)
+    assert "0.32" in findings.limits[0]
+
+
+def test_a_renamed_method_takes_only_what_needs_it() -> None:
+    renamed = type("Renamed", (Fits,), {"update_draft_token_ids": None})
+    findings = check_scheduler(renamed, "0.32.0")
+    assert findings.capabilities == ("events",)
+    assert findings.limits == ("draft_length is off: Renamed.update_draft_token_ids is missing",)
+
+
+def test_a_renamed_parameter_is_named() -> None:
+    class Other(Fits):
+        def _free_request(self, req: Any) -> None: ...
+
+    findings = check_scheduler(Other, "0.33.1")
+    assert findings.capabilities == ("draft_length",)
+    assert "Other._free_request has no parameter request" in findings.limits[0]
+
+
+def config(method: str = "dflash", pipeline: int = 1, **speculative: Any) -> Any:
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, **speculative),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
+    )
+
+
+def test_dflash_can_be_captured_and_swapped() -> None:
+    assert check_features(config()).capabilities == ("capture", "swap")
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (config("eagle3"), "eagle3"),
+        (config(pipeline=2), "pipeline"),
+        (config(enable_adaptive_verification=True), "adaptive verification"),
+        (SimpleNamespace(speculative_config=None), "--speculative-config"),
+    ],
+)
+def test_what_cannot_be_is_said(given: Any, word: str) -> None:
+    findings = check_features(given)
+    assert findings.capabilities == ()
+    assert word in findings.limits[0]

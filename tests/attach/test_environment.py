@@ -1,0 +1,54 @@
+"""The switches of the half inside vLLM: off unless asked for, and a wrong value says which variable and what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from honed.attach.environment import from_environment
+
+
+def test_without_the_runtime_directory_honed_is_off() -> None:
+    assert from_environment({}) is None
+    assert from_environment({"HONED_RUNTIME_DIR": " ", "HONED_ENGINE_ID": "x"}) is None
+
+
+def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
+    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_ENGINE_ID": "chat"}, data_parallel_rank=2)
+    assert settings is not None
+    assert settings.engine_id == "chat-2"
+    assert settings.socket_endpoint == "ipc:///run/honed/engine.sock"
+    assert settings.ring_path == Path("/run/honed/engines/chat-2/ring")
+    assert settings.busy_path == Path("/run/honed/engines/chat-2/busy")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HONED_ENGINE_ID", "../etc"),
+        ("HONED_ENGINE_ID", ".hidden"),
+        ("HONED_RING_BYTES", "64M"),
+        ("HONED_RING_BYTES", "12"),
+        ("HONED_FEATURES", "all"),
+    ],
+)
+def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        from_environment({"HONED_RUNTIME_DIR": "/run/honed", name: value})
+
+
+def test_plugin_is_inert_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from honed.attach import plugin
+
+    monkeypatch.delenv("HONED_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("builtins.__import__", _no_vllm(__import__))
+    plugin.register()
+
+
+def _no_vllm(real: object) -> object:
+    def guarded(name: str, *args: object, **kwargs: object) -> object:
+        assert not name.startswith(("vllm", "torch", "honed.attach.engine_hook")), f"{name} was imported"
+        return real(name, *args, **kwargs)  # type: ignore[operator]
+
+    return guarded

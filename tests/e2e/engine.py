@@ -1,0 +1,97 @@
+"""The real vLLM engine in this process, with honed attached, for tests: which runner is chosen by HONED_TEST_RUNNER."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "benchmarks" / "tiny" / "target"
+DRAFTER = ROOT / "benchmarks" / "tiny" / "drafter"
+RUNNER = os.environ.get("HONED_TEST_RUNNER", "v1")
+IS_V2 = RUNNER == "v2"
+K = 7
+
+
+def prepare(runtime_dir: Path | None) -> None:
+    """Set what vLLM reads from the environment; call before the first import of vllm in the process."""
+    if IS_V2 and "vllm" not in sys.modules:
+        sys.path.insert(0, str(Path(__file__).parent))
+        import triton_on_cpu
+
+        triton_on_cpu.install()
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        HF_HUB_OFFLINE="1",
+    )
+    if runtime_dir is None:
+        os.environ.pop("HONED_RUNTIME_DIR", None)
+    else:
+        os.environ["HONED_RUNTIME_DIR"] = str(runtime_dir)
+
+
+class TestEngine:
+    """vLLM's `LLM`, and the parts of it that tests look into."""
+
+    __test__ = False
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.honed = getattr(self.scheduler, "_honed", None)
+
+    def generate(self, prompts: list[Any], **params: Any) -> list[list[int]]:
+        """Token ids of each prompt's completion; `extra` is one extra_args dict a prompt."""
+        from vllm import SamplingParams
+
+        extra = params.pop("extra", [None] * len(prompts))
+        sampling = [SamplingParams(**params, extra_args=e) for e in extra]
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        return [list(out.outputs[0].token_ids) for out in outputs]
+
+    def counters(self) -> dict[str, int]:
+        """vLLM's own counters of speculative decoding."""
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        found = {m.name.removeprefix("vllm:spec_decode_"): m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+        return {name: int(found[name]) for name in names}
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        """A method of the worker extension."""
+        return self.core.model_executor.collective_rpc(method, args=args)[0]
+
+
+@contextmanager
+def engine(
+    runtime_dir: Path | None, target: Path = TARGET, drafter: Path = DRAFTER, max_num_seqs: int = 8, **options: Any
+) -> Iterator[TestEngine]:
+    """Start an engine; honed is attached when `runtime_dir` is given."""
+    prepare(runtime_dir)
+    from vllm import LLM
+
+    attach = {
+        "scheduler_cls": "honed.attach.scheduler.make_scheduler",
+        "worker_extension_cls": "honed.attach.worker.HonedWorkerExtension",
+    }
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "dflash", "model": str(drafter), "num_speculative_tokens": K},
+    }
+    llm = LLM(str(target), **(settings | (attach if runtime_dir else {}) | options))
+    try:
+        yield TestEngine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()

