@@ -7,7 +7,7 @@ oldest bytes; a reader that fell behind notices and skips, counting what it miss
 A record is written in this order: `reserved` (header) is raised past the record's end, the bytes are written, `written`
 is raised to the same value. A reader copies a record that lies before `written`, and throws the copy away when
 `reserved` has meanwhile passed `offset + capacity_bytes`: only then can the writer have touched it. Records are 8-byte
-aligned, never wrap (a PAD record fills the rest; where fewer than `RECORD_BYTES` are left both ends skip them), and
+aligned, never wrap (a PAD record and zeros fill the rest; where fewer than `RECORD_BYTES` are left both ends skip them), and
 carry a CRC-32 of their payload as a second defence. So every multiple of the capacity is the start of a record.
 
 Payload of a ROWS record: labels (see `pack_rows_head`), then `num_rows` committed rows of one request, at positions

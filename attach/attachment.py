@@ -96,6 +96,8 @@ class Attachment:
         self._pending_policy: wire.Policy | None = None
         self._policy: wire.Policy | None = None
         self._capture_share = -1.0
+        self._captured: dict[str, float] = {}
+        self._is_wake_pending = False
         self._log_token_ids = False
         self._decider = Decider(self._num_spec_tokens, vllm_config.scheduler_config.max_num_seqs)
         self._log = StepLog()
@@ -157,10 +159,10 @@ class Attachment:
     @_guarded
     def before_schedule(self) -> None:
         """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
-        if self._pending_policy is not None:
-            self._apply_policy()
         if not self._is_worker_attached:
             self._attach_worker()
+        if self._pending_policy is not None:
+            self._apply_policy()
         if self.commands.is_pending:
             self.commands.run()
         self._began_ns = time.monotonic_ns()
@@ -331,10 +333,12 @@ class Attachment:
             return
         self._policy = policy
         self._decider.set_policy(policy, time.monotonic())
-        if policy.capture_share != self._capture_share and self._is_worker_attached:
+        if "capture" not in self._findings.capabilities or not self._settings.is_capture_on:
+            return
+        # A call to the workers takes a millisecond: only when it changes something, or when nobody is waiting.
+        if policy.capture_share != self._capture_share or not self._scheduler.has_unfinished_requests():
             self._capture_share = policy.capture_share
-            if "capture" in self._findings.capabilities and self._settings.is_capture_on:
-                self._rpc("honed_capture", policy.capture_share, self._drafter_version)
+            self._captured = self._rpc("honed_capture", policy.capture_share, self._drafter_version)[0]
 
     def _attach_worker(self) -> None:
         self._is_worker_attached = True
@@ -426,6 +430,8 @@ class Attachment:
             log_us_p99=log_p99,
             decide_us_p50=decide_p50,
             decide_us_p99=decide_p99,
+            captured_rows=int(self._captured.get("rows", 0)),
+            captured_bytes=int(self._captured.get("bytes", 0)),
             step=self._step,
         )
 
@@ -446,8 +452,15 @@ class Attachment:
             self._wake()
 
     def _wake(self) -> None:
-        if self._engine is not None:
-            self._engine.call_when_idle(self.before_schedule)
+        if self._engine is not None and not self._is_wake_pending:
+            self._is_wake_pending = True
+            if not self._engine.call_when_idle(self._woken):
+                self._is_wake_pending = False
+
+    def _woken(self) -> None:
+        # Lowered first: a wake-up that comes while this runs must not get lost.
+        self._is_wake_pending = False
+        self.before_schedule()
 
 
 def _version_of(*names: str) -> str:

@@ -64,14 +64,19 @@ class Engine:
         results: list[Any] = core.model_executor.collective_rpc(method, args=args)
         return results
 
-    def call_when_idle(self, callback: Callable[[], None]) -> None:
-        """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle."""
+    def call_when_idle(self, callback: Callable[[], None]) -> bool:
+        """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle.
+
+        Returns:
+            whether it will be: an engine in the caller's own process, or one that is still starting, has no idle loop.
+        """
         core = self._core()
         queue = getattr(core, "input_queue", None)
         callbacks = getattr(core, "_idle_state_callbacks", None)
         if queue is None or callbacks is None:
-            return
+            return False
         from vllm.v1.engine import EngineCoreRequestType
 
         callbacks.append(lambda _core: callback())
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        return True

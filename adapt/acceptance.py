@@ -1,0 +1,235 @@
+"""Estimates how likely drafts are to be accepted, from rounds that were cut off at different lengths.
+
+Position j of a round (from 1) is a *trial* iff draft j−1 was accepted and draft j was verified, and a *success* iff draft j
+was accepted. The conditional acceptance a_j = P(draft j accepted | drafts before it accepted) is a hazard under right
+censoring, so successes / trials per position is unbiased whatever rule chose k from the past. Accepted / drafted is not:
+its mean moves with k. Survival is S(j) = a_1 · … · a_j and the acceptance length τ(k) = 1 + S(1) + … + S(k).
+
+Three levels, each shrunk towards the one above:
+
+- engine: position j's Beta prior is centred on position j−1's estimate, since trials never grow with j; a position that was
+  never reached thus repeats its neighbour.
+- workload: prior centred on the engine's curve, its odds scaled by the one factor that explains the workload best.
+- request: the workload's curve with its failure odds scaled by one factor θ, since a request is over before K separate
+  figures could be told from noise: a_j(θ) = m_j / (m_j + θ·(1 − m_j)).
+
+θ is the Mantel–Haenszel common odds ratio, θ = (c + Σ_failures m_j) / (c + Σ_successes (1 − m_j)): each trial adds
+m(1−m)·θ/(m + θ(1−m)) to the mean of the numerator and 1/θ of that to the denominator's, so the ratio is consistent for every
+θ, not only near 1. c = strength · Σ_j S(j−1)·m_j·(1−m_j), what `strength` rounds at θ = 1 would add to either sum.
+
+Letters: K = configured number of draft tokens, R = rounds, G = requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+IntsLike: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+
+FIRST_GUESS = 0.6
+"""Conditional acceptance of position 1 before anything was seen."""
+EDGE = 1e-3
+"""Estimates stay in [EDGE, 1 − EDGE]: nothing is certain, and logarithms stay finite."""
+CHAIN_STRENGTH = 4.0
+"""Pseudo-trials that a position's left neighbour weighs at engine level."""
+
+
+def reached_and_accepted(
+    num_draft_tokens: IntsLike,
+    num_accepted_tokens: IntsLike,
+    num_spec_tokens: int,
+    num_invalid_tokens: IntsLike | None = None,
+) -> tuple[Ints, Ints]:
+    """Turn rounds into the number of positions each one tried and passed, both [R] and within 0 … K.
+
+    Drafts that a grammar struck out (`num_invalid_tokens`, the block's tail) were scheduled but never verified.
+    """
+    drafted = np.asarray(num_draft_tokens, dtype=np.int64)
+    if num_invalid_tokens is not None:
+        drafted = drafted - np.maximum(np.asarray(num_invalid_tokens, dtype=np.int64), 0)
+    drafted = np.clip(drafted, 0, num_spec_tokens)
+    accepted = np.clip(np.asarray(num_accepted_tokens, dtype=np.int64), 0, drafted)
+    return np.minimum(accepted + 1, drafted), accepted
+
+
+def count_trials(
+    num_draft_tokens: IntsLike,
+    num_accepted_tokens: IntsLike,
+    num_spec_tokens: int,
+    num_invalid_tokens: IntsLike | None = None,
+    weights: Floats | None = None,
+) -> tuple[Floats, Floats]:
+    """Count trials and successes per position, both [K], optionally weighting each round."""
+    reached, accepted = reached_and_accepted(
+        num_draft_tokens, num_accepted_tokens, num_spec_tokens, num_invalid_tokens
+    )
+    return _at_least(reached, num_spec_tokens, weights), _at_least(accepted, num_spec_tokens, weights)
+
+
+def _at_least(values: Ints, num_spec_tokens: int, weights: Floats | None) -> Floats:
+    """Weight of the rounds whose value is ≥ 1, ≥ 2, … ≥ K."""
+    histogram = np.bincount(values, weights=weights, minlength=num_spec_tokens + 1)
+    return np.cumsum(histogram[::-1].astype(np.float64))[::-1][1:]
+
+
+class AcceptanceCounts:
+    """Trials and successes per position with exponential forgetting by rounds.
+
+    A round that lies n rounds back weighs exp(−n / forgetting_rounds); how rounds were batched makes no difference.
+    """
+
+    def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.forgetting_rounds = max(forgetting_rounds, 1.0)
+        self.trials: Floats = np.zeros(num_spec_tokens)
+        self.successes: Floats = np.zeros(num_spec_tokens)
+        self.weight_rounds = 0.0
+        self.num_rounds = 0
+
+    def observe(
+        self, num_draft_tokens: IntsLike, num_accepted_tokens: IntsLike, num_invalid_tokens: IntsLike | None = None
+    ) -> None:
+        """Fold in rounds, oldest first. Rounds without drafts teach nothing and don't age the rest."""
+        drafted = np.asarray(num_draft_tokens, dtype=np.int64)
+        keep = drafted > 0
+        drafted, accepted = drafted[keep], np.asarray(num_accepted_tokens, dtype=np.int64)[keep]
+        invalid = None if num_invalid_tokens is None else np.asarray(num_invalid_tokens, dtype=np.int64)[keep]
+        count = len(drafted)
+        if not count:
+            return
+        weights = np.exp(-np.arange(count - 1, -1, -1) / self.forgetting_rounds)
+        trials, successes = count_trials(drafted, accepted, self.num_spec_tokens, invalid, weights)
+        self.scale(float(np.exp(-count / self.forgetting_rounds)))
+        self.trials += trials
+        self.successes += successes
+        self.weight_rounds += float(weights.sum())
+        self.num_rounds += count
+
+    def scale(self, factor: float) -> None:
+        """Weaken what is known, as after a swap of the drafter's weights."""
+        self.trials *= factor
+        self.successes *= factor
+        self.weight_rounds *= factor
+
+
+def chain_estimate(trials: Floats, successes: Floats, strength: float = CHAIN_STRENGTH) -> Floats:
+    """Estimate conditional acceptance [K] with each position's Beta prior centred on its left neighbour."""
+    estimate = np.empty(len(trials))
+    left = FIRST_GUESS
+    for position, (tried, passed) in enumerate(zip(trials.tolist(), successes.tolist(), strict=True)):
+        left = (passed + strength * left) / (tried + strength)
+        estimate[position] = left
+    return np.clip(estimate, EDGE, 1.0 - EDGE)
+
+
+def shrunk_estimate(trials: Floats, successes: Floats, parent: Floats, strength: float) -> Floats:
+    """Estimate conditional acceptance [K] with a Beta prior centred on the parent's curve at this level's own odds."""
+    prior = scale_odds(parent, odds_ratio(trials, successes, parent, strength))
+    return np.clip((successes + strength * prior) / (trials + strength), EDGE, 1.0 - EDGE)
+
+
+def odds_ratio(trials: Floats, successes: Floats, parent: Floats, strength: float) -> float:
+    """Estimate the factor θ on the parent's failure odds, drawn to 1 by `strength` rounds."""
+    constant = strength * information(parent)
+    failures = trials - successes
+    return float((constant + failures @ parent) / (constant + successes @ (1.0 - parent)))
+
+
+def information(acceptance: Floats) -> float:
+    """Compute what one round at θ = 1 adds to each Mantel–Haenszel sum: Σ_j S(j)·(1−m_j)."""
+    return float(survival(acceptance) @ (1.0 - acceptance))
+
+
+def scale_odds(acceptance: Floats, theta: float | Floats) -> Floats:
+    """Multiply the failure odds of a curve by θ: a(θ) = m / (m + θ(1 − m)), always within (0, 1)."""
+    scaled: Floats = acceptance / (acceptance + theta * (1.0 - acceptance))
+    return scaled
+
+
+def survival(acceptance: Floats) -> Floats:
+    """Compute S(j) = Π_{i≤j} a_i along the last axis."""
+    return np.cumprod(acceptance, axis=-1, dtype=np.float64)
+
+
+def acceptance_length(acceptance: Floats, num_draft_tokens: int | None = None) -> float:
+    """Compute τ = 1 + Σ_{j≤k} S(j), bonus token included."""
+    return 1.0 + float(survival(np.asarray(acceptance, dtype=np.float64))[:num_draft_tokens].sum())
+
+
+def strength_between(trials: Floats, successes: Floats, low: float = 2.0, high: float = 512.0) -> float:
+    """Estimate how many pseudo-rounds a workload's curve should weigh against a request's own, from G requests [G, K].
+
+    Requests with per-position acceptance Beta(M·m_j, M·(1−m_j)) have intraclass correlation ρ = 1 / (M + 1). The ANOVA
+    estimator ρ = (B − W) / (B + (n₀ − 1)·W) with the mean squares between (B) and within (W) requests, sums taken over
+    positions, gives M = 1/ρ − 1, kept within `low` … `high`. Too little data gives `high`: then requests don't differ yet.
+
+    Source: Ridout, Demétrio, Firth, Biometrics 55 (1999), "Estimating intraclass correlation for binary data".
+    """
+    total = trials.sum(axis=0)
+    groups = (trials > 0).sum(axis=0)
+    use = (groups >= 2) & (total > groups)
+    if not use.any():
+        return high
+    n, s, total, groups = trials[:, use], successes[:, use], total[use], groups[use]
+    mean = s.sum(axis=0) / total
+    own = s / np.maximum(n, 1e-9)
+    between = float((n * (own - mean) ** 2).sum()) / float((groups - 1).sum())
+    within = float((n * own * (1.0 - own)).sum()) / float((total - groups).sum())
+    size = float(((total - (n**2).sum(axis=0) / total) / np.maximum(groups - 1, 1)).mean())
+    scatter = between + (size - 1.0) * within
+    rho = (between - within) / scatter if scatter > 0.0 else 0.0
+    return float(np.clip(1.0 / rho - 1.0, low, high)) if rho > 0.0 else high
+
+
+class RequestTable:
+    """Counts of a bounded number of recent requests, from which the spread between requests is estimated.
+
+    Direct-mapped by the request's hash: a newcomer takes over its slot, so memory is fixed and the oldest fade by chance.
+    """
+
+    def __init__(self, num_spec_tokens: int, num_slots: int = 512) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.owner = np.zeros(num_slots, dtype=np.uint64)
+        self.trials: Floats = np.zeros((num_slots, num_spec_tokens))
+        self.successes: Floats = np.zeros((num_slots, num_spec_tokens))
+
+    def observe(self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints) -> None:
+        """Add rounds to their requests' counts."""
+        if not len(requests):
+            return
+        keys, group = np.unique(requests, return_inverse=True)
+        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        newcomers = slots[self.owner[slots] != keys]
+        self.trials[newcomers] = 0.0
+        self.successes[newcomers] = 0.0
+        self.owner[slots] = keys  # of two requests that share a slot the last one wins
+        lives = self.owner[slots] == keys
+        rows, mine = slots[group], lives[group]
+        positions = np.arange(1, self.num_spec_tokens + 1)
+        np.add.at(self.trials, rows[mine], positions <= reached[mine, None])
+        np.add.at(self.successes, rows[mine], positions <= accepted[mine, None])
+
+    def strength(self) -> float:
+        """Estimate the pseudo-rounds that a workload's curve should weigh against a request's own."""
+        return strength_between(self.trials, self.successes)
+
+    def design_effect(self, strength: float) -> float:
+        """Estimate by how much rounds of one request repeat each other: 1 + (n̄ − 1)·ρ, with n̄ its mean trials."""
+        tried = self.trials[:, 0]
+        total = float(tried.sum())
+        if total <= 0.0:
+            return 1.0
+        size = float((tried**2).sum()) / total
+        return 1.0 + max(size - 1.0, 0.0) / (1.0 + strength)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self.owner[:] = 0
+        self.trials[:] = 0.0
+        self.successes[:] = 0.0

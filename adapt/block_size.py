@@ -1,0 +1,227 @@
+"""Chooses how many draft tokens every request of a batch gets verified.
+
+    maximise G(k) = (N + Σ_i Σ_{j ≤ k_i} S_i(j)) / T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill)
+
+S_i(j) never grows with j, so for a given total and cap on the block it is best to admit the largest S anywhere in the batch,
+and what is admitted of a request is a prefix. The search therefore runs over two numbers: a threshold on S, and a cap b on
+the block. k = 0 for everybody is a candidate of its own, priced without the drafter.
+
+Up to `EXACT_ENTRIES` values each value is its own threshold and the answer is the optimum. Beyond, values are sorted into
+`LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size lies within it: then
+exactly as many as fit are, the most likely first. Of requests with equal S the earlier in the batch goes first; apart from
+that a permutation of the batch permutes the answer. Requests that share a curve can be passed as one (`group`): cost then
+grows with the number of curves.
+
+Non-anticipation, on which losslessness rests: the only inputs are survival estimates from finished rounds and the batch's
+shape. Nothing of the drafts that are about to be cut enters, so which drafts get verified is independent of what they are.
+
+Letters: N = requests, C = their distinct survival curves, K = configured number of draft tokens, L = levels, B = caps that are
+tried (K, or 1 when a shorter block isn't cheaper).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.step_time import StepTimeModel
+
+EXACT_ENTRIES = 64
+LEVELS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingPoint:
+    """What a choice comes down to, and what hysteresis holds on to while batches come and go."""
+
+    threshold: float
+    cap: int
+    """Longest block; 0: nothing is drafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Draft lengths of a batch and what is expected of them."""
+
+    num_draft_tokens: Ints  # [N]
+    point: OperatingPoint
+    goodput: float
+    """Expected tokens per second."""
+    goodput_without: float
+    """The same with nothing drafted."""
+    is_held: bool = False
+    """The best choice gained too little over the previous operating point, which was kept."""
+
+
+def allocate(
+    survival: npt.NDArray[np.floating],
+    model: StepTimeModel,
+    *,
+    context_tokens: int = 0,
+    num_prefill_tokens: int = 0,
+    ceilings: Ints | None = None,
+    previous: OperatingPoint | None = None,
+    hysteresis: float = 0.0,
+) -> Ints:
+    """Choose draft lengths [N]; see `choose`."""
+    return choose(
+        survival, model, context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
+        ceilings=ceilings, previous=previous, hysteresis=hysteresis,
+    ).num_draft_tokens  # fmt: skip
+
+
+def choose(
+    survival: npt.NDArray[np.floating],
+    model: StepTimeModel,
+    *,
+    group: Ints | None = None,
+    context_tokens: int = 0,
+    num_prefill_tokens: int = 0,
+    ceilings: Ints | None = None,
+    previous: OperatingPoint | None = None,
+    hysteresis: float = 0.0,
+) -> Choice:
+    """Choose the draft lengths of highest goodput.
+
+    Args:
+        survival: S(j) of each curve, [C, K], non-increasing along the last axis.
+        group: curve of each request, [N]; None: one request per curve.
+        ceilings: most draft tokens of each curve, [C]; None: K for all.
+        previous: kept unless the best choice's goodput is more than `hysteresis` (relative) above its.
+    """
+    count = len(survival) if group is None else len(group)
+    num_spec_tokens = survival.shape[1]
+    fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens)
+    base_tokens = count + num_prefill_tokens
+    without = count / (fixed + model.seconds_of_tokens(base_tokens))
+    if count == 0 or num_spec_tokens == 0:
+        return _nothing(count, without)
+
+    by_depth = np.ascontiguousarray(survival.T)  # [K, C]: depth first, so that reductions run over contiguous curves
+    copies = None if group is None else np.bincount(group, minlength=len(survival))
+    levels, values, lower = _levels(by_depth, ceilings)
+    is_block_priced = model.is_block_priced and num_spec_tokens > 1
+    admitted, mass = _cumulate(levels, values, copies, is_block_priced)  # [B, L]
+    seconds = model.draft_seconds(count, num_spec_tokens)[-len(admitted) :, None] + fixed
+    mass += count
+    totals = admitted.astype(np.int64)
+    totals += base_tokens
+    goodput = mass / (model.token_seconds(totals) + seconds)
+    best_goodput, surplus = goodput, totals
+    if model.captured_tokens:
+        best_goodput, surplus = _fit_captured(model, goodput, totals, mass, values, seconds, base_tokens)
+    row, level = divmod(int(best_goodput.argmax()), len(values))
+    best = float(best_goodput[row, level])
+
+    if previous is not None and hysteresis > 0.0:
+        held_level = int(np.searchsorted(-lower, -previous.threshold + 1e-9, side="right")) - 1
+        if previous.cap <= 0 or held_level < 0:
+            if best <= without * (1.0 + hysteresis):
+                return _nothing(count, without)
+        else:
+            held_cap = min(previous.cap, num_spec_tokens) if is_block_priced else num_spec_tokens
+            held = float(goodput[held_cap - 1 if is_block_priced else 0, held_level])
+            if held >= without and best <= held * (1.0 + hysteresis):
+                lengths = np.add.reduce(levels[:held_cap] <= held_level, axis=0, dtype=np.int64)
+                return Choice(lengths if group is None else lengths[group], previous, held, without, is_held=True)
+
+    if best <= without:
+        return _nothing(count, without)
+    cap = row + 1 if is_block_priced else num_spec_tokens
+    point = OperatingPoint(float(lower[level]), cap)
+    left_out = int(surplus[row, level]) if best > goodput[row, level] else 0
+    if left_out:
+        some, theirs = by_depth[:cap], levels[:cap]
+        if group is not None:
+            some, theirs = some[:, group], theirs[:, group]
+        return Choice(_all_but_least_likely(some, theirs, level, left_out), point, best, without)
+    lengths = np.add.reduce(levels[:cap] <= level, axis=0, dtype=np.int64)
+    return Choice(lengths if group is None else lengths[group], point, best, without)
+
+
+def _nothing(count: int, goodput: float) -> Choice:
+    return Choice(np.zeros(count, dtype=np.int64), OperatingPoint(1.0, 0), goodput, goodput)
+
+
+def _levels(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> tuple[npt.NDArray[np.intp], Floats, Floats]:
+    """Sort survival into levels, most likely first.
+
+    Returns: level of each entry [K, C] (L: above its ceiling, never admitted), value of each level [L], and the threshold
+    that admits exactly the levels up to it [L].
+    """
+    if by_depth.size <= EXACT_ENTRIES:
+        flat = by_depth.ravel()
+        order = np.argsort(-flat, kind="stable")
+        rank = np.empty(flat.size, dtype=np.intp)
+        rank[order] = np.arange(flat.size)
+        levels = rank.reshape(by_depth.shape)
+        values = flat[order].astype(np.float64)
+        # Half-way to the next value: a small change of either doesn't change what a held threshold admits.
+        lower = 0.5 * (values + np.append(values[1:], 0.0))
+    else:
+        levels = ((1.0 - by_depth) * (LEVELS - 1e-3)).astype(np.intp)
+        values, lower = _LEVEL_VALUES, _LEVEL_LOWER
+    if ceilings is not None:
+        levels = np.where(np.arange(len(by_depth))[:, None] < ceilings, levels, len(values))
+    return levels, values, lower
+
+
+_LEVEL_LOWER: Floats = 1.0 - np.arange(1, LEVELS + 1) / LEVELS
+_LEVEL_VALUES: Floats = _LEVEL_LOWER + 0.5 / LEVELS
+
+
+def _cumulate(
+    levels: npt.NDArray[np.intp], values: Floats, copies: Ints | None, is_block_priced: bool
+) -> tuple[Floats, Floats]:
+    """Sum the entries of depth ≤ cap and level ≤ l, for every cap and level: how many, and their survival, both [B, L]."""
+    width = len(values) + 1
+    num_rows = len(levels) if is_block_priced else 1
+    flat = levels + _DEPTHS[: len(levels)] * width if is_block_priced else levels
+    weights = None
+    if copies is not None:
+        spread = np.empty(levels.shape)
+        spread[:] = copies
+        weights = spread.ravel()
+    counts = np.bincount(flat.ravel(), weights, num_rows * width).reshape(num_rows, width)
+    sums = np.empty((2, num_rows, len(values)))
+    sums[0] = counts[:, :-1]
+    np.multiply(sums[0], values, out=sums[1])
+    np.add.accumulate(sums, axis=2, out=sums)
+    if is_block_priced:
+        np.add.accumulate(sums, axis=1, out=sums)
+    return sums[0], sums[1]
+
+
+_DEPTHS = np.arange(4096)[:, None]
+
+
+def _fit_captured(
+    model: StepTimeModel,
+    goodput: Floats,
+    totals: Ints,
+    mass: Floats,
+    values: Floats,
+    other_seconds: Floats,
+    base_tokens: int,
+) -> tuple[Floats, Ints]:
+    """Look for better totals within levels, at the captured size below each: goodput and entries left out, both [B, L]."""
+    before = np.full_like(totals, base_tokens)
+    before[:, 1:] = totals[:, :-1]
+    table = model.captured_below
+    below = table.take(totals, mode="clip")
+    surplus = np.where((below > before) & (totals < len(table)), totals - below, 0)
+    fitted = (mass - surplus * values) / (model.token_seconds(totals - surplus) + other_seconds)
+    return np.maximum(fitted, goodput), surplus
+
+
+def _all_but_least_likely(
+    by_depth: npt.NDArray[np.floating], levels: npt.NDArray[np.intp], level: int, left_out: int
+) -> Ints:
+    """Admit everything above a level, and of the level itself all but its `left_out` least likely entries."""
+    lengths: Ints = (levels < level).sum(axis=0)
+    depth, request = np.nonzero(levels == level)
+    kept = np.argsort(-by_depth[depth, request], kind="stable")[: len(request) - left_out]
+    return lengths + np.bincount(request[kept], minlength=len(lengths))

@@ -1,0 +1,361 @@
+"""Turns an engine's event batches into what is believed of it, and that into its policy.
+
+`observe` folds a batch into the acceptance of engine and workloads, the step-time model and the drift tests; `propose` makes
+the policy; `beliefs` explains both. Nothing here knows the time: `now_s` is an argument, and steps carry their own clock.
+
+A policy's generation grows only when something material changed: kind, limits, overrides, a conditional acceptance by more
+than 0.5 %, a predicted step time by more than 1 %. Otherwise the very same object is proposed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from honed.adapt.acceptance import (
+    AcceptanceCounts,
+    Floats,
+    RequestTable,
+    acceptance_length,
+    chain_estimate,
+    reached_and_accepted,
+    shrunk_estimate,
+    survival,
+)
+from honed.adapt.block_size import choose
+from honed.adapt.canary import Baseline
+from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
+from honed.adapt.rounds import Rounds, rounds_by_workload
+from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings
+from honed.adapt.wire import EventBatch, Policy, StepColumns, WorkloadPrior
+
+Event = Alarm
+"""What `observe` may report."""
+
+MODES = ("goodput", "static", "off")
+_KEPT_AFTER_SWAP = 0.02
+"""Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
+_MOST_DESIGN_EFFECT = 8.0
+_SMOOTHING = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """How an engine is steered."""
+
+    mode: str = "goodput"
+    """"goodput" (choose by predicted tokens per second), "static" or "off" (observe only)."""
+    static_k: int = -1
+    """Draft tokens of mode "static" and of every fallback; −1: all the engine was configured for."""
+    max_k: int = -1
+    """Never draft more than this; −1: no limit but the engine's."""
+    request_ceiling: int = -1
+    hysteresis: float = 0.02
+    explore_share: float = 0.02
+    """0 also keeps the step-time model from getting ready on an engine whose draft lengths never vary."""
+    forgetting_rounds: float = 4000.0
+    request_strength: float = 0.0
+    """Pseudo-rounds of a workload's curve against a request's own; 0: estimated from how much requests differ."""
+    workload_strength: float = 24.0
+    """Pseudo-rounds of the engine's curve against a workload's own."""
+    policy_ttl_s: float = 10.0
+    capture_share: float = 0.0
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of the captured CUDA graphs; empty: none, or unknown."""
+    max_workloads: int = 32
+    drift: DriftSettings = field(default_factory=DriftSettings)
+    step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """An operator's order, in force until `until_s` on the clock of `propose`."""
+
+    name: str
+    """"draft_tokens" (that many for everybody), "capture_share" (0 … 1) or "policy" (a mode)."""
+    value: int | float | str
+    until_s: float
+
+    def __post_init__(self) -> None:
+        if self.name not in ("draft_tokens", "capture_share", "policy"):
+            raise ValueError(f"there is no override {self.name!r}")
+        if self.name == "policy" and self.value not in MODES:
+            raise ValueError(f"policy must be one of {', '.join(MODES)}, not {self.value!r}")
+        if self.name != "policy" and not (isinstance(self.value, int | float) and self.value >= 0):
+            raise ValueError(f"{self.name} must be a number ≥ 0, not {self.value!r}")
+
+
+class _Workload:
+    def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
+        self.counts = AcceptanceCounts(num_spec_tokens, forgetting_rounds)
+        self.requests = RequestTable(num_spec_tokens)
+
+
+class EngineController:
+    """What is believed of one engine."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        num_spec_tokens: int,
+        max_num_seqs: int,
+        settings: ControllerSettings | None = None,
+    ) -> None:
+        self.engine_id = engine_id
+        self.num_spec_tokens = max(num_spec_tokens, 0)
+        self.max_num_seqs = max(max_num_seqs, 1)
+        self.settings = settings or ControllerSettings()
+        self._counts = AcceptanceCounts(self.num_spec_tokens, self.settings.forgetting_rounds)
+        self._workloads: dict[str, _Workload] = {}
+        self._drift = DriftMonitor(self.num_spec_tokens, self.settings.drift)
+        self._steps = StepTimeLearner(self.settings.step_time, self.settings.captured_tokens)
+        self._drafter_version: str | None = None
+        self._boot_id = ""
+        self._last_end_ns = 0
+        self._typical: dict[str, float] = {}
+        self._policy: Policy | None = None
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def observe(self, batch: EventBatch) -> list[Event]:
+        """Fold in a batch, in the order of its sequence numbers; return what has to be told.
+
+        Raises ValueError, before anything was folded in, for a batch whose columns don't fit together.
+        """
+        by_workload = list(rounds_by_workload(batch))
+        steps = _step_rows(batch.steps)
+        if batch.drafter_version != self._drafter_version:
+            self._take_new_weights(batch.drafter_version)
+        if batch.boot_id != self._boot_id:
+            self._boot_id, self._last_end_ns = batch.boot_id, 0
+        self._observe_steps(steps)
+        events: list[Event] = []
+        for name, rounds in by_workload:
+            events += self._observe_rounds(name, rounds)
+        return events
+
+    def _take_new_weights(self, version: str) -> None:
+        is_swap = self._drafter_version not in (None, "")  # "" is the same weights before the daemon named them
+        self._drafter_version = version
+        if is_swap:
+            self._counts.scale(_KEPT_AFTER_SWAP)
+            for workload in self._workloads.values():
+                workload.counts.scale(_KEPT_AFTER_SWAP)
+                workload.requests.clear()
+        self._drift.reset(version)
+
+    def _observe_rounds(self, name: str, rounds: Rounds) -> list[Event]:
+        workload = self._workloads.pop(name, None) or _Workload(self.num_spec_tokens, self.settings.forgetting_rounds)
+        if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
+            stalest = next(iter(self._workloads))
+            del self._workloads[stalest]
+            self._drift.forget(stalest)
+        self._workloads[name] = workload
+        columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
+        reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
+        self._counts.observe(*columns)
+        workload.counts.observe(*columns)
+        workload.requests.observe(rounds.request, reached, accepted)
+        return self._drift.observe(name, *columns, design_effect=self._design_effect(workload))
+
+    def _observe_steps(self, rows: Sequence[tuple[int, ...]]) -> None:
+        model = self._steps.model()
+        for end_ns, duration_us, requests, tokens, prefill, drafted, context, block in rows:
+            # Asynchronous scheduling starts a step before the previous one ended: what counts is the time between ends.
+            since_last = end_ns - self._last_end_ns if self._last_end_ns else duration_us * 1000
+            self._last_end_ns = end_ns
+            seconds = min(duration_us * 1000, since_last if since_last > 0 else duration_us * 1000) / 1e9
+            self._steps.observe(requests, tokens, context, prefill, drafted, block, seconds)
+            if requests <= 0:
+                continue
+            figures = {"num_requests": requests, "context_tokens": context / requests, "step_seconds": seconds}
+            if model.is_ready:
+                figures["predicted_step_seconds"] = model.seconds(requests, tokens, context, prefill, block)
+            for name, value in figures.items():
+                held = self._typical.get(name, value)
+                self._typical[name] = held + _SMOOTHING * (value - held)
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def propose(self, now_s: float, override: Override | Sequence[Override] | None = None) -> Policy:
+        """Make the policy that is right now; the previous one, unchanged, while nothing material is different."""
+        overrides = [override] if isinstance(override, Override) else list(override or ())
+        policy = self._make_policy([one for one in overrides if one.until_s > now_s])
+        if self._policy is not None and not _is_material(self._policy, policy, self.max_num_seqs):
+            return self._policy
+        self._policy = policy
+        return policy
+
+    def _make_policy(self, overrides: Sequence[Override]) -> Policy:
+        settings, k = self.settings, self.num_spec_tokens
+        kind, static_k, capture_share = settings.mode, self._static_k(), settings.capture_share
+        for one in overrides:
+            if one.name == "capture_share":
+                capture_share = min(float(one.value), 1.0)
+            elif one.name == "policy":
+                kind = str(one.value)
+            else:
+                kind, static_k = "static", min(int(one.value), k)
+        model = self._steps.model()
+        engine = self._engine_curve()
+        strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
+        pooled = float(np.median(list(strengths.values()))) if strengths else settings.request_strength or 8.0
+        priors = [_prior("", engine, pooled)]
+        priors += [_prior(name, self._curve(one, engine), strengths[name]) for name, one in self._workloads.items()]
+        return Policy(
+            engine_id=self.engine_id,
+            generation=(self._policy.generation if self._policy else 0) + 1,
+            ttl_s=settings.policy_ttl_s,
+            kind=kind,
+            static_k=static_k,
+            max_k=max(k if settings.max_k < 0 else min(settings.max_k, k), static_k if overrides else 0),
+            priors=priors,
+            step_seconds=[float(f"{value:.6g}") for value in model.parameters],
+            draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],
+            captured_tokens=list(settings.captured_tokens),
+            hysteresis=settings.hysteresis,
+            explore_share=settings.explore_share,
+            request_ceiling=settings.request_ceiling,
+            capture_share=capture_share,
+            override=",".join(sorted({one.name for one in overrides})),
+        )
+
+    def baseline(self) -> dict[str, Baseline]:
+        """Return every workload's counts with the present weights, for a SwapWatch; take them just before the swap."""
+        return {
+            name: Baseline(
+                tuple(one.counts.trials.tolist()), tuple(one.counts.successes.tolist()), self._design_effect(one)
+            )
+            for name, one in self._workloads.items()
+        }
+
+    def beliefs(self) -> dict[str, object]:
+        """Describe what is believed, in plain figures that JSON can carry."""
+        engine, model = self._engine_curve(), self._steps.model()
+        requests = max(1, min(round(self._typical.get("num_requests", 1.0)), self.max_num_seqs))
+        by_batch = [self._plan(2**power, engine, model) for power in range(self.max_num_seqs.bit_length())]
+        return {
+            "engine_id": self.engine_id,
+            "drafter_version": self._drafter_version or "",
+            "num_spec_tokens": self.num_spec_tokens,
+            "engine": _describe(self._counts, engine),
+            "workloads": {
+                name: {
+                    **_describe(one.counts, self._curve(one, engine)),
+                    "request_strength": round(self._request_strength(one), 2),
+                    "design_effect": round(self._design_effect(one), 3),
+                    "drift": self._drift.figures(name),
+                }
+                for name, one in self._workloads.items()
+            },
+            "step_time": {
+                "is_ready": model.is_ready,
+                "num_steps": self._steps.num_steps,
+                "parameters": dict(zip(PARAMETERS, model.parameters, strict=False)),
+                "measured_seconds": self._typical.get("step_seconds"),
+                "predicted_seconds": self._typical.get("predicted_step_seconds"),
+                "context_tokens_per_request": self._typical.get("context_tokens"),
+                "num_requests": self._typical.get("num_requests"),
+            },
+            "draft_tokens_by_batch": [plan for plan in by_batch if plan],
+            "speedup_estimate": (self._plan(requests, engine, model) or {}).get("speedup"),
+            "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
+        }
+
+    def _plan(self, count: int, engine: Floats, model: StepTimeModel) -> dict[str, float]:
+        """Price a batch of typical requests: what would be drafted, how long it takes, and what it gains over k = 0."""
+        if not model.is_ready or not self.num_spec_tokens:
+            return {}
+        context = int(count * self._typical.get("context_tokens", 0.0))
+        curve, group = survival(engine)[None, :], np.zeros(count, dtype=np.int64)
+        choice = choose(curve, model, group=group, context_tokens=context)
+        lengths, goodput, block = choice.num_draft_tokens, choice.goodput, choice.point.cap
+        if self.settings.mode != "goodput":
+            block = self._static_k()
+            lengths = np.full(count, block)
+            seconds = model.seconds(count, count * (1 + block), context, 0, block)
+            goodput = count * acceptance_length(engine, block) / seconds
+        tokens = count + int(lengths.sum())
+        return {
+            "num_requests": count,
+            "draft_tokens_per_request": round(float(lengths.mean()), 3),
+            "block": block,
+            "predicted_step_seconds": model.seconds(count, tokens, context, 0, int(lengths.max())),
+            "predicted_tokens_per_s": goodput,
+            "speedup": goodput / choice.goodput_without,
+        }
+
+    # --- estimates ----------------------------------------------------------------------------------------------------
+
+    def _static_k(self) -> int:
+        k = self.settings.static_k
+        return self.num_spec_tokens if k < 0 else min(k, self.num_spec_tokens)
+
+    def _engine_curve(self) -> Floats:
+        return chain_estimate(self._counts.trials, self._counts.successes)
+
+    def _curve(self, workload: _Workload, engine: Floats) -> Floats:
+        counts = workload.counts
+        return shrunk_estimate(counts.trials, counts.successes, engine, self.settings.workload_strength)
+
+    def _request_strength(self, workload: _Workload) -> float:
+        return self.settings.request_strength or workload.requests.strength()
+
+    def _design_effect(self, workload: _Workload) -> float:
+        return min(workload.requests.design_effect(workload.requests.strength()), _MOST_DESIGN_EFFECT)
+
+
+def _step_rows(steps: StepColumns) -> list[tuple[int, ...]]:
+    columns = (
+        steps.end_ns, steps.duration_us, steps.num_requests, steps.num_tokens,
+        steps.num_prefill_tokens, steps.num_draft_tokens, steps.context_tokens, steps.num_drafting,
+    )  # fmt: skip
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError("batch has step columns of unequal length")
+    return list(zip(*columns, strict=True))
+
+
+def _prior(name: str, curve: Floats, strength: float) -> WorkloadPrior:
+    return WorkloadPrior(
+        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2)
+    )
+
+
+def _describe(counts: AcceptanceCounts, curve: Floats) -> dict[str, object]:
+    return {
+        "acceptance": [round(value, 4) for value in curve.tolist()],
+        "survival": [round(value, 4) for value in survival(curve).tolist()],
+        "acceptance_length": round(acceptance_length(curve), 4),
+        "rounds": counts.num_rounds,
+        "trials": [round(value, 1) for value in counts.trials.tolist()],
+    }
+
+
+def _is_material(old: Policy, new: Policy, max_num_seqs: int) -> bool:
+    """Tell whether a policy differs enough from the one in force to be worth a generation."""
+    as_old = msgspec.structs.replace(
+        new, generation=old.generation, priors=old.priors, step_seconds=old.step_seconds, draft_seconds=old.draft_seconds
+    )
+    if as_old != old or {p.workload for p in old.priors} != {p.workload for p in new.priors}:
+        return True
+    curves = {prior.workload: prior for prior in old.priors}
+    for prior in new.priors:
+        before = curves[prior.workload]
+        if np.abs(np.subtract(before.acceptance, prior.acceptance)).max(initial=0.0) > 0.005:
+            return True
+        if not 0.8 <= prior.strength / before.strength <= 1.25:
+            return True
+    models = StepTimeModel.from_policy(old), StepTimeModel.from_policy(new)
+    if models[0].is_ready != models[1].is_ready:
+        return True
+    if not models[1].is_ready:
+        return False
+    probes = [(n, n * (1 + k), n * 500, 0, k) for n in (1, max(max_num_seqs // 8, 1), max_num_seqs) for k in (0, new.max_k)]
+    return any(abs(models[0].seconds(*p) / models[1].seconds(*p) - 1.0) > 0.01 for p in probes)

@@ -1,0 +1,280 @@
+"""Notices when a workload's drafts are accepted less often than they were, or than other workloads' are.
+
+Every workload has a reference curve: its conditional acceptance over a long horizon, less `reference_z` standard errors, so
+that a young reference promises less. Against it run three tests on each batch's trials and successes:
+
+- An e-process by betting, against "acceptance ≥ (1 − tolerated_loss) · reference at every position". A batch multiplies the
+  wealth by the likelihood ratio Π_j (p₁/p₀)^s_j · ((1−p₁)/(1−p₀))^f_j of a worse p₁ < p₀; its mean is ≤ 1 while acceptance is
+  ≥ p₀. As the moment of change is unknown, wealth is added up over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
+  R − (batches so far) is a supermartingale, so an alarm at R ≥ A comes falsely at most once in A batches on average, whatever
+  the traffic does and however often one looks. Alarms of kind "regressed" come from this test alone.
+- Page–Hinkley on the batches' standardised deviations: quick, without such a bound; it makes the state "suspect" and stops the
+  reference from learning what may be the new normal.
+- The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload": an alarm of
+  kind "low_for_new_workload", falsely with probability ≤ `false_low` per workload.
+
+Rounds of one request resemble each other; evidence is therefore divided by the design effect (an e-value's power < 1 is one).
+
+Source: Shin, Ramdas, Rinaldo, arXiv 2203.03532, "E-detectors"; Page, Biometrika 41 (1954).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from honed.adapt.acceptance import (
+    EDGE,
+    AcceptanceCounts,
+    Floats,
+    IntsLike,
+    acceptance_length,
+    chain_estimate,
+    count_trials,
+)
+
+_LOSSES = np.array([0.1, 0.25, 0.5])
+"""Relative losses below the tolerated level that are bet on, in equal parts."""
+_LOG10 = math.log(10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DriftSettings:
+    """What counts as drift, and how sure one has to be."""
+
+    tolerated_loss: float = 0.03
+    """A relative loss of conditional acceptance that isn't worth an alarm."""
+    batches_per_false_alarm: float = 1e6
+    min_reference_rounds: int = 400
+    """Before that many rounds a workload is its own reference's pupil: nothing is tested."""
+    reference_rounds: float = 50_000.0
+    """Horizon of the reference, as exponential forgetting."""
+    recent_rounds: float = 200.0
+    reference_z: float = 2.0
+    rearm_rounds: int = 4000
+    """After an alarm the reference is learned anew; no second alarm sooner than this."""
+    suspect_slack: float = 0.5
+    suspect_level: float = 15.0
+    """Page–Hinkley's δ and λ, in standard deviations of a batch."""
+    low_gap: float = 0.25
+    """A new workload is low when its conditional acceptance is this much (relative) below the best other one's."""
+    false_low: float = 1e-3
+    min_low_rounds: int = 100
+    new_workload_rounds: int = 20_000
+    """A workload is new for this many rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A workload does worse than it should; carries what speaks for it."""
+
+    kind: str
+    """"regressed" or "low_for_new_workload"."""
+    workload: str
+    drafter_version: str
+    positions: tuple[int, ...]
+    """Positions (from 1) that show it by themselves; the one that shows it most when none does."""
+    evidence: float
+    """log₁₀ of the e-value."""
+    rounds: int
+    """Rounds of the workload seen with this drafter version."""
+    acceptance_length: float
+    reference_length: float
+    text: str
+
+
+class Bet:
+    """Wealth of betting that acceptance lies below p₀, at all positions or at one, and, if asked, from any starting point."""
+
+    def __init__(self, num_spec_tokens: int, is_restarting: bool) -> None:
+        self._is_restarting = is_restarting
+        self._log_wealth: Floats = np.full(len(_LOSSES), -np.inf if is_restarting else 0.0)
+        self._log_positions: Floats = np.full((len(_LOSSES), num_spec_tokens), -np.inf if is_restarting else 0.0)
+
+    def observe(self, trials: Floats, successes: Floats, null: Floats, design_effect: float) -> None:
+        """Settle a batch's bets against the curve `null`, which earlier batches determined."""
+        worse = null * (1.0 - _LOSSES[:, None])
+        gain = successes * np.log(worse / null) + (trials - successes) * np.log((1.0 - worse) / (1.0 - null))
+        gain /= max(design_effect, 1.0)
+        if self._is_restarting:
+            self._log_wealth = np.logaddexp(self._log_wealth, 0.0)
+            self._log_positions = np.logaddexp(self._log_positions, 0.0)
+        self._log_wealth = self._log_wealth + gain.sum(axis=1)
+        self._log_positions = self._log_positions + gain
+
+    @property
+    def log_e(self) -> float:
+        """Natural logarithm of the e-value: three quarters bet on all positions, one quarter on a single one each."""
+        everywhere = float(np.logaddexp.reduce(self._log_wealth)) - math.log(len(_LOSSES))
+        somewhere = float(np.logaddexp.reduce(self._log_positions, axis=None)) - math.log(self._log_positions.size)
+        return float(np.logaddexp(everywhere + math.log(0.75), somewhere + math.log(0.25)))
+
+    def positions(self) -> tuple[int, ...]:
+        """Name the positions (from 1) whose own e-value is at least 20, else the one with the largest."""
+        log_e = np.logaddexp.reduce(self._log_positions, axis=0) - math.log(len(_LOSSES))
+        strong = np.flatnonzero(log_e >= math.log(20.0))
+        return tuple(strong.tolist()) or (int(log_e.argmax()),)
+
+
+class PageHinkley:
+    """Cumulative sum of downward deviations, in standard deviations, less a slack: Σ(−z − δ) above its minimum so far."""
+
+    def __init__(self, slack: float) -> None:
+        self._slack = slack
+        self.statistic = 0.0
+
+    def observe(self, deviation: float) -> None:
+        """Fold in one batch's standardised deviation (negative: worse than the reference)."""
+        self.statistic = max(self.statistic - deviation - self._slack, 0.0)
+
+
+class _Workload:
+    """What is known of one workload with one drafter version."""
+
+    def __init__(self, num_spec_tokens: int, settings: DriftSettings) -> None:
+        self.reference = AcceptanceCounts(num_spec_tokens, settings.reference_rounds)
+        self.recent = AcceptanceCounts(num_spec_tokens, settings.recent_rounds)
+        self.regressed = Bet(num_spec_tokens, is_restarting=True)
+        self.low = Bet(num_spec_tokens, is_restarting=False)
+        self.page_hinkley = PageHinkley(settings.suspect_slack)
+        self.rounds = 0
+        self.alarmed_at = -1
+        self.suspect_since = -1
+        self.was_low = False
+        self.state = "learning"
+
+
+class DriftMonitor:
+    """Watches all workloads of one engine; values in, alarms out."""
+
+    def __init__(self, num_spec_tokens: int, settings: DriftSettings = DriftSettings()) -> None:
+        self.settings = settings
+        self._num_spec_tokens = num_spec_tokens
+        self._workloads: dict[str, _Workload] = {}
+        self._drafter_version = ""
+
+    def reset(self, drafter_version: str) -> None:
+        """Start over: other weights have other acceptance."""
+        self._workloads.clear()
+        self._drafter_version = drafter_version
+
+    def forget(self, workload: str) -> None:
+        """Drop one workload."""
+        self._workloads.pop(workload, None)
+
+    def observe(
+        self,
+        workload: str,
+        num_draft_tokens: IntsLike,
+        num_accepted_tokens: IntsLike,
+        num_invalid_tokens: IntsLike | None = None,
+        design_effect: float = 1.0,
+    ) -> list[Alarm]:
+        """Fold in one batch's rounds of a workload; return the alarms that they raise."""
+        if not len(num_draft_tokens) or not self._num_spec_tokens:
+            return []
+        held = self._workloads.get(workload)
+        if held is None:
+            held = self._workloads[workload] = _Workload(self._num_spec_tokens, self.settings)
+        trials, successes = count_trials(
+            num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens
+        )
+        held.recent.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+        alarms = []
+        if held.rounds >= self.settings.min_reference_rounds:
+            alarms += self._test_regression(workload, held, trials, successes, design_effect)
+        alarms += self._test_low(workload, held, trials, successes, design_effect)
+        if held.state != "suspect":
+            held.reference.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+        held.rounds += len(num_draft_tokens)
+        return alarms
+
+    def figures(self, workload: str) -> dict[str, object]:
+        """Describe a workload for people: state and evidence."""
+        held = self._workloads.get(workload)
+        if held is None:
+            return {"state": "learning", "evidence": 0.0, "page_hinkley": 0.0, "reference_length": 0.0}
+        return {
+            "state": held.state,
+            "evidence": round(max(held.regressed.log_e / _LOG10, -99.0), 3),
+            "page_hinkley": round(held.page_hinkley.statistic, 3),
+            "reference_length": round(_length(held.reference), 4),
+        }
+
+    def _test_regression(
+        self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float
+    ) -> list[Alarm]:
+        settings = self.settings
+        null = lower_curve(held.reference, settings.reference_z, design_effect) * (1.0 - settings.tolerated_loss)
+        held.regressed.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
+        curve = chain_estimate(held.reference.trials, held.reference.successes)
+        variance = float(trials @ (curve * (1.0 - curve))) * max(design_effect, 1.0)
+        held.page_hinkley.observe(float((successes - trials * curve).sum()) / math.sqrt(max(variance, 1e-9)))
+        if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
+            is_armed = held.alarmed_at < 0 or held.rounds - held.alarmed_at >= settings.rearm_rounds
+            alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
+            held.alarmed_at = held.rounds if is_armed else held.alarmed_at
+            held.state = "drifted"
+            held.reference = AcceptanceCounts(self._num_spec_tokens, settings.reference_rounds)
+            held.reference.trials += held.recent.trials
+            held.reference.successes += held.recent.successes
+            held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
+            held.page_hinkley = PageHinkley(settings.suspect_slack)
+            return [alarm] if is_armed else []
+        if held.was_low or (held.state == "drifted" and held.rounds - held.alarmed_at < settings.rearm_rounds):
+            return []
+        is_suspect = held.page_hinkley.statistic > settings.suspect_level
+        held.suspect_since = (held.suspect_since if held.state == "suspect" else held.rounds) if is_suspect else -1
+        if is_suspect and held.rounds - held.suspect_since >= settings.rearm_rounds:
+            # Suspicion never became proof: the change is too small for an alarm, and is the new normal.
+            held.page_hinkley, is_suspect = PageHinkley(settings.suspect_slack), False
+        held.state = "suspect" if is_suspect else "stable"
+        return []
+
+    def _test_low(
+        self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float
+    ) -> list[Alarm]:
+        settings = self.settings
+        if held.was_low or held.rounds > settings.new_workload_rounds:
+            return []
+        others = [
+            other.reference
+            for name, other in self._workloads.items()
+            if name != workload and other.rounds >= settings.min_reference_rounds
+        ]
+        if not others:
+            return []
+        best = max(others, key=_length)
+        null = lower_curve(best, settings.reference_z, design_effect) * (1.0 - settings.low_gap)
+        held.low.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
+        seen = held.rounds + trials[0]
+        if held.low.log_e < math.log(1.0 / settings.false_low) or seen < settings.min_low_rounds:
+            return []
+        held.was_low = True
+        held.state = "low"
+        return [self._alarm("low_for_new_workload", workload, held, held.low, _length(best))]
+
+    def _alarm(self, kind: str, workload: str, held: _Workload, bet: Bet, reference_length: float) -> Alarm:
+        length, evidence = _length(held.recent), bet.log_e / _LOG10
+        positions = tuple(position + 1 for position in bet.positions())
+        what = "fell below its reference" if kind == "regressed" else "is far below the best other workload's"
+        text = (
+            f"acceptance of workload {workload!r} {what}: acceptance length {length:.2f} against {reference_length:.2f}, "
+            f"e-value 10^{evidence:.1f}"
+        )
+        return Alarm(
+            kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text
+        )
+
+
+def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Floats:
+    """Compute the curve less z standard errors, [K]; near 0 where there is next to no data, which then proves nothing."""
+    trials = counts.trials / max(design_effect, 1.0) + 1.0
+    mean = (counts.successes / max(design_effect, 1.0) + 0.5) / trials
+    return np.clip(mean - z * np.sqrt(mean * (1.0 - mean) / trials), EDGE, 1.0 - EDGE)
+
+
+def _length(counts: AcceptanceCounts) -> float:
+    return acceptance_length(chain_estimate(counts.trials, counts.successes))

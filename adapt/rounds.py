@@ -1,0 +1,61 @@
+"""Reads the columns of an event batch as arrays, once, and takes them apart by workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from honed.adapt.acceptance import Ints
+from honed.adapt.wire import EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Verify rounds that had at least one draft token, oldest first; every array is [R]."""
+
+    request: npt.NDArray[np.uint64]
+    num_draft_tokens: Ints
+    num_accepted_tokens: Ints
+    num_invalid_tokens: Ints
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
+    """Yield each workload's rounds in order of first mention. Raises ValueError when the columns don't fit together."""
+    columns = batch.rounds
+    drafted = _ints(columns.num_draft_tokens, "num_draft_tokens", len(columns.num_draft_tokens))
+    count = len(drafted)
+    label = _ints(columns.workload, "workload", count)
+    accepted = _ints(columns.num_accepted_tokens, "num_accepted_tokens", count)
+    invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
+    request = _hashes(columns.request, count)
+    if count and not 0 <= label.min() <= label.max() < len(batch.workloads):
+        raise ValueError("batch names a workload by an index that its list of workloads doesn't have")
+    has_draft = drafted - np.maximum(invalid, 0) > 0
+    for index, workload in enumerate(batch.workloads):
+        mine = has_draft & (label == index)
+        if mine.any():
+            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine])
+
+
+def _ints(values: Sequence[int], name: str, count: int) -> Ints:
+    if len(values) != count:
+        raise ValueError(f"batch column {name} has {len(values)} entries, the others {count}")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise ValueError(f"batch column {name} has a figure that doesn't fit into 64 bits") from error
+
+
+def _hashes(values: Sequence[int], count: int) -> npt.NDArray[np.uint64]:
+    if len(values) != count:
+        raise ValueError(f"batch column request has {len(values)} entries, the others {count}")
+    try:
+        return np.array(values, dtype=np.uint64)
+    except OverflowError as error:
+        raise ValueError("batch column request has a figure that isn't an unsigned 64-bit hash") from error

@@ -1,0 +1,296 @@
+"""Learns how long an engine step takes from its batch, and prices steps that haven't happened.
+
+    T = base + r·R + f(padded tokens) + c·context + p·prefill + draft(block, R)
+    f(t) = t₀·t + Σ_h t_h·max(0, t − KNOTS_h)                         flat while memory-bound, steeper once compute-bound
+    draft(b, R) = [b > 0]·(d₀ + d₁·R) + b·(d₂ + d₃·R)
+
+with R requests, tokens padded up to the next captured graph size, and b the block that the drafter really drafted. All
+coefficients are ≥ 0, so T never falls when anything grows. A runner that always drafts K shows one value of b only: then
+d₂ = d₃ = 0, since a shorter block was never seen to be cheaper. When the drafter was never skipped, its cost stays in `base`.
+
+The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
+latest few steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from honed.adapt.acceptance import Floats, Ints
+
+if TYPE_CHECKING:
+    from honed.adapt.wire import Policy
+
+KNOTS = (64, 256, 1024)
+PARAMETERS = (
+    "base", "per_request", "per_token", "per_token_above_64", "per_token_above_256", "per_token_above_1024",
+    "per_context_token", "per_prefill_token",
+    "drafting", "drafting_per_request", "per_block_token", "per_block_token_and_request",
+)  # fmt: skip
+"""Order of `Policy.step_seconds`; all in seconds per unit. A list of another length is another version's: not ready."""
+
+_RIDGE = np.array([0.01, 10.0, 0.1, 1.0, 1.0, 1.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0])
+"""What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
+_TABLE_TOKENS = 8192
+_LEAST_SECONDS = 1e-7
+
+
+@dataclass(frozen=True)
+class StepTimeModel:
+    """Prices engine steps; `is_ready` is False for the empty model, which must not be asked."""
+
+    parameters: tuple[float, ...] = ()
+    captured_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def from_policy(cls, policy: Policy) -> StepTimeModel:
+        """Read the model of a policy; anything that isn't twelve finite non-negative figures gives the empty model."""
+        values = np.asarray(policy.step_seconds, dtype=np.float64)
+        if len(values) != len(PARAMETERS) or not np.isfinite(values).all() or (values < 0.0).any() or not values.any():
+            return cls()
+        return cls(tuple(values.tolist()), tuple(sorted(size for size in policy.captured_tokens if size > 0)))
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether there is anything to price steps with."""
+        return bool(self.parameters)
+
+    @property
+    def is_block_priced(self) -> bool:
+        """Tell whether drafting a shorter block is cheaper."""
+        return self.parameters[10] > 0.0 or self.parameters[11] > 0.0
+
+    def fixed_seconds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
+        """Price what doesn't depend on draft lengths."""
+        p = self.parameters
+        return p[0] + p[1] * num_requests + p[6] * context_tokens + p[7] * num_prefill_tokens + _LEAST_SECONDS
+
+    def token_seconds(self, tokens: Ints) -> Floats:
+        """Price totals of scheduled tokens, element by element."""
+        try:
+            return self._table.take(tokens)
+        except IndexError:
+            return self._token_seconds(tokens)
+
+    def seconds_of_tokens(self, num_tokens: int) -> float:
+        """Price one total of scheduled tokens."""
+        if num_tokens < _TABLE_TOKENS:
+            return float(self._table[num_tokens])
+        return float(self._token_seconds(np.array([num_tokens]))[0])
+
+    def draft_seconds(self, num_requests: int, num_spec_tokens: int) -> Floats:
+        """Price blocks of length 0 … K, [K+1]; index 0 is a skipped drafter."""
+        p = self.parameters
+        seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (p[10] + p[11] * num_requests)
+        seconds += p[8] + p[9] * num_requests
+        seconds[0] = 0.0
+        return seconds
+
+    def seconds(
+        self, num_requests: int, num_tokens: int, context_tokens: int, num_prefill_tokens: int, block: int
+    ) -> float:
+        """Price one whole step."""
+        tokens = self._token_seconds(np.array([num_tokens]))[0]
+        fixed = self.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
+        return float(fixed + tokens + self.draft_seconds(num_requests, max(block, 0))[-1])
+
+    @cached_property
+    def captured_below(self) -> Ints:
+        """Largest captured size ≤ t for t = 0 … table end, 0 where there is none."""
+        sizes = np.array((0, *self.captured_tokens), dtype=np.int64)
+        return sizes[np.searchsorted(sizes, np.arange(_TABLE_TOKENS), side="right") - 1]
+
+    @cached_property
+    def _table(self) -> Floats:
+        return self._token_seconds(np.arange(_TABLE_TOKENS))
+
+    def _token_seconds(self, tokens: Ints) -> Floats:
+        p = self.parameters
+        padded = pad_tokens(tokens, self.captured_tokens).astype(np.float64)
+        seconds: Floats = p[2] * padded
+        for slope, knot in zip(p[3:6], KNOTS, strict=True):
+            seconds += slope * np.maximum(padded - knot, 0.0)
+        return seconds
+
+
+def pad_tokens(tokens: Ints, captured_tokens: Sequence[int]) -> Ints:
+    """Round up to the next captured graph size; beyond the largest nothing is padded."""
+    tokens = np.asarray(tokens, dtype=np.int64)
+    if not captured_tokens:
+        return tokens
+    sizes = np.asarray(captured_tokens, dtype=np.int64)
+    index = np.searchsorted(sizes, tokens)
+    return np.where(index < len(sizes), sizes[np.minimum(index, len(sizes) - 1)], tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeSettings:
+    """How the learner samples, forgets and decides that it knows enough."""
+
+    min_steps: int = 64
+    min_steps_per_length: int = 3
+    """At least two draft lengths (per request, rounded) must each have been seen this often."""
+    steps_per_kind: int = 16
+    max_kinds: int = 256
+    forgetting_steps: float = 50_000.0
+    """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
+    refit_steps: int = 64
+    """New steps before the fit is redone."""
+
+
+class StepTimeLearner:
+    """Learns a StepTimeModel from steps as they were measured."""
+
+    def __init__(
+        self, settings: StepTimeSettings = StepTimeSettings(), captured_tokens: Sequence[int] = ()
+    ) -> None:  # frozen settings: sharing the default is safe
+        self.settings = settings
+        self.captured_tokens = tuple(sorted(captured_tokens))
+        self.num_steps = 0
+        self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 7))
+        self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
+        self._kinds: dict[tuple[int, int, int, int], int] = {}
+        self._model = StepTimeModel()
+        self._fitted_at = 0
+
+    def observe(
+        self,
+        num_requests: int,
+        num_tokens: int,
+        context_tokens: int,
+        num_prefill_tokens: int,
+        num_draft_tokens: int,
+        block: int,
+        seconds: float,
+    ) -> None:
+        """Fold in one step; impossible ones are ignored."""
+        if num_requests <= 0 or num_tokens <= 0 or not 0.0 < seconds < 600.0:
+            return
+        kind = (
+            int(4.0 * np.log2(num_requests)),
+            round(num_draft_tokens / num_requests),
+            block,
+            max(num_prefill_tokens, 0).bit_length(),
+        )
+        cell = self._kinds.pop(kind, -1)
+        if cell < 0:
+            cell = len(self._kinds)
+            if cell == self.settings.max_kinds:  # the kind that was seen longest ago makes room
+                cell = self._kinds.pop(next(iter(self._kinds)))
+                self._filled[cell] = 0
+        self._kinds[kind] = cell
+        self.num_steps += 1
+        slot = int(self._filled[cell]) % self.settings.steps_per_kind
+        self._rows[cell, slot] = (
+            num_requests, num_tokens, context_tokens, num_prefill_tokens, block, seconds, self.num_steps,
+        )  # fmt: skip
+        self._filled[cell] += 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether the price of drafting can be told from the price of the batch."""
+        seen: dict[int, int] = {}
+        for kind, cell in self._kinds.items():
+            seen[kind[1]] = seen.get(kind[1], 0) + int(self._filled[cell])
+        lengths = sum(count >= self.settings.min_steps_per_length for count in seen.values())
+        return self.num_steps >= self.settings.min_steps and lengths >= 2
+
+    def model(self) -> StepTimeModel:
+        """Return the current fit, or the empty model before there is enough to go by."""
+        if not self.is_ready:
+            return StepTimeModel()
+        if not self._model.is_ready or self.num_steps - self._fitted_at >= self.settings.refit_steps:
+            self._model = StepTimeModel(tuple(self._fit().tolist()), self.captured_tokens)
+            self._fitted_at = self.num_steps
+        return self._model
+
+    def _fit(self) -> Floats:
+        held = np.minimum(self._filled, self.settings.steps_per_kind)
+        mask = np.arange(self.settings.steps_per_kind) < held[:, None]
+        typical = np.median(np.where(mask, self._rows[:, :, 5], np.nan)[held > 0], axis=1, keepdims=True)
+        for cell in np.flatnonzero(held > 0)[np.isnan(typical[:, 0])]:
+            typical[np.flatnonzero(held > 0) == cell] = np.median(self._rows[cell, : held[cell], 5])
+        scale = np.broadcast_to(typical, (len(typical), self.settings.steps_per_kind))[mask[held > 0]]
+        rows = self._rows[mask]
+        age = np.maximum(np.exp((rows[:, 6] - self.num_steps) / self.settings.forgetting_steps), 0.02)
+        return fit_parameters(rows[:, :5], rows[:, 5], age, scale, self.captured_tokens)
+
+
+def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
+    """Compute the design matrix [n, 12] of steps (requests, tokens, context, prefill, block), columns as PARAMETERS."""
+    requests, tokens, context, prefill, block = steps.T
+    padded = pad_tokens(tokens.astype(np.int64), captured_tokens).astype(np.float64)
+    drafting = (block > 0).astype(np.float64)
+    hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS]
+    matrix = np.stack(
+        [np.ones(len(steps)), requests, padded, *hinges, context, prefill,
+         drafting, drafting * requests, block, block * requests], axis=1,
+    )  # fmt: skip
+    if drafting.all() or not drafting.any():
+        matrix[:, 8:] = 0.0  # never skipped (or never used): its cost can't be told from the rest
+    elif len(np.unique(block[block > 0])) == 1:
+        matrix[:, 10:] = 0.0  # only one block length was ever drafted
+    return matrix
+
+
+def fit_parameters(
+    steps: Floats, seconds: Floats, weights: Floats, scale: Floats, captured_tokens: Sequence[int]
+) -> Floats:
+    """Minimise Σ w·huber((Xβ − y) / ŷ) over β ≥ 0, by re-weighting; `scale` is a first, robust guess of ŷ."""
+    matrix = features(steps, captured_tokens)
+    norm = np.sqrt((matrix**2).mean(axis=0))
+    norm[norm == 0.0] = np.inf
+    matrix = matrix / norm
+    beta = np.zeros(matrix.shape[1])
+    huber = np.ones(len(seconds))
+    for _ in range(5):
+        x, y = matrix / scale[:, None], seconds / scale
+        weighted = x * (weights * huber)[:, None]
+        gram = weighted.T @ x
+        ridge = (1e-6 * float(np.trace(gram)) + 1e-12) * _RIDGE
+        beta = solve_non_negative(gram + np.diag(ridge), weighted.T @ y)
+        scale = np.maximum(matrix @ beta, 0.2 * scale)
+        residual = np.abs(seconds / scale - 1.0)
+        spread = max(1.4826 * float(np.median(residual)), 0.005)
+        huber = np.minimum(1.0, 1.5 * spread / np.maximum(residual, 1e-12))
+    parameters: Floats = beta / norm
+    return parameters
+
+
+def solve_non_negative(gram: Floats, moment: Floats) -> Floats:
+    """Minimise ½·xᵀGx − mᵀx over x ≥ 0 for a positive definite G.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23, on the normal equations.
+    """
+    size = len(moment)
+    x = np.zeros(size)
+    free = np.zeros(size, dtype=bool)
+    tolerance = 1e-10 * max(float(np.abs(moment).max()), 1e-300)
+    for _ in range(3 * size):
+        gradient = np.where(free, -np.inf, moment - gram @ x)
+        enter = int(np.argmax(gradient))
+        if gradient[enter] <= tolerance:
+            break
+        free[enter] = True
+        while free.any():
+            index = np.flatnonzero(free)
+            wanted = np.linalg.solve(gram[np.ix_(index, index)], moment[index])
+            if (wanted > 0.0).all():
+                x[:] = 0.0
+                x[index] = wanted
+                break
+            now = x[index]
+            leaving = wanted <= 0.0
+            share = float((now[leaving] / np.maximum(now[leaving] - wanted[leaving], 1e-300)).min())
+            x[index] = now + share * (wanted - now)
+            gone = leaving & (x[index] <= 1e-12 * max(float(x.max()), 1e-300))
+            if not gone.any():
+                gone = leaving
+            x[index[gone]] = 0.0
+            free[index[gone]] = False
+    return x

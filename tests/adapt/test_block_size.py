@@ -1,0 +1,152 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from honed.adapt.block_size import OperatingPoint, allocate, choose
+from honed.adapt.step_time import StepTimeModel
+
+
+def make_model(base=5e-3, token=1e-4, drafting=5e-4, block=0.0, captured=()):
+    return StepTimeModel((base, 0.0, token, 0.0, 0.0, 0.0, 0.0, 0.0, drafting, 0.0, block, 0.0), tuple(captured))
+
+
+def make_survival(seed, count, num_spec_tokens, low=0.2, high=0.98):
+    rng = np.random.default_rng(seed)
+    return np.cumprod(rng.uniform(low, high, (count, num_spec_tokens)), axis=1)
+
+
+def goodput(survival, lengths, model, prefill=0):
+    expected = len(lengths) + sum(row[:k].sum() for row, k in zip(survival, lengths, strict=True))
+    seconds = model.seconds(len(lengths), len(lengths) + prefill + int(sum(lengths)), 0, prefill, int(max(lengths)))
+    return expected / seconds
+
+
+def brute_force(survival, model, ceilings=None, prefill=0):
+    count, k = survival.shape
+    limits = [k] * count if ceilings is None else ceilings
+    return max(goodput(survival, ks, model, prefill) for ks in itertools.product(*[range(n + 1) for n in limits]))
+
+
+models = st.builds(
+    make_model, base=st.floats(1e-3, 1e-2), token=st.floats(0.0, 3e-3), drafting=st.floats(0.0, 3e-3),
+    block=st.sampled_from([0.0, 1e-4, 1e-3]), captured=st.sampled_from([(), (4, 8, 16), (2, 3, 5, 9, 12)]),
+)  # fmt: skip
+seeds = st.integers(0, 2**32 - 1)
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 4), models, st.integers(0, 30))
+def test_small_batches_get_the_optimum(seed, count, num_spec_tokens, model, prefill):
+    survival = make_survival(seed, count, num_spec_tokens)
+    lengths = allocate(survival, model, num_prefill_tokens=prefill)
+    assert goodput(survival, lengths, model, prefill) == pytest.approx(brute_force(survival, model, None, prefill))
+
+
+@given(seeds, models, st.lists(st.integers(0, 4), min_size=3, max_size=3))
+def test_ceilings_are_kept_and_the_rest_is_optimal(seed, model, ceilings):
+    survival = make_survival(seed, 3, 4)
+    lengths = allocate(survival, model, ceilings=np.array(ceilings))
+    assert (lengths <= ceilings).all()
+    assert goodput(survival, lengths, model) == pytest.approx(brute_force(survival, model, ceilings))
+
+
+@settings(max_examples=30)
+@given(seeds, models, st.sampled_from([40, 256, 1024]))
+def test_large_batches_lose_little_to_rounding(seed, model, count):
+    survival = make_survival(seed, count, 15)
+    choice = choose(survival, model)
+    lengths = choice.num_draft_tokens
+    assert ((lengths >= 0) & (lengths <= 15)).all()
+    assert choice.goodput == pytest.approx(goodput(survival, lengths, model), rel=0.03)
+    flat = np.sort(survival.ravel())[::-1]
+    for total in range(0, flat.size + 1, max(flat.size // 50, 1)):
+        other = (survival >= (flat[total - 1] if total else 2.0)).sum(axis=1)
+        assert goodput(survival, lengths, model) >= 0.985 * goodput(survival, other, model)
+
+
+@given(seeds, models, st.sampled_from([2, 9, 300]))
+def test_a_permutation_of_requests_permutes_the_answer(seed, model, count):
+    survival = make_survival(seed, count, 7)
+    order = np.random.default_rng(seed).permutation(count)
+    assert (allocate(survival[order], model) == allocate(survival, model)[order]).all()
+
+
+@given(seeds, models, st.integers(1, 5), st.integers(1, 60))
+def test_requests_that_share_a_curve_can_be_passed_as_one(seed, model, num_curves, count):
+    curves = make_survival(seed, num_curves, 15)
+    group = np.random.default_rng(seed).integers(0, num_curves, count)
+    together, apart = choose(curves, model, group=group), allocate(curves[group], model)
+    lengths = together.num_draft_tokens
+    assert len(lengths) == count
+    assert goodput(curves[group], lengths, model) >= 0.98 * goodput(curves[group], apart, model)
+    assert together.goodput == pytest.approx(goodput(curves[group], lengths, model), rel=0.03)
+
+
+def test_nothing_is_drafted_when_it_does_not_pay():
+    survival = make_survival(0, 64, 7, low=0.05, high=0.2)
+    choice = choose(survival, make_model(base=1e-4, token=1e-3))
+    assert not choice.num_draft_tokens.any()
+    assert choice.goodput == choice.goodput_without
+
+
+def test_everything_is_drafted_when_tokens_are_free():
+    assert (allocate(make_survival(1, 20, 7), make_model(token=0.0, drafting=0.0)) == 7).all()
+
+
+def test_more_load_means_shorter_blocks():
+    row = make_survival(2, 1, 7, low=0.6, high=0.7)
+    mean = [allocate(np.repeat(row, count, axis=0), make_model()).mean() for count in (1, 16, 256)]
+    assert mean[0] > mean[1] >= mean[2]
+
+
+def test_one_long_request_does_not_drag_the_drafter_along_when_blocks_cost():
+    survival = np.vstack([np.full(7, 0.99), np.tile(np.cumprod(np.full(7, 0.4)), (7, 1))])
+    assert allocate(survival, make_model(base=1e-3, token=1e-6, drafting=0.0, block=1e-2)).max() < 7
+
+
+def test_a_captured_size_is_filled_but_not_overrun():
+    survival = np.linspace(0.72, 0.705, 200)[:, None].repeat(1, axis=1)  # one level, 200 requests
+    model = make_model(base=4e-2, token=2e-4, drafting=0.0, captured=(200, 264, 2000))
+    lengths = allocate(survival, model)
+    assert lengths.sum() == 64
+    assert lengths[:64].all()  # the most likely ones
+
+
+def test_no_requests_and_no_draft_tokens_are_fine():
+    assert allocate(np.zeros((0, 7)), make_model()).tolist() == []
+    assert allocate(np.zeros((3, 0)), make_model()).tolist() == [0, 0, 0]
+
+
+def test_a_previous_choice_is_held_within_the_hysteresis():
+    rng = np.random.default_rng(8)
+    survival = make_survival(9, 8, 7, low=0.55, high=0.65)
+    changes = {}
+    for hysteresis in (0.0, 0.05):
+        previous, totals = None, []
+        for _ in range(200):
+            noisy = survival * rng.uniform(0.97, 1.03)
+            model = make_model(base=5e-3 * rng.uniform(0.95, 1.05), token=3e-4)
+            choice = choose(noisy, model, previous=previous, hysteresis=hysteresis)
+            previous = choice.point
+            totals.append(previous)
+        changes[hysteresis] = sum(a != b for a, b in itertools.pairwise(totals))
+    assert changes[0.05] <= 5 < changes[0.0]
+
+
+@given(seeds, models, st.floats(0.0, 1.0), st.integers(0, 9), st.sampled_from([1, 3, 100]))
+def test_holding_costs_at_most_the_hysteresis(seed, model, threshold, cap, count):
+    survival = make_survival(seed, count, 7)
+    best = choose(survival, model)
+    held = choose(survival, model, previous=OperatingPoint(threshold, cap), hysteresis=0.1)
+    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.goodput / 1.1
+    assert ((held.num_draft_tokens >= 0) & (held.num_draft_tokens <= 7)).all()
+
+
+def test_turning_drafting_on_again_needs_a_gain_too():
+    survival, off = make_survival(3, 4, 7), OperatingPoint(1.0, 0)
+    model = make_model()
+    gain = choose(survival, model).goodput / choose(survival, model).goodput_without - 1.0
+    assert not allocate(survival, model, previous=off, hysteresis=gain * 1.01).any()
+    assert allocate(survival, model, previous=off, hysteresis=gain * 0.99).any()

@@ -1,0 +1,239 @@
+import itertools
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from simulate import make_batch, simulate_rounds
+
+from honed.adapt import wire
+from honed.adapt.canary import CanarySettings, SwapWatch
+from honed.adapt.controller import ControllerSettings, EngineController, Override
+from honed.adapt.decider import Decider
+
+K = 7
+CURVE = np.array([0.8, 0.78, 0.75, 0.7, 0.7, 0.7, 0.7])
+POOR = np.array([0.25] * K)
+
+
+def step_seconds(requests, tokens, block):
+    return 5e-3 + 1.5e-4 * tokens + (8e-4 + 1e-4 * block if block else 0.0)
+
+
+class Engine:
+    """A made-up engine: its own clock, its own truth, honed's decider."""
+
+    def __init__(self, controller, curve=CURVE, seed=0, requests=4):
+        self.rng, self.controller, self.curve = np.random.default_rng(seed), controller, np.asarray(curve)
+        self.decider, self.ids = Decider(K, 16, seed=seed), [f"r{i}" for i in range(requests)]
+        self.now_s, self.seq, self.tokens, self.seconds = 0.0, 0, 0, 0.0
+        self.reasons: set[str] = set()
+
+    def run(self, batches, workload="default", version="v1", steps_per_batch=50):
+        events = []
+        for _ in range(batches):
+            events += self.controller.observe(self.make_batch(steps_per_batch, workload, version))
+            self.decider.set_policy(self.controller.propose(self.now_s), self.now_s)
+        return events
+
+    def make_batch(self, count, workload, version):
+        columns, drafted, accepted, owners = wire.StepColumns(), [], [], []
+        for _ in range(count):
+            decision = self.decider.decide(self.ids, 400 * len(self.ids), 0, self.now_s)
+            lengths = decision.num_draft_tokens
+            passed = simulate_rounds(self.rng, self.curve, lengths).tolist()
+            self.decider.observe(self.ids, lengths, passed)
+            self.reasons.add(decision.reason)
+            tokens = len(self.ids) + sum(lengths)
+            seconds = step_seconds(len(self.ids), tokens, decision.block) * self.rng.lognormal(0.0, 0.05)
+            self.now_s += seconds
+            self.tokens += len(self.ids) + sum(passed)
+            self.seconds += seconds
+            row = (1, round(self.now_s * 1e9), round(seconds * 1e6), len(self.ids), tokens, 0, sum(lengths),
+                   400 * len(self.ids), decision.block, decision.reason)  # fmt: skip
+            for name, value in zip(wire.StepColumns.__struct_fields__, row, strict=True):
+                getattr(columns, name).append(value)
+            drafted, accepted, owners = drafted + lengths, accepted + passed, owners + list(range(len(self.ids)))
+        self.seq += 1
+        batch = make_batch(drafted, accepted, workload, version, owners, columns, self.seq)
+        return wire.decode_to_daemon(wire.encode(batch))
+
+
+def make_controller(**settings):
+    return EngineController("engine-0", K, 16, ControllerSettings(**settings))
+
+
+def test_the_loop_from_events_to_policy_finds_a_good_draft_length():
+    engine = Engine(make_controller())
+    engine.run(30)
+    assert {"no_policy", "cold", "policy", "explore"} <= engine.reasons
+    engine.tokens, engine.seconds = 0, 0.0
+    engine.run(20)
+    survivors = np.cumprod(CURVE)
+    best = max(4 * (1 + survivors[:k].sum()) / step_seconds(4, 4 * (1 + k), k) for k in range(K + 1))
+    assert engine.tokens / engine.seconds > 0.95 * best
+
+
+def test_a_drafter_that_never_hits_is_switched_off():
+    engine = Engine(make_controller(explore_share=0.05), curve=np.full(K, 0.03))
+    engine.run(40)
+    assert engine.decider.decide(engine.ids, 1600, 0, engine.now_s).block <= 1
+    lengths = [engine.decider.decide(engine.ids, 1600, 0, engine.now_s).block for _ in range(100)]
+    assert lengths.count(0) > 80
+
+
+def test_beliefs_are_json_and_close_to_the_truth():
+    controller = make_controller()
+    json.dumps(controller.beliefs(), allow_nan=False)
+    Engine(controller).run(40)
+    beliefs = json.loads(json.dumps(controller.beliefs(), allow_nan=False))
+    assert np.allclose(beliefs["workloads"]["default"]["acceptance"][:3], CURVE[:3], atol=0.04)
+    assert beliefs["workloads"]["default"]["drift"]["state"] == "stable"
+    assert beliefs["step_time"]["predicted_seconds"] == pytest.approx(beliefs["step_time"]["measured_seconds"], rel=0.1)
+    plans = beliefs["draft_tokens_by_batch"]
+    assert [plan["num_requests"] for plan in plans] == [1, 2, 4, 8, 16]
+    assert all(a["draft_tokens_per_request"] >= b["draft_tokens_per_request"] for a, b in itertools.pairwise(plans))
+    assert beliefs["speedup_estimate"] == pytest.approx(
+        max((1 + np.cumprod(CURVE)[:k].sum()) / step_seconds(4, 4 + 4 * k, k) for k in range(K + 1)) * step_seconds(4, 4, 0),
+        rel=0.1,
+    )
+
+
+def test_a_policy_changes_only_when_something_material_did():
+    controller = make_controller()
+    first = controller.propose(0.0)
+    assert controller.propose(1.0) is first
+    engine = Engine(controller)
+    engine.run(60)
+    settled = controller.propose(engine.now_s)
+    assert settled.generation > first.generation
+    assert controller.propose(engine.now_s + 1.0) is settled
+
+
+def test_overrides_hold_until_their_time_and_name_themselves():
+    controller = make_controller(capture_share=0.1)
+    policy = controller.propose(0.0, Override("draft_tokens", 2, until_s=10.0))
+    assert (policy.kind, policy.static_k, policy.override) == ("static", 2, "draft_tokens")
+    after = controller.propose(10.0, Override("draft_tokens", 2, until_s=10.0))
+    assert (after.kind, after.static_k, after.override) == ("goodput", K, "")
+    assert after.generation == policy.generation + 1
+    both = controller.propose(11.0, [Override("capture_share", 1.0, 99.0), Override("policy", "off", 99.0)])
+    assert (both.kind, both.capture_share, both.override) == ("off", 1.0, "capture_share,policy")
+
+
+def test_an_override_may_draft_more_than_the_automatic_limit():
+    controller = make_controller(max_k=3)
+    assert controller.propose(0.0).max_k == 3
+    policy = controller.propose(0.0, Override("draft_tokens", 6, 9.0))
+    assert (policy.static_k, policy.max_k) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("speed", 1), ("policy", "fast"), ("draft_tokens", "many"), ("capture_share", -0.1)]
+)
+def test_an_override_that_means_nothing_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Override(name, value, 1.0)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="goodput, static, off"):
+        ControllerSettings(mode="clever")
+
+
+@pytest.mark.parametrize("mode", ["static", "off"])
+def test_other_modes_pass_through(mode):
+    policy = make_controller(mode=mode, static_k=3).propose(0.0)
+    assert (policy.kind, policy.static_k) == (mode, 3)
+
+
+def test_a_new_domain_that_the_drafter_does_badly_on_is_reported():
+    engine = Engine(make_controller(mode="static", static_k=5))
+    assert engine.run(20, "chat") == []
+    engine.curve = POOR
+    events = engine.run(10, "code")
+    assert [(event.kind, event.workload) for event in events] == [("low_for_new_workload", "code")]
+    assert events[0].acceptance_length == pytest.approx(1.33, abs=0.15)
+
+
+def test_a_workload_that_falls_off_is_reported():
+    engine = Engine(make_controller(mode="static", static_k=5))
+    assert engine.run(20) == []
+    engine.curve = CURVE * 0.7
+    assert [event.kind for event in engine.run(15)] == ["regressed"]
+
+
+def test_new_weights_start_with_a_clean_slate_and_a_watch_over_them():
+    controller = make_controller(mode="static", static_k=5)
+    engine = Engine(controller)
+    engine.run(20)
+    watch = SwapWatch(CanarySettings(), controller.baseline(), "v2")
+    engine.curve = POOR
+    engine.run(2, version="v1")
+    batches = [engine.make_batch(50, "default", "v2") for _ in range(4)]
+    assert [controller.observe(batch) for batch in batches] == [[]] * 4  # no drift alarm: other weights, other reference
+    for batch in batches:
+        watch.observe(batch)
+    assert watch.verdict.decision == "roll_back"
+    curve = controller.beliefs()["workloads"]["default"]["acceptance"]
+    assert curve[0] == pytest.approx(POOR[0], abs=0.08)
+
+
+def test_naming_the_version_that_runs_already_is_no_swap():
+    controller = make_controller(mode="static", static_k=5)
+    engine = Engine(controller)
+    engine.run(5, version="")
+    before = controller.baseline()["default"].trials[0]
+    engine.run(1, version="v1")
+    assert controller.baseline()["default"].trials[0] > before
+
+
+def test_workloads_are_bounded_and_the_stalest_goes():
+    controller = make_controller(max_workloads=3)
+    for name in ("a", "b", "a", "c", "d"):
+        controller.observe(make_batch([3] * 20, [1] * 20, name))
+    assert list(controller.beliefs()["workloads"]) == ["a", "c", "d"]
+    assert [prior.workload for prior in controller.propose(0.0).priors] == ["", "a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"workload": [0]}, {"workload": [5, 5]}, {"workload": [-1, 0]}, {"num_accepted_tokens": [1, 2, 3]},
+        {"request": [-1, 2]}, {"request": [1]}, {"num_draft_tokens": [2**64 - 1, 1]},
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_fit_together_changes_nothing(damage):
+    controller = make_controller()
+    batch = make_batch([3, 3], [1, 2])
+    bad = msgspec.structs.replace(batch, rounds=msgspec.structs.replace(batch.rounds, **damage))
+    with pytest.raises(ValueError, match="batch"):
+        controller.observe(bad)
+    assert controller.beliefs()["workloads"] == {}
+
+
+def test_steps_of_unequal_columns_are_refused():
+    batch = make_batch([3], [1], steps=wire.StepColumns(step=[1], end_ns=[1], duration_us=[1]))
+    with pytest.raises(ValueError, match="unequal"):
+        make_controller().observe(batch)
+
+
+def test_under_asynchronous_scheduling_a_step_takes_the_time_between_ends():
+    # Each step is in flight for 20 ms, yet one ends every 10 ms: two overlap.
+    controller, count = make_controller(), 200
+    lengths = [(0, 4)[i % 2] for i in range(count)]
+    steps = wire.StepColumns(
+        step=list(range(count)), end_ns=[(i + 1) * 10_000_000 for i in range(count)], duration_us=[20_000] * count,
+        num_requests=[1] * count, num_tokens=[1 + k for k in lengths], num_prefill_tokens=[0] * count,
+        num_draft_tokens=lengths, context_tokens=[100] * count, num_drafting=lengths, decision=["policy"] * count,
+    )  # fmt: skip
+    controller.observe(make_batch([], [], steps=steps))
+    controller.observe(make_batch([], [], steps=wire.StepColumns()))
+    assert controller.beliefs()["step_time"]["measured_seconds"] == pytest.approx(0.010, rel=0.1)
+
+
+def test_an_engine_that_does_not_speculate_is_fine():
+    controller = EngineController("e", 0, 4)
+    controller.observe(make_batch([], []))
+    assert controller.propose(0.0).static_k == 0
+    json.dumps(controller.beliefs(), allow_nan=False)

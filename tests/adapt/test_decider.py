@@ -1,0 +1,225 @@
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulate import simulate_rounds
+
+from honed.adapt.decider import Decider
+from honed.adapt.wire import Policy, WorkloadPrior
+
+K = 7
+STEP_SECONDS = [5e-3, 0.0, 3e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 5e-4, 0.0, 1e-4, 0.0]
+
+
+def make_policy(**changes):
+    figures = dict(
+        engine_id="e", generation=1, ttl_s=10.0, kind="goodput", static_k=4, max_k=K, step_seconds=STEP_SECONDS,
+        priors=[
+            WorkloadPrior(workload="", acceptance=[0.6] * K),
+            WorkloadPrior(workload="good", acceptance=[0.95] * K),
+            WorkloadPrior(workload="bad", acceptance=[0.05] * K),
+        ],
+        explore_share=0.0,
+    )  # fmt: skip
+    return Policy(**{**figures, **changes})
+
+
+def make_decider(policy=None, now_s=0.0, **figures):
+    decider = Decider(K, 8, **figures)
+    decider.set_policy(policy, now_s)
+    return decider
+
+
+def test_without_a_policy_everybody_gets_what_the_engine_was_configured_for():
+    decision = make_decider().decide(["a", "b"], 10, 0, 0.0)
+    assert (decision.num_draft_tokens, decision.block, decision.reason) == ([K, K], K, "no_policy")
+
+
+def test_a_stale_policy_falls_back_to_its_static_length_and_a_refresh_ends_that():
+    decider = make_decider(make_policy(ttl_s=10.0), now_s=100.0)
+    assert decider.decide(["a"], 10, 0, 110.0).reason == "policy"
+    assert decider.decide(["a"], 10, 0, 110.1) == type(decider.decide([], 0, 0, 110.1))([4], 4, "stale_policy")
+    assert decider.fallback == "stale_policy"
+    decider.set_policy(make_policy(ttl_s=10.0), 111.0)
+    assert decider.fallback == ""
+    assert decider.decide(["a"], 10, 0, 112.0).reason == "policy"
+
+
+def test_staleness_is_noticed_while_the_engine_is_idle():
+    decider = make_decider(make_policy(), now_s=0.0)
+    assert (decider.policy_age(3.0), decider.fallback) == (3.0, "")
+    assert (decider.policy_age(30.0), decider.fallback) == (30.0, "stale_policy")
+    decider.set_policy(None, 31.0)
+    assert (decider.policy_age(32.0), decider.fallback) == (-1.0, "no_policy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "reason", "fallback"),
+    [
+        ({"kind": "static"}, 4, "static", ""),
+        ({"kind": "static", "override": "draft_tokens", "static_k": 2}, 2, "override", ""),
+        ({"kind": "static", "static_k": 99}, K, "static", ""),
+        ({"kind": "static", "static_k": -3}, 0, "static", ""),
+        ({"kind": "static", "max_k": 3}, 3, "static", ""),
+        ({"kind": "static", "request_ceiling": 1}, 1, "static", ""),
+        ({"kind": "off"}, K, "off", "observe_only"),
+        ({"step_seconds": []}, 4, "cold", ""),
+        ({"step_seconds": [1.0, 2.0]}, 4, "cold", ""),
+        ({"kind": "a kind of the future"}, 4, "static", ""),
+    ],
+)
+def test_kinds_of_policy(changes, length, reason, fallback):
+    decider = make_decider(make_policy(**changes))
+    decision = decider.decide(["a", "b", "c"], 10, 0, 1.0)
+    assert (decision.num_draft_tokens, decision.block, decision.reason) == ([length] * 3, length, reason)
+    assert decider.fallback == fallback
+
+
+def test_requests_get_lengths_by_their_workload():
+    decider = make_decider(make_policy())
+    decider.start("x", "good")
+    decider.start("y", "bad")
+    good, bad = decider.decide(["x", "y"], 10, 0, 0.0).num_draft_tokens
+    assert good > bad
+
+
+def test_a_request_that_does_better_than_its_workload_gets_more():
+    decider = make_decider(make_policy(hysteresis=0.0))
+    ids = ["lucky", "unlucky"]
+    before = decider.decide(ids, 10, 0, 0.0).num_draft_tokens
+    for _ in range(30):
+        decider.observe(ids, [5, 5], [5, 0])
+    after = decider.decide(ids, 10, 0, 0.0).num_draft_tokens
+    assert after[0] > before[0] == before[1] > after[1]
+
+
+def test_only_finished_rounds_inform_a_decision():
+    # The same history gives the same decision however often, and about whatever else, one asked in between.
+    def run(is_asking):
+        decider, decisions = make_decider(make_policy(hysteresis=0.0)), []
+        rng = np.random.default_rng(0)
+        for step in range(50):
+            decision = decider.decide(["a", "b"], 10, 0, float(step) / 100)
+            if is_asking:
+                decider.decide(["a"], 999, 50, float(step) / 100)
+            accepted = simulate_rounds(rng, [0.7] * K, [5, 5])
+            decider.observe(["a", "b"], [5, 5], accepted)
+            decisions.append(decision.num_draft_tokens)
+        return decisions
+
+    assert run(False) == run(True)
+
+
+def test_exploration_has_its_share_is_repeatable_and_includes_no_draft_at_all():
+    def run(seed):
+        decider = make_decider(make_policy(explore_share=0.2), seed=seed)
+        return [decider.decide(["a", "b"], 10, 0, 0.0) for _ in range(2000)]
+
+    decisions = run(1)
+    explored = [d for d in decisions if d.reason == "explore"]
+    assert 300 < len(explored) < 500
+    assert decisions == run(1) != run(2)
+    assert {d.block for d in explored} >= {0}
+    assert len({tuple(d.num_draft_tokens) for d in explored}) >= 3
+
+
+def test_a_cold_model_is_explored_too_since_it_learns_from_variation_alone():
+    decider = make_decider(make_policy(explore_share=0.2, step_seconds=[]))
+    lengths = {decider.decide(["a"], 10, 0, 0.0).block for _ in range(300)}
+    assert {0, 2, 3, 4, 5} <= lengths
+
+
+def test_drafting_that_does_not_pay_is_tried_again_now_and_then():
+    decider = make_decider(make_policy(explore_share=0.2, priors=[WorkloadPrior(workload="", acceptance=[0.01] * K)]))
+    blocks = [decider.decide(["a"] * 1, 10, 0, 0.0).block for _ in range(300)]
+    assert blocks.count(0) > 200
+    assert max(blocks) >= 1
+
+
+@given(
+    st.lists(st.integers(-1, 9), min_size=1, max_size=12),
+    st.sampled_from(["goodput", "static"]), st.integers(-1, 9), st.integers(0, 9), st.floats(0.0, 1.0),
+)  # fmt: skip
+def test_ceilings_hold_in_every_mode(ceilings, kind, request_ceiling, max_k, explore_share):
+    decider = make_decider(
+        make_policy(kind=kind, request_ceiling=request_ceiling, max_k=max_k, explore_share=explore_share)
+    )
+    ids = [f"r{i}" for i in range(len(ceilings))]
+    for request_id, ceiling in zip(ids, ceilings, strict=True):
+        decider.start(request_id, "good", ceiling)
+    for _ in range(10):
+        decision = decider.decide(ids, 10, 0, 0.0)
+        assert decision.block == max(decision.num_draft_tokens)
+        for length, ceiling in zip(decision.num_draft_tokens, ceilings, strict=True):
+            limits = [K, max_k] + [n for n in (ceiling, request_ceiling) if n >= 0]
+            assert 0 <= length <= min(limits)
+
+
+def test_a_thousand_requests_and_none():
+    decider = make_decider(make_policy())
+    ids = [f"r{i}" for i in range(1024)]
+    assert len(decider.decide(ids, 500_000, 2000, 0.0).num_draft_tokens) == 1024
+    assert decider.decide([], 0, 512, 0.0).num_draft_tokens == []
+    for request_id in ids:
+        decider.finish(request_id)
+    assert not decider._slots
+    assert sorted(decider._free) == list(range(1024))
+
+
+def test_a_slot_that_is_used_again_knows_nothing_of_its_former_request():
+    decider = make_decider(make_policy(hysteresis=0.0))
+    fresh = decider.decide(["first"], 10, 0, 0.0)
+    for _ in range(50):
+        decider.observe(["first"], [5], [0])
+    assert decider.decide(["first"], 10, 0, 0.0) != fresh
+    decider.finish("first")
+    assert decider.decide(["second"], 10, 0, 0.0) == fresh
+
+
+def test_starting_twice_changes_nothing():
+    decider = make_decider(make_policy())
+    decider.start("x", "good", 3)
+    decider.start("x", "bad", 0)
+    assert decider.decide(["x"], 10, 0, 0.0).num_draft_tokens == [3]
+
+
+numbers = st.one_of(st.floats(), st.just(float("nan")), st.floats(0.0, 1.0))
+priors = st.builds(
+    WorkloadPrior, workload=st.just("w"), acceptance=st.lists(numbers, max_size=12), strength=numbers
+)
+policies = st.builds(
+    Policy, engine_id=st.just("e"), generation=st.just(1), ttl_s=numbers, explore_share=numbers, hysteresis=numbers,
+    kind=st.sampled_from(["goodput", "static", "off", ""]), static_k=st.integers(-99, 99), max_k=st.integers(-99, 99),
+    request_ceiling=st.integers(-5, 99), priors=st.lists(priors, max_size=3),
+    step_seconds=st.one_of(st.lists(numbers, max_size=14), st.just(STEP_SECONDS)),
+    captured_tokens=st.lists(st.integers(-5, 600), max_size=5),
+)  # fmt: skip
+
+
+@given(
+    policies, numbers, st.integers(-5, 10**9), st.integers(-5, 10**6)
+)
+def test_no_policy_however_odd_breaks_a_decision(policy, now_s, context, prefill):
+    decider = make_decider(policy, now_s=now_s)
+    decider.observe(["a", "b", "a"], [3, 99, 0], [99, -1, 5])
+    for _ in range(3):
+        lengths = decider.decide(["a", "b", "c"], context, prefill, now_s).num_draft_tokens
+        assert len(lengths) == 3
+        assert all(0 <= k <= K for k in lengths)
+
+
+def test_without_draft_tokens_there_is_nothing_to_decide():
+    decider = Decider(0, 4)
+    decider.set_policy(make_policy(), 0.0)
+    decider.observe(["a"], [0], [0])
+    assert decider.decide(["a"], 1, 0, 0.0).num_draft_tokens == [0]
+
+
+def test_a_refresh_of_the_same_policy_keeps_the_operating_point():
+    policy = make_policy()
+    decider = make_decider(policy)
+    decider.decide(["a"], 10, 0, 0.0)
+    model = decider._model
+    decider.set_policy(msgspec.structs.replace(policy), 1.0)
+    assert decider._model is model

@@ -1,0 +1,14 @@
+import msgspec
+from simulate import make_batch
+
+from honed.adapt.rounds import rounds_by_workload
+
+
+def test_rounds_come_apart_by_workload_without_those_that_verified_nothing():
+    batch = make_batch([3, 0, 2, 4], [1, 0, 2, 0], requests=[1, 2, 3, 2**64 - 1])
+    rounds = msgspec.structs.replace(batch.rounds, workload=[0, 0, 1, 1], num_invalid_tokens=[0, 0, 0, 4])
+    found = dict(rounds_by_workload(msgspec.structs.replace(batch, workloads=["a", "b", "idle"], rounds=rounds)))
+    assert list(found) == ["a", "b"]
+    assert found["a"].num_draft_tokens.tolist() == [3]
+    assert found["b"].num_accepted_tokens.tolist() == [2]  # the last round's drafts were all struck out
+    assert found["b"].request.tolist() == [3]

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from honed.adapt.step_time import (
+    PARAMETERS,
+    StepTimeLearner,
+    StepTimeModel,
+    StepTimeSettings,
+    pad_tokens,
+    solve_non_negative,
+)
+from honed.adapt.wire import Policy
+
+K = 7
+parameter_lists = st.lists(st.floats(0.0, 1e-2), min_size=len(PARAMETERS), max_size=len(PARAMETERS))
+
+
+def make_policy(step_seconds, captured=()):
+    return Policy(
+        engine_id="e", generation=1, ttl_s=9.0, kind="goodput", static_k=K, max_k=K,
+        step_seconds=list(step_seconds), captured_tokens=list(captured),
+    )  # fmt: skip
+
+
+def teach(learner, rng, truth, steps=1500, blocks=(0, 1, 2, 4, 7), noise=0.05, outliers=0.02, fixed_block=None):
+    for _ in range(steps):
+        requests, k = int(rng.integers(1, 33)), int(rng.choice(blocks))
+        prefill = int(rng.integers(0, 300)) if rng.random() < 0.1 else 0
+        context = requests * int(rng.integers(100, 2000))
+        block = k if fixed_block is None else fixed_block
+        tokens = requests * (1 + k) + prefill
+        seconds = truth(requests, tokens, context, prefill, block) * rng.lognormal(0.0, noise)
+        if rng.random() < outliers:
+            seconds *= rng.uniform(5.0, 100.0)
+        learner.observe(requests, tokens, context, prefill, requests * k, block, seconds)
+
+
+def cpu_like(requests, tokens, context, prefill, block):
+    return 5e-3 + 1e-4 * tokens + 1e-8 * context + 1e-5 * prefill + (6e-4 + 1.5e-4 * block if block else 0.0)
+
+
+def test_it_finds_the_price_of_steps_despite_noise_and_outliers():
+    learner = StepTimeLearner()
+    teach(learner, np.random.default_rng(0), cpu_like)
+    model = learner.model()
+    for requests in (1, 8, 32):
+        for k in (0, 1, 3, 7):
+            step = (requests, requests * (1 + k), requests * 1000, 0, k)
+            assert model.seconds(*step) == pytest.approx(cpu_like(*step), rel=0.05)
+
+
+def test_a_flat_then_rising_price_is_followed():
+    def gpu_like(requests, tokens, context, prefill, block):
+        return 1e-2 + 3e-5 * max(tokens - 64, 0) + (1e-3 if block else 0.0)
+
+    learner = StepTimeLearner()
+    teach(learner, np.random.default_rng(1), gpu_like)
+    model = learner.model()
+    assert model.seconds(8, 64, 8000, 0, 7) == pytest.approx(1.1e-2, rel=0.05)
+    assert model.seconds(32, 256, 32_000, 0, 7) == pytest.approx(1.676e-2, rel=0.08)
+
+
+def test_a_runner_that_always_drafts_the_whole_block_is_not_believed_to_save_by_shortening_it():
+    learner = StepTimeLearner()
+    teach(learner, np.random.default_rng(2), cpu_like, fixed_block=K)
+    assert not learner.model().is_block_priced
+    skipping = StepTimeLearner()
+    teach(skipping, np.random.default_rng(2), cpu_like, blocks=(0, 7))
+    assert not skipping.model().is_block_priced
+    assert skipping.model().draft_seconds(4, K)[1] > 0.0
+
+
+def test_it_is_cold_until_draft_lengths_have_varied():
+    learner = StepTimeLearner()
+    teach(learner, np.random.default_rng(3), cpu_like, blocks=(5,))
+    assert not learner.is_ready
+    assert not learner.model().is_ready
+    teach(learner, np.random.default_rng(3), cpu_like, steps=40, blocks=(0,))
+    assert learner.model().is_ready
+
+
+def test_it_follows_a_change_of_the_machine():
+    learner = StepTimeLearner(StepTimeSettings(forgetting_steps=2000.0))
+    teach(learner, np.random.default_rng(4), cpu_like)
+    before = learner.model().seconds(8, 32, 8000, 0, 3)
+    teach(learner, np.random.default_rng(5), lambda *step: 2.0 * cpu_like(*step), steps=8000)
+    assert learner.model().seconds(8, 32, 8000, 0, 3) == pytest.approx(2.0 * before, rel=0.1)
+
+
+def test_a_batch_size_that_never_varied_is_charged_to_the_base():
+    learner, rng = StepTimeLearner(), np.random.default_rng(6)
+    for _ in range(400):
+        k = int(rng.choice((0, 2, 4)))
+        learner.observe(4, 4 * (1 + k), 1600, 0, 4 * k, k, cpu_like(4, 4 * (1 + k), 1600, 0, k))
+    assert learner.model().parameters[0] == pytest.approx(5e-3, rel=0.1)
+
+
+@given(parameter_lists, st.tuples(*[st.integers(0, 3000)] * 5), st.tuples(*[st.integers(0, 3000)] * 5), st.booleans())
+def test_time_never_falls_when_anything_grows(parameters, step, more, is_captured):
+    parameters[0] += 1e-3
+    model = StepTimeModel.from_policy(make_policy(parameters, (8, 16, 32, 512, 4096) if is_captured else ()))
+    step = (max(step[0], 1), step[1], step[2], step[3], step[4] % (K + 1))
+    larger = [a + b for a, b in zip(step, (*more[:4], 0), strict=True)]
+    assert model.seconds(*larger) >= model.seconds(*step) * (1.0 - 1e-12) > 0.0
+
+
+@given(parameter_lists)
+def test_a_model_survives_the_way_through_a_policy(parameters):
+    parameters[0] += 1e-4
+    model = StepTimeModel.from_policy(make_policy(parameters, (64, 8)))
+    assert model == StepTimeModel(tuple(parameters), (8, 64))
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [float("nan")] * 12, [-1.0] * 12, [0.0] * 12, [1e-3] * 13])
+def test_what_is_not_a_model_is_not_ready(values):
+    assert not StepTimeModel.from_policy(make_policy(values)).is_ready
+
+
+def test_tokens_are_padded_to_captured_sizes():
+    assert pad_tokens(np.array([1, 8, 9, 33]), (8, 32)).tolist() == [8, 8, 32, 33]
+    model = StepTimeModel((1e-3, 0.0, 1e-4, *[0.0] * 9), (8, 32))
+    assert model.seconds(1, 3, 0, 0, 0) == model.seconds(1, 8, 0, 0, 0) < model.seconds(1, 9, 0, 0, 0)
+    assert model.captured_below[[7, 8, 31, 40]].tolist() == [0, 8, 8, 32]
+
+
+def test_the_table_and_the_formula_agree():
+    model = StepTimeModel((1e-3, 0.0, 1e-4, 1e-5, 1e-6, 1e-6, *[0.0] * 6), (8, 32, 512))
+    tokens = np.array([0, 9, 100, 8000])
+    assert np.allclose(model.token_seconds(tokens), model.token_seconds(np.append(tokens, 100_000))[:-1])
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8))
+def test_non_negative_least_squares_meets_its_optimality_conditions(seed, size):
+    rng = np.random.default_rng(seed)
+    a = rng.normal(size=(20, size))
+    gram, moment = a.T @ a + 1e-6 * np.eye(size), a.T @ rng.normal(size=20)
+    x = solve_non_negative(gram, moment)
+    gradient = gram @ x - moment
+    assert (x >= 0.0).all()
+    assert (gradient >= -1e-6).all()
+    assert abs(x @ gradient) < 1e-6
+
+
+def test_impossible_steps_are_ignored_and_memory_is_bounded():
+    learner = StepTimeLearner(StepTimeSettings(max_kinds=4))
+    for requests, tokens, seconds in ((0, 5, 0.1), (5, 0, 0.1), (5, 5, 0.0), (5, 5, float("nan")), (5, 5, 1e9)):
+        learner.observe(requests, tokens, 0, 0, 0, 0, seconds)
+    assert learner.num_steps == 0
+    teach(learner, np.random.default_rng(7), cpu_like, steps=500)
+    assert len(learner._kinds) == 4
+    assert all(value >= 0.0 for value in learner.model().parameters)
