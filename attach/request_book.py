@@ -1,0 +1,80 @@
+"""What is remembered of each request while it runs: a key that means nothing outside this boot, its labels, its temperature."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_WORKLOAD = "default"
+MAX_WORKLOADS = 64
+"""More distinct labels than this are counted as DEFAULT_WORKLOAD: labels end up in metrics."""
+MAX_LABEL_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What a client may say of a request, in vLLM's `extra_args` (`vllm_xargs` over HTTP)."""
+
+    workload: str = DEFAULT_WORKLOAD
+    max_draft_tokens: int = -1
+    """Ceiling for this request, -1: none."""
+    session: str = ""
+    is_captured: bool = True
+
+
+def read_labels(sampling_params: Any) -> Labels:
+    """Read a request's labels; what can't be used is as if it weren't there."""
+    extra: Mapping[str, Any] = (sampling_params.extra_args if sampling_params is not None else None) or {}
+    ceiling = extra.get("honed_max_draft_tokens", -1)
+    return Labels(
+        workload=str(extra.get("honed_workload", ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
+        max_draft_tokens=int(ceiling) if isinstance(ceiling, int | float) else -1,
+        session=str(extra.get("honed_session", "")),
+        is_captured=str(extra.get("honed_capture", 1)).lower() not in ("0", "0.0", "false", "no"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """A running request."""
+
+    key: int
+    workload: str
+    temperature: float
+
+
+class RequestBook:
+    """The running requests of one boot."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(16)
+        self._requests: dict[str, Tracked] = {}
+        self._workloads = {DEFAULT_WORKLOAD}
+
+    def add(self, request_id: str, sampling_params: Any) -> Labels:
+        """A request came in; its labels, with a workload that is one of a bounded set."""
+        labels = read_labels(sampling_params)
+        if labels.workload not in self._workloads:
+            if len(self._workloads) < MAX_WORKLOADS:
+                self._workloads.add(labels.workload)
+            else:
+                labels = Labels(DEFAULT_WORKLOAD, labels.max_draft_tokens, labels.session, labels.is_captured)
+        temperature = float(sampling_params.temperature) if sampling_params is not None else 0.0
+        self._requests[request_id] = Tracked(int.from_bytes(key_of(request_id, self.secret)), labels.workload, temperature)
+        return labels
+
+    def get(self, request_id: str) -> Tracked | None:
+        """A running request; None when it came before the attachment or is over."""
+        return self._requests.get(request_id)
+
+    def remove(self, request_id: str) -> None:
+        """A request is over."""
+        self._requests.pop(request_id, None)
+
+
+def key_of(request_id: str, secret: bytes) -> bytes:
+    """8 bytes that stand for a request id: equal within a boot, meaningless outside it."""
+    return hashlib.blake2b(request_id.encode(), digest_size=8, key=secret).digest()

@@ -1,0 +1,95 @@
+"""The engine thread's line to the worker extension on every rank: attach it, set the share to capture, carry out commands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from honed.attach import engine_hook
+from honed.attach.compatibility import Findings
+from honed.attach.environment import AttachSettings
+
+logger = logging.getLogger("honed.attach")
+
+
+class WorkerLink:
+    """What can be asked of the workers; all methods but `wake` run on the engine's thread.
+
+    Args:
+        secret: key of this boot's request keys.
+    """
+
+    def __init__(self, settings: AttachSettings, findings: Findings, secret: bytes) -> None:
+        self.findings = findings
+        self._settings = settings
+        self._secret = secret
+        self._engine = engine_hook.current()
+        self._is_attached = False
+        self._is_wake_pending = False
+        self._share = -1.0
+        self.captured: dict[str, float] = {}
+        """rows, bytes, errors of what was captured, as of the last time anything was asked."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether samples can be had from this engine."""
+        return "capture" in self.findings.capabilities and self._settings.is_capture_on
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Run a method of the worker extension between two steps; one result a rank. Raises RuntimeError when it can't."""
+        if self._engine is None:
+            raise RuntimeError("this vLLM process has no EngineCore that honed knows: capture and swap are off")
+        return self._engine.rpc(method, *args)
+
+    def attach(self) -> None:
+        """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason."""
+        if self._is_attached:
+            return
+        self._is_attached = True
+        if "swap" not in self.findings.capabilities:
+            return
+        if self._engine is None:
+            self._drop("capture and swap are off: this vLLM process has no EngineCore that honed knows")
+            return
+        settings = {
+            "ring_path": str(self._settings.ring_path) if self._settings.is_capture_on else "",
+            "ring_bytes": self._settings.ring_bytes,
+            "feature_kind": self._settings.feature_kind,
+            "secret": self._secret.hex(),
+        }
+        answers: list[dict[str, str]] = self.rpc("honed_attach", settings)
+        if limit := next((a["limit"] for a in answers if a.get("limit")), ""):
+            self._drop(limit)
+
+    def set_capture_share(self, share: float, drafter_version: str, is_idle: bool) -> None:
+        """Capture this share of the requests to come.
+
+        A call to the workers takes a millisecond: it is made when it changes something, or when nobody is waiting (then it
+        brings the counts up to date).
+        """
+        if self.can_capture and (share != self._share or is_idle):
+            self._share = share
+            self.captured = self.rpc("honed_capture", share, drafter_version)[0]
+
+    def wake(self, callback: Callable[[], None]) -> None:
+        """Any thread: have `callback` run on the engine's thread once it is idle; at most one is under way."""
+
+        def woken() -> None:
+            # Lowered first: a wake-up that comes while the callback runs must not get lost.
+            self._is_wake_pending = False
+            callback()
+
+        if self._engine is not None and not self._is_wake_pending:
+            self._is_wake_pending = True
+            if not self._engine.call_when_idle(woken):
+                self._is_wake_pending = False
+
+    def close(self) -> None:
+        """Let go of vLLM."""
+        self._engine = None
+
+    def _drop(self, limit: str) -> None:
+        logger.warning("honed: %s", limit)
+        kept = tuple(c for c in self.findings.capabilities if c not in ("capture", "swap"))
+        self.findings = Findings(kept, (*self.findings.limits, limit))

@@ -1,0 +1,99 @@
+"""The trainer's side of the engine's busy flag: one mapped byte, 1 while requests are unfinished.
+
+A hint, not a lock: reading it costs a stat and a load, and a stale 0 costs the engine at most one micro-step. A flag that was
+left up by an engine that died is told by the file's lock, which the engine holds while it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+from collections import deque
+from pathlib import Path
+
+
+class BusyFlag:
+    """Reads the flag at a path; a file that isn't there (no engine, or one without the attachment) means idle."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = str(path)
+        self._map: mmap.mmap | None = None
+        self._descriptor = -1
+        self._identity = (0, 0)
+
+    def is_busy(self) -> bool:
+        """Whether the engine has work now."""
+        try:
+            status = os.stat(self._path)
+            if self._map is None or (status.st_dev, status.st_ino) != self._identity:
+                self.close()
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self._map = mmap.mmap(self._descriptor, 1, access=mmap.ACCESS_READ)
+                self._identity = (status.st_dev, status.st_ino)
+            return self._map[0] != 0 and self._is_held()
+        except (OSError, ValueError):  # not there, empty, or not ours to read
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """Let go of the file; it is opened again when needed."""
+        self._map = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _is_held(self) -> bool:
+        """Whether the engine that made the file is alive."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+
+class Idleness:
+    """Share of time that an engine was idle, forgetting with a time constant of `memory_s`."""
+
+    def __init__(self, memory_s: float = 60.0) -> None:
+        self._memory_s = memory_s
+        self._last_s: float | None = None
+        self.ratio = 0.0
+
+    def observe(self, is_busy: bool, now_s: float) -> None:
+        """Count the time since the previous observation as what is seen now."""
+        if self._last_s is None:
+            self.ratio = 0.0 if is_busy else 1.0
+        else:
+            weight = -math.expm1(-max(now_s - self._last_s, 0.0) / self._memory_s)
+            self.ratio += weight * ((0.0 if is_busy else 1.0) - self.ratio)
+        self._last_s = now_s
+
+
+class Preemptions:
+    """How often work arrived during a unit of training, and how long it may have shared the device with it.
+
+    The moment of arrival isn't known, so a delay is taken as the whole unit that was running: an upper bound.
+    """
+
+    def __init__(self, remembered: int = 1000) -> None:
+        self.count = 0
+        self._delays_s: deque[float] = deque(maxlen=remembered)
+
+    def observe(self, unit_s: float) -> None:
+        """Work was there after a unit of this length and wasn't before it; 0 when it came between two units."""
+        self.count += 1
+        self._delays_s.append(unit_s)
+
+    @property
+    def p99_s(self) -> float:
+        """99th percentile of the delays remembered, 0 when there was none."""
+        ordered = sorted(self._delays_s)
+        return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0

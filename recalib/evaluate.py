@@ -1,0 +1,142 @@
+"""Greedy acceptance of a drafter on captured text, without an engine: what the gate compares.
+
+Where the target is greedy, a draft token is accepted exactly if it equals the token that was emitted, so replaying the
+emitted text tells the acceptance length a drafter would have had. Figures are kept for each session, since sessions, not
+blocks, are independent: the paired bootstrap of the gate draws sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from honed.recalib.blocks import block_labels, eligible_anchors
+from honed.recalib.drafter import DFlashDrafter
+from honed.recalib.losses import AcceptanceCounts, accepted_prefix, count_acceptance
+from honed.recalib.sample import PackedSamples, TrainingSample, pack
+
+# Letters: N anchors, K draft positions.
+
+
+@dataclass(frozen=True)
+class SessionFigures:
+    """One session's sums: over every anchor of its emitted text, and over the rounds a server would have run."""
+
+    session: str
+    workload: str
+    num_anchors: int
+    num_accepted_tokens: int
+    num_rounds: int
+    num_round_accepted_tokens: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau in the rounds a server would have run, bonus token included."""
+        return 1.0 + self.num_round_accepted_tokens / max(1, self.num_rounds)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All sessions' figures, and right-censored counts for each position of each workload."""
+
+    sessions: tuple[SessionFigures, ...]
+    positions: dict[str, AcceptanceCounts]
+
+    def acceptance_length(self, workload: str | None = None) -> float:
+        """tau over all rounds of one workload, or of all."""
+        return self._length(workload, "num_round_accepted_tokens", "num_rounds")
+
+    def anchor_acceptance_length(self, workload: str | None = None) -> float:
+        """Mean of accepted + 1 over *every* anchor: less noise, but anchors in easy text count more than in a server."""
+        return self._length(workload, "num_accepted_tokens", "num_anchors")
+
+    def _length(self, workload: str | None, accepted: str, rounds: str) -> float:
+        chosen = [s for s in self.sessions if workload in (None, s.workload)]
+        num_rounds = sum(int(getattr(s, rounds)) for s in chosen)
+        return 1.0 + sum(int(getattr(s, accepted)) for s in chosen) / max(1, num_rounds)
+
+
+@torch.inference_mode()
+def expected_acceptance_length(
+    drafter: DFlashDrafter,
+    samples: Iterable[TrainingSample],
+    num_draft_tokens: int | None = None,
+    max_anchors_per_pass: int = 256,
+) -> Evaluation:
+    """Replay the emitted text of every sample, block by block.
+
+    Args:
+        drafter: the drafter to judge; it is not changed.
+        samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
+        num_draft_tokens: k, by default the drafter's full block.
+        max_anchors_per_pass: bounds memory: a pass holds that many blocks' logits.
+    """
+    k = num_draft_tokens or drafter.config.num_draft_tokens
+    sessions: dict[tuple[str, str], list[SessionFigures]] = {}
+    counts: dict[str, list[AcceptanceCounts]] = {}
+    for sample in samples:
+        packed = pack([sample])
+        anchors = eligible_anchors(packed, k)
+        anchors = anchors[anchors >= sample.num_prompt_tokens]
+        if not len(anchors):
+            continue
+        drafts, labels = draft_blocks(drafter, packed, anchors, k, max_anchors_per_pass)
+        is_valid = torch.ones_like(labels, dtype=torch.bool)
+        accepted = accepted_prefix(drafts, labels, is_valid).tolist()
+        rounds = walk(accepted)
+        figures = SessionFigures(
+            sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
+        )
+        sessions.setdefault((sample.session, sample.workload), []).append(figures)
+        counts.setdefault(sample.workload, []).append(count_acceptance(drafts[rounds], labels[rounds], is_valid[rounds]))
+    return Evaluation(
+        sessions=tuple(_add_sessions(group) for group in sessions.values()),
+        positions={workload: _add_counts(group) for workload, group in counts.items()},
+    )
+
+
+def draft_blocks(
+    drafter: DFlashDrafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int, max_anchors_per_pass: int
+) -> tuple[Tensor, Tensor]:  # 2 x [N, K]: drafted, emitted
+    """Greedy drafts from every anchor, and what the target emitted there."""
+    features = packed.features.float()
+    context = features if packed.is_fused else drafter.fuse(features)
+    parts = [anchors[i : i + max_anchors_per_pass] for i in range(0, len(anchors), max_anchors_per_pass)]
+    drafts = [
+        drafter(context, packed.positions, packed.token_ids, part, packed.segments, num_draft_tokens).argmax(-1)
+        for part in parts
+    ]
+    return torch.cat(drafts), block_labels(packed.token_ids, anchors, num_draft_tokens)
+
+
+def walk(accepted: Sequence[int]) -> list[int]:
+    """The anchors a server would have used: the first, then always accepted + 1 tokens further."""
+    rounds, index = [], 0
+    while index < len(accepted):
+        rounds.append(index)
+        index += accepted[index] + 1
+    return rounds
+
+
+def _add_sessions(group: list[SessionFigures]) -> SessionFigures:
+    first = group[0]
+    return SessionFigures(
+        first.session,
+        first.workload,
+        sum(s.num_anchors for s in group),
+        sum(s.num_accepted_tokens for s in group),
+        sum(s.num_rounds for s in group),
+        sum(s.num_round_accepted_tokens for s in group),
+    )
+
+
+def _add_counts(group: list[AcceptanceCounts]) -> AcceptanceCounts:
+    return AcceptanceCounts(
+        num_blocks=sum(c.num_blocks for c in group),
+        num_accepted_tokens=sum(c.num_accepted_tokens for c in group),
+        trials=tuple(sum(column) for column in zip(*(c.trials for c in group), strict=True)),
+        successes=tuple(sum(column) for column in zip(*(c.successes for c in group), strict=True)),
+    )

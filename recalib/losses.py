@@ -1,0 +1,110 @@
+"""Losses for a block drafter, and its figures as sums and counts.
+
+Every per-token loss maps `[N, K, V]` logits to `[N, K]`; `weighted_mean` reduces it. Position j of a block matters only
+when all before it were accepted, so weights fall with j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Letters: N blocks, K draft positions (anchor excluded), V vocabulary. p target's distribution, q draft's.
+
+
+def position_weights(num_draft_tokens: int, decay_tokens: float) -> Tensor:  # [K]
+    """w_k = exp(-(k - 1) / decay_tokens), k = 1 … K; the anchor has no weight.
+
+    Source: arXiv 2602.06036, section 3 (decay 7 for blocks of 16, 5 for 10, 4 for 7 or 8).
+    """
+    return torch.exp(-torch.arange(num_draft_tokens, dtype=torch.float32) / decay_tokens)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:  # 2 x [N, K] -> []
+    """Sum of w * loss / sum of w; 0 where nothing has weight."""
+    return (losses * weights).sum() / weights.sum().clamp_min(1e-12)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # [N, K, V], [N, K] -> [N, K]
+    """-log q(label): the tokens the target emitted are the labels."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
+
+
+def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
+    """KL(p || q) = sum of p * (log p - log q): covers every mode of the target. Source: arXiv 2310.07177, section 3."""
+    log_q, log_p = logits.float().log_softmax(-1), target_logits.float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def overlap(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
+    """alpha = sum of min(p, q): the chance that speculative sampling accepts. Source: arXiv 2211.17192, theorem 3.5."""
+    return torch.minimum(logits.float().softmax(-1), target_logits.float().softmax(-1)).sum(-1)
+
+
+def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
+    """TV = 1 - alpha: one minus the acceptance rate itself. Source: arXiv 2310.08461, section 3."""
+    return 1.0 - overlap(logits, target_logits)
+
+
+def kl_tv_hybrid(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
+    """lambda * KL + (1 - lambda) * TV with lambda = exp(-3 * alpha): KL while far away, TV when close.
+
+    TV's gradient vanishes where p and q don't overlap, KL's spends capacity on tails that acceptance doesn't see.
+    """
+    alpha = overlap(logits, target_logits)
+    share = torch.exp(-3.0 * alpha.detach())
+    return share * forward_kl(logits, target_logits) + (1.0 - share) * (1.0 - alpha)
+
+
+def dpace_weights(accept_probabilities: Tensor, smoothing: float = 0.5) -> Tensor:  # [N, K] -> [N, K]
+    """D-PACE: w_j = sum over m >= j of prod over i <= m of ((1 - a) * q_i + a), a = `smoothing`.
+
+    A position weighs as much as the expected length that depends on it; `a` keeps late positions alive while early ones
+    are still wrong. No gradient flows through the weights.
+    """
+    reach = ((1.0 - smoothing) * accept_probabilities.detach() + smoothing).cumprod(-1)
+    return reach.flip(-1).cumsum(-1).flip(-1)
+
+
+def negative_acceptance_length(accept_probabilities: Tensor) -> Tensor:  # [N, K] -> [N]
+    """-E[tau] = -(1 + sum over k of prod over j <= k of alpha_j): the aim itself, bonus token included.
+
+    alpha_j is q(label_j) when the target is greedy, `overlap` when it samples.
+    """
+    return -(1.0 + accept_probabilities.cumprod(-1).sum(-1))
+
+
+@dataclass(frozen=True)
+class AcceptanceCounts:
+    """Right-censored counts: position k is tried only where all before it were right, as in a verify round."""
+
+    num_blocks: int
+    num_accepted_tokens: int
+    trials: tuple[int, ...]  # [K]
+    successes: tuple[int, ...]  # [K]
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: accepted tokens of a block plus the bonus token."""
+        return 1.0 + self.num_accepted_tokens / max(1, self.num_blocks)
+
+
+def accepted_prefix(drafts: Tensor, labels: Tensor, is_valid: Tensor) -> Tensor:  # 3 x [N, K] -> [N]
+    """How many draft tokens of each block are right before the first wrong or unknown one."""
+    return ((drafts == labels) & is_valid).long().cumprod(-1).sum(-1)
+
+
+def count_acceptance(drafts: Tensor, labels: Tensor, is_valid: Tensor) -> AcceptanceCounts:  # 3 x [N, K]
+    """Greedy acceptance of whole blocks, as sums and counts."""
+    is_right = ((drafts == labels) & is_valid).long()
+    reached = F.pad(is_right.cumprod(-1), (1, 0), value=1)[:, :-1] * is_valid.long().cumprod(-1)
+    successes = (reached * is_right).sum(0)
+    return AcceptanceCounts(
+        num_blocks=len(labels),
+        num_accepted_tokens=int(successes.sum()),
+        trials=tuple(int(n) for n in reached.sum(0)),
+        successes=tuple(int(n) for n in successes),
+    )

@@ -1,0 +1,185 @@
+"""Training in steps so small that serving never waits for one: a few blocks forward and backward, then control returns.
+
+With scope "kv-frozen" everything the context keys and values depend on stays as it is (`KV_PATH`), so every row in vLLM's
+paged cache stays exact for the new weights. With "full" everything trains, from unfused features, and a swap has to drop
+the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from honed.recalib import losses
+from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
+from honed.recalib.drafter import KV_PATH, DFlashDrafter
+from honed.recalib.sample import PackedSamples, TrainingSample, pack
+
+Scope = Literal["kv-frozen", "full"]
+Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
+
+# Letters: N blocks, K draft positions, V vocabulary.
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train on. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
+
+    scope: Scope = "kv-frozen"
+    loss: Loss = "ce"
+    learning_rate: float = 5e-4
+    warmup_updates: int = 20
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    decay_tokens: float = 4.0
+    anchors_per_micro_step: int = 32
+    micro_steps_per_update: int = 4
+    break_share: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one micro-step did, as sums and counts."""
+
+    loss: float
+    num_anchors: int
+    num_tokens: int
+    correct: tuple[int, ...]  # [K] right at each position, whatever came before
+    counted: tuple[int, ...]  # [K]
+    acceptance: losses.AcceptanceCounts
+    is_update: bool
+    grad_norm: float | None
+    seconds: float
+
+
+@dataclass
+class _Progress:
+    micro_steps: int = 0
+    updates: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+
+class MicroTrainer:
+    """Trains one drafter in place; the drafter's float32 parameters are the master weights."""
+
+    def __init__(self, drafter: DFlashDrafter, settings: TrainingSettings | None = None) -> None:
+        self.drafter = drafter
+        self.settings = settings or TrainingSettings()
+        set_scope(drafter, self.settings.scope)
+        self._trained = [p for p in drafter.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=self.settings.learning_rate, weight_decay=self.settings.weight_decay, fused=True
+        )
+        self._progress = _Progress()
+        self._progress.generator.manual_seed(self.settings.seed)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far."""
+        return self._progress.updates
+
+    def step(self, samples: Sequence[TrainingSample], preferred_anchors: Sequence[int] | None = None) -> StepFigures:
+        """One micro-step; every `micro_steps_per_update`-th also updates the weights.
+
+        Args:
+            samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
+            preferred_anchors: rows, counted through `samples` end to end; by default those before the samples' breaks.
+
+        Raises:
+            ValueError: when no sample is long enough for a block, or the scope needs features the samples don't have.
+        """
+        began_s = time.perf_counter()
+        packed = pack(list(samples))
+        self._check_features(packed)
+        anchors = self._choose(packed, samples, preferred_anchors)
+        labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
+        logits = self.drafter(self._context(packed), packed.positions, packed.token_ids, anchors, packed.segments)
+        loss = self._loss(logits, labels, packed, anchors)
+        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        self._progress.micro_steps += 1
+        is_update = self._progress.micro_steps % self.settings.micro_steps_per_update == 0
+        grad_norm = self._update() if is_update else None
+        return _figures(logits.detach(), labels, float(loss.detach()), is_update, grad_norm, began_s)
+
+    def _check_features(self, packed: PackedSamples) -> None:
+        if self.settings.scope == "full" and packed.is_fused:
+            raise ValueError("scope 'full' trains fc and needs unfused features; capture them, or use 'kv-frozen'")
+        if self.settings.loss in ("kl", "hybrid") and packed.target_hidden is None:
+            raise ValueError(f"loss {self.settings.loss!r} needs target_hidden in every sample; capture it, or use 'ce'")
+
+    def _choose(
+        self, packed: PackedSamples, samples: Sequence[TrainingSample], preferred: Sequence[int] | None
+    ) -> Tensor:  # [N]
+        num_draft_tokens = self.drafter.config.num_draft_tokens
+        eligible = eligible_anchors(packed, num_draft_tokens)
+        if not len(eligible):
+            raise ValueError(f"no sample has {num_draft_tokens + 2} tokens, so none holds a whole block")
+        rows = break_anchors(samples, num_draft_tokens) if preferred is None else preferred
+        settings = self.settings
+        return choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, self._progress.generator)
+
+    def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
+        features = packed.features.float()
+        return features if packed.is_fused else self.drafter.fuse(features)
+
+    def _loss(self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor) -> Tensor:
+        """The weighted mean of the chosen loss over the blocks; `losses` has the formulas."""
+        weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(labels.shape)
+        name = self.settings.loss
+        if name == "ce":
+            return losses.weighted_mean(losses.cross_entropy(logits, labels), weights)
+        if name in ("kl", "hybrid"):
+            assert packed.target_hidden is not None
+            rows = anchors[:, None] + torch.arange(labels.shape[1])  # the target at row i tells token i + 1
+            target_logits = F.linear(packed.target_hidden[rows].float(), self.drafter.lm_head)
+            per_token = losses.forward_kl if name == "kl" else losses.kl_tv_hybrid
+            return losses.weighted_mean(per_token(logits, target_logits), weights)
+        right = torch.exp(-losses.cross_entropy(logits, labels))
+        if name == "dpace":
+            return losses.weighted_mean(losses.cross_entropy(logits, labels), losses.dpace_weights(right))
+        return losses.negative_acceptance_length(right).mean()
+
+    def _update(self) -> float:
+        """Clip, warm up, step."""
+        norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
+        self._progress.updates += 1
+        warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
+        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmth
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+
+def set_scope(drafter: DFlashDrafter, scope: Scope) -> None:
+    """Let exactly the parameters of the scope receive gradients."""
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(scope == "full" or not is_kv_path(name))
+
+
+def is_kv_path(name: str) -> bool:
+    """Whether cached context keys and values depend on this parameter."""
+    return any(part in f".{name}" if part.startswith(".") else name.startswith(part) for part in KV_PATH)
+
+
+def _figures(
+    logits: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, began_s: float
+) -> StepFigures:
+    drafts = logits.argmax(-1)  # [N, K]
+    return StepFigures(
+        loss=loss,
+        num_anchors=len(labels),
+        num_tokens=labels.numel(),
+        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
+        counted=(len(labels),) * labels.shape[1],
+        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
+        is_update=is_update,
+        grad_norm=grad_norm,
+        seconds=time.perf_counter() - began_s,
+    )

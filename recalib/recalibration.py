@@ -1,0 +1,291 @@
+"""One operation from request to result, in units so small that serving never waits for more than one.
+
+    collecting   until enough rows of the workloads that must gain, and enough held-out sessions of them, are held
+    training     micro-steps, until max_steps or max_seconds of them
+    gating       parent and candidate on the same held-out sessions, one stretch at a time
+    (writing)    the candidate goes to the registry when the gate lets it pass
+
+The candidate is judged after its weights were rounded to the type they will be stored in: what is judged is what will serve.
+Nothing reaches the registry before the gate has passed, so an operation that fails or is cancelled leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import structlog
+import torch
+
+from honed.adapt import wire
+from honed.recalib.checkpoint import CheckpointError, load_drafter, save_drafter
+from honed.recalib.drafter import DFlashDrafter
+from honed.recalib.evaluate import SessionFigures, expected_acceptance_length
+from honed.recalib.gate import GateSettings, judge, summarise
+from honed.recalib.manifest import WEIGHTS
+from honed.recalib.micro_step import MicroTrainer, Scope, TrainingSettings
+from honed.recalib.registry import Manifest, Registry, RegistryError
+from honed.recalib.replay import ReplayMix
+from honed.recalib.stretch import Stretch
+from honed.recalib.tensor_file import read_tensor_entries
+from honed.recalib.traffic import Feed
+from honed.recalib.trainer_settings import TrainerSettings
+
+log = structlog.get_logger("honed.trainer")
+
+Stage = Literal["collecting", "training", "gating"]
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class OperationError(ValueError):
+    """Why an operation can't reach its end; one line with cause and cure."""
+
+
+@dataclass
+class Progress:
+    """What has been done so far."""
+
+    stage: Stage = "collecting"
+    steps: int = 0
+    max_steps: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    train_seconds: float = 0.0
+    gate: list[wire.GateFigures] = field(default_factory=list)
+
+
+class Recalibration:
+    """An operation under way; `advance` does one unit of it."""
+
+    def __init__(
+        self,
+        request: wire.TrainRequest,
+        settings: TrainerSettings,
+        gate: GateSettings,
+        registry: Registry,
+        feed: Feed,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.request = request
+        self.progress = Progress(max_steps=request.max_steps or settings.max_steps)
+        self.result: wire.TrainResult | None = None
+        self._settings, self._gate, self._registry, self._feed = settings, gate, registry, feed
+        self._monotonic = monotonic
+        self._began_s = monotonic()
+        self._units = self._work()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the request came."""
+        return self._monotonic() - self._began_s
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether the next unit is heavy, and so has to wait for the engine to be idle."""
+        return self.progress.stage != "collecting"
+
+    def advance(self) -> None:
+        """Do one unit; afterwards `result` is there when it was the last. Any failure ends as a result, none is raised."""
+        if self.result is not None:
+            return
+        try:
+            self._check_deadline()
+            self.progress.stage = next(self._units)
+        except StopIteration as end:
+            self.result = end.value
+        except (OperationError, RegistryError, CheckpointError) as error:
+            self._end(str(error))
+        except Exception as error:  # the boundary: whatever it is, the daemon gets an answer and the process goes on
+            log.exception("operation failed", operation_id=self.request.operation_id)
+            self._end(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def keep_waiting(self) -> None:
+        """Nothing may be done now; notices when that has gone on for too long."""
+        try:
+            self._check_deadline()
+        except OperationError as error:
+            self._end(str(error))
+
+    def cancel(self, reason: str) -> None:
+        """Give up between two units; nothing is kept."""
+        if self.result is None:
+            self._units.close()
+            self._end(reason)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> Generator[Stage, None, wire.TrainResult]:
+        """Every `yield` names the kind of the next unit and lets the caller decide when it may run."""
+        parent = self._registry.verify(self.request.parent_version)
+        parent_dir = self._registry.path(parent.version)
+        is_usable = self._usable(parent)
+        while missing := self._missing(is_usable):
+            if self.elapsed_s > self._settings.collect_s:
+                raise OperationError(f"too little to learn from after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
+            yield "collecting"
+        yield "training"
+        drafter = self._load(parent_dir)
+        yield from self._train(drafter, is_usable)
+        _round_weights(drafter, _stored_dtype(parent_dir))
+        held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
+        before = yield from self._evaluate(self._load(parent_dir), held_out)
+        after = yield from self._evaluate(drafter, held_out)
+        verdict = judge(before, after, self.request.workloads, self._gate)
+        self.progress.gate = verdict.figures
+        if not verdict.passed:
+            return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
+        if self.request.dry_run:
+            return self._result(ok=True)
+        return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
+
+    def _train(self, drafter: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[Stage]:
+        request, settings, progress = self.request, self._settings, self.progress
+        trainer = MicroTrainer(drafter, _training_settings(settings, request.scope))
+        mix = ReplayMix(
+            self._feed.store, is_usable, request.workloads, settings.must_gain_share, settings.rows_per_micro_step
+        )
+        num_draft_tokens = drafter.config.num_draft_tokens
+        while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
+            yield "training"
+            began_s = self._monotonic()
+            samples = [s.to_training_sample(num_draft_tokens, self._feed.is_fused) for s in mix.draw()]
+            if not samples:
+                raise OperationError("the samples are gone: they were purged, or another model was loaded")
+            figures = trainer.step(samples)
+            progress.steps += 1
+            progress.tokens += figures.num_tokens
+            progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
+            progress.train_seconds += self._monotonic() - began_s
+        yield "training"
+
+    def _evaluate(
+        self, drafter: DFlashDrafter, held_out: list[Stretch]
+    ) -> Generator[Stage, None, list[SessionFigures]]:
+        figures: list[SessionFigures] = []
+        for stretch in held_out:
+            yield "gating"
+            sample = stretch.to_training_sample(drafter.config.num_draft_tokens, self._feed.is_fused)
+            figures += expected_acceptance_length(drafter, [sample]).sessions
+        return figures
+
+    def _write(self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path) -> Manifest:
+        stretches = [s for w in self._feed.store.workloads() for s in self._feed.store.stretches(w, False)]
+        rows: Counter[str] = Counter()
+        for stretch in stretches:
+            rows[stretch.workload] += stretch.num_rows
+        progress = self.progress
+        return self._registry.create(
+            lambda folder: _save(drafter, folder, parent_dir),
+            parent=parent.version,
+            scope=self.request.scope,
+            figures={"gate": summarise(progress.gate), "steps": progress.steps, "tokens": progress.tokens,
+                     "loss": progress.loss, "train_seconds": progress.train_seconds},
+            data_window={"rows": dict(rows), "sessions": len({s.session for s in stretches})},
+            target_path=self.request.target_path,
+            note=self.request.reason,
+        )  # fmt: skip
+
+    def _load(self, folder: Path) -> DFlashDrafter:
+        return load_drafter(folder, self.request.target_path).to(self._settings.device)
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    def _usable(self, parent: Manifest) -> Callable[[Stretch], bool]:
+        """Fused features mean something only to drafters with the same `fc` and `hidden_norm` as the one that made them."""
+        same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
+        return lambda stretch: not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
+
+    def _missing(self, is_usable: Callable[[Stretch], bool]) -> str:
+        """What is still needed before training can begin, "" when nothing is."""
+        store = self._feed.store
+        wanted = self.request.workloads or store.workloads()
+        lacks = []
+        rows = sum(s.num_rows for w in wanted for s in store.stretches(w, False) if is_usable(s))
+        if rows < self._settings.min_training_rows:
+            lacks.append(f"{rows} of {self._settings.min_training_rows} rows")
+        held = {w: len({s.session for s in self._held_out(w, is_usable)}) for w in wanted}
+        if not self.request.workloads:
+            held = {"": sum(held.values())}
+        for workload, sessions in held.items():
+            if sessions < self._gate.min_sessions:
+                named = f" of workload {workload!r}" if workload else ""
+                lacks.append(f"{sessions} of {self._gate.min_sessions} held-out sessions{named}")
+        return ", ".join(lacks)
+
+    def _held_out(self, workload: str, is_usable: Callable[[Stretch], bool]) -> list[Stretch]:
+        """Whole held-out sessions of a workload, in an order that has nothing to do with them, up to the row limit."""
+        sessions: dict[str, list[Stretch]] = {}
+        for stretch in self._feed.store.stretches(workload, True):
+            if is_usable(stretch):
+                sessions.setdefault(stretch.session, []).append(stretch)
+        chosen: list[Stretch] = []
+        num_rows = 0
+        for session in sorted(sessions, key=lambda s: hashlib.blake2b(s.encode(errors="replace")).digest()):
+            if num_rows >= self._settings.max_gate_rows:
+                break
+            chosen += sessions[session]
+            num_rows += sum(stretch.num_rows for stretch in sessions[session])
+        return chosen
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _check_deadline(self) -> None:
+        if self.elapsed_s > self._settings.deadline_s:
+            raise OperationError(
+                f"not done after {self._settings.deadline_s:.0f} s, of which {self.progress.train_seconds:.0f} s were spent "
+                "training: the engine is hardly ever idle; try again at a quieter time"
+            )
+
+    def _end(self, error: str) -> None:
+        self.result = self._result(ok=False, error=error)
+
+    def _result(self, *, ok: bool, version: str = "", error: str = "") -> wire.TrainResult:
+        progress = self.progress
+        return wire.TrainResult(
+            operation_id=self.request.operation_id, ok=ok, version=version, error=error, gate=progress.gate,
+            steps=progress.steps, tokens=progress.tokens, train_seconds=progress.train_seconds, elapsed_s=self.elapsed_s,
+        )  # fmt: skip
+
+
+_COLLECT_CURE = "send such traffic, or raise capture_share"
+
+
+def _training_settings(settings: TrainerSettings, scope: str) -> TrainingSettings:
+    if scope not in ("kv-frozen", "full"):
+        raise OperationError(f"unknown scope {scope!r}: kv-frozen and full are known")
+    known: Scope = "full" if scope == "full" else "kv-frozen"
+    return TrainingSettings(
+        scope=known,
+        loss=settings.loss,
+        learning_rate=settings.learning_rate,
+        warmup_updates=settings.warmup_updates,
+        anchors_per_micro_step=settings.anchors_per_micro_step,
+        micro_steps_per_update=settings.micro_steps_per_update,
+        break_share=settings.break_share,
+    )
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The type of most values of a checkpoint."""
+    sizes: Counter[str] = Counter()
+    for entry in read_tensor_entries(folder / WEIGHTS):
+        sizes[entry.dtype] += entry.end - entry.begin
+    name = sizes.most_common(1)[0][0]
+    if name not in _DTYPES:
+        raise OperationError(f"{folder / WEIGHTS} is stored as {name}: train from a {', '.join(_DTYPES)} checkpoint")
+    return _DTYPES[name]
+
+
+@torch.no_grad()
+def _round_weights(drafter: DFlashDrafter, dtype: torch.dtype) -> None:
+    for parameter in drafter.parameters():
+        parameter.copy_(parameter.to(dtype).to(parameter.dtype))
+
+
+def _save(drafter: DFlashDrafter, folder: Path, parent_dir: Path) -> None:
+    save_drafter(drafter, folder, parent_dir, _stored_dtype(parent_dir))

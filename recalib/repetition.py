@@ -1,0 +1,33 @@
+"""Keeps degenerate loops out of the samples.
+
+A model that repeats one n-gram without end is drafted almost perfectly by any drafter that has seen the loop; training on it
+teaches the loop, and judging on it flatters. A row belongs to a loop of period p when it lies in a run of rows with
+token[i] = token[i - p] of at least `min_loop_rows` and at least two whole further periods. The first period of a loop is not
+part of the run: said once it is ordinary text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def loop_rows(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> NDArray[np.bool_]:  # [T] -> [T]
+    """Which rows repeat what stood one period earlier, again and again."""
+    is_loop = np.zeros(len(token_ids), bool)
+    for period in range(1, min(max_period, len(token_ids) - 1) + 1):
+        is_equal = np.concatenate(([False], token_ids[period:] == token_ids[:-period], [False]))
+        runs = np.flatnonzero(is_equal[1:] != is_equal[:-1]).reshape(-1, 2)
+        for start, end in runs[runs[:, 1] - runs[:, 0] >= max(min_loop_rows, 2 * period)]:
+            is_loop[period + start : period + end] = True
+    return is_loop
+
+
+def longest_varied_stretch(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> slice:
+    """The longest run of rows without a loop in it (of equal ones the first); empty when there is none."""
+    is_varied = np.concatenate(([False], ~loop_rows(token_ids, max_period, min_loop_rows), [False]))
+    runs = np.flatnonzero(is_varied[1:] != is_varied[:-1]).reshape(-1, 2)
+    if not len(runs):
+        return slice(0, 0)
+    start, end = runs[np.argmax(runs[:, 1] - runs[:, 0])]
+    return slice(int(start), int(end))

@@ -1,0 +1,86 @@
+"""What the trainer learns from: one request's text with the target's features of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Letters: T tokens of the request, H width of the drafter, A auxiliary layers x width of the target.
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSample:
+    """A stretch of one request, prompt and emitted text, with the context features the drafter had for it.
+
+    Row i of every tensor is the same token: `features[i]` is what the target computed *at* `token_ids[i]`, `positions[i]`
+    its absolute position (positions rise by one; the stretch need not begin at 0). `features` are the fused ones
+    (after `fc` and `hidden_norm`), or, with `is_fused = False`, the target's auxiliary hidden states side by side.
+    `break_positions` are absolute positions of tokens the target emitted in place of a rejected draft token.
+    `target_hidden` is the target's last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits.
+    """
+
+    features: Tensor  # [T, H] or [T, A]
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    session: str
+    workload: str
+    break_positions: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
+    is_fused: bool = True
+    target_hidden: Tensor | None = None  # [T, H_target]
+    sample_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Rows that don't belong together would train the drafter on nonsense, so a mismatch is an error."""
+        num_tokens = self.token_ids.shape[0]
+        rows = {"features": self.features, "positions": self.positions, "target_hidden": self.target_hidden}
+        for name, tensor in rows.items():
+            if tensor is not None and tensor.shape[0] != num_tokens:
+                raise ValueError(f"sample of session {self.session}: {name} has {tensor.shape[0]} rows, not {num_tokens}")
+        if num_tokens and not torch.equal(self.positions, self.positions[0] + torch.arange(num_tokens)):
+            raise ValueError(f"sample of session {self.session}: positions do not rise by one")
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the sample."""
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSamples:
+    """Several samples end to end; `segments` keeps their attention apart."""
+
+    features: Tensor  # [T, H] or [T, A]
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    segments: Tensor  # [T] int64, which sample a row belongs to
+    is_fused: bool
+    target_hidden: Tensor | None = None  # [T, H_target]
+
+    @property
+    def starts(self) -> Tensor:  # [S] row at which each sample begins
+        """First row of each sample."""
+        return torch.searchsorted(self.segments, torch.arange(int(self.segments[-1]) + 1))
+
+
+def pack(samples: list[TrainingSample]) -> PackedSamples:
+    """Concatenate samples of the same kind.
+
+    Raises:
+        ValueError: when there is none, or fused and unfused features are mixed.
+    """
+    if not samples:
+        raise ValueError("nothing to pack: give at least one sample")
+    if len({sample.is_fused for sample in samples}) > 1:
+        raise ValueError("samples with fused and unfused features cannot be packed together")
+    hidden = [sample.target_hidden for sample in samples if sample.target_hidden is not None]
+    return PackedSamples(
+        features=torch.cat([sample.features for sample in samples]),
+        token_ids=torch.cat([sample.token_ids for sample in samples]),
+        positions=torch.cat([sample.positions for sample in samples]),
+        segments=torch.cat([torch.full((sample.num_tokens,), i) for i, sample in enumerate(samples)]),
+        is_fused=samples[0].is_fused,
+        target_hidden=torch.cat(hidden) if len(hidden) == len(samples) else None,
+    )

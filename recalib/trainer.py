@@ -1,0 +1,291 @@
+"""The trainer process: reads the rings always, trains when it is asked to and nobody needs the device.
+
+One thread. Each turn of the loop looks at the socket, takes in a bounded number of new samples and does at most one unit of
+the operation under way; a unit is a micro-step or the judging of one stretch. Before each unit the busy flag is read, so
+work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM.
+
+The daemon may be away: work goes on, and the last result is sent again whenever the daemon says welcome, until it asks for
+something else. So results have to be taken idempotently, by operation id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import torch
+
+from honed.adapt import wire
+from honed.recalib.busy_flag import BusyFlag, Idleness, Preemptions
+from honed.recalib.gate import GateSettings
+from honed.recalib.hold_out import HoldOut, load_salt
+from honed.recalib.recalibration import Recalibration
+from honed.recalib.registry import Registry
+from honed.recalib.traffic import Traffic
+from honed.recalib.trainer_link import TrainerLink
+from honed.recalib.trainer_settings import TrainerSettings
+
+log = structlog.get_logger("honed.trainer")
+
+_BUSY_TICK_S = 0.002
+"""How often the flag is looked at while an operation waits for the engine: idle gaps are short."""
+
+
+class Trainer:
+    """What the process is doing; `turn` is one turn of its loop."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        gate: GateSettings,
+        registry: Registry,
+        traffic: Traffic,
+        endpoint: str,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._gate, self._registry, self._traffic = settings, gate, registry, traffic
+        self._monotonic = monotonic
+        self._operation: Recalibration | None = None
+        self._busy = BusyFlag("")
+        self._idleness, self._preemptions = Idleness(), Preemptions()
+        self._is_paused = self._was_working = False
+        self._last_result: wire.TrainResult | None = None
+        self._state = ""
+        self._next_status_s = self._next_discovery_s = 0.0
+        self._link = TrainerLink(endpoint, self._hello)
+
+    def turn(self) -> None:
+        """Listen, take samples in, do one unit of work, report."""
+        for message in self._link.receive(self._wait_s()):
+            self._take(message)
+        self._take_samples()
+        is_busy = self._busy.is_busy()
+        self._idleness.observe(is_busy, self._monotonic())
+        self._work(is_busy)
+        self._report(is_busy)
+
+    def close(self) -> None:
+        """Give up what is under way, say so, and disconnect."""
+        if self._operation is not None:
+            self._operation.cancel("the trainer was stopped")
+            self._finish()
+        self._link.close()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _take(self, message: wire.ToTrainer) -> None:
+        if isinstance(message, wire.TrainRequest):
+            self._begin(message)
+        elif isinstance(message, wire.TrainCancel):
+            if self._operation is not None and self._operation.request.operation_id == message.operation_id:
+                self._operation.cancel(f"cancelled: {message.reason}" if message.reason else "cancelled")
+        elif isinstance(message, wire.TrainPause):
+            self._is_paused = message.paused
+        elif isinstance(message, wire.Purge):
+            self._traffic.purge()
+            if self._operation is not None:
+                self._operation.cancel("the samples were purged")
+        elif isinstance(message, wire.Welcome) and self._last_result is not None:
+            self._link.send(self._last_result)
+
+    def _begin(self, request: wire.TrainRequest) -> None:
+        """Start an operation; the same request twice (a daemon that restarted) is one operation."""
+        if self._operation is not None:
+            current = self._operation.request.operation_id
+            if current != request.operation_id:
+                error = f"busy with operation {current}: wait for it or cancel it"
+                self._link.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error=error))
+            return
+        if self._last_result is not None and self._last_result.operation_id == request.operation_id:
+            self._link.send(self._last_result)
+            return
+        self._last_result = None
+        self._busy, self._preemptions = BusyFlag(request.busy_path), Preemptions()
+        feed = self._traffic.feed(Path(request.capture_path))
+        self._operation = Recalibration(request, self._settings, self._gate, self._registry, feed, self._monotonic)
+        log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _take_samples(self) -> None:
+        if self._monotonic() >= self._next_discovery_s:
+            self._next_discovery_s = self._monotonic() + 1.0
+            self._traffic.discover()
+            if self._operation is None and (paths := self._traffic.busy_paths()):
+                self._busy = BusyFlag(paths[0])
+        self._traffic.poll()
+
+    def _work(self, is_busy: bool) -> None:
+        operation = self._operation
+        if operation is None:
+            return
+        if operation.needs_device and (is_busy or self._is_paused):
+            if is_busy and self._was_working:
+                self._preemptions.observe(0.0)  # it came between two units
+            self._was_working = False
+            operation.keep_waiting()
+        else:
+            is_heavy, began_s = operation.needs_device, self._monotonic()
+            operation.advance()
+            self._was_working = is_heavy
+            if is_heavy and self._busy.is_busy():
+                self._preemptions.observe(self._monotonic() - began_s)
+                self._was_working = False
+        if operation.result is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self._operation is not None
+        assert self._operation.result is not None
+        result = self._last_result = self._operation.result
+        self._operation = None
+        self._link.send(result)
+        log.info(
+            "operation ends", operation_id=result.operation_id, ok=result.ok, version=result.version, error=result.error,
+            steps=result.steps, train_seconds=round(result.train_seconds, 3),
+        )  # fmt: skip
+
+    def _wait_s(self) -> float:
+        if self._operation is None:
+            return self._settings.tick_s
+        if not self._operation.needs_device or self._is_paused:
+            return self._settings.tick_s
+        return _BUSY_TICK_S if self._busy.is_busy() else 0.0
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _hello(self) -> wire.TrainerHello:
+        return wire.TrainerHello(
+            wire_version=wire.WIRE_VERSION,
+            trainer_id=self._settings.trainer_id,
+            pid=os.getpid(),
+            device=self._settings.device,
+            honed_version=_own_version(),
+            operation_id=self._operation.request.operation_id if self._operation else "",
+        )
+
+    def _report(self, is_busy: bool) -> None:
+        state = self._state_now(is_busy)
+        now_s = self._monotonic()
+        if state == self._state and now_s < self._next_status_s:
+            return
+        self._state, self._next_status_s = state, now_s + self._settings.status_interval_s
+        feeds, operation = self._traffic.feeds, self._operation
+        status = wire.TrainerStatus(
+            trainer_id=self._settings.trainer_id,
+            state=state,
+            samples=sum(feed.store.num_stretches for feed in feeds),
+            samples_bytes=sum(feed.num_bytes for feed in feeds),
+            sessions=sum(feed.store.num_sessions for feed in feeds),
+            preemptions=self._preemptions.count,
+            preemption_s_p99=self._preemptions.p99_s,
+            idle_ratio=self._idleness.ratio,
+            ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
+        )
+        self._link.send(_with_progress(status, operation) if operation else status)
+
+    def _state_now(self, is_busy: bool) -> str:
+        if self._is_paused:
+            return "paused"
+        if self._operation is None:
+            return "idle"
+        return "waiting" if is_busy and self._operation.needs_device else self._operation.progress.stage
+
+
+def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire.TrainerStatus:
+    progress = operation.progress
+    return wire.TrainerStatus(
+        **{name: getattr(status, name) for name in status.__struct_fields__}
+        | {
+            "operation_id": operation.request.operation_id,
+            "steps": progress.steps,
+            "max_steps": progress.max_steps,
+            "tokens": progress.tokens,
+            "loss": progress.loss,
+            "train_seconds": progress.train_seconds,
+            "elapsed_s": operation.elapsed_s,
+            "gate": progress.gate,
+        }
+    )
+
+
+def run(
+    settings: TrainerSettings,
+    endpoint: str,
+    *,
+    gate: GateSettings | None = None,
+    state_dir: Path | None = None,
+    runtime_dir: Path | None = None,
+    on_tick: Callable[[], None] | None = None,
+) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Args:
+        endpoint: the daemon's socket, `ipc://…/engine.sock`.
+        state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
+        runtime_dir: folder with the engines' rings; default: the endpoint's.
+        on_tick: called every turn, so at most one micro-step or `tick_s` apart: the watchdog's place.
+
+    Raises:
+        RegistryError: when the registry can't be opened.
+    """
+    state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
+    if settings.nice:
+        os.nice(settings.nice)
+    torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
+    hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
+    trainer = Trainer(
+        settings, gate or GateSettings(), Registry(state_dir / "registry"), Traffic(runtime_dir, settings, hold_out), endpoint
+    )
+    is_stopping = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        is_stopping = True
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while not is_stopping:
+            trainer.turn()
+            if on_tick is not None:
+                on_tick()
+    finally:
+        trainer.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _default_state_dir() -> Path:
+    if "HONED_STATE_DIR" in os.environ:
+        return Path(os.environ["HONED_STATE_DIR"])
+    if os.geteuid() == 0:
+        return Path("/var/lib/honed")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "honed"
+
+
+def _own_version() -> str:
+    try:
+        return version("honed")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def main() -> None:
+    """Run with default settings, for tests and for trying things out; `honed train` reads the settings file."""
+    parser = argparse.ArgumentParser(description="honed's trainer process, with default settings")
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--state-dir", type=Path)
+    parser.add_argument("--runtime-dir", type=Path)
+    args = parser.parse_args()
+    run(TrainerSettings(), args.endpoint, state_dir=args.state_dir, runtime_dir=args.runtime_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The trainer's connection to the daemon: says hello after every (re)connect, never blocks, never queues for the absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from honed.adapt import wire
+
+
+class TrainerLink:
+    """A DEALER socket that reconnects by itself."""
+
+    MAX_FRAME_BYTES = 1 << 20
+
+    def __init__(self, endpoint: str, hello: Callable[[], wire.TrainerHello]) -> None:
+        self._hello = hello
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue while nobody is there: news of ten minutes ago is no news
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self.MAX_FRAME_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(endpoint)
+        self.bad_frames = 0
+        """Frames that were no messages."""
+
+    def receive(self, timeout_s: float) -> list[wire.ToTrainer]:
+        """All messages that are there, after waiting at most so long for the first."""
+        ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
+        if self._monitor in ready:
+            while self._monitor.poll(0):
+                recv_monitor_message(self._monitor)
+            self.send(self._hello())
+        messages: list[wire.ToTrainer] = []
+        while self._socket in ready and len(messages) < 100:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            try:
+                messages.append(wire.decode_to_trainer(frames[-1]))
+            except wire.WireError:
+                self.bad_frames += 1
+        return messages
+
+    def send(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> bool:
+        """Send if the daemon is there; False when it isn't."""
+        try:
+            self._socket.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Deliver what was sent, for at most half a second, and disconnect."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,66 @@
+"""How the trainer is set up. No torch here: the daemon nests these values in its own settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Which samples are kept."""
+
+    sample_bytes: int = 2 << 30
+    """Memory for samples, all engines together."""
+    held_out_share: float = 0.2
+    """Sessions that are kept for judging, and their part of the memory."""
+    min_rows: int = 32
+    """Shorter stretches hold too few whole blocks to be worth their context."""
+    max_rows: int = 2048
+    """Longer requests are split: the context sets the cost of a micro-step."""
+    max_session_share: float = 0.05
+    """Part of the memory that one session may have: no single client decides what is learnt."""
+    max_loop_period: int = 16
+    min_loop_rows: int = 32
+    max_workloads: int = 64
+    """Further labels go under "other": labels come from clients."""
+
+
+@dataclass(frozen=True)
+class TrainerSettings(SampleSettings):
+    """What the trainer process does, and how much of the machine it takes."""
+
+    trainer_id: str = "trainer-0"
+    device: str = "cpu"
+    nice: int = 10
+    """Added to the process's nice level."""
+    torch_threads: int = 0
+    """0: half of the cores. With all of them, torch's threads spin against whoever else works: on two busy cores that
+    made 300 micro-steps take over two minutes instead of twelve seconds."""
+
+    loss: Literal["ce", "dpace", "acceptance"] = "ce"
+    learning_rate: float = 5e-4
+    warmup_updates: int = 20
+    anchors_per_micro_step: int = 16
+    """Smaller than an offline run would take, with more micro-steps per update for it: work that arrives waits for one."""
+    micro_steps_per_update: int = 8
+    break_share: float = 0.5
+    max_steps: int = 4000
+    """Micro-steps of an operation that doesn't say."""
+    rows_per_micro_step: int = 256
+    """Context rows of one micro-step: with the anchors it sets how long serving may have to wait."""
+    must_gain_share: float = 0.6
+    """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting."""
+
+    min_training_rows: int = 4096
+    """Rows of the workloads that must gain (of all, if none is named) before training begins."""
+    collect_s: float = 600.0
+    """How long an operation waits for them."""
+    deadline_s: float = 3600.0
+    """Longest operation, waiting for samples and for idle time included."""
+    max_gate_rows: int = 16384
+    """Held-out rows judged for each workload, whole sessions."""
+
+    status_interval_s: float = 1.0
+    tick_s: float = 0.05
+    """How often the ring and the socket are looked after while there is nothing to train."""

@@ -1,0 +1,41 @@
+"""Stacked layers change the cost of a target and nothing it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.stacked_target import make_stacked_target, read_all
+
+TARGET = Path(__file__).parents[2] / "benchmarks" / "tiny" / "target"
+
+
+def test_a_stacked_target_gives_the_same_logits(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    stacked = make_stacked_target(TARGET, tmp_path / "stacked", extra_layers=3)
+    tokens = torch.randint(2, 4000, (1, 40), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for folder in (TARGET, stacked):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    assert model.config.num_hidden_layers == 9
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_the_tokenizer_comes_along_and_no_old_index(tmp_path: Path) -> None:
+    stacked = make_stacked_target(TARGET, tmp_path / "stacked", extra_layers=1)
+    names = {path.name for path in stacked.iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"} <= names
+    assert "model.safetensors.index.json" not in names
+    assert len(read_all(stacked)) == len(read_all(TARGET)) + 11
+
+
+def test_a_checkpoint_without_layers_to_copy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="extra_layers is -1"):
+        make_stacked_target(TARGET, tmp_path / "out", extra_layers=-1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+        make_stacked_target(tmp_path / "empty", tmp_path / "out", extra_layers=1)

@@ -1,0 +1,130 @@
+"""Micro-steps train exactly their scope, keep cached keys and values valid, and are the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from honed.recalib.drafter import DFlashDrafter
+from honed.recalib.micro_step import Loss, MicroTrainer, TrainingSettings, is_kv_path
+from honed.recalib.sample import TrainingSample
+
+MakeDrafter = Callable[..., DFlashDrafter]
+MakeSample = Callable[..., TrainingSample]
+QUICK = TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=1, warmup_updates=1, learning_rate=1e-2)
+
+
+def weights(drafter: DFlashDrafter) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl", "hybrid", "dpace", "acceptance"])
+def test_kv_frozen_trains_exactly_what_the_cache_does_not_depend_on(
+    loss: Loss, make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    before, cached = weights(drafter), drafter.context_keys_values(sample.features, sample.positions)
+    trainer = MicroTrainer(drafter, replace(QUICK, loss=loss))
+    for _ in range(3):
+        trainer.step([sample])
+    changed = {name for name, tensor in drafter.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if not is_kv_path(name)}
+    for (old_k, old_v), (k, v) in zip(cached, drafter.context_keys_values(sample.features, sample.positions), strict=True):
+        assert torch.equal(k, old_k)
+        assert torch.equal(v, old_v)
+
+
+def test_the_frozen_parameters_are_those_of_the_design(make_drafter: MakeDrafter) -> None:
+    frozen = {name for name in make_drafter().state_dict() if is_kv_path(name)}
+    layer = {f"layers.{i}.self_attn.{part}.weight" for i in range(2) for part in ("k_proj", "v_proj", "k_norm")}
+    assert frozen == {"fc.weight", "hidden_norm.weight"} | layer
+
+
+def test_full_scope_trains_everything(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    before = weights(drafter)
+    MicroTrainer(drafter, replace(QUICK, scope="full")).step([make_sample(is_fused=False)])
+    assert not [name for name, tensor in drafter.state_dict().items() if torch.equal(tensor, before[name])]
+
+
+def test_full_scope_refuses_fused_features(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    with pytest.raises(ValueError, match="needs unfused features"):
+        MicroTrainer(make_drafter(), replace(QUICK, scope="full")).step([make_sample()])
+
+
+def test_the_target_is_never_trained(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    embed, head = drafter.embed_tokens.clone(), drafter.lm_head.clone()
+    MicroTrainer(drafter, QUICK).step([make_sample()])
+    assert torch.equal(drafter.embed_tokens, embed)
+    assert torch.equal(drafter.lm_head, head)
+
+
+def test_same_seed_same_weights(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    results = []
+    for seed in (0, 0, 1):
+        drafter = make_drafter()
+        trainer = MicroTrainer(drafter, replace(QUICK, seed=seed))
+        for _ in range(4):
+            trainer.step([make_sample(60)])
+        results.append(weights(drafter)["norm.weight"])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_weights_change_only_when_enough_micro_steps_are_gathered(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    before = weights(drafter)
+    trainer = MicroTrainer(drafter, replace(QUICK, micro_steps_per_update=3))
+    figures = [trainer.step([make_sample()]) for _ in range(2)]
+    assert torch.equal(weights(drafter)["norm.weight"], before["norm.weight"])
+    figures.append(trainer.step([make_sample()]))
+    assert not torch.equal(weights(drafter)["norm.weight"], before["norm.weight"])
+    assert [f.is_update for f in figures] == [False, False, True]
+    assert trainer.num_updates == 1
+
+
+def test_training_learns(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    trainer = MicroTrainer(drafter, QUICK)
+    figures = [trainer.step([sample]) for _ in range(60)]
+    assert figures[-1].loss < 0.5 * figures[0].loss
+    assert figures[-1].acceptance.acceptance_length > figures[0].acceptance.acceptance_length
+
+
+def test_figures_are_sums_and_counts(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    figures = MicroTrainer(make_drafter(), QUICK).step([make_sample()])
+    assert figures.num_anchors == 8
+    assert figures.num_tokens == 24
+    assert figures.counted == (8, 8, 8)
+    assert figures.acceptance.trials[0] == 8
+
+
+def test_preferred_anchors_are_chosen_first(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """With a share of one and as many preferred rows as anchors, changing anything else has no effect."""
+    settings = replace(QUICK, anchors_per_micro_step=2, break_share=1.0)
+    results = []
+    for seed in (0, 1):
+        trainer = MicroTrainer(make_drafter(), replace(settings, seed=seed))
+        results.append(trainer.step([make_sample()], preferred_anchors=[4, 9]).loss)
+    assert results[0] == pytest.approx(results[1])
+
+
+def test_breaks_draw_anchors_whose_block_reaches_them(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """A break at position 110 of a stretch begun at 100 is row 10, reached from rows 7, 8 and 9."""
+    settings = replace(QUICK, anchors_per_micro_step=3, break_share=1.0)
+    broken = make_sample(first_position=100, break_positions=(110,))
+    by_break = MicroTrainer(make_drafter(), settings).step([broken]).loss
+    by_hand = MicroTrainer(make_drafter(), settings).step([broken], preferred_anchors=[7, 8, 9]).loss
+    assert by_break == pytest.approx(by_hand)
+
+
+def test_samples_too_short_for_a_block_are_refused(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    with pytest.raises(ValueError, match="no sample has 5 tokens"):
+        MicroTrainer(make_drafter(), QUICK).step([make_sample(4)])
+    with pytest.raises(ValueError, match="at least one sample"):
+        MicroTrainer(make_drafter(), QUICK).step([])

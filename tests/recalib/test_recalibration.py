@@ -1,0 +1,178 @@
+"""One operation, unit by unit, with a clock that the test turns."""
+
+import msgspec
+import pytest
+import torch
+
+from honed.adapt import wire
+from honed.attach.ring import RingWriter
+from honed.recalib.gate import GateSettings
+from honed.recalib.hold_out import HoldOut
+from honed.recalib.recalibration import Recalibration
+from honed.recalib.registry import Registry
+from honed.recalib.traffic import Traffic
+from honed.recalib.trainer_settings import TrainerSettings
+from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
+
+SETTINGS = TrainerSettings(
+    min_training_rows=1000, max_steps=300, rows_per_micro_step=120, learning_rate=5e-3, micro_steps_per_update=1
+)
+
+
+class Site:
+    """A registry, a ring and a clock."""
+
+    def __init__(self, folder):
+        self.target, drafter = make_pair(folder)
+        self.registry = Registry(folder / "registry")
+        self.parent = self.registry.import_checkpoint(drafter, target_path=str(self.target))
+        self.ring = RingWriter(folder / "engines" / "e" / "ring", 1 << 22, WIDTH)
+        self.traffic = Traffic(folder, SETTINGS, HoldOut(b"k" * 16))
+        self.traffic.discover()
+        self.now_s = 0.0
+
+    def begin(self, settings=SETTINGS, gate=None, **request):
+        while self.traffic.poll():
+            pass
+        request = {"workloads": ["b"], "max_seconds": 1e9, "parent_version": self.parent.version} | request
+        return Recalibration(
+            wire.TrainRequest(
+                operation_id="op", engine_id="e", capture_path=str(self.ring.path), busy_path="",
+                target_path=str(self.target), parent_path="", **request,
+            ),
+            settings, gate or GateSettings(min_sessions=3), self.registry, self.traffic.feeds[0], lambda: self.now_s,
+        )  # fmt: skip
+
+    def finish(self, operation):
+        while operation.result is None:
+            self.now_s += 0.01
+            operation.advance()
+        return operation.result
+
+
+@pytest.fixture
+def site(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the trainer does: several would fight other processes for the cores
+    yield Site(tmp_path)
+    torch.set_num_threads(threads)
+
+
+def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
+    write_sessions(site.ring, "a", 30)
+    write_sessions(site.ring, "b", 40)
+    result = site.finish(site.begin(reason="drift"))
+    assert result.ok
+    assert result.error == ""
+    manifest = site.registry.verify(result.version)
+    assert (manifest.parent, manifest.note, manifest.bytes) == (site.parent.version, "drift", site.parent.bytes)
+    assert {g.workload: g.must_gain for g in result.gate} == {"a": False, "b": True}
+    assert result.train_seconds <= result.elapsed_s
+
+
+def test_dry_run_judges_and_keeps_nothing(site):
+    write_sessions(site.ring, "b", 40)
+    result = site.finish(site.begin(dry_run=True))
+    assert (result.ok, result.version) == (True, "")
+    assert result.gate[0].candidate > result.gate[0].parent
+    assert len(site.registry.versions()) == 1
+
+
+def test_candidate_that_does_not_gain_is_refused_with_the_reason(site):
+    write_sessions(site.ring, "b", 40)
+    result = site.finish(site.begin(max_steps=1))
+    assert (result.ok, result.version, result.steps) == (True, "", 1)
+    assert result.error.startswith("gate: no sure gain")
+    assert len(site.registry.versions()) == 1
+
+
+def test_waits_for_samples_and_goes_on_when_they_come(site):
+    operation = site.begin()
+    for _ in range(5):
+        operation.advance()
+    assert (operation.progress.stage, operation.needs_device) == ("collecting", False)
+    write_sessions(site.ring, "b", 40)
+    while site.traffic.poll():
+        pass
+    operation.advance()
+    assert (operation.progress.stage, operation.needs_device) == ("training", True)
+
+
+def test_says_what_is_missing_when_samples_do_not_come(site):
+    write_sessions(site.ring, "b", 3)
+    operation = site.begin()
+    operation.advance()
+    site.now_s = SETTINGS.collect_s + 1
+    result = site.finish(operation)
+    assert not result.ok
+    assert "of 1000 rows" in result.error
+    assert "held-out sessions of workload 'b'" in result.error
+    assert "capture_share" in result.error
+
+
+def test_deadline_ends_an_operation_that_only_waits(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    operation.advance()
+    site.now_s = SETTINGS.deadline_s + 1
+    operation.keep_waiting()
+    assert "hardly ever idle" in operation.result.error
+
+
+def test_max_seconds_counts_training_only(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(max_seconds=0.0)
+    site.now_s = 500.0
+    assert site.finish(operation).steps == 0
+
+
+def test_cancelled_operation_leaves_nothing(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    for _ in range(10):
+        operation.advance()
+    operation.cancel("cancelled")
+    operation.advance()
+    assert (operation.result.ok, operation.result.error) == (False, "cancelled")
+    assert len(site.registry.versions()) == 1
+
+
+def test_fused_features_of_another_fc_are_not_used(site):
+    """The rows were made by a drafter whose fc the parent doesn't share: to the parent they are noise."""
+    write_sessions(site.ring, "b", 40, version="v0042-00000000")
+    operation = site.begin()
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    write_sessions(site.ring, "b", 40, seed=1, version=site.parent.version)
+    while site.traffic.poll():
+        pass
+    operation.advance()
+    assert operation.progress.stage == "training"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"parent_version": "v0042-00000000"}, "no version"),
+        ({"parent_version": ""}, "no version"),
+        ({"scope": "everything"}, "unknown scope"),
+        ({"scope": "full"}, "needs unfused features"),
+        ({"target_path": "/nowhere"}, "config.json is missing"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(site, change, reason):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(**{k: v for k, v in change.items() if k != "target_path"})
+    if "target_path" in change:
+        operation.request = msgspec.structs.replace(operation.request, **change)
+    result = site.finish(operation)
+    assert not result.ok
+    assert reason in result.error
+    assert "\n" not in result.error
+
+
+def test_unexpected_failure_is_a_result_too(site, monkeypatch):
+    write_sessions(site.ring, "b", 40)
+    monkeypatch.setattr("honed.recalib.recalibration.MicroTrainer.step", lambda *a: 1 / 0)
+    result = site.finish(site.begin())
+    assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
