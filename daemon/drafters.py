@@ -1,0 +1,97 @@
+"""The daemon's dealings with the registry of drafter versions: which is whose, and which name points where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from honed.adapt.wire import EngineHello
+from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError
+from honed.recalib.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
+
+log = structlog.get_logger("honed.drafters")
+
+
+class Drafters:
+    """Versions and aliases, with failures named in the daemon's own terms."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    def identify(self, hello: EngineHello) -> str:
+        """The registry version of the checkpoint that an engine has loaded, imported if need be; "" when it can't be.
+
+        Reads the whole checkpoint: not for the router's thread. The first checkpoint ever seen becomes `active` and the
+        `floor`, the version that is never pruned and to which one can always go back.
+        """
+        if not hello.drafter_path or not Path(hello.drafter_path).is_dir():
+            return ""
+        try:
+            manifest = self.registry.import_checkpoint(
+                Path(hello.drafter_path), target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}"
+            )
+            if not self.alias("active"):
+                self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
+        except RegistryError as error:
+            log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
+            return ""
+        return manifest.version
+
+    @property
+    def active(self) -> str:
+        return self.alias("active")
+
+    @property
+    def generation(self) -> int:
+        return self.registry.generation
+
+    def alias(self, name: str) -> str:
+        # Leniently: one damaged alias file must not stop the others from being read.
+        return self.registry.aliases().get(name) or ""
+
+    def aliases(self) -> dict[str, str | None]:
+        known = self.registry.aliases()
+        return {name: known.get(name) for name in ALIASES}
+
+    def manifest(self, version: str) -> Manifest:
+        """Raises UnknownError for a version that doesn't exist or is damaged."""
+        try:
+            return self.registry.get(version)
+        except RegistryError as error:
+            raise UnknownError(str(error)) from error
+
+    def verified(self, version: str) -> Manifest:
+        """The manifest, after the weights were read again and compared. Raises ConflictError when they are damaged."""
+        self.manifest(version)
+        try:
+            return self.registry.verify(version)
+        except RegistryError as error:
+            raise ConflictError(str(error)) from error
+
+    def path(self, version: str) -> Path:
+        try:
+            return self.registry.path(version)
+        except RegistryError as error:
+            raise UnknownError(str(error)) from error
+
+    def check_generation(self, expected: int | None) -> None:
+        """Raises PreconditionError when somebody changed an alias since `expected` was read."""
+        if expected is not None and expected != self.generation:
+            raise PreconditionError(f"the registry is at generation {self.generation}, not {expected}")
+
+    def move(self, changes: dict[str, str | None]) -> None:
+        """Move aliases, in order. Raises StoreError when the disk refuses."""
+        try:
+            self.registry.set_aliases(changes)
+        except RegistryConflictError as error:
+            raise PreconditionError(str(error)) from error
+        except RegistryError as error:
+            raise StoreError(str(error)) from error
+
+    def listing(self) -> dict[str, Any]:
+        """Everything, as the API shows it."""
+        versions = [msgspec.to_builtins(manifest) for manifest in self.registry.versions()]
+        return {"generation": self.generation, "aliases": self.aliases(), "versions": versions}

@@ -1,0 +1,35 @@
+"""What can go wrong in the daemon, as a few nouns; each is also a standard exception, so callers needn't know ours."""
+
+from __future__ import annotations
+
+
+class HonedError(Exception):
+    """Base of the daemon's own errors; the text is one clear line for an operator."""
+
+
+class SettingsError(HonedError, ValueError):
+    """A setting that doesn't exist, doesn't parse or isn't allowed."""
+
+
+class StartError(HonedError, RuntimeError):
+    """The daemon can't start: state in use, port in use, unusable SQLite, a path that can't be made."""
+
+
+class StoreError(HonedError, OSError):
+    """The database refused a read or a write (full disk, I/O error, closed)."""
+
+
+class UnknownError(HonedError, LookupError):
+    """An engine, version, operation or override that doesn't exist."""
+
+
+class ConflictError(HonedError, RuntimeError):
+    """The request is fine but the present state forbids it: something else is running, nobody is connected."""
+
+
+class PreconditionError(HonedError, RuntimeError):
+    """`If-Match` named another generation than the present one."""
+
+
+class RequestError(HonedError, ValueError):
+    """The caller asked for something that makes no sense whatever the state."""

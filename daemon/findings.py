@@ -1,0 +1,85 @@
+"""What is wrong, said first: reads a status answer and lists what an operator should know, worst first.
+
+Pure: a `/v1/status` document in, findings out. Nothing here asks the daemon for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+LAG_S = 5.0
+"""Events older than this when they are committed are worth a word: the store or the daemon is behind."""
+
+FALLBACKS = {
+    "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
+    "stale_policy": "last heard from the daemon too long ago and drafts its static length",
+    "observe_only": "only observes: honed can't choose draft lengths there",
+    "error": "caught an error of honed's in vLLM and drafts its static length",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about something that isn't as it should be. `level` is "error" or "warning"."""
+
+    level: str
+    text: str
+
+
+def findings(status: dict[str, Any]) -> list[Finding]:
+    """All findings of a status document, errors before warnings."""
+    found = [*_of_daemon(status), *_of_events(status), *_of_engines(status), *_of_training(status)]
+    return sorted(found, key=lambda f: f.level != "error")
+
+
+def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
+    for problem in status.get("problems") or []:
+        yield Finding("error", f"the daemon itself: {problem}")
+
+
+def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
+    events, store = status.get("events") or {}, status.get("store") or {}
+    if lost := events.get("lost_rounds"):
+        yield Finding("error", f"{lost:,} verify rounds were lost: an engine's queue ran full")
+    if errors := store.get("errors"):
+        last = f" (last: {store['last_error']})" if store.get("last_error") else ""
+        yield Finding("error", f"the database failed {errors:,} times{last}: check the disk under the state folder")
+    if rejected := events.get("rejected_frames"):
+        yield Finding("warning", f"{rejected:,} frames could not be read: an engine of another honed version?")
+    if (lag := events.get("lag_s") or 0.0) > LAG_S:
+        yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
+
+
+def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
+    engines = status.get("engines") or []
+    if not engines:
+        yield Finding("warning", "no engine has attached: start vLLM with what `honed vllm-args` prints")
+    for engine in engines:
+        name = engine.get("engine_id", "?")
+        if not engine.get("connected"):
+            yield Finding("error", f"engine {name} is not connected")
+            continue
+        fallback = (engine.get("policy") or {}).get("fallback") or ""
+        if fallback:
+            level = "error" if fallback == "error" else "warning"
+            yield Finding(level, f"engine {name} {FALLBACKS.get(fallback, f'is in fallback {fallback}')}")
+        if missing := engine.get("missing_batches"):
+            yield Finding("error", f"engine {name}: {missing:,} batches neither came nor were counted as lost")
+        if malformed := engine.get("malformed_batches"):
+            yield Finding("error", f"engine {name}: {malformed:,} batches contradicted themselves; stored, not counted")
+        if errors := engine.get("errors"):
+            yield Finding("warning", f"engine {name}: {errors:,} errors of honed's were caught inside vLLM: see its log")
+        for remark in [engine.get("note"), *(engine.get("limits") or [])]:
+            if remark:
+                yield Finding("warning", f"engine {name}: {remark}")
+
+
+def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
+    if status.get("trainer") is None:
+        yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
+    if not (status.get("drafters") or {}).get("active"):
+        yield Finding("warning", "no drafter version is active")
+    for override in status.get("overrides") or []:
+        yield Finding("warning", f"override {override.get('name')} = {override.get('value')} is in force")

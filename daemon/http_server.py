@@ -1,0 +1,119 @@
+"""uvicorn on a thread: the admin API on a unix socket, and a read-only listener on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+from pathlib import Path
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from honed.daemon.api import make_app, make_read_only_app
+from honed.daemon.errors import StartError
+from honed.daemon.service import Service
+from honed.daemon.settings import Settings
+
+log = structlog.get_logger("honed.http")
+
+
+class HttpServer:
+    """Both listeners of one daemon."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self._service, self._settings = service, settings
+        self._sockets: list[tuple[socket.socket, FastAPI]] = []
+        self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def bind(self) -> None:
+        """Take the addresses before anything is started. Raises StartError."""
+        path = self._settings.paths.admin_socket
+        try:
+            self._sockets.append((bind_unix(path), make_app(self._service)))
+            if self._settings.http.metrics_listen:
+                listener = bind_loopback(self._settings.http.metrics_listen)
+                self._sockets.append((listener, make_read_only_app(self._service)))
+        except StartError:
+            self.stop()
+            raise
+
+    def start(self) -> None:
+        """Answer requests."""
+        for listener, app in self._sockets:
+            config = uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=3,
+                timeout_keep_alive=5,
+                limit_concurrency=256,
+                h11_max_incomplete_event_size=64 << 10,
+                ws="none",
+            )
+            server = uvicorn.Server(config)
+            thread = threading.Thread(
+                target=server.run, kwargs={"sockets": [listener]}, name="honed-http", daemon=True
+            )
+            thread.start()
+            self._running.append((server, thread))
+
+    def stop(self) -> None:
+        """Finish the requests under way, close the listeners, remove the socket's file."""
+        for server, _ in self._running:
+            server.should_exit = True
+        for _, thread in self._running:
+            thread.join(10.0)
+        for listener, _ in self._sockets:
+            listener.close()
+        with contextlib.suppress(OSError):
+            self._settings.paths.admin_socket.unlink()
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Listen on a file that owner and group may use. The caller holds the folder's lock, so a file there is a dead one."""
+    if len(os.fsencode(path)) > 107:
+        raise StartError(f"socket path {path} is longer than 107 bytes; use a shorter runtime_dir")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o660)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"socket {path}: {error.strerror}") from error
+    return listener
+
+
+def bind_loopback(address: str) -> socket.socket:
+    """Listen on host:port. Raises StartError for a port in use and for any address that isn't loopback."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if host == "localhost":
+        host = "127.0.0.1"
+    try:
+        ip = ipaddress.ip_address(host)
+        number = int(port)
+    except ValueError as error:
+        raise StartError(f"http.metrics_listen {address!r} isn't host:port with a numeric address") from error
+    if not ip.is_loopback:
+        raise StartError(
+            f"http.metrics_listen {address!r} isn't a loopback address; without a token and TLS honed listens on "
+            "loopback only: put a reverse proxy in front of it"
+        )
+    listener = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, number))
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise StartError(f"http.metrics_listen {address}: {why}; set another address or \"\" for none") from error
+    return listener

@@ -1,0 +1,96 @@
+"""What every request must obey before it is looked at: a known host, a bounded body, not too many changes a minute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class TokenBucket:
+    """At most `per_minute` in a burst, and as many a minute in the long run."""
+
+    def __init__(self, per_minute: int, monotonic: Callable[[], float]) -> None:
+        self._rate, self._size, self._monotonic = per_minute / 60.0, float(per_minute), monotonic
+        self._tokens, self._at = self._size, monotonic()
+
+    def take(self) -> bool:
+        now = self._monotonic()
+        self._tokens = min(self._size, self._tokens + (now - self._at) * self._rate)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class Limits:
+    """ASGI middleware.
+
+    Args:
+        app: what it protects.
+        max_body_bytes: larger bodies are refused (413), also those that don't say how large they are.
+        bucket: refuses changes beyond its rate (429).
+        hosts: names under which the listener may be addressed (421); empty: any, for a unix socket. Without it a web page
+            could reach a loopback port through a name of its own (DNS rebinding).
+    """
+
+    def __init__(
+        self, app: App, *, max_body_bytes: int, bucket: TokenBucket | None = None, hosts: frozenset[str] = frozenset()
+    ) -> None:
+        self._app, self._max_body_bytes, self._bucket, self._hosts = app, max_body_bytes, bucket, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await answer(send, *refusal)
+            return
+        # Read here in full, since a framework that parses while it reads would make a failure of it its own.
+        messages, size = [], 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                await answer(send, 413, "Body too large", f"at most {self._max_body_bytes} bytes")
+                return
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                break
+        messages.reverse()
+
+        async def replay() -> MutableMapping[str, Any]:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if self._hosts and name.lower() not in self._hosts:
+            return 421, "Unknown host", f"this listener is not {name!r}"
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            return 413, "Body too large", f"at most {self._max_body_bytes} bytes"
+        if scope["method"] not in READING and self._bucket is not None and not self._bucket.take():
+            return 429, "Too many changes", "wait a moment"
+        return None
+
+
+async def answer(send: Send, status: int, title: str, detail: str) -> None:
+    """Send a problem document (RFC 9457)."""
+    body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()
+    headers = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,105 @@
+"""The database's layout, as the list of steps that led to it: every older database opens and is brought forward.
+
+A migration that was released is never edited. Each runs in a transaction together with the record that it ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pysqlite3 import complete_statement
+from sqlite_utils.migrations import Migrations
+
+migrations = Migrations("honed")
+
+SCHEMA_1 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO meta VALUES ('raw_bytes', 0);    -- sum of batches.frame_bytes, kept by every insert and delete
+
+CREATE TABLE boots (
+  engine_id TEXT NOT NULL, boot_id TEXT NOT NULL,
+  first_seen_unix_ns INTEGER NOT NULL, last_seen_unix_ns INTEGER NOT NULL,
+  hello TEXT,                                -- JSON of the last EngineHello, NULL when only batches were seen
+  committed_seq INTEGER NOT NULL DEFAULT 0,  -- highest sequence number stored: the source of every Ack
+  batches INTEGER NOT NULL DEFAULT 0,
+  rounds INTEGER NOT NULL DEFAULT 0,         -- with at least one draft token, as vLLM counts drafts
+  draft_tokens INTEGER NOT NULL DEFAULT 0,
+  accepted_tokens INTEGER NOT NULL DEFAULT 0,
+  emitted_tokens INTEGER NOT NULL DEFAULT 0,
+  plain_rounds INTEGER NOT NULL DEFAULT 0,
+  drafted_by_position TEXT NOT NULL DEFAULT '[]',
+  tried_by_position TEXT NOT NULL DEFAULT '[]',
+  accepted_by_position TEXT NOT NULL DEFAULT '[]',
+  lost_rounds INTEGER NOT NULL DEFAULT 0,    -- the engine's own totals of what it had to drop
+  lost_draft_tokens INTEGER NOT NULL DEFAULT 0,
+  lost_accepted_tokens INTEGER NOT NULL DEFAULT 0,
+  lost_batches INTEGER NOT NULL DEFAULT 0,
+  missing_batches INTEGER NOT NULL DEFAULT 0,   -- sequence numbers that neither came nor were declared lost
+  malformed_batches INTEGER NOT NULL DEFAULT 0, -- decoded, but the columns contradicted each other
+  PRIMARY KEY (engine_id, boot_id)
+) WITHOUT ROWID;
+
+CREATE TABLE batches (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,
+  engine_id TEXT NOT NULL, boot_id TEXT NOT NULL, seq INTEGER NOT NULL,
+  received_unix_ns INTEGER NOT NULL, sent_unix_ns INTEGER NOT NULL,
+  drafter_version TEXT NOT NULL,
+  steps INTEGER NOT NULL, rounds INTEGER NOT NULL, draft_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
+  malformed TEXT NOT NULL DEFAULT '',
+  bytes INTEGER NOT NULL,                    -- of the frame, uncompressed
+  frame_bytes INTEGER NOT NULL,              -- compressed
+  frame BLOB NOT NULL,                       -- zlib of the frame exactly as it came: msgpack of wire.EventBatch
+  UNIQUE (engine_id, boot_id, seq)
+);
+
+CREATE TABLE rollups (
+  resolution_s INTEGER NOT NULL, bucket_s INTEGER NOT NULL,
+  engine_id TEXT NOT NULL, workload TEXT NOT NULL, drafter_version TEXT NOT NULL,
+  rounds INTEGER NOT NULL, draft_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
+  emitted_tokens INTEGER NOT NULL, plain_rounds INTEGER NOT NULL,
+  drafted_by_position TEXT NOT NULL, tried_by_position TEXT NOT NULL, accepted_by_position TEXT NOT NULL,
+  PRIMARY KEY (resolution_s, bucket_s, engine_id, workload, drafter_version)
+) WITHOUT ROWID;
+
+CREATE TABLE operations (
+  operation_id TEXT PRIMARY KEY, kind TEXT NOT NULL, state TEXT NOT NULL, stage TEXT NOT NULL,
+  created_unix_s REAL NOT NULL, finished_unix_s REAL, reason TEXT NOT NULL, actor TEXT NOT NULL,
+  idempotency_key TEXT UNIQUE, detail TEXT NOT NULL, error TEXT NOT NULL
+);
+
+CREATE TABLE overrides (
+  name TEXT PRIMARY KEY, value TEXT NOT NULL, until_unix_s REAL NOT NULL,
+  reason TEXT NOT NULL, actor TEXT NOT NULL, created_unix_s REAL NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE audit (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, t REAL NOT NULL, actor TEXT NOT NULL, action TEXT NOT NULL,
+  subject TEXT NOT NULL, reason TEXT NOT NULL, outcome TEXT NOT NULL
+);
+CREATE TRIGGER audit_no_update BEFORE UPDATE ON audit BEGIN SELECT RAISE(ABORT, 'audit is append-only'); END;
+CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit BEGIN SELECT RAISE(ABORT, 'audit is append-only'); END;
+
+CREATE TABLE marks (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, t REAL NOT NULL, engine_id TEXT NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
+);
+CREATE INDEX marks_t ON marks (t);
+"""
+
+
+@migrations()  # type: ignore[untyped-decorator]
+def m001_initial(db: Any) -> None:
+    """The first layout. Statements run one by one: executescript would commit the surrounding transaction."""
+    for statement in split_statements(SCHEMA_1):
+        db.conn.execute(statement)
+
+
+def split_statements(script: str) -> list[str]:
+    """Cut a script at semicolons that end a statement (a trigger's inner ones don't)."""
+    statements, pending = [], ""
+    for line in script.splitlines(keepends=True):
+        pending += line
+        if pending.strip() and complete_statement(pending):
+            statements.append(pending.strip())
+            pending = ""
+    assert not pending.strip(), pending
+    return statements

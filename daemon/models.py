@@ -1,0 +1,234 @@
+"""What the admin API takes and answers. Requests refuse unknown fields; answers may grow new ones."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=1000)]
+Label = Annotated[str, Field(max_length=200)]
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ReasonRequest(Request):
+    reason: Text = ""
+
+
+class RecalibrationRequest(ReasonRequest):
+    engine_id: Label = ""
+    workloads: Annotated[list[Label], Field(max_length=100)] = []
+    scope: Literal["", "kv-frozen", "full"] = ""
+    max_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 0.0
+    """0: as in the settings."""
+    dry_run: bool = False
+
+
+class PromoteRequest(ReasonRequest):
+    force: bool = False
+    """Also when no engine is connected to take it, or when it is active already."""
+
+
+class OverrideRequest(ReasonRequest):
+    value: int | float | Label
+    ttl_s: Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
+
+
+class Health(BaseModel):
+    status: str
+    problems: list[str] = []
+
+
+class Accepted(BaseModel):
+    """A change that is done already."""
+
+    status: str = "accepted"
+    generation: int
+
+
+class Acceptance(BaseModel):
+    rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    acceptance_length: float
+    acceptance_rate: float
+    draft_tokens_per_round: float
+
+
+class EnginePolicy(BaseModel):
+    generation: int
+    kind: str
+    age_s: float
+    """Seconds since it arrived, as the engine says; negative: none."""
+    fallback: str
+    reason: str
+
+
+class EngineView(BaseModel):
+    engine_id: str
+    boot_id: str
+    connected: bool
+    note: str
+    model_name: str
+    target_path: str
+    vllm_version: str
+    honed_version: str
+    runner: str
+    method: str
+    num_spec_tokens: int
+    max_num_seqs: int
+    capabilities: list[str]
+    limits: list[str]
+    drafter_version: str
+    drafter_generation: int
+    num_running: int
+    num_waiting: int
+    policy: EnginePolicy
+    decide_us_p99: float
+    log_us_p99: float
+    errors: int
+    rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    lost_rounds: int
+    lost_draft_tokens: int
+    lost_accepted_tokens: int
+    missing_batches: int
+    malformed_batches: int
+    draft_tokens_per_round: float
+    tokens_per_s: float
+    captured_rows: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+
+
+class TrainerView(BaseModel):
+    trainer_id: str
+    device: str
+    state: str
+    operation_id: str
+    samples: int
+    samples_bytes: int
+    sessions: int
+    steps: int
+    max_steps: int
+    tokens: int
+    loss: float
+    train_seconds: float
+    preemptions: int
+    preemption_s_p99: float
+    idle_ratio: float
+
+
+class OperationView(BaseModel):
+    operation_id: str
+    kind: str
+    state: str
+    stage: str
+    created_unix_s: float
+    finished_unix_s: float | None
+    reason: str
+    actor: str
+    detail: dict[str, Any]
+    error: str
+
+
+class OverrideView(BaseModel):
+    name: str
+    value: int | float | str
+    until_unix_s: float
+    ttl_s: float
+    reason: str
+    actor: str
+    created_unix_s: float
+
+
+class StatusView(BaseModel):
+    version: str
+    daemon_id: str
+    uptime_s: float
+    state: str
+    problems: list[str]
+    generation: int
+    engines: list[EngineView]
+    trainer: TrainerView | None
+    drafters: dict[str, str | None]
+    acceptance: dict[str, Acceptance]
+    events: dict[str, int | float]
+    store: dict[str, int | float | str]
+    operation: OperationView | None
+    overrides: list[OverrideView]
+
+
+class WorkloadView(Acceptance):
+    engine_id: str
+    workload: str
+    drafter_version: str
+    window_s: float
+    by_position: list[float]
+    """P(draft j accepted | drafts before it accepted), from the rounds that verified it."""
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    drift: dict[str, Any]
+
+
+class TimelinePoint(BaseModel):
+    t: int
+    workload: str
+    drafter_version: str
+    rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    emitted_tokens: int
+    draft_tokens_per_round: float
+
+
+class Mark(BaseModel):
+    t: float
+    kind: str
+    text: str
+    engine_id: str
+
+
+class Timeline(BaseModel):
+    points: list[TimelinePoint]
+    marks: list[Mark]
+
+
+class Drafters(BaseModel):
+    generation: int
+    aliases: dict[str, str | None]
+    versions: list[dict[str, Any]]
+
+
+class AuditRow(BaseModel):
+    id: int
+    t: float
+    actor: str
+    action: str
+    subject: str
+    reason: str
+    outcome: str
+
+
+class EventRow(BaseModel):
+    id: int
+    engine_id: str
+    boot_id: str
+    seq: int
+    received_unix_ns: int
+    drafter_version: str
+    rounds: int
+    bytes: int
+
+
+class Problem(BaseModel):
+    """RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str

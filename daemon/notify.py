@@ -1,0 +1,44 @@
+"""Telling systemd how we are: READY, WATCHDOG, STATUS, STOPPING, as datagrams to $NOTIFY_SOCKET. Silent without it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+
+class Notifier:
+    """sd_notify(3) in a few lines. A name that begins with "@" is in the abstract namespace."""
+
+    def __init__(self, env: Mapping[str, str] = os.environ) -> None:
+        name = env.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + name[1:] if name.startswith("@") else name
+        pid = env.get("WATCHDOG_PID", "")
+        usec = env.get("WATCHDOG_USEC", "")
+        is_ours = not pid or pid == str(os.getpid())
+        self.watchdog_interval_s = int(usec) / 2e6 if usec.isdecimal() and is_ours else 0.0
+        """How often to call `watchdog`: half of what systemd allows. 0: not asked for."""
+
+    def ready(self) -> bool:
+        return self._send("READY=1")
+
+    def stopping(self) -> bool:
+        return self._send("STOPPING=1")
+
+    def watchdog(self) -> bool:
+        return self._send("WATCHDOG=1")
+
+    def status(self, text: str) -> bool:
+        return self._send(f"STATUS={' '.join(text.split())}")
+
+    def _send(self, line: str) -> bool:
+        """Whether systemd was told. Failing to is no reason to fail."""
+        if not self._address:
+            return False
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.setblocking(False)
+                channel.sendto(line.encode(), self._address)
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,110 @@
+"""The operator's overrides: each with a time to live, kept across restarts, gone when it is over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from honed.adapt.controller import Override
+from honed.daemon.errors import RequestError, UnknownError
+from honed.daemon.journal import Journal
+from honed.daemon.store import Store
+
+log = structlog.get_logger("honed.overrides")
+
+POLICIES = ("goodput", "static", "off")
+MAX_TTL_S = 30 * 86400.0
+NAMES = ("draft_tokens", "capture_share", "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class SetOverride:
+    """An override as it was set."""
+
+    name: str
+    value: Any
+    until_unix_s: float
+    reason: str
+    actor: str
+    created_unix_s: float
+
+
+class Overrides:
+    """Those in force. Guarded by the service's lock."""
+
+    def __init__(self, store: Store, journal: Journal, clock: Callable[[], float]) -> None:
+        self._store, self._journal, self._clock = store, journal, clock
+        self._by_name: dict[str, SetOverride] = {}
+
+    def load(self) -> None:
+        """Take up those that were in force when the daemon stopped."""
+        for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ?", (self._clock(),)):
+            row["value"] = json.loads(row["value"])
+            self._by_name[row["name"]] = SetOverride(**row)
+
+    def set(self, name: str, value: Any, ttl_s: float, reason: str, actor: str) -> SetOverride:
+        """Put an override in force. Raises RequestError, UnknownError."""
+        check(name, value)
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise RequestError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s:g}")
+        now = self._clock()
+        made = SetOverride(name, value, now + ttl_s, reason, actor, now)
+        self._by_name[name] = made
+        row = {field: getattr(made, field) for field in SetOverride.__slots__}
+        self._journal.insert("overrides", row | {"value": json.dumps(value)}, replace=True)
+        self._journal.audit(actor, "override.set", name, reason, f"{value!r} for {ttl_s:g} s")
+        self._journal.mark("override", f"{name} = {value!r}")
+        return made
+
+    def clear(self, name: str, reason: str, actor: str) -> None:
+        """End an override. Raises UnknownError when it isn't in force."""
+        if name not in self._by_name:
+            raise UnknownError(f"no override {name!r} is in force")
+        self._remove(name)
+        self._journal.audit(actor, "override.clear", name, reason)
+        self._journal.mark("override", f"{name} cleared")
+
+    def expire(self) -> None:
+        """Drop those whose time is over."""
+        now = self._clock()
+        for name in [o.name for o in self._by_name.values() if o.until_unix_s <= now]:
+            self._remove(name)
+            self._journal.audit("honed", "override.clear", name, "time to live is over")
+            self._journal.mark("override", f"{name} expired")
+
+    def active(self, monotonic_s: float, extra: Override | None = None) -> list[Override]:
+        """As the controllers take them, on their clock; `extra` yields to an operator's one of the same name."""
+        now = self._clock()
+        found = [Override(o.name, o.value, monotonic_s + o.until_unix_s - now) for o in self._by_name.values()]
+        if extra is not None and extra.name not in self._by_name:
+            found.append(extra)
+        return found
+
+    def listing(self) -> list[dict[str, Any]]:
+        """As the API shows them."""
+        now = self._clock()
+        return [
+            {field: getattr(o, field) for field in SetOverride.__slots__} | {"ttl_s": max(0.0, o.until_unix_s - now)}
+            for o in self._by_name.values()
+        ]
+
+    def _remove(self, name: str) -> None:
+        del self._by_name[name]
+        self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
+
+
+def check(name: str, value: Any) -> None:
+    """Raises UnknownError for a name, RequestError for a value that can't be."""
+    if name not in NAMES:
+        raise UnknownError(f"no override {name!r}; there are {', '.join(NAMES)}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "draft_tokens" and not (is_number and value == int(value) and 0 <= value <= 1024):
+        raise RequestError(f"draft_tokens takes a whole number from 0, not {value!r}")
+    if name == "capture_share" and not (is_number and 0 <= value <= 1):
+        raise RequestError(f"capture_share takes a number from 0 to 1, not {value!r}")
+    if name == "policy" and value not in POLICIES:
+        raise RequestError(f"policy takes one of {', '.join(POLICIES)}, not {value!r}")

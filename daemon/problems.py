@@ -1,0 +1,71 @@
+"""Errors as problem documents (RFC 9457), and the count of requests; the same for every listener."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from honed.daemon import models
+from honed.daemon.errors import (
+    ConflictError,
+    HonedError,
+    PreconditionError,
+    RequestError,
+    StoreError,
+    UnknownError,
+)
+from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.api")
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
+    UnknownError: (404, "Not found"),
+    ConflictError: (409, "Not possible now"),
+    PreconditionError: (412, "Changed meanwhile"),
+    RequestError: (422, "Invalid request"),
+    StoreError: (503, "Database unavailable"),
+}
+
+
+def finish(app: FastAPI, service: Service) -> None:
+    """Errors and counting, the same for both listeners."""
+
+    def problem(status: int, title: str, detail: str) -> JSONResponse:
+        document = models.Problem(title=title, status=status, detail=detail)
+        return JSONResponse(document.model_dump(), status, media_type="application/problem+json")
+
+    @app.exception_handler(HonedError)
+    def on_honed_error(request: Request, error: HonedError) -> JSONResponse:
+        status, title = STATUS_OF.get(type(error), (500, "Internal error"))
+        return problem(status, title, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return problem(422, "Invalid request", f"{where}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        answer = problem(error.status_code, str(error.detail), f"{request.method} {request.url.path}")
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    def on_failure(request: Request, error: Exception) -> JSONResponse:
+        log.exception("a request failed", path=request.url.path, error=str(error))
+        return problem(500, "Internal error", "see the daemon's log")
+
+    @app.middleware("http")
+    async def count(request: Request, call_next: Any) -> Response:
+        response: Response = await call_next(request)
+        route = request.scope.get("route")
+        path = getattr(route, "path", "unknown")
+        service.requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
+        return response

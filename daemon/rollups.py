@@ -1,0 +1,245 @@
+"""Counting verify rounds: a batch in, sums by second and workload out.
+
+Positions count from 0 for the first draft token. Of the rounds with at least one draft token,
+
+    drafted[j]  = rounds whose draft was longer than j
+    tried[j]    = those of them in which every draft before j was accepted: the trials of a_j
+    accepted[j] = those of them in which draft j was accepted too: the successes of a_j
+
+so a_j = accepted[j] / tried[j] whatever the draft lengths were, Σ drafted = draft tokens and Σ accepted = accepted tokens.
+A round without draft tokens is a plain decode step; it counts in `plain_rounds` and `emitted_tokens` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from honed.adapt.wire import EventBatch
+
+RESOLUTIONS_S = (1, 60, 3600)
+MAX_DRAFT_TOKENS = 4096
+"""Longer drafts than this are taken for a broken batch."""
+
+Ints = NDArray[np.int64]
+
+
+class MalformedBatchError(ValueError):
+    """The batch decodes but its columns contradict each other."""
+
+
+def no_positions() -> Ints:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over verify rounds; add them up as you like."""
+
+    rounds: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    plain_rounds: int = 0
+    drafted: Ints = field(default_factory=no_positions)  # [K]
+    tried: Ints = field(default_factory=no_positions)  # [K]
+    accepted: Ints = field(default_factory=no_positions)  # [K]
+
+    def add(self, other: Counts) -> None:
+        """Add `other` to this in place."""
+        self.rounds += other.rounds
+        self.draft_tokens += other.draft_tokens
+        self.accepted_tokens += other.accepted_tokens
+        self.emitted_tokens += other.emitted_tokens
+        self.plain_rounds += other.plain_rounds
+        self.drafted = add_positions(self.drafted, other.drafted)
+        self.tried = add_positions(self.tried, other.tried)
+        self.accepted = add_positions(self.accepted, other.accepted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a round emits, bonus token included: 1 + accepted / rounds; 0 without rounds."""
+        return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def draft_tokens_per_round(self) -> float:
+        return self.draft_tokens / self.rounds if self.rounds else 0.0
+
+    def accepted_histogram(self) -> Ints:
+        """Rounds by number of accepted drafts, 0 … K."""  # [K + 1]
+        at_least = np.concatenate(([self.rounds], self.accepted, [0]))
+        histogram: Ints = at_least[:-1] - at_least[1:]
+        return histogram
+
+    def row(self) -> dict[str, Any]:
+        """As database columns."""
+        return {
+            "rounds": self.rounds,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "emitted_tokens": self.emitted_tokens,
+            "plain_rounds": self.plain_rounds,
+            "drafted_by_position": to_json(self.drafted),
+            "tried_by_position": to_json(self.tried),
+            "accepted_by_position": to_json(self.accepted),
+        }
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Counts:
+        """Out of database columns (of `boots` or `rollups`)."""
+        return cls(
+            row["rounds"],
+            row["draft_tokens"],
+            row["accepted_tokens"],
+            row["emitted_tokens"],
+            row["plain_rounds"],
+            from_json(row["drafted_by_position"]),
+            from_json(row["tried_by_position"]),
+            from_json(row["accepted_by_position"]),
+        )
+
+
+COUNT_COLUMNS = ("rounds", "draft_tokens", "accepted_tokens", "emitted_tokens", "plain_rounds")
+POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_position")
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """What a batch adds: by (second, workload), and in all."""
+
+    cells: dict[tuple[int, str], Counts] = field(default_factory=dict)
+    total: Counts = field(default_factory=Counts)
+    steps: int = 0
+    malformed: str = ""
+
+
+def add_positions(a: Ints, b: Ints) -> Ints:
+    """a + b where the shorter is filled with zeros."""
+    if len(a) < len(b):
+        a, b = b, a
+    out = a.copy()
+    out[: len(b)] += b
+    return out
+
+
+def to_json(positions: Ints) -> str:
+    return msgspec.json.encode(positions.tolist()).decode()
+
+
+def from_json(text: str) -> Ints:
+    return np.array(msgspec.json.decode(text, type=list[int]), dtype=np.int64)
+
+
+def add_json(a: str | None, b: str | None) -> str:
+    """SQL function add_positions(a, b): both are JSON lists of integers."""
+    return to_json(add_positions(from_json(a or "[]"), from_json(b or "[]")))
+
+
+def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str], str] = str) -> BatchCounts:
+    """Sum a batch up.
+
+    Args:
+        batch: as it came off the wire.
+        received_unix_ns: wall time of arrival; no round is placed after it.
+        bounded: maps a workload label to itself or, for too many labels, to a common one.
+
+    Raises:
+        MalformedBatchError: columns of unequal lengths, more accepted than drafted, workloads out of range, …
+    """
+    scheduled = _column(batch.rounds.num_draft_tokens, "num_draft_tokens")
+    num_rounds = len(scheduled)
+    out = BatchCounts(steps=len(batch.steps.step))
+    if num_rounds == 0:
+        return out
+    accepted = _column(batch.rounds.num_accepted_tokens, "num_accepted_tokens", num_rounds)
+    workload = _column(batch.rounds.workload, "workload", num_rounds)
+    # vLLM counts a round whose drafts a grammar struck out as a draft, but not the struck tokens as drafted.
+    invalid = batch.rounds.num_invalid_tokens
+    drafted = scheduled - _column(invalid, "num_invalid_tokens", num_rounds) if invalid else scheduled
+    emitted = (
+        _column(batch.rounds.num_emitted, "num_emitted", num_rounds) if batch.rounds.num_emitted else accepted + 1
+    )
+    if drafted.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or (drafted > scheduled).any() or emitted.min() < 0:
+        raise MalformedBatchError("a round's number of tokens is out of range")
+    if accepted.min() < 0 or (accepted > drafted).any():
+        raise MalformedBatchError("a round accepted more than was drafted")
+    if workload.min() < 0 or workload.max() >= len(batch.workloads):
+        raise MalformedBatchError("a round names a workload that the batch doesn't list")
+    names = [bounded(name) for name in batch.workloads]
+    second = _seconds(batch, received_unix_ns, num_rounds)
+    keys, cell = np.unique(second * len(names) + workload, return_inverse=True)
+    width = int(drafted.max()) + 1
+    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, accepted, emitted)
+    for key, counts in zip(keys.tolist(), table, strict=True):
+        where = (key // len(names), names[key % len(names)])
+        out.cells.setdefault(where, Counts()).add(counts)
+        out.total.add(counts)
+    return out
+
+
+def _tabulate(
+    cell: Ints, num_cells: int, width: int, is_draft: NDArray[np.bool_], drafted: Ints, accepted: Ints, emitted: Ints
+) -> list[Counts]:
+    """Counts of every cell, from the rounds' columns."""
+    is_tried = drafted > 0
+
+    def sums(values: Ints) -> list[int]:
+        added: list[int] = np.bincount(cell, weights=values, minlength=num_cells).astype(np.int64).tolist()
+        return added
+
+    def at_least(values: Ints, rows: NDArray[np.bool_]) -> Ints:  # [num_cells, width]: rounds with values ≥ column
+        flat = np.bincount(cell[rows] * width + values[rows], minlength=num_cells * width)
+        table: Ints = flat.reshape(num_cells, width)[:, ::-1].cumsum(axis=1)[:, ::-1]
+        return table
+
+    rounds, plain = sums(is_draft.astype(np.int64)), sums((~is_draft).astype(np.int64))
+    sum_drafted, sum_accepted, sum_emitted = sums(drafted), sums(accepted), sums(emitted)
+    by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
+    by_tried = at_least(np.minimum(drafted - 1, accepted), is_tried)
+    return [
+        Counts(
+            rounds[i],
+            sum_drafted[i],
+            sum_accepted[i],
+            sum_emitted[i],
+            plain[i],
+            by_drafted[i, 1:].copy(),
+            by_tried[i, : width - 1].copy(),
+            by_accepted[i, 1:].copy(),
+        )
+        for i in range(num_cells)
+    ]
+
+
+def _column(values: list[int], name: str, length: int | None = None) -> Ints:
+    if length is not None and len(values) != length:
+        raise MalformedBatchError(f"column {name} has {len(values)} rows, not {length}")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise MalformedBatchError(f"column {name} has a number beyond 64 bits") from error
+
+
+def _seconds(batch: EventBatch, received_unix_ns: int, num_rounds: int) -> Ints:
+    """Wall second of each round: its step's end, moved by the difference of the two clocks at sending."""
+    step_of_round = _column(batch.rounds.step, "step", num_rounds)
+    steps = _column(batch.steps.step, "steps.step")
+    end_ns = _column(batch.steps.end_ns, "steps.end_ns", len(steps))
+    sent = min(batch.sent_unix_ns, received_unix_ns)
+    wall = np.full(num_rounds, sent, dtype=np.int64)
+    if len(steps):
+        order = np.argsort(steps, kind="stable")
+        at = np.minimum(np.searchsorted(steps[order], step_of_round), len(steps) - 1)
+        index = order[at]
+        ago = np.clip(batch.sent_mono_ns - end_ns[index], 0, 86400 * 10**9)
+        wall = np.where(steps[index] == step_of_round, sent - ago, wall)
+    return wall // 10**9

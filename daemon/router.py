@@ -1,0 +1,130 @@
+"""The ZeroMQ socket that engines and trainers connect to, and the thread that owns it.
+
+One thread reads and writes the socket (ZeroMQ sockets aren't shared between threads). Others call `send`, which never
+blocks: messages wait in a list and a byte in a socket pair wakes the thread. A peer that is gone or doesn't read costs the
+message, never time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+import zmq
+
+from honed.adapt import wire
+from honed.daemon.errors import StartError
+
+log = structlog.get_logger("honed.router")
+
+MAX_SOCKET_PATH = 107
+FRAMES_PER_TURN = 256
+
+
+class Router:
+    """ROUTER socket on a file, `on_frame(peer, frame)` for every frame that comes in."""
+
+    def __init__(
+        self,
+        path: Path,
+        on_frame: Callable[[bytes, bytes], None],
+        *,
+        max_frame_bytes: int,
+        on_odd_frame: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._path, self._on_frame, self._on_odd_frame = path, on_frame, on_odd_frame
+        self._max_frame_bytes = max_frame_bytes
+        self._outgoing: deque[tuple[bytes, bytes]] = deque()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="honed-router", daemon=True)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
+        self.unsent = 0
+
+    def start(self) -> None:
+        """Bind and begin to read. Raises StartError."""
+        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
+            raise StartError(f"socket path {self._path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter runtime_dir")
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        # A peer that comes back under the same identity gets its new connection served, not the dead one.
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self._socket.bind(f"ipc://{self._path}")
+            self._path.chmod(0o660)
+        except (zmq.ZMQError, OSError) as error:
+            raise StartError(f"socket {self._path}: {error.strerror or error}") from error
+        self._thread.start()
+
+    def send(self, peer: bytes, message: Any) -> None:
+        """Queue a message for a peer; from any thread."""
+        self._outgoing.append((peer, wire.encode(message)))
+        # A full pair means that a wake-up is already under way; a closed one, that nobody listens any more.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"!")
+
+    def stop(self) -> None:
+        """Send what is queued, close the socket, remove its file."""
+        self._is_stopping = True
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"!")
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close(linger=200)
+        self._context.term()
+        self._wake_read.close()
+        self._wake_write.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while not self._is_stopping:
+            poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(4096)
+            self._read()
+            self._write()
+        self._write()
+
+    def _read(self) -> None:
+        for _ in range(FRAMES_PER_TURN):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                self._on_odd_frame(f"{len(frames)} parts in a message")
+                continue
+            try:
+                self._on_frame(peer, frames[0])
+            except Exception as error:
+                # The last line of defence: one message may fail, the thread may not.
+                log.exception("a message could not be handled", error=str(error))
+                self._on_odd_frame("internal error")
+
+    def _write(self) -> None:
+        while self._outgoing:
+            peer, frame = self._outgoing.popleft()
+            try:
+                self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                self.unsent += 1
+                log.debug("message not sent", error=str(error))

@@ -1,0 +1,148 @@
+"""The daemon's process: start in order, wait for a signal, stop in order.
+
+Order of the start: folders, lock, database, registry, sockets, HTTP; READY is told to systemd when all of it works. A failure
+on the way is one clear line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+
+from honed.daemon.errors import HonedError, SettingsError, StartError
+from honed.daemon.http_server import HttpServer
+from honed.daemon.notify import Notifier
+from honed.daemon.service import Service
+from honed.daemon.settings import Settings, load
+
+log = structlog.get_logger("honed.serve")
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+CHECK_S = 5.0
+
+
+def run(settings: Settings, stop: threading.Event | None = None) -> int:
+    """Serve until SIGTERM or SIGINT (or `stop`). Returns the exit code."""
+    configure_logging()
+    os.umask(0o027)
+    is_asked = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: is_asked.set())
+    try:
+        with ExitStack() as stack:
+            service = start(settings, stack)
+            return supervise(service, is_asked, Notifier())
+    except HonedError as error:
+        print(f"honed: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def start(settings: Settings, stack: ExitStack) -> Service:
+    """Start everything; `stack` stops it in the opposite order. Raises StartError."""
+    paths = settings.paths
+    make_folder(paths.state_dir, 0o750)
+    make_folder(paths.runtime_dir, 0o750)
+    for folder in (paths.state_dir, paths.runtime_dir):
+        stack.enter_context(locked(folder / "lock"))
+    try:
+        service = Service(settings, daemon_id=secrets.token_hex(8))
+    except (OSError, ValueError) as error:
+        raise StartError(str(error)) from error
+    stack.callback(service.stop)
+    http = HttpServer(service, settings)
+    http.bind()
+    service.start()
+    stack.callback(http.stop)
+    http.start()
+    return service
+
+
+def supervise(service: Service, is_asked: threading.Event, notifier: Notifier) -> int:
+    """Tell systemd how it goes, until asked to stop. A part that has died ends the process, so that it is restarted."""
+    notifier.ready()
+    notifier.status("serving")
+    log.info("serving", runtime_dir=str(service.settings.paths.runtime_dir), pid=os.getpid())
+    interval_s = notifier.watchdog_interval_s or CHECK_S
+    code = EXIT_OK
+    while not is_asked.wait(interval_s):
+        if problems := service.problems:
+            log.error("not healthy", problems=problems)
+            if not service.store.is_alive or not service.router.is_alive:
+                code = EXIT_FAILED
+                break
+        else:
+            notifier.watchdog()
+    notifier.stopping()
+    log.info("stopping")
+    return code
+
+
+def make_folder(path: Path, mode: int) -> None:
+    """Make a folder and its parents. Raises StartError."""
+    try:
+        if not path.is_dir():
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"folder {path} can't be made: {error.strerror}") from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises StartError when another daemon has it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise StartError(f"lock {path}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            who = f" (process {holder})" if holder else ""
+            raise StartError(f"another honed daemon{who} uses {path.parent}") from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def configure_logging() -> None:
+    """JSON lines on stderr, as the journal likes them."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(os.environ.get("HONED_LOG_LEVEL", "info")),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def main() -> int:
+    """`python -m honed.daemon.serve`: settings from file and environment only."""
+    try:
+        settings = load()
+    except SettingsError as error:
+        print(f"honed: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""The daemon as one object: what it owns, who calls whom, and in which order it starts and stops.
+
+Threads: the router's reads frames and calls `Ingest`; the store's commits and calls `on_commit`; the ticking one steers,
+watches deadlines and learns; the HTTP server's answer requests. All live state is guarded by one lock. Whoever holds it never
+waits for the writer, so the writer may take it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version as installed_version
+
+import msgspec
+import structlog
+
+from honed.adapt import wire
+from honed.adapt.drift import Alarm
+from honed.daemon import batch_tables
+from honed.daemon.batch_tables import StoredBatch
+from honed.daemon.drafters import Drafters
+from honed.daemon.engines import Engine, Engines
+from honed.daemon.ingest import Ingest
+from honed.daemon.journal import Journal
+from honed.daemon.lifecycle import Lifecycle
+from honed.daemon.operations import Operations
+from honed.daemon.overrides import Overrides
+from honed.daemon.rollups import Counts
+from honed.daemon.router import Router
+from honed.daemon.settings import Settings
+from honed.daemon.steering import Steering
+from honed.daemon.store import Store
+from honed.daemon.swaps import Swaps
+from honed.daemon.trainers import Trainer
+from honed.recalib.registry import Registry
+
+log = structlog.get_logger("honed.service")
+
+TICK_S = 1.0
+LEARN_S = 0.05
+
+
+class Service:
+    """Everything but the HTTP server and the process itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        daemon_id: str,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.daemon_id, self.clock, self.monotonic = settings, daemon_id, clock, monotonic
+        self.lock = threading.RLock()
+        self.started_unix_s = clock()
+        self.started_s = monotonic()
+        self.store = Store(settings.paths.database, settings.store, clock=clock, on_commit=self.on_commit)
+        self.drafters = Drafters(Registry(settings.paths.registry))
+        self.journal = Journal(self.store, clock)
+        self.router = Router(
+            settings.paths.engine_socket,
+            self.on_frame,
+            max_frame_bytes=settings.events.max_frame_bytes,
+            on_odd_frame=self.on_odd_frame,
+        )
+        self.engines = Engines(self.store, settings.events.engine_lost_s)
+        self.operations = Operations(self.store, clock)
+        self.overrides = Overrides(self.store, self.journal, clock)
+        self.trainer = Trainer(self.router.send, settings.recalibration.trainer_lost_s, monotonic)
+        self.steering = Steering(settings.controller_settings(), self.router.send, self.on_alarm)
+        self.swaps = Swaps(self.engines, self.drafters, self.router.send, settings.recalibration, monotonic)
+        self.lifecycle = Lifecycle(self)
+        self.ingest = Ingest(
+            self.engines,
+            self.store,
+            self,
+            self.router.send,
+            max_workloads=settings.events.max_workloads,
+            clock=clock,
+            monotonic=monotonic,
+        )
+        self.live: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
+        """(engine, workload, drafter version) -> rounds taken since the daemon started."""
+        self.decisions: Counter[tuple[str, str]] = Counter()
+        """(engine, reason) -> steps since the daemon started."""
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """(method, route, status) -> HTTP requests."""
+        self.version = installed_version("honed")
+        self._background = ThreadPoolExecutor(1, "honed-registry")
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
+        self.last_tick_s = monotonic()
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to write, then to listen. Raises StartError."""
+        self.store.start()
+        self.operations.load()
+        self.overrides.load()
+        self.router.start()
+        self._ticker.start()
+
+    def stop(self) -> None:
+        """In the order in which work flows: no new frames, no new decisions, then commit what is left."""
+        self._stop.set()
+        if self._ticker.is_alive():
+            self._ticker.join()
+        # Committed first, so that the last acknowledgements still find the socket open.
+        self.store.drain(5.0)
+        self.router.stop()
+        self._background.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the daemon isn't fit to work right now; empty when it is."""
+        found = []
+        for name, part in (("writer", self.store), ("router", self.router)):
+            if not part.is_alive:
+                found.append(f"the {name} thread has ended")
+        if self.monotonic() - self.last_tick_s > 10 * TICK_S:
+            found.append("the ticking thread is stuck")
+        return found
+
+    def _run(self) -> None:
+        next_tick_s = 0.0
+        while not self._stop.wait(LEARN_S):
+            try:
+                with self.lock:
+                    self.steering.observe()
+                    if (now_s := self.monotonic()) >= next_tick_s:
+                        next_tick_s = now_s + TICK_S
+                        self.tick(now_s)
+            except Exception as error:
+                log.exception("a tick failed", error=str(error))
+            self.last_tick_s = self.monotonic()
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: deadlines, policies, who is gone."""
+        self.overrides.expire()
+        self.swaps.tick(now_s)
+        self.lifecycle.tick(now_s)
+        for engine in self.engines.by_id.values():
+            if not engine.is_lost and not self.engines.is_connected(engine, now_s):
+                engine.is_lost = True
+                log.warning("engine is silent", engine_id=engine.engine_id)
+        self.steer(now_s)
+
+    def steer(self, now_s: float) -> None:
+        """Send the policies that changed or are due."""
+        for engine in self.engines.connected(now_s):
+            extra = self.lifecycle.capture_override(engine.engine_id, now_s)
+            self.steering.steer([engine], self.overrides.active(now_s, extra), now_s)
+
+    # --- what engines and trainers say (router's thread) ----------------------------------------------------------------
+
+    def on_frame(self, peer: bytes, frame: bytes) -> None:
+        with self.lock:
+            self.ingest.handle(peer, frame)
+
+    def on_odd_frame(self, why: str) -> None:
+        with self.lock:
+            self.ingest.reject(why)
+
+    def on_engine(self, engine: Engine) -> None:
+        """Say what is committed and which registered version the engine runs, once that is known."""
+        hello = engine.hello
+        assert hello is not None
+        text = msgspec.json.encode(hello).decode()
+        now_ns = int(self.clock() * 1e9)
+        self.store.submit(
+            lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns)
+        )
+        log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
+        if engine.live_version:
+            self._welcome(engine)
+        else:
+            self._background.submit(self._identify, engine, hello)
+
+    def _identify(self, engine: Engine, hello: wire.EngineHello) -> None:
+        try:
+            version = self.drafters.identify(hello)
+        except Exception as error:
+            log.exception("the engine's drafter can't be registered", error=str(error))
+            version = ""
+        with self.lock:
+            if engine.live_version == "":
+                engine.live_version = version
+            self._welcome(engine)
+
+    def _welcome(self, engine: Engine) -> None:
+        boot = engine.boot
+        boot.sequence.welcome(engine.peer)
+        self.router.send(
+            engine.peer,
+            wire.Welcome(
+                wire_version=wire.WIRE_VERSION,
+                daemon_id=self.daemon_id,
+                boot_id=boot.boot_id,
+                committed_seq=boot.committed_seq,
+                drafter_version=engine.live_version,
+                log_token_ids=self.settings.events.log_token_ids,
+            ),
+        )
+        engine.policy_sent_s = float("-inf")
+        now_s = self.monotonic()
+        self.swaps.on_engine(engine, now_s)
+        self.steer(now_s)
+
+    def on_batch(self, engine: Engine, item: StoredBatch) -> None:
+        for (_, workload), counts in item.counts.cells.items():
+            self.live[engine.engine_id, workload, item.batch.drafter_version].add(counts)
+        self.decisions.update((engine.engine_id, reason) for reason in item.batch.steps.decision)
+        if not item.counts.malformed:
+            self.steering.put(engine, item.batch)
+            self.lifecycle.on_batch(engine, item.batch)
+
+    def on_command_result(self, result: wire.CommandResult) -> None:
+        self.swaps.on_result(result)
+
+    def on_trainer(self, peer: bytes, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
+        if self.trainer.hear(peer, message):
+            self.router.send(
+                peer,
+                wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self.daemon_id, boot_id="", committed_seq=0),
+            )
+        self.lifecycle.on_trainer(message)
+
+    def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
+        self.lifecycle.on_alarm(engine, alarm)
+
+    # --- what the store says (writer's thread) --------------------------------------------------------------------------
+
+    def on_commit(self, group: list[StoredBatch]) -> None:
+        """Count what is on disk and acknowledge it."""
+        with self.lock:
+            touched = {}
+            for item in group:
+                boot = self.engines.boot(item.batch.engine_id, item.batch.boot_id)
+                boot.note_stored(item)
+                touched[boot.engine_id, boot.boot_id] = boot
+            for boot in touched.values():
+                engine = self.engines.by_id.get(boot.engine_id)
+                if engine is not None and engine.boot is boot:
+                    self.router.send(engine.peer, wire.Ack(boot_id=boot.boot_id, seq=boot.committed_seq))

@@ -1,0 +1,100 @@
+"""The controllers' shell: batches in, policies out, once a second.
+
+Each engine has an `EngineController` of `adapt`, which is pure; here are its inputs (batches, the operator's overrides, the
+clock) and its outputs (policies to send, drift alarms to act on). A policy has a time to live; it is sent again well before
+that runs out, so an engine whose daemon has died falls back by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import structlog
+
+from honed.adapt import wire
+from honed.adapt.controller import ControllerSettings, EngineController, Override
+from honed.adapt.drift import Alarm
+from honed.daemon.engines import Engine
+
+log = structlog.get_logger("honed.steering")
+
+REFRESH_SHARE = 0.25
+"""Of a policy's time to live, after which an unchanged one is sent again."""
+MAX_WAITING_BATCHES = 1000
+
+
+class Steering:
+    """Controllers of all engines. Guarded by the service's lock."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        send: Callable[[bytes, wire.Policy], None],
+        on_alarm: Callable[[Engine, Alarm], None],
+    ) -> None:
+        self._settings, self._send, self._on_alarm = settings, send, on_alarm
+        self._waiting: deque[tuple[Engine, wire.EventBatch]] = deque()
+        self.skipped_batches = 0
+        """Batches that the controllers never saw because they came faster than they could be learned from."""
+        self.alarms: Counter[tuple[str, str]] = Counter()
+        self.errors = 0
+
+    def put(self, engine: Engine, batch: wire.EventBatch) -> None:
+        """Note a batch to learn from at the next `observe`."""
+        if len(self._waiting) >= MAX_WAITING_BATCHES:
+            self._waiting.popleft()
+            self.skipped_batches += 1
+        self._waiting.append((engine, batch))
+
+    def observe(self, limit: int = 100) -> bool:
+        """Learn from at most `limit` batches. Returns whether some are left."""
+        for _ in range(min(limit, len(self._waiting))):
+            engine, batch = self._waiting.popleft()
+            controller = self.controller(engine)
+            if controller is None:
+                continue
+            try:
+                alarms = controller.observe(batch)
+            except ValueError as error:
+                self.errors += 1
+                log.warning("a batch taught nothing", engine_id=engine.engine_id, seq=batch.seq, error=str(error))
+                continue
+            for alarm in alarms:
+                self.alarms[engine.engine_id, alarm.workload] += 1
+                self._on_alarm(engine, alarm)
+        return bool(self._waiting)
+
+    def steer(self, engines: Iterable[Engine], overrides: list[Override], now_s: float) -> None:
+        """Send each engine its policy, if it changed or is due to be refreshed."""
+        for engine in engines:
+            controller = self.controller(engine)
+            if controller is None or not self.is_steerable(engine):
+                continue
+            policy = controller.propose(now_s, overrides)
+            is_due = now_s - engine.policy_sent_s >= policy.ttl_s * REFRESH_SHARE
+            if policy is not engine.policy or is_due:
+                engine.policy, engine.policy_sent_s = policy, now_s
+                self._send(engine.peer, policy)
+
+    def controller(self, engine: Engine) -> EngineController | None:
+        """The engine's controller, made when it is first needed; None while the engine hasn't said what it is."""
+        hello = engine.hello
+        if engine.controller is None and hello is not None and hello.num_spec_tokens > 0:
+            engine.controller = EngineController(
+                engine.engine_id, hello.num_spec_tokens, hello.max_num_seqs, self._settings
+            )
+        controller: EngineController | None = engine.controller
+        return controller
+
+    def beliefs(self, engine: Engine) -> dict[str, Any]:
+        """What the engine's controller believes, JSON-able."""
+        controller = self.controller(engine)
+        return dict(controller.beliefs()) if controller is not None else {}
+
+    @staticmethod
+    def is_steerable(engine: Engine) -> bool:
+        """Whether policies mean anything to it: it can set draft lengths or at least capture."""
+        hello = engine.hello
+        return hello is not None and bool({"draft_length", "capture"} & set(hello.capabilities))

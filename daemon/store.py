@@ -1,0 +1,310 @@
+"""The daemon's memory on disk: SQLite in WAL mode, one writer thread, batched commits.
+
+Guarantees: a batch whose commit is reported survives a killed process and a power cut (synchronous=FULL: the log is
+synced before COMMIT returns); a batch is counted in the roll-ups in the same transaction that stores it, so both or
+neither happened; the same (engine, boot, seq) is never stored twice. While the disk refuses, batches wait in memory up to
+`queue_bytes` and are retried; beyond that `put` says no and the engine keeps them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pysqlite3 as sqlite3
+import structlog
+from sqlite_utils import Database
+
+from honed.daemon import batch_tables, retention
+from honed.daemon.batch_tables import StoredBatch
+from honed.daemon.errors import StartError, StoreError
+from honed.daemon.histogram import Histogram
+from honed.daemon.migrations import migrations
+from honed.daemon.rollups import add_json
+from honed.daemon.settings import StoreSettings
+
+T = TypeVar("T")
+log = structlog.get_logger("honed.store")
+
+BROKEN_SQLITE = ((3, 7, 0), (3, 51, 2))
+"""First and last release whose WAL reset can corrupt a database that several connections use."""
+MAX_GROUP_BYTES = 16 << 20
+RETRY_S = 0.5
+RETENTION_S = 10.0
+COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def check_sqlite_version(version: tuple[int, int, int] = sqlite3.sqlite_version_info) -> None:
+    """Refuse releases with the WAL-reset corruption bug. Raises StartError."""
+    if BROKEN_SQLITE[0] <= version <= BROKEN_SQLITE[1]:
+        text = ".".join(map(str, version))
+        raise StartError(
+            f"SQLite {text} can corrupt databases in WAL mode (fixed in 3.51.3); install the pysqlite3 wheel, which "
+            "bundles a newer one"
+        )
+
+
+def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -> Database:
+    """Open a connection as all of ours are opened. Any thread may use it, one at a time."""
+    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+    connection = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
+    connection.row_factory = sqlite3.Row
+    database = Database(connection)
+    if not read_only:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+    connection.create_function("add_positions", 2, add_json, deterministic=True)
+    return database
+
+
+class Store:
+    """One database, its writer thread and its reading connection."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: StoreSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        on_commit: Callable[[list[StoredBatch]], None] = lambda batches: None,
+    ) -> None:
+        check_sqlite_version()
+        self._path, self._settings, self._clock, self._on_commit = path, settings, clock, on_commit
+        try:
+            self._db = connect(path, settings.synchronous)
+            migrations.apply(self._db)
+            self._reader = connect(path, read_only=True)
+        except sqlite3.Error as error:
+            raise StartError(f"database {path}: {error}") from error
+        self._reader_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._batches: deque[StoredBatch] = deque()
+        self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
+        self._queued_bytes = 0
+        self._is_closing = False
+        self._is_busy = False
+        self._next_retention = 0.0
+        self.errors = 0
+        self.last_error = ""
+        self.is_failing = False
+        """The latest commit of batches was refused."""
+        self.commit_times = Histogram(COMMIT_BOUNDS_S)
+        self._thread = threading.Thread(target=self._run, name="honed-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Commit what is queued (as far as the disk takes it), stop the writer, close the file."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            with self._reader_lock:
+                self._reader.close()
+            self._db.close()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what was queued is committed (and `on_commit` was called); False when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._batches or self._jobs or self._is_busy:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._changed.wait(min(left, 0.1))
+        return True
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def queued_batches(self) -> int:
+        return len(self._batches)
+
+    @property
+    def size_bytes(self) -> int:
+        """Database and log on disk."""
+        total = 0
+        for suffix in ("", "-wal"):
+            try:
+                total += Path(f"{self._path}{suffix}").stat().st_size
+            except OSError:
+                continue
+        return total
+
+    def put(self, batch: StoredBatch) -> bool:
+        """Queue a batch; False when the queue is full (never blocks)."""
+        with self._changed:
+            if self._is_closing or self._queued_bytes + len(batch.frame) > self._settings.queue_bytes:
+                return False
+            self._batches.append(batch)
+            self._queued_bytes += len(batch.frame)
+            self._changed.notify_all()
+            return True
+
+    def submit(self, job: Callable[[Database], T]) -> Future[T]:
+        """Run `job` in the writer's next transaction; the result is there once it is committed."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closing:
+                future.set_exception(StoreError("the store is closed"))
+                return future
+            self._jobs.append((job, future))
+            self._changed.notify_all()
+        return future
+
+    def write(self, job: Callable[[Database], T], timeout_s: float = 10.0) -> T:
+        """`submit` and wait. Raises StoreError when the database refuses."""
+        try:
+            return self.submit(job).result(timeout_s)
+        except TimeoutError as error:
+            raise StoreError(f"the database didn't answer within {timeout_s:g} s") from error
+
+    def read(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:
+        """Rows of a query, from the last committed state. Raises StoreError."""
+        with self._reader_lock:
+            try:
+                return [dict(row) for row in self._reader.conn.execute(sql, parameters)]
+            except sqlite3.Error as error:
+                self.note_error(error)
+                raise StoreError(f"database: {error}") from error
+
+    def note_error(self, error: BaseException) -> None:
+        self.errors += 1
+        self.last_error = str(error)
+
+    # --- the writer thread ---
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._batches or self._jobs or self._is_closing):
+                    if not self._changed.wait(RETENTION_S):
+                        break
+                if self._is_closing and not self._batches and not self._jobs:
+                    return
+                self._is_busy = True
+            self._run_jobs()
+            self._commit_batches()
+            self._retain()
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            job, future = self._jobs.popleft()
+            try:
+                with self._db.atomic():
+                    result = job(self._db)
+            except sqlite3.Error as error:
+                self.note_error(error)
+                failure = StoreError(f"database: {error}")
+                failure.__cause__ = error
+                future.set_exception(failure)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _commit_batches(self) -> None:
+        """Store a group of batches in one transaction; on a refusal by the disk keep them for later."""
+        if not self._batches:
+            return
+        with self._changed:
+            if self._settings.commit_interval_s and not self._is_closing:
+                self._changed.wait_for(lambda: self._is_closing or bool(self._jobs), self._settings.commit_interval_s)
+            group = list(self._group())
+        try:
+            self._store(group)
+        except sqlite3.OperationalError as error:  # disk full, I/O error, locked: none of them the batches' fault
+            self.note_error(error)
+            self.is_failing = True
+            log.error("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
+            with self._changed:
+                if self._is_closing:
+                    self._forget(len(self._batches))
+                self._changed.wait(RETRY_S)
+            return
+        except Exception as error:
+            self.note_error(error)
+            if len(group) > 1:
+                group = self._store_one_by_one(group)
+            else:
+                log.exception("a batch can't be stored; it is dropped and counted", error=str(error))
+                self._forget(1)
+                return
+        else:
+            self._forget(len(group))
+        self._on_commit(group)
+
+    def _store(self, group: list[StoredBatch]) -> None:
+        started = time.perf_counter()
+        with self._db.atomic():
+            batch_tables.insert(self._db, group)
+        self.commit_times.observe(time.perf_counter() - started)
+        self.is_failing = False
+
+    def _store_one_by_one(self, group: list[StoredBatch]) -> list[StoredBatch]:
+        """Find the batch that spoils a transaction. Returns those that were stored."""
+        stored: list[StoredBatch] = []
+        for batch in group:
+            try:
+                self._store([batch])
+            except sqlite3.OperationalError as error:
+                self.note_error(error)
+                return stored
+            except Exception as error:
+                self.note_error(error)
+                log.exception("a batch can't be stored; it is dropped and counted", error=str(error))
+            else:
+                stored.append(batch)
+            self._forget(1)
+        return stored
+
+    def _group(self) -> Iterator[StoredBatch]:
+        num_bytes = 0
+        for batch in self._batches:
+            if num_bytes and num_bytes + len(batch.frame) > MAX_GROUP_BYTES:
+                return
+            num_bytes += len(batch.frame)
+            yield batch
+
+    def _forget(self, count: int) -> None:
+        with self._changed:
+            for _ in range(count):
+                self._queued_bytes -= len(self._batches.popleft().frame)
+
+    def _retain(self) -> None:
+        now = self._clock()
+        if now < self._next_retention <= now + RETENTION_S:
+            return
+        self._next_retention = now + RETENTION_S
+        try:
+            retention.apply(self._db, self._settings, now)
+        except sqlite3.Error as error:
+            self.note_error(error)
+            log.error("retention failed", error=str(error))
+
+
+@contextmanager
+def opened(path: Path, settings: StoreSettings, **arguments: Any) -> Iterator[Store]:
+    """A started store, closed at the end."""
+    store = Store(path, settings, **arguments)
+    store.start()
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,93 @@
+"""What the daemon knows of the trainer process: one at a time, the one that was heard last."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from honed.adapt import wire
+
+log = structlog.get_logger("honed.trainers")
+
+TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult
+
+
+class Trainer:
+    """The connection to the trainer. Guarded by the service's lock."""
+
+    def __init__(
+        self, send: Callable[[bytes, Any], None], lost_after_s: float, monotonic: Callable[[], float]
+    ) -> None:
+        self._send, self._lost_after_s, self._monotonic = send, lost_after_s, monotonic
+        self._peer = b""
+        self._seen_s = float("-inf")
+        self.hello: wire.TrainerHello | None = None
+        self.status: wire.TrainerStatus | None = None
+        self.is_paused = False
+        self.sums: Counter[str] = Counter()
+        """Steps, tokens and preemptions of all operations since the daemon started."""
+
+    @property
+    def is_connected(self) -> bool:
+        return self._monotonic() - self._seen_s <= self._lost_after_s
+
+    @property
+    def silent_s(self) -> float:
+        return self._monotonic() - self._seen_s
+
+    def hear(self, peer: bytes, message: TrainerMessage) -> bool:
+        """Take note of a message. Returns whether it is an introduction that wants a welcome."""
+        self._peer, self._seen_s = peer, self._monotonic()
+        if isinstance(message, wire.TrainerHello):
+            log.info("trainer says hello", trainer_id=message.trainer_id, device=message.device)
+            self.hello, self.status = message, None
+            if self.is_paused:
+                self.tell(wire.TrainPause(paused=True))
+            return True
+        if isinstance(message, wire.TrainerStatus):
+            self._add_up(message)
+            self.status = message
+        return False
+
+    def _add_up(self, status: wire.TrainerStatus) -> None:
+        """Its figures begin anew with each operation; ours only grow."""
+        before = self.status
+        is_same = before is not None and before.operation_id == status.operation_id and before.steps <= status.steps
+        for name in ("steps", "tokens", "preemptions"):
+            self.sums[name] += max(0, getattr(status, name) - (getattr(before, name) if is_same else 0))
+
+    def tell(self, message: wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
+        """Send it something."""
+        self._send(self._peer, message)
+
+    def pause(self, paused: bool) -> None:
+        """Stop, or go on, between two micro-steps; remembered across reconnections."""
+        self.is_paused = paused
+        if self.is_connected:
+            self.tell(wire.TrainPause(paused=paused))
+
+    def view(self) -> dict[str, Any] | None:
+        """As the API shows it; None when there is none."""
+        if not self.is_connected:
+            return None
+        status = self.status
+        return {
+            "trainer_id": self.hello.trainer_id if self.hello else status.trainer_id if status else "",
+            "device": self.hello.device if self.hello else "",
+            "state": status.state if status else "idle",
+            "operation_id": status.operation_id if status else "",
+            "samples": status.samples if status else 0,
+            "sessions": status.sessions if status else 0,
+            "steps": status.steps if status else 0,
+            "max_steps": status.max_steps if status else 0,
+            "tokens": status.tokens if status else 0,
+            "loss": status.loss if status else 0.0,
+            "train_seconds": status.train_seconds if status else 0.0,
+            "preemptions": status.preemptions if status else 0,
+            "preemption_s_p99": status.preemption_s_p99 if status else 0.0,
+            "idle_ratio": status.idle_ratio if status else 0.0,
+            "samples_bytes": status.samples_bytes if status else 0,
+        }

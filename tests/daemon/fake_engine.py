@@ -1,0 +1,212 @@
+"""An engine as far as the daemon can tell: a DEALER socket that says hello, sends batches and answers commands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
+
+from honed.adapt import wire
+
+M = TypeVar("M")
+
+
+def make_batch(
+    seq: int, *, engine_id: str = "engine-0", boot_id: str = "boot", rounds: int = 8, **changes: Any
+) -> wire.EventBatch:
+    """A batch of one step whose rounds draft 3 tokens and accept 0, 1, 2, 3, 0, …"""
+    now, mono = changes.pop("unix_ns", time.time_ns()), time.monotonic_ns()
+    drafted = changes.pop("drafted", [3] * rounds)
+    accepted = changes.pop("accepted", [i % 4 for i in range(rounds)])
+    fields: dict[str, Any] = {
+        "engine_id": engine_id,
+        "boot_id": boot_id,
+        "seq": seq,
+        "sent_unix_ns": now,
+        "sent_mono_ns": mono,
+        "drafter_version": "",
+        "workloads": ["default"],
+        "steps": wire.StepColumns(
+            step=[seq],
+            end_ns=[mono],
+            duration_us=[900],
+            num_requests=[rounds],
+            num_tokens=[sum(drafted) + rounds],
+            num_prefill_tokens=[0],
+            num_draft_tokens=[sum(drafted)],
+            context_tokens=[100],
+            num_drafting=[3],
+            decision=["static"],
+        ),
+        "rounds": wire.RoundColumns(
+            step=[seq] * rounds,
+            request=list(range(rounds)),
+            workload=[0] * rounds,
+            position=[10] * rounds,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_invalid_tokens=[0] * rounds,
+            temperature=[0.0] * rounds,
+            num_emitted=[a + 1 for a in accepted],
+        ),
+    }
+    return wire.EventBatch(**(fields | changes))
+
+
+class FakeEngine:
+    """One connection under one engine id and boot id. Every wait has a deadline and fails with what was received instead."""
+
+    def __init__(
+        self, socket_path: Path, *, engine_id: str = "engine-0", boot_id: str = "boot", timeout_s: float = 20.0
+    ) -> None:
+        self.engine_id, self.boot_id, self._timeout_s = engine_id, boot_id, timeout_s
+        self._endpoint = f"ipc://{socket_path}"
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._connect()
+        self.received: list[Any] = []
+        self._unasked: list[Any] = []
+
+    def _connect(self) -> Any:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.RECONNECT_IVL, 20)
+        socket.connect(self._endpoint)
+        return socket
+
+    def decode(self, frame: bytes) -> Any:
+        return wire.decode_to_engine(frame)
+
+    def reconnect(self) -> None:
+        """Drop the connection and make another one: the daemon sees a new peer."""
+        self._socket.close()
+        self._unasked.clear()
+        self._socket = self._connect()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, message: Any) -> None:
+        self.send_frame(wire.encode(message))
+
+    def send_frame(self, *frames: bytes) -> None:
+        self._socket.send_multipart(list(frames))
+
+    def try_send(self, message: Any) -> bool:
+        """Send unless there is no connection right now."""
+        try:
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout_s: float = 0.0) -> Any | None:
+        """The next message, None when there is none in time."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        message = self.decode(self._socket.recv())
+        self.received.append(message)
+        return message
+
+    def expect(self, kind: type[M], condition: Callable[[M], bool] = lambda message: True) -> M:
+        """Wait for a message of this kind for which the condition holds; others stay to be expected later."""
+        deadline = time.monotonic() + self._timeout_s
+        for message in self._unasked:
+            if isinstance(message, kind) and condition(message):
+                self._unasked.remove(message)
+                return message
+        while (left := deadline - time.monotonic()) > 0:
+            message = self.receive(left)
+            if isinstance(message, kind) and condition(message):
+                return message
+            if message is not None:
+                self._unasked.append(message)
+        raise AssertionError(f"no such {kind.__name__}; last: {[type(m).__name__ for m in self.received[-5:]]}")
+
+    def hello(self, **changes: Any) -> wire.Welcome:
+        """Introduce ourselves and wait for the welcome."""
+        self.send(self.hello_message(**changes))
+        return self.expect(wire.Welcome)
+
+    def hello_message(self, **changes: Any) -> wire.EngineHello:
+        fields: dict[str, Any] = {
+            "wire_version": wire.WIRE_VERSION,
+            "engine_id": self.engine_id,
+            "boot_id": self.boot_id,
+            "pid": 1,
+            "model_name": "tiny",
+            "target_path": "/models/tiny",
+            "drafter_path": "",
+            "drafter_version": "",
+            "vllm_version": "0.32.0",
+            "honed_version": "0.1.0",
+            "runner": "v1",
+            "method": "dflash",
+            "num_spec_tokens": 3,
+            "max_num_seqs": 8,
+            "max_model_len": 1024,
+            "capabilities": ["events", "draft_length", "capture", "swap"],
+        }
+        return wire.EngineHello(**(fields | changes))
+
+    def batch(self, seq: int, **changes: Any) -> wire.EventBatch:
+        return make_batch(seq, engine_id=self.engine_id, boot_id=self.boot_id, **changes)
+
+    def send_status(self, **changes: Any) -> None:
+        fields: dict[str, Any] = {
+            "engine_id": self.engine_id,
+            "boot_id": self.boot_id,
+            "num_running": 1,
+            "num_waiting": 0,
+            "kv_cache_usage": 0.1,
+            "policy_generation": 1,
+            "policy_age_s": 0.5,
+            "fallback": "",
+            "drafter_version": "",
+            "drafter_generation": 0,
+            "queue_bytes": 0,
+            "queue_batches": 0,
+            "errors": 0,
+        }
+        self.send(wire.EngineStatus(**(fields | changes)))
+
+    def wait_acked(self, seq: int) -> None:
+        self.expect(wire.Ack, lambda ack: ack.boot_id == self.boot_id and ack.seq >= seq)
+
+    def answer_swap(self, *, ok: bool = True, error: str = "") -> wire.Command:
+        """Wait for a swap command and answer it."""
+        command = self.expect(wire.Command, lambda command: command.kind == "swap")
+        self.send(
+            wire.CommandResult(
+                engine_id=self.engine_id,
+                boot_id=self.boot_id,
+                command_id=command.command_id,
+                ok=ok,
+                error=error,
+                figures={"pause_ms": 1.5, "stage_ms": 20.0} if ok else {},
+            )
+        )
+        return command
+
+
+class FakeTrainer(FakeEngine):
+    """A trainer as far as the daemon can tell."""
+
+    def decode(self, frame: bytes) -> Any:
+        return wire.decode_to_trainer(frame)
+
+    def introduce(self, operation_id: str = "") -> None:
+        self.send(
+            wire.TrainerHello(
+                wire_version=wire.WIRE_VERSION,
+                trainer_id="trainer-0",
+                pid=1,
+                device="cpu",
+                honed_version="0.1.0",
+                operation_id=operation_id,
+            )
+        )
+        self.expect(wire.Welcome)

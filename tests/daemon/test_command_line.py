@@ -1,0 +1,368 @@
+"""The command line against the real daemon: every command says what the daemon says, and ends as it should."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from honed.daemon import changes, terminal
+from honed.daemon.command_line import app
+from honed.daemon.serve import start
+from honed.daemon.settings import load
+from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.small_server import serving
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    for name in [name for name in os.environ if name.startswith("HONED_")]:
+        monkeypatch.delenv(name)
+    found = {"runtime_dir": tmp_path / "run", "state_dir": tmp_path / "state"}
+    monkeypatch.setenv("HONED_RUNTIME_DIR", str(found["runtime_dir"]))
+    monkeypatch.setenv("HONED_STATE_DIR", str(found["state_dir"]))
+    monkeypatch.setenv("COLUMNS", "220")
+    return found
+
+
+@pytest.fixture
+def run(paths: dict[str, Path]) -> Run:
+    return lambda *arguments, **options: CliRunner().invoke(app, [str(a) for a in arguments], **options)
+
+
+@pytest.fixture
+def daemon(paths: dict[str, Path]) -> Iterator[None]:
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # its log is not the command's output
+    with ExitStack() as stack:
+        stack.callback(structlog.reset_defaults)
+        start(load(None, {"paths": paths, "http": {"metrics_listen": ""}}), stack)
+        yield
+
+
+@pytest.fixture
+def engine(daemon: None, paths: dict[str, Path]) -> Iterator[FakeEngine]:
+    fake = FakeEngine(paths["runtime_dir"] / "engine.sock")
+    fake.hello()
+    fake.send(fake.batch(1, rounds=8))
+    fake.wait_acked(1)
+    yield fake
+    fake.close()
+
+
+def answer(result: Result) -> Any:
+    """The JSON that a command printed."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+# --- nobody there ---------------------------------------------------------------------------------------------------------
+
+CLIENT_COMMANDS = (
+    "status",
+    "engines",
+    "workloads",
+    "drafters",
+    "operations",
+    "audit",
+    "explain",
+    "recalibrate",
+    "promote v0001-x",
+    "rollback",
+    "cancel op-1",
+    "pause",
+    "resume",
+    "purge --yes",
+    "override list",
+    "override set policy off",
+    "override clear policy",
+)
+
+
+@pytest.mark.parametrize("command", CLIENT_COMMANDS)
+def test_without_a_daemon_each_command_says_so_and_ends_with_3(run: Run, command: str) -> None:
+    result = run(*command.split())
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "no daemon is running" in result.stderr
+    assert "honed serve" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_typo_in_the_settings_ends_with_2_and_names_the_key(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "honed.toml"
+    config.write_text("[store]\nmax_raw_byte = 1\n")
+    for command in ("status", "serve", "train", "vllm-args"):
+        result = run("--config", config, command)
+        assert result.exit_code == 2
+        assert "max_raw_bytes" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["nonsense", "promote", "override set policy", "workloads --window x"])
+def test_wrong_usage_ends_with_2(run: Run, command: str) -> None:
+    assert run(*command.split()).exit_code == 2
+
+
+# --- reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_what_the_engine_sent(run: Run, engine: FakeEngine) -> None:
+    document = answer(run("status", "--json"))
+    assert document["engines"][0]["engine_id"] == "engine-0"
+    assert document["engines"][0]["rounds"] == 8
+    text = run("status").stdout
+    assert "engine-0" in text
+    assert "no trainer is connected" in text
+
+
+def test_check_fails_only_on_errors(run: Run, engine: FakeEngine) -> None:
+    engine.send_status()
+    assert run("status", "--check").exit_code == 0  # only warnings: no trainer
+    engine.send(engine.batch(2, rounds=8, lost_rounds=5))
+    engine.wait_acked(2)
+    result = run("status", "--check")
+    assert result.exit_code == 1
+    assert "5 verify rounds were lost" in result.stdout
+
+
+def test_workloads_and_engines_show_figures(run: Run, engine: FakeEngine) -> None:
+    (row,) = answer(run("workloads", "--window", "10m", "--json"))
+    assert (row["rounds"], row["acceptance_length"]) == (8, 2.5)
+    assert "2.500" in run("workloads").stdout
+    assert answer(run("engines", "--json"))[0]["num_spec_tokens"] == 3
+    assert "engine-0" in run("engines").stdout
+
+
+@pytest.mark.parametrize("command", ["drafters", "operations", "audit", "override list"])
+def test_lists_are_there_even_when_empty(run: Run, daemon: None, command: str) -> None:
+    assert answer(run(*command.split(), "--json")) is not None
+    assert run(*command.split()).exit_code == 0
+
+
+def test_explain_gives_beliefs_of_each_engine(run: Run, engine: FakeEngine) -> None:
+    assert list(answer(run("explain", "--json"))) == ["engine-0"]
+    assert "engine-0" in run("explain").stdout
+    result = run("explain", "nobody")
+    assert result.exit_code == 2
+    assert "nobody" in result.stderr
+
+
+def test_an_unknown_operation_ends_with_2(run: Run, daemon: None) -> None:
+    result = run("operations", "op-none")
+    assert result.exit_code == 2
+    assert "op-none" in result.stderr
+
+
+# --- changing -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_is_set_listed_and_cleared(run: Run, engine: FakeEngine) -> None:
+    made = answer(run("override", "set", "draft_tokens", "2", "--ttl", "2m", "--reason", "drill", "--json"))
+    assert (made["value"], made["reason"]) == (2, "drill")
+    assert 110 < made["ttl_s"] <= 120
+    assert "drill" in run("override", "list").stdout
+    assert run("override", "clear", "draft_tokens").exit_code == 0
+    assert answer(run("override", "list", "--json")) == []
+    assert [row["action"] for row in answer(run("audit", "--json"))][:2] == ["override.clear", "override.set"]
+
+
+def test_an_override_that_makes_no_sense_ends_with_2(run: Run, daemon: None) -> None:
+    result = run("override", "set", "policy", "faster")
+    assert result.exit_code == 2
+    assert "goodput" in result.stderr
+
+
+def test_a_change_against_an_older_generation_is_refused(run: Run, daemon: None) -> None:
+    result = run("rollback", "--if-match", "99")
+    assert result.exit_code == 1
+    assert "generation" in result.stderr
+    assert "honed drafters" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["recalibrate", "rollback"])
+def test_what_is_not_possible_now_ends_with_1_and_the_reason(run: Run, engine: FakeEngine, command: str) -> None:
+    result = run(command)
+    assert result.exit_code == 1
+    assert re.search(r"no trainer|no previous", result.stderr)
+
+
+def test_pause_and_resume(run: Run, daemon: None) -> None:
+    assert "paused" in run("pause", "--reason", "drill").stdout
+    assert "goes on" in run("resume").stdout
+    actions = [(row["action"], row["reason"]) for row in answer(run("audit", "--json"))]
+    assert ("training.pause", "drill") in actions
+
+
+def test_purge_asks_first(run: Run, daemon: None) -> None:
+    result = run("purge", input="n\n")
+    assert result.exit_code == 1
+    assert answer(run("audit", "--json")) == []
+
+
+# --- following an operation -------------------------------------------------------------------------------------------------
+
+
+def operation(state: str, stage: str, /, **detail: Any) -> dict[str, Any]:
+    return {"operation_id": "op-1", "kind": "recalibrate", "state": state, "stage": stage, "detail": detail, "error": ""}
+
+
+@pytest.fixture
+def scripted(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[dict[str, Any]], list[Any]]]:
+    """A daemon that goes through the views of a list; it stays at the last one."""
+    views: list[dict[str, Any]] = []
+    paths["runtime_dir"].mkdir()
+    monkeypatch.setattr("honed.daemon.client.time.sleep", lambda _: None)
+
+    def say(method: str, path: str) -> tuple[int, Any]:
+        return (202 if method == "POST" else 200), views.pop(0) if len(views) > 1 else views[0]
+
+    with serving(paths["runtime_dir"] / "admin.sock", say) as seen:
+        yield views, seen
+
+
+GATE = [{"workload": "b", "sessions": 9, "parent": 1.2, "candidate": 1.8, "gain_low": 1.4, "gain_high": 1.6, "passed": True}]
+
+
+def test_recalibrate_waits_and_ends_with_gate_and_pause(run: Run, scripted: Any) -> None:
+    views, seen = scripted
+    views += [
+        operation("queued", "collecting"),
+        operation("running", "training", state="waiting"),
+        operation("running", "training", state="training", steps=5, max_steps=10, loss=1.5),
+        operation("succeeded", "watching", gate=GATE, pause_ms=2.5, version="v0002-x"),
+    ]
+    result = run("recalibrate", "--wait", "--workload", "b", "--workload", "c", "--max-seconds", "30", "--reason", "why")
+    assert result.exit_code == 0
+    for text in ("+50.0 %", "2.50 ms pause", "v0002-x"):
+        assert text in result.stdout
+    assert "yielding to the engine" in result.stderr
+    assert seen[0]["body"] == {"workloads": ["b", "c"], "max_seconds": 30.0, "reason": "why"}
+
+
+def test_a_failed_recalibration_ends_with_1(run: Run, scripted: Any) -> None:
+    views, _ = scripted
+    views += [operation("running", "training"), operation("failed", "done", gate=[GATE[0] | {"passed": False}])]
+    views[-1]["error"] = "no candidate passed the gate"
+    result = run("recalibrate", "--wait", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"] == "no candidate passed the gate"
+    assert result.stderr == ""
+
+
+def test_recalibrate_without_waiting_tells_how_to_follow(run: Run, scripted: Any) -> None:
+    views, seen = scripted
+    views += [operation("queued", "collecting")]
+    result = run("recalibrate", "--dry-run")
+    assert result.exit_code == 0
+    assert "honed operations op-1" in result.stderr
+    assert len(seen) == 1
+    assert seen[0]["body"] == {"dry_run": True}
+
+
+def test_leaving_a_wait_leaves_the_operation_running(run: Run, scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    views, seen = scripted
+    views += [operation("running", "training")]
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("honed.daemon.client.time.sleep", interrupt)
+    result = run("recalibrate", "--wait")
+    assert result.exit_code == 130
+    assert "honed cancel op-1" in result.stderr
+    assert not any(request["path"].endswith(":cancel") for request in seen)
+
+
+# --- without the daemon -----------------------------------------------------------------------------------------------------
+
+
+def test_export_reads_what_the_daemon_stored(run: Run, engine: FakeEngine, tmp_path: Path) -> None:
+    out = tmp_path / "rounds.jsonl"
+    assert answer(run("events", "export", "--out", out, "--json")) == {"rounds": 8, "batches": 1, "unreadable_batches": 0}
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["num_accepted_tokens"] for row in rows] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_export_to_stdout_is_only_rows(run: Run, engine: FakeEngine) -> None:
+    result = run("events", "export", "--out", "-", "--since", "1h")
+    assert len([json.loads(line) for line in result.stdout.splitlines()]) == 8
+    assert "8 rounds" in result.stderr
+
+
+def test_export_without_a_database_ends_with_2(run: Run, tmp_path: Path) -> None:
+    result = run("events", "export", "--out", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "no database" in result.stderr
+
+
+def test_vllm_args_name_this_daemons_folder(run: Run, paths: dict[str, Path]) -> None:
+    document = answer(run("vllm-args", "--json", "--drafter", "d", "--draft-tokens", "7"))
+    assert document["environment"]["HONED_RUNTIME_DIR"] == str(paths["runtime_dir"])
+    assert "honed.attach.scheduler.make_scheduler" in document["flags"]
+    assert run("vllm-args", "--format", "yaml").exit_code == 2
+    assert run("vllm-args", "--drafter", "d").exit_code == 2
+
+
+def test_version_names_what_is_installed(run: Run) -> None:
+    assert answer(run("version", "--json"))["honed"]
+    assert "honed" in run("version").stdout
+
+
+def test_serve_refuses_a_second_daemon_on_the_same_state(run: Run, daemon: None) -> None:
+    command = [sys.executable, "-m", "honed.daemon.command_line", "serve"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert made.returncode == 2
+    assert "another honed daemon" in made.stderr
+
+
+def test_status_needs_nothing_heavy(paths: dict[str, Path]) -> None:
+    program = (
+        "import sys; sys.argv = ['honed', 'status']\n"
+        "from honed.daemon.command_line import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 3, end.code\n"
+        "print(sorted({'torch', 'vllm', 'fastapi', 'uvicorn', 'pyarrow', 'transformers'} & set(sys.modules)))"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert made.stdout.strip() == "[]"
+
+
+# --- small things -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400), ("0", 0)])
+def test_durations(text: str, seconds: float) -> None:
+    assert terminal.duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "5 parsecs", "1h30", "nan"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        terminal.duration_s(text)
+
+
+def test_moments() -> None:
+    assert terminal.moment_s("2h", 10_000.0) == 2800.0
+    assert terminal.moment_s("1790000000.5", 0.0) == 1790000000.5
+    assert terminal.moment_s("2026-11-20T12:00:00+00:00", 0.0) == 1795176000.0
+    with pytest.raises(typer.BadParameter):
+        terminal.moment_s("yesterday", 0.0)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("0.25", 0.25), ("off", "off")])
+def test_override_values_are_numbers_where_they_can_be(text: str, value: Any) -> None:
+    made = changes.number_or_text(text)
+    assert (made, type(made)) == (value, type(value))
+
+

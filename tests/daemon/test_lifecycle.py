@@ -1,0 +1,313 @@
+"""A version's life through the API: recalibrate, promote, roll back; engines and trainer are spoken to over the real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from safetensors.numpy import save_file
+
+from honed.adapt import wire
+from honed.adapt.drift import Alarm
+from honed.daemon.api import make_app
+from honed.daemon.errors import StoreError
+from honed.daemon.service import Service
+from honed.daemon.settings import Settings
+from tests.daemon.conftest import wait_for
+from tests.daemon.fake_engine import FakeEngine, FakeTrainer
+
+
+def write_checkpoint(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"fc.weight": np.full((4, 4), value, dtype=np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
+
+
+@dataclass
+class Stage:
+    """A daemon, an engine that runs a registered drafter, a trainer, and the API."""
+
+    service: Service
+    engine: FakeEngine
+    trainer: FakeTrainer
+    client: TestClient
+    first: str
+    folder: Path
+
+    def version(self, value: float) -> str:
+        """Another version, as the trainer would make it."""
+        return self.service.drafters.registry.create(
+            lambda folder: write_checkpoint(folder, value), parent=self.first, target_path="/models/tiny"
+        ).version
+
+    def operation(self, operation_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.client.get(f"/v1/operations/{operation_id}").json()
+        return found
+
+    def wait_state(self, operation_id: str, state: str) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            found = self.operation(operation_id)
+            return found if found["state"] == state else None
+
+        return wait_for(look, f"state {state}")  # type: ignore[no-any-return]
+
+    def recalibrate(self, **body: Any) -> tuple[str, wire.TrainRequest]:
+        answer = self.client.post("/v1/recalibrations", json=body)
+        assert answer.status_code == 202, answer.text
+        return answer.json()["operation_id"], self.trainer.expect(wire.TrainRequest)
+
+    def aliases(self) -> dict[str, str | None]:
+        found: dict[str, str | None] = self.client.get("/v1/drafters").json()["aliases"]
+        return found
+
+
+@pytest.fixture
+def stage(service: Service, settings: Settings, folder: Path) -> Iterator[Stage]:
+    write_checkpoint(folder / "drafter", 0.0)
+    engine = FakeEngine(settings.paths.engine_socket)
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    welcome = engine.hello(drafter_path=str(folder / "drafter"), capture_path="/ring")
+    trainer.introduce()
+    with TestClient(make_app(service)) as client:
+        yield Stage(service, engine, trainer, client, welcome.drafter_version, folder)
+    engine.close()
+    trainer.close()
+
+
+def test_the_first_checkpoint_becomes_active_and_the_floor(stage: Stage) -> None:
+    assert stage.first.startswith("v0001-")
+    assert stage.aliases() == {"active": stage.first, "floor": stage.first, "candidate": None, "previous": None}
+
+
+def test_a_recalibration_ends_in_the_engine_and_is_watched(stage: Stage) -> None:
+    operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")
+    assert (request.parent_version, request.workloads, request.capture_path) == (stage.first, ["b"], "/ring")
+    # While it collects, requests are captured.
+    stage.engine.expect(wire.Policy, lambda policy: policy.capture_share == 1.0)
+    stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="training", operation_id=operation_id, steps=7))
+    wait_for(lambda: stage.operation(operation_id)["stage"] == "training", "the stage")
+    new = stage.version(1.0)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=new, steps=9))
+    command = stage.engine.answer_swap()
+    assert command.args["version"] == new
+    assert Path(command.args["path"], "model.safetensors").is_file()
+    done = stage.wait_state(operation_id, "succeeded")
+    assert (done["stage"], done["detail"]["pause_ms"], done["detail"]["steps"]) == ("watching", 1.5, 9)
+    assert stage.aliases() | {"floor": None} == {"active": new, "previous": stage.first, "candidate": None, "floor": None}
+    assert stage.service.store.drain(10)
+    assert [mark["kind"] for mark in stage.client.get("/v1/timeline?since=0").json()["marks"]] == ["swap"]
+
+
+def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
+    operation_id, request = stage.recalibrate(dry_run=True)
+    assert request.dry_run
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True))
+    assert stage.wait_state(operation_id, "succeeded")["stage"] == "done"
+    assert stage.aliases()["active"] == stage.first
+
+
+def test_a_candidate_that_does_not_pass_the_gate_fails_with_its_figures(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    row = wire.GateFigures(workload="a", sessions=3, parent=2.0, candidate=1.9, gain_low=0.9, gain_high=1.0, passed=False)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=False, error="it lost on a", gate=[row]))
+    failed = stage.wait_state(operation_id, "failed")
+    assert failed["error"] == "it lost on a"
+    assert failed["detail"]["gate"][0]["candidate"] == 1.9
+
+
+def test_a_swap_that_an_engine_refuses_leaves_the_old_version_active(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.answer_swap(ok=False, error="shapes differ")
+    assert "engine-0: shapes differ" in stage.wait_state(operation_id, "failed")["error"]
+    assert stage.aliases()["active"] == stage.first
+
+
+def test_promote_and_roll_back(stage: Stage) -> None:
+    new = stage.version(1.0)
+    promoted = stage.client.post(f"/v1/drafters/{new}:promote", json={"reason": "mine"}).json()
+    stage.engine.answer_swap()
+    stage.wait_state(promoted["operation_id"], "succeeded")
+    back = stage.client.post("/v1/drafters:rollback", json={"reason": "worse"}).json()
+    assert stage.engine.answer_swap().args["version"] == stage.first
+    stage.wait_state(back["operation_id"], "succeeded")
+    assert stage.aliases()["active"] == stage.first
+    assert stage.operation(promoted["operation_id"])["stage"] == "done"
+    assert stage.client.post("/v1/drafters:rollback").status_code == 409
+    assert stage.service.store.drain(10)
+    actions = [row["action"] for row in stage.client.get("/v1/audit").json()]
+    assert actions[::-1] == ["promote", "promote.swapped", "rollback"]
+
+
+def test_an_engine_lost_in_the_swap_is_asked_again_when_it_comes_back(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    first = stage.engine.expect(wire.Command)
+    stage.engine.reconnect()
+    stage.engine.hello(drafter_version=stage.first)
+    again = stage.engine.answer_swap()
+    assert again.command_id == first.command_id
+    stage.wait_state(operation_id, "succeeded")
+
+
+def test_an_engine_that_swapped_but_could_not_say_so_settles_it_by_its_hello(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.expect(wire.Command)
+    stage.engine.reconnect()
+    stage.engine.hello(drafter_version=new)
+    stage.wait_state(operation_id, "succeeded")
+    assert stage.aliases()["active"] == new
+
+
+def test_a_restarted_engine_is_brought_to_the_active_version(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.answer_swap()
+    stage.wait_state(operation_id, "succeeded")
+    stage.engine.boot_id = "second boot"
+    stage.engine.reconnect()
+    assert stage.engine.hello(drafter_path=str(stage.folder / "drafter")).drafter_version == stage.first
+    assert stage.engine.answer_swap().args["version"] == new
+    wait_for(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the active version")
+
+
+def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:
+    new = stage.version(1.0)
+    weights = stage.service.drafters.path(new) / "model.safetensors"
+    weights.chmod(0o640)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    answer = stage.client.post(f"/v1/drafters/{new}:promote")
+    assert answer.status_code == 409
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_without_a_trainer_or_an_engine_a_clear_refusal(service: Service) -> None:
+    with TestClient(make_app(service)) as client:
+        assert "no trainer is connected" in client.post("/v1/recalibrations", json={}).json()["detail"]
+        version = service.drafters.registry.create(lambda folder: write_checkpoint(folder, 1.0)).version
+        assert "no engine is connected" in client.post(f"/v1/drafters/{version}:promote").json()["detail"]
+        forced = client.post(f"/v1/drafters/{version}:promote", json={"force": True})
+        assert forced.status_code == 202, forced.text
+        assert forced.json()["state"] == "succeeded"
+        assert service.drafters.active == version
+
+
+def test_a_trainer_that_restarts_fails_its_operation(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    stage.trainer.introduce()
+    assert stage.wait_state(operation_id, "failed")["error"] == "the trainer was restarted"
+    operation_id, _ = stage.recalibrate()
+    stage.trainer.introduce(operation_id=operation_id)
+    assert stage.operation(operation_id)["state"] == "running"
+
+
+def test_a_silent_trainer_fails_its_operation(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation_id, _ = stage.recalibrate()
+    later = stage.service.monotonic() + 1000
+    monkeypatch.setattr(stage.service.trainer, "_monotonic", lambda: later)
+    assert "silent" in stage.wait_state(operation_id, "failed")["error"]
+
+
+def test_cancelling_tells_the_trainer(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    assert stage.client.post("/v1/recalibrations", json={}).status_code == 409
+    answer = stage.client.post(f"/v1/operations/{operation_id}:cancel", json={"reason": "no"})
+    assert answer.json()["state"] == "cancelled"
+    assert stage.trainer.expect(wire.TrainCancel).operation_id == operation_id
+    assert stage.client.post(f"/v1/operations/{operation_id}:cancel").status_code == 409
+
+
+def test_a_candidate_of_an_outdated_parent_is_not_swapped_in(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    other = stage.version(2.0)
+    promoted = stage.client.post(f"/v1/drafters/{other}:promote").json()["operation_id"]
+    stage.engine.answer_swap()
+    stage.wait_state(promoted, "succeeded")
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=stage.version(1.0)))
+    assert "became active meanwhile" in stage.wait_state(operation_id, "failed")["error"]
+    assert stage.aliases()["active"] == other
+
+
+def test_a_version_that_the_watch_finds_bad_goes_by_itself(stage: Stage) -> None:
+    seq = 0
+
+    def play(version: str, accepted: int, batches: int) -> None:
+        nonlocal seq
+        for _ in range(batches):
+            seq += 1
+            stage.engine.send(stage.engine.batch(seq, rounds=40, accepted=[accepted] * 40, drafter_version=version))
+        stage.engine.wait_acked(seq)
+
+    play(stage.first, 3, 60)
+    with stage.service.lock:
+        while stage.service.steering.observe():
+            pass
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.answer_swap()
+    stage.wait_state(operation_id, "succeeded")
+    play(new, 0, 60)
+    assert stage.engine.answer_swap().args["version"] == stage.first
+    assert stage.aliases()["active"] == stage.first
+    assert stage.service.lifecycle.rollbacks == {"canary": 1}
+    assert "rolled back" in stage.operation(operation_id)["detail"]["watch"]
+
+
+def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
+    alarm = Alarm("regressed", "b", stage.first, (1,), 3.0, 500, 1.2, 1.9, "b lost")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+    request = stage.trainer.expect(wire.TrainRequest)
+    assert (request.workloads, request.reason) == (["b"], "b lost")
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error="no samples"))
+    stage.wait_state(request.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+        stage.service.tick(stage.service.monotonic())
+        assert stage.service.lifecycle.training is None
+        stage.service.tick(stage.service.monotonic() + 10_000)
+        assert stage.service.lifecycle.training is not None
+
+
+def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.answer_swap()
+    stage.wait_state(operation_id, "succeeded")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise StoreError("full")
+
+    monkeypatch.setattr(stage.service.store, "write", refuse)
+    assert stage.client.post("/v1/drafters:rollback").status_code == 202
+    assert stage.engine.answer_swap().args["version"] == stage.first
+
+
+def test_the_same_key_gives_the_same_operation(stage: Stage) -> None:
+    headers = {"Idempotency-Key": "abc"}
+    one = stage.client.post("/v1/recalibrations", json={}, headers=headers).json()
+    two = stage.client.post("/v1/recalibrations", json={}, headers=headers).json()
+    assert one["operation_id"] == two["operation_id"]
+    stage.trainer.expect(wire.TrainRequest)
+    stage.trainer.send(wire.TrainResult(operation_id=one["operation_id"], ok=False, error="x"))
+    stage.wait_state(one["operation_id"], "failed")
+    assert stage.client.post("/v1/recalibrations", json={}, headers=headers).json()["state"] == "failed"
+
+
+def test_a_change_based_on_an_older_generation_is_refused(stage: Stage) -> None:
+    generation = stage.client.get("/v1/drafters").json()["generation"]
+    new = stage.version(1.0)
+    path = f"/v1/drafters/{new}:promote"
+    stale = stage.client.post(path, headers={"If-Match": str(generation - 1)})
+    assert (stale.status_code, stale.json()["title"]) == (412, "Changed meanwhile")
+    assert stage.client.post(path, headers={"If-Match": "soon"}).status_code == 422
+    assert stage.client.post(path, headers={"If-Match": f'"{generation}"'}).status_code == 202

@@ -1,0 +1,157 @@
+"""The service as engines see it: real socket, real database, this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from honed.adapt import wire
+from honed.daemon.service import Service
+from tests.daemon.conftest import wait_for
+from tests.daemon.fake_engine import FakeEngine
+
+MakeEngine = Callable[..., FakeEngine]
+
+
+def boot_row(service: Service, boot_id: str = "boot") -> dict[str, int]:
+    rows = service.store.read("SELECT * FROM boots WHERE boot_id = ?", (boot_id,))
+    return rows[0] if rows else {}
+
+
+def test_a_hello_is_answered_with_what_is_committed(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert engine.hello().committed_seq == 0
+    for seq in range(1, 11):
+        engine.send(engine.batch(seq))
+    engine.wait_acked(10)
+    engine.reconnect()
+    assert engine.hello().committed_seq == 10
+
+
+def test_duplicates_resends_and_holes_are_stored_exactly_once(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    for seq in (1, 2, 2, 1, 4, 3, 4, 6, 5, 6, 6):
+        engine.send(engine.batch(seq))
+    engine.wait_acked(6)
+    assert service.store.drain(10)
+    assert service.store.read("SELECT count(*) AS n FROM batches")[0]["n"] == 6
+    assert boot_row(service)["rounds"] == 48
+    assert service.ingest.figures.ahead == 2
+    assert service.ingest.figures.duplicates == 3
+    assert sum(counts.rounds for counts in service.live.values()) == 48
+
+
+def test_losses_that_the_engine_declares_add_up_with_what_is_stored(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.send(engine.batch(1))
+    gap = engine.batch(4, rounds=0, first_seq=2, lost_rounds=24, lost_draft_tokens=72, lost_accepted_tokens=30, lost_batches=3)
+    engine.send(gap)
+    engine.send(engine.batch(5, lost_rounds=24, lost_draft_tokens=72, lost_accepted_tokens=30, lost_batches=3))
+    engine.wait_acked(5)
+    row = boot_row(service)
+    assert row["rounds"] + row["lost_rounds"] == 16 + 24
+    assert row["missing_batches"] == 0
+
+
+def test_a_hole_that_the_engine_cannot_fill_is_counted(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.send(engine.batch(8))
+    engine.wait_acked(8)
+    assert boot_row(service)["missing_batches"] == 7
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frame=st.binary(max_size=200) | st.binary(max_size=60).map(lambda b: wire.encode(wire.Ack(boot_id="b", seq=1))[:-3] + b))
+def test_garbage_is_counted_and_dropped(service: Service, frame: bytes) -> None:
+    before = sum(service.ingest.figures.rejected.values())
+    service.on_frame(b"peer", frame)
+    assert sum(service.ingest.figures.rejected.values()) == before + 1
+
+
+def test_garbage_on_the_wire_harms_nobody(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    for frames in ([b""], [b"\xc1"], [b"x" * 10_000], [b"a", b"b"], [wire.encode(wire.Ack(boot_id="b", seq=3))]):
+        engine.send_frame(*frames)
+    engine.send(engine.batch(1))
+    engine.wait_acked(1)
+    assert sum(service.ingest.figures.rejected.values()) == 5
+
+
+def test_a_malformed_batch_does_not_block_those_behind_it(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.send(engine.batch(1, accepted=[99] * 8))
+    engine.send(engine.batch(2))
+    engine.wait_acked(2)
+    row = boot_row(service)
+    assert (row["malformed_batches"], row["rounds"]) == (1, 8)
+    assert "accepted more" in service.store.read("SELECT malformed FROM batches WHERE seq = 1")[0]["malformed"]
+
+
+def test_a_newer_peer_is_answered_and_marked_and_its_batches_are_left_alone(
+    service: Service, make_engine: MakeEngine
+) -> None:
+    engine = make_engine()
+    assert engine.hello(wire_version=wire.WIRE_VERSION + 1).wire_version == wire.WIRE_VERSION
+    engine.send(engine.batch(1))
+    wait_for(lambda: service.ingest.figures.rejected["wire_version"], "the rejection")
+    assert service.engines.by_id["engine-0"].note == "speaks wire version 2, this daemon 1"
+    assert service.store.read("SELECT * FROM batches") == []
+
+
+def test_policies_arrive_and_are_refreshed(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    first = engine.expect(wire.Policy)
+    again = engine.expect(wire.Policy)
+    assert first.max_k == again.max_k == 3
+    assert again.generation >= first.generation
+
+
+def test_an_engine_that_only_observes_gets_no_policy(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello(capabilities=["events"])
+    engine.send(engine.batch(1))
+    engine.wait_acked(1)
+    with service.lock:
+        service.steer(service.monotonic())
+    assert not [m for m in engine.received if isinstance(m, wire.Policy)]
+
+
+def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(
+    service: Service, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.hello()
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store, "put", lambda item: False)
+        engine.send(engine.batch(1))
+        wait_for(lambda: service.ingest.figures.no_room, "the refusal")
+    engine.send(engine.batch(2))  # what follows must not be taken before it
+    wait_for(lambda: service.ingest.figures.ahead, "the refusal of what follows")
+    engine.send(engine.batch(1))
+    engine.send(engine.batch(2))
+    engine.wait_acked(2)
+    assert boot_row(service)["rounds"] == 16
+
+
+def test_two_processes_under_one_engine_id_are_pointed_out(service: Service, make_engine: MakeEngine) -> None:
+    one, two = make_engine(boot_id="one"), make_engine(boot_id="two")
+    one.hello()
+    two.hello()
+    assert "two processes" in service.engines.by_id["engine-0"].note
+
+
+def test_a_status_shows_in_the_engine(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.send_status(num_running=7, fallback="stale_policy")
+    wait_for(lambda: service.engines.by_id["engine-0"].status, "the status")
+    assert service.engines.by_id["engine-0"].status.num_running == 7  # type: ignore[union-attr]
