@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.honed-setup
 TREE := build/tree
-FOLDERS := adapt attach daemon kernels recalib
+FOLDERS := adapt attach daemon dashboards kernels recalib
 
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test lint typecheck bench bench-overhead clean help
+.PHONY: setup demo test lint typecheck dashboards bench bench-overhead clean help
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -54,6 +54,10 @@ lint: setup
 typecheck: setup
 	@echo "== mypy --strict"
 	@cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p honed
+
+dashboards: setup
+	@echo "== writing the Grafana dashboards anew"
+	@$(BIN)/python dashboards/make_dashboards.py
 
 bench: bench-overhead
 

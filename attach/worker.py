@@ -7,6 +7,7 @@ between two steps. Nothing happens before `honed_attach`.
 from __future__ import annotations
 
 import logging
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class _WorkerSide:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm
             self.capturer = Capturer(
-                lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind),
+                lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind, _ring_mode(path)),
                 lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
                 bytes.fromhex(settings["secret"]),
@@ -44,6 +45,15 @@ class _WorkerSide:
         self.num_errors += 1
         if self.num_errors == 1:
             logger.warning("honed: capture failed in %s; vLLM is not affected, the rows are not used", where, exc_info=True)
+
+
+def _ring_mode(path: Path) -> int:
+    """The ring is its owner's alone, unless an administrator made the folder of the engines' folders belong to a group.
+
+    A setgid folder says so: then the trainer may run as another user of that group (it writes when samples are purged).
+    """
+    shared = path.parent.parent
+    return 0o660 if shared.is_dir() and shared.stat().st_mode & stat.S_ISGID else 0o600
 
 
 class HonedWorkerExtension:

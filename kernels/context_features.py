@@ -39,7 +39,7 @@ if triton is not None:
         i_n = tl.program_id(0).to(tl.int64)
         o_h = tl.arange(0, BLOCK)
         m_h = o_h < hidden
-        row = tl.load(rows_ptr + i_n)
+        row = tl.load(rows_ptr + i_n).to(tl.int64)
         b_x = tl.load(states_ptr + row * states_stride + o_h, mask=m_h, other=0.0).to(tl.float32)
         b_w = tl.load(weight_ptr + o_h, mask=m_h, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / hidden + eps)
@@ -49,7 +49,7 @@ if triton is not None:
 
 def context_features(
     states: torch.Tensor,  # [T, H]
-    rows: torch.Tensor,  # [N] int64
+    rows: torch.Tensor,  # [N] int64, each 0 ≤ row < T: the kernel doesn't look
     norm_weight: torch.Tensor,  # [H]
     eps: float,
     dtype: torch.dtype = torch.float32,
@@ -76,8 +76,10 @@ def launch(
     if triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
     hidden = states.shape[1]
+    assert states.stride(1) == 1 or hidden <= 1, "the kernel reads rows of unit stride"
+    rows, norm_weight = rows.contiguous(), norm_weight.contiguous()  # the kernel knows no strides of theirs
     out = torch.empty((len(rows), hidden), dtype=dtype, device=states.device)
-    if len(rows):
+    if out.numel():
         block = triton.next_power_of_2(hidden)
         _context_features_kernel[(len(rows),)](
             states, rows, norm_weight, out, states.stride(0), hidden, eps, BLOCK=block, num_warps=max(1, min(16, block // 256))

@@ -1,0 +1,63 @@
+"""The public function here; the kernel itself under Triton's interpreter, and on a GPU where there is one.
+
+TRITON_INTERPRET must be set before Triton is first imported and then holds for the whole process, vLLM included: so the
+kernel's cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from honed.kernels import context_features as kernel
+from honed.kernels import reference
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_cases(device: str, **env: str) -> None:
+    cases = Path(__file__).with_name("context_features_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(cases)]
+    environ = os.environ | {"HONED_TEST_DEVICE": device} | env
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
+    run_cases("cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
+    run_cases("cuda")
+
+
+def test_without_a_gpu_the_twin_runs() -> None:
+    states, rows, weight = torch.randn(9, 7), torch.tensor([8, 0, 0]), torch.randn(7)
+    made = kernel.context_features(states, rows, weight, 1e-6, torch.bfloat16)
+    assert torch.equal(made, reference.context_features(states, rows, weight, 1e-6, torch.bfloat16))
+
+
+def test_the_twin_is_the_formula() -> None:
+    states = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    made = kernel.context_features(states, torch.tensor([1]), torch.tensor([1.0, 10.0]), 0.5)
+    rms = ((9.0 + 16.0) / 2 + 0.5) ** 0.5
+    torch.testing.assert_close(made, torch.tensor([[3.0 / rms, 40.0 / rms]]))
+
+
+@pytest.mark.parametrize(
+    ("states", "rows", "weight"),
+    [((9,), (3,), (9,)), ((9, 7), (3,), (8,)), ((9, 7), (3,), (1, 7)), ((9, 7), (3, 1), (7,)), ((2, 9, 7), (3,), (7,))],
+)
+def test_shapes_that_do_not_fit_are_refused(states: tuple[int, ...], rows: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="don't fit"):
+        kernel.context_features(torch.zeros(states), torch.zeros(rows, dtype=torch.int64), torch.ones(weight), 1e-6)

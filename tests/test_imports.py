@@ -1,0 +1,170 @@
+"""Who may import whom. Read off the source, so imports inside functions count as well."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("adapt", "attach", "daemon", "kernels", "recalib")
+
+MAY_IMPORT = {
+    "adapt": set[str](),
+    "attach": {"adapt", "kernels"},
+    "kernels": set[str](),
+    "recalib": {"kernels", "adapt"},
+    "daemon": {"adapt", "recalib"},
+}
+"""Folder -> folders of ours, beside itself."""
+DAEMON_MAY_TAKE_FROM_RECALIB = {"registry", "manifest", "gate", "trainer_settings"}
+TRAIN_COMMAND = ("daemon/command_line.py", "recalib.trainer")
+"""`honed train` starts the trainer; it is imported there and then only."""
+
+PURE = {
+    "__future__", "abc", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "random", "struct",
+    "typing", "msgspec", "numpy",
+}  # fmt: skip
+"""What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
+INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton"}
+HEAVY = {"torch", "vllm", "triton", "transformers"}
+
+DISTRIBUTIONS = {"zmq": "pyzmq", "starlette": "fastapi"}
+"""Where an import isn't named as what is installed for it; starlette is what FastAPI's answers are made of."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, in full ("honed.adapt.wire"), and where."""
+
+    name: str
+    line: int
+    is_lazy: bool
+    """Inside a function."""
+    is_for_types: bool
+    """Under `if TYPE_CHECKING`."""
+
+    @property
+    def top(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def modules(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).glob("*.py"))
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    return tuple(_walk(ast.parse(path.read_text()), is_lazy=False, is_for_types=False))
+
+
+def _walk(node: ast.AST, is_lazy: bool, is_for_types: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, node.lineno, is_lazy, is_for_types)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        assert node.module is not None
+        for alias in node.names:
+            yield Import(_module_of(node.module, alias.name), node.lineno, is_lazy, is_for_types)
+    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for statement in node.body:
+            yield from _walk(statement, is_lazy, True)
+        for statement in node.orelse:
+            yield from _walk(statement, is_lazy, is_for_types)
+    else:
+        is_inside = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, is_inside, is_for_types)
+
+
+def _module_of(module: str, name: str) -> str:
+    """`from honed.adapt import wire` is about honed.adapt.wire; `from honed.adapt.wire import Ack` is so too."""
+    return f"{module}.{name}" if source_of(f"{module}.{name}") else module
+
+
+def source_of(name: str) -> Path | None:
+    """The file of a module of ours."""
+    parts = name.split(".")
+    path = ROOT / f"{'/'.join(parts[1:])}.py"
+    return path if parts[0] == "honed" and len(parts) == 3 and path.is_file() else None
+
+
+@pytest.mark.parametrize("path", modules(*FOLDERS), ids=label)
+def test_folders_import_only_what_the_table_allows(path: Path) -> None:
+    folder = path.parent.name
+    for found in imports(path):
+        if found.top != "honed":
+            continue
+        other = found.name.split(".")[1]
+        assert other == folder or other in MAY_IMPORT[folder], f"line {found.line}: {found.name}"
+        if (folder, other) == ("daemon", "recalib"):
+            module = found.name.split(".")[2]
+            is_train_command = (label(path), f"recalib.{module}") == TRAIN_COMMAND and found.is_lazy
+            assert module in DAEMON_MAY_TAKE_FROM_RECALIB or is_train_command, f"line {found.line}: {found.name}"
+
+
+@pytest.mark.parametrize("path", modules("adapt"), ids=label)
+def test_adapt_is_pure(path: Path) -> None:
+    assert {found.top for found in imports(path)} - {"honed"} <= PURE
+    tree = ast.parse(path.read_text())
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not called & {"open", "print", "input", "exec", "eval", "__import__"}
+    drawn = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random"}
+    assert drawn <= {"Random"}, "the module's own generator is shared and seeded by the system"
+
+
+@pytest.mark.parametrize("path", modules("attach", "kernels"), ids=label)
+def test_what_runs_inside_vllm_takes_only_what_vllm_has(path: Path) -> None:
+    foreign = {found.top for found in imports(path)} - {"honed"} - sys.stdlib_module_names
+    allowed = {"torch", "triton"} if path.parent.name == "kernels" else INSIDE_VLLM
+    assert foreign <= allowed
+
+
+@pytest.mark.parametrize("path", modules("daemon"), ids=label)
+def test_nothing_that_the_daemon_loads_reaches_torch(path: Path) -> None:
+    seen, ahead = {path}, [path]
+    while ahead:
+        here = ahead.pop()
+        for found in imports(here):
+            if found.is_for_types or (found.is_lazy and here == ROOT / TRAIN_COMMAND[0]):
+                continue
+            assert found.top not in HEAVY, f"{label(path)} reaches {found.name} by {label(here)}:{found.line}"
+            source = source_of(found.name)
+            if source is not None and source not in seen:
+                seen.add(source)
+                ahead.append(source)
+
+
+def test_every_foreign_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[<>=\[ ;]", line)[0].lower() for line in wanted}
+    for path in [*modules(*FOLDERS), *modules("dashboards")]:
+        for found in imports(path):
+            if found.top != "honed" and found.top not in sys.stdlib_module_names:
+                name = DISTRIBUTIONS.get(found.top, found.top.replace("_", "-"))
+                # torch brings triton where it exists.
+                assert name in declared or name == "triton", f"{label(path)}:{found.line} {found.name}"
+
+
+def test_no_folder_is_a_regular_package() -> None:
+    """A top-level `daemon` or `kernels` with an __init__.py would hide PyPI packages of that name."""
+    assert not [path for folder in (*FOLDERS, "dashboards", "systemd") for path in (ROOT / folder).glob("__init__.py")]
+    assert all((ROOT / folder).is_dir() for folder in FOLDERS)
+
+
+def test_code_folders_are_flat() -> None:
+    for folder in (*FOLDERS, "dashboards", "systemd"):
+        assert not [p for p in (ROOT / folder).iterdir() if p.is_dir() and not p.name.startswith(("__pycache__", "."))], folder
