@@ -1,0 +1,363 @@
+"""The demo: a drafter meets a workload that it doesn't know, and honed teaches it while the server stands idle.
+
+A user's day in a few minutes, with the real vLLM server and real processes: workload A is what the drafter was made for,
+workload B is new. honed logs every verify round, notices, trains a candidate when the server is idle, compares it on
+sessions that were held out, and swaps it into the running server. Held-out prompts of both are measured before and after
+by vLLM's own counters, and every greedy output is compared with that of a vLLM without honed.
+
+The last line of stdout is JSON. The exit code is 1 when one of the promises isn't kept; the figures are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import demo_report
+import httpx2
+import vllm_server
+from client_load import Played, Prompt, differing, play, read_prompts
+from demo_display import Display, Watcher
+from demo_figures import honed_figures, promises_of, result_of, toml
+from honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
+from processes import ROOT, Child, ProcessError, Processes, free_port
+from vllm_server import Server
+
+from honed.daemon.client import FINISHED, AdminClient, AdminError
+
+Document = dict[str, Any]
+
+
+PHASES = {
+    "reference_a": "A without honed",
+    "reference_b": "B without honed",
+    "a_before": "A before",
+    "b_before": "B before",
+    "traffic_a": "traffic A",
+    "traffic_b": "traffic B",
+    "b_after": "B after",
+    "a_after": "A after",
+    "traffic_b_after": "traffic B after",
+}
+"""Phases in their order, and what they are called."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How big the demo is."""
+
+    out: Path = ROOT / "demo-out"
+    prompts: Path = ROOT / "benchmarks" / "tiny"
+    heldout_prompts: int = 32
+    traffic_a_prompts: int = 96
+    traffic_b_prompts: int = 200
+    after_prompts: int = 32
+    max_tokens: int = 80
+    concurrency: int = 8
+    train_seconds: float = 150.0
+    patience_s: float = 20.0
+    """How long honed may take, with the server idle, to begin by itself."""
+    operation_s: float = 420.0
+    """Longest wait for the whole recalibration."""
+
+
+@dataclass
+class Attached:
+    """vLLM with honed, and the daemon's API."""
+
+    server: Server
+    client: AdminClient
+    start_unix_s: float
+
+
+@dataclass
+class Demo:
+    """What has been found so far."""
+
+    plan: Plan
+    display: Display
+    prompts: dict[str, list[Prompt]]
+    reference: dict[str, Played] = field(default_factory=dict)
+    phases: list[Document] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    trigger: str = ""
+
+    async def run(self, processes: Processes) -> Document:
+        """The whole story; the record that the report is made of."""
+        await self.measure_reference(processes)
+        runtime_dir = Path(tempfile.mkdtemp(prefix="honed-demo-"))  # short: a unix socket's path has 107 characters
+        try:
+            async with self.attached(processes, runtime_dir) as at, Watcher(at.client, self.display) as watcher:
+                operation = await self.story(at)
+                return await self.record(at, operation, watcher.training)
+        finally:
+            shutil.rmtree(runtime_dir, ignore_errors=True)
+
+    async def measure_reference(self, processes: Processes) -> None:
+        """What vLLM says without honed: the yardstick for every output later."""
+        self.display.phase("vLLM without honed: what it answers is the reference")
+        server = vllm_server.start(processes, "vllm-reference")
+        self.note_command(server.child, {})
+        self.display.say(f"started in {await asyncio.to_thread(vllm_server.wait, server):.0f} s")
+        for workload in ("a", "b"):
+            self.reference[workload] = await self.measured(f"reference_{workload}", workload, server, None)
+        processes.stop(server.child)
+        self.display.say("stopped; the same server comes back with honed attached")
+
+    @contextlib.asynccontextmanager
+    async def attached(self, processes: Processes, runtime_dir: Path) -> AsyncIterator[Attached]:
+        """The daemon, the trainer, and vLLM attached to them, as three commands of a user."""
+        self.display.phase("honed's daemon and trainer, and vLLM with honed attached")
+        config = self.plan.out / "honed.toml"
+        config.write_text(toml(settings_of(self.plan, runtime_dir)))
+        with AdminClient(runtime_dir / "admin.sock") as client:
+            daemon, environment = await asyncio.to_thread(start_daemon, processes, config, client)
+            trainer = processes.start("honed-train", [honed_command(), "train"], environment)
+            args = await asyncio.to_thread(vllm_args, environment)
+            flags, extra = args["flags"], args["environment"]
+            server = vllm_server.start(processes, "vllm-honed", extra=flags, environment=extra)
+            for child, shown in ((daemon, {}), (trainer, {}), (server.child, extra)):
+                self.note_command(child, shown)
+            seconds = await asyncio.to_thread(vllm_server.wait, server)
+            await asyncio.to_thread(wait_attached, server.child, client)
+            self.display.say(f"started in {seconds:.0f} s; honed's flags came from `honed vllm-args`")
+            yield Attached(server, client, time.time())
+
+    async def story(self, at: Attached) -> Document:
+        """From the first prompt to the last; the recalibration's final view."""
+        show = self.display
+        show.phase("Held-out prompts before any training, draft length pinned to 7 by an override, nothing captured")
+        async with pinned(at.client):
+            await self.measured("a_before", "a", at.server, at.client)
+            await self.measured("b_before", "b", at.server, at.client)
+        show.phase("Live traffic: some of A, then the new workload B; honed chooses the draft lengths and captures")
+        await self.traffic("traffic_a", "a", at)
+        await self.traffic("traffic_b", "b", at)
+        show.phase("The server is idle: honed may train")
+        operation = await self.recalibrated(at)
+        detail = operation.get("detail") or {}
+        if operation.get("state") == "succeeded":
+            pause = f"{detail['pause_ms']:.1f} ms" if detail.get("pause_ms") is not None else "unknown"
+            show.say(f"{detail.get('version')} passed the gate and was swapped in; pause {pause}, same vLLM process")
+        else:
+            show.say(f"the recalibration {operation.get('state')}: {operation.get('error') or 'no reason given'}")
+        show.phase("The same held-out prompts again, draft length pinned to 7")
+        async with pinned(at.client):
+            await self.measured("b_after", "b", at.server, at.client)
+            await self.measured("a_after", "a", at.server, at.client)
+        show.phase("A little more live traffic of B: what the controller makes of the better drafter")
+        await self.traffic("traffic_b_after", "b", at)
+        return operation
+
+    async def measured(self, key: str, workload: str, server: Server, client: AdminClient | None) -> Played:
+        """Play held-out prompts and note what vLLM and honed counted meanwhile."""
+        played = await self.phase_of(key, workload, server, client, self.prompts[f"heldout_{workload}"], capture=False)
+        if played.num_failed and client is None:
+            first = next(r.error for r in played.replies if r.error)
+            raise ProcessError(f"{played.num_failed} reference requests failed: {first}")
+        return played
+
+    async def traffic(self, key: str, workload: str, at: Attached) -> None:
+        """Play live traffic: captured, and with draft lengths that the controller chooses."""
+        await self.phase_of(key, workload, at.server, at.client, self.prompts[key], capture=True)
+
+    async def phase_of(
+        self, key: str, workload: str, server: Server, client: AdminClient | None, prompts: Sequence[Prompt], capture: bool
+    ) -> Played:
+        """One phase, with vLLM's counters and honed's around it."""
+        plan = self.plan
+        start_s, before, seen = time.time(), server.counters(), engine_of(client)
+        played = await play(
+            server.url,
+            prompts,
+            concurrency=plan.concurrency,
+            max_tokens=plan.max_tokens,
+            workload=workload if client is not None else "",
+            capture=capture,
+        )
+        end_s = time.time()
+        after = await vllm_server.settled(server)
+        counted = after - before
+        phase: Document = {
+            "key": key,
+            "name": PHASES[key],
+            "start_s": start_s,
+            "end_s": end_s,
+            "requests": len(prompts),
+            "failed": played.num_failed,
+            "tokens_per_s": played.tokens_per_s,
+            "pinned": key in ("a_before", "b_before", "b_after", "a_after"),
+            "vllm": {**asdict(counted), "acceptance_length": counted.acceptance_length},
+        }
+        if client is not None:
+            phase |= honed_figures(seen, await caught_up(client, after))
+        if not capture and client is not None:
+            phase["differing"] = differing(self.reference[workload].replies, played.replies)
+            phase["identical"] = not phase["differing"]
+        self.phases.append(phase)
+        self.tell(phase)
+        return played
+
+    def tell(self, phase: Document) -> None:
+        """One line about a phase that is over."""
+        v = phase["vllm"]
+        k = v["draft_tokens"] / v["drafts"] if v["drafts"] else 0.0
+        text = f"{phase['name']}: {phase['requests']} requests, {v['acceptance_length']:.3f} tokens/round by vLLM's counters"
+        if honed := phase.get("honed"):
+            text += f", {honed['acceptance_length']:.3f} by honed's"
+        text += f", k {k:.2f}, {phase['tokens_per_s']:.0f} tok/s"
+        if phase["failed"]:
+            text += f", {phase['failed']} FAILED"
+        if "identical" in phase:
+            text += ", output identical" if phase["identical"] else f", output DIFFERS for {len(phase['differing'])} prompts"
+        self.display.say(text)
+
+    async def recalibrated(self, at: Attached) -> Document:
+        """Wait for honed to begin by itself, or ask it as an operator would, and follow the operation to its end."""
+        operation_id, deadline_s = "", time.monotonic() + self.plan.patience_s
+        while not operation_id and time.monotonic() < deadline_s:
+            found = [o for o in at.client.get("/v1/operations") if o["kind"] == "recalibrate"]
+            operation_id = found[0]["operation_id"] if found else ""
+            await asyncio.sleep(0.5)
+        if operation_id:
+            why = found[0].get("reason") or "no reason given"
+            self.trigger = f"honed started the recalibration by itself: {why}."
+        else:
+            body = {"workloads": ["b"], "reason": "demo: nothing had started by itself"}
+            operation_id = at.client.post("/v1/recalibrations", body)["operation_id"]
+            waited = f"{self.plan.patience_s:g} s of idleness"
+            self.trigger = f"honed had not started by itself after {waited}: the demo asked it to, as an operator would."
+        self.display.say(self.trigger)
+        until_s = time.monotonic() + self.plan.operation_s
+        view: Document = {}
+        while time.monotonic() < until_s:
+            view = at.client.get(f"/v1/operations/{operation_id}")
+            if view["state"] in FINISHED:
+                break
+            at.server.child.check()
+            await asyncio.sleep(0.5)
+        else:
+            at.client.post(f"/v1/operations/{operation_id}:cancel", {"reason": "demo: out of time"})
+            view |= {"state": "failed", "error": f"not finished after {self.plan.operation_s:g} s"}
+        return view
+
+    def note_command(self, child: Child, shown: dict[str, str]) -> None:
+        """Remember a command for the report, as one would type it."""
+        words = [f"{k}={v}" for k, v in shown.items()] + [str(w) for w in child.popen.args]  # type: ignore[union-attr]
+        self.commands.append(f"# {child.name}\n" + " ".join(words))
+
+    async def record(self, at: Attached, operation: Document, training: list[Document]) -> Document:
+        """Everything that the report needs, and the result."""
+        totals = at.server.counters()
+        engine = await caught_up(at.client, totals)
+        result = result_of(self.phases, engine, totals, operation)
+        is_same_process = at.server.child.popen.poll() is None and len(at.client.get("/v1/engines")) == 1
+        return {
+            "result": result,
+            "promises": promises_of(result, operation, is_same_process),
+            "phases": self.phases,
+            "operation": at.client.get(f"/v1/operations/{operation['operation_id']}"),
+            "training": training,
+            "timeline": at.client.get("/v1/timeline", resolution="1s", since=at.start_unix_s),
+            "start_unix_s": at.start_unix_s,
+            "when": time.strftime("%Y-%m-%d %H:%M"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, Python {platform.python_version()}",
+            "commands": self.commands,
+            "config": (self.plan.out / "honed.toml").read_text(),
+            "trigger": self.trigger,
+            "engine": engine,
+            "status": at.client.get("/v1/status"),
+            "drafters": at.client.get("/v1/drafters"),
+            "audit": at.client.get("/v1/audit"),
+        }
+
+
+def settings_of(plan: Plan, runtime_dir: Path) -> Document:
+    """honed.toml: the defaults but for folders and for a demo's impatience."""
+    return {
+        "paths": {"runtime_dir": runtime_dir, "state_dir": plan.out / "state"},
+        "http": {"metrics_listen": f"127.0.0.1:{free_port()}"},
+        "controller": {"capture_share": 1.0},
+        "recalibration": {"max_seconds": plan.train_seconds, "min_interval_s": 0.0, "grace_s": 300.0},
+        "trainer": {"max_steps": 100_000},
+    }
+
+
+def read_plan_prompts(plan: Plan) -> dict[str, list[Prompt]]:
+    """Held-out prompts and live traffic; the last stretch of B's traffic is kept for after the swap."""
+    folder = plan.prompts
+    traffic_b = read_prompts(folder / "traffic_b.jsonl", plan.traffic_b_prompts + plan.after_prompts)
+    return {
+        "heldout_a": read_prompts(folder / "prompts_a.jsonl", plan.heldout_prompts),
+        "heldout_b": read_prompts(folder / "prompts_b.jsonl", plan.heldout_prompts),
+        "traffic_a": read_prompts(folder / "traffic_a.jsonl", plan.traffic_a_prompts),
+        "traffic_b": traffic_b[: -plan.after_prompts],
+        "traffic_b_after": traffic_b[-plan.after_prompts :],
+    }
+
+
+async def run(plan: Plan) -> Document:
+    """Run the demo, write what it leaves, and return the record. SIGTERM ends it as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with Processes(plan.out / "logs") as processes, Display() as display:
+        demo = Demo(plan, display, read_plan_prompts(plan))
+        record = await demo.run(processes)
+        (plan.out / "record.json").write_text(json.dumps(record, indent=1))
+        (plan.out / "report.html").write_text(demo_report.render(record))
+        display.phase(f"The report: {plan.out / 'report.html'}")
+        for promise in record["promises"]:
+            display.say(f"{'kept    ' if promise['kept'] else 'NOT KEPT'}  {promise['text']}: {promise['found']}")
+    return record
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Plan.out, help="output folder (emptied first)")
+    parser.add_argument("--prompts", type=Path, default=Plan.prompts, help="folder with prompts_*.jsonl, traffic_*.jsonl")
+    parser.add_argument("--train-seconds", type=float, default=Plan.train_seconds, help="longest training")
+    arguments = parser.parse_args()
+    plan = Plan(out=arguments.out.resolve(), prompts=arguments.prompts, train_seconds=arguments.train_seconds)
+    try:
+        vllm_server.check_pair()
+        prepare(plan.out)
+        record = asyncio.run(run(plan))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("demo: stopped; everything that it started has ended", file=sys.stderr)
+        return 130
+    except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
+        print(f"demo: {error}\nLogs are in {plan.out / 'logs'}.", file=sys.stderr)
+        return 1
+    is_kept = all(promise["kept"] for promise in record["promises"])
+    if not is_kept:
+        broken = "; ".join(f"{p['text']} (found: {p['found']})" for p in record["promises"] if not p["kept"])
+        print(f"demo: not every promise was kept: {broken}", file=sys.stderr)
+    print(json.dumps(record["result"]), flush=True)
+    return 0 if is_kept else 1
+
+
+def prepare(out: Path) -> None:
+    """An empty output folder. Only a folder that looks like ours is emptied."""
+    if out.exists() and any(out.iterdir()) and not (out / "honed.toml").exists() and not (out / "logs").exists():
+        raise OSError(f"{out} is not empty and not a demo's output: choose another folder with --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

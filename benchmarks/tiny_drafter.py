@@ -1,0 +1,136 @@
+"""Make and train the tiny pair's drafter: DFlash with three layers and blocks of eight, on domain A alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tiny_tokens import MASK_TOKEN_ID, VOCAB_SIZE
+from torch import Tensor
+
+from honed.recalib import losses
+from honed.recalib.checkpoint import load_target_head, save_drafter
+from honed.recalib.drafter import DFlashDrafter, DrafterConfig
+
+TARGET_LAYER_IDS = (1, 3, 4, 5)
+
+# Letters: S sequences, T tokens of each, N anchors of each, K draft positions, A unfused features.
+
+
+def drafter_json() -> dict[str, object]:
+    """The drafter's config.json as vLLM reads it."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "block_size": 8,
+        "num_target_layers": 6,
+        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": list(TARGET_LAYER_IDS)},
+    }
+
+
+def fresh_drafter(target_dir: Path, seed: int = 0) -> DFlashDrafter:
+    """A drafter with random weights beside the target."""
+    torch.manual_seed(seed)
+    head = load_target_head(target_dir)
+    drafter = DFlashDrafter(DrafterConfig.from_json(drafter_json()), head.embed_tokens, head.lm_head)
+    for name, parameter in drafter.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.02 if "down_proj" not in name and "o_proj" not in name else 0.008)
+    return drafter
+
+
+def write_drafter(drafter: DFlashDrafter, folder: Path) -> None:
+    """Save in bfloat16 with the config.json above."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(drafter_json(), indent=2) + "\n")
+    save_drafter(drafter, folder, folder)
+
+
+@dataclass(frozen=True)
+class DrafterTraining:
+    """How long and how fast to train from scratch; the rates fall linearly over the last `decay_share` of the steps."""
+
+    steps: int = 2500
+    sequences: int = 8
+    anchors: int = 64
+    matrix_lr: float = 0.01
+    other_lr: float = 2e-3
+    warmup_share: float = 0.02
+    decay_share: float = 0.6
+    decay_tokens: float = 4.0
+    seed: int = 0
+
+
+def block_loss(
+    drafter: DFlashDrafter, aux: Tensor, token_ids: Tensor, anchors: Tensor, decay_tokens: float
+) -> tuple[Tensor, Tensor]:  # [S, T, A], [S, T], [S, N] -> [], [K]
+    """Position-decayed cross-entropy on the target's tokens, and the share that is right at each position."""
+    positions = torch.arange(token_ids.shape[1])
+
+    def one(features: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+        return drafter.draft_hidden(features, positions, ids, rows)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = torch.vmap(one)(drafter.fuse(aux), token_ids, anchors)  # [S, N, K, H]
+        logits = F.linear(hidden, drafter.lm_head).flatten(0, 1)  # [S * N, K, V]
+    offsets = 1 + torch.arange(logits.shape[1])
+    labels = token_ids.gather(1, (anchors[:, :, None] + offsets).flatten(1)).view(logits.shape[:2])
+    weights = losses.position_weights(labels.shape[1], decay_tokens).expand(labels.shape)
+    is_right = (logits.detach().argmax(-1) == labels).float().mean(0)
+    return losses.weighted_mean(losses.cross_entropy(logits, labels), weights), is_right
+
+
+def train_drafter(
+    drafter: DFlashDrafter,
+    pools: list[tuple[Tensor, Tensor]],  # [M, T, A] bfloat16 and [M, T] for each length T
+    settings: DrafterTraining,
+    save: Callable[[DFlashDrafter], None],
+) -> None:
+    """Train on random blocks of random sequences."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    matrices = [p for n, p in drafter.named_parameters() if p.ndim == 2]
+    others = [p for p in drafter.parameters() if p.ndim != 2]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=settings.other_lr, weight_decay=0.0),
+    ]
+    loss_of = torch.compile(block_loss, dynamic=False)
+    block = drafter.config.block_size
+    for step in range(1, settings.steps + 1):
+        progress = step / settings.steps
+        factor = max(0.02, min(1.0, progress / settings.warmup_share, (1.0 - progress) / settings.decay_share))
+        for optimizer, full in zip(optimizers, (settings.matrix_lr, settings.other_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = full * factor
+        aux, token_ids = pools[step % len(pools)]
+        chosen = torch.randint(0, len(aux), (settings.sequences,), generator=generator)
+        anchors = torch.randint(1, token_ids.shape[1] - block + 1, (settings.sequences, settings.anchors), generator=generator)
+        loss, is_right = loss_of(drafter, aux[chosen].float(), token_ids[chosen], anchors, settings.decay_tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            right = " ".join(f"{share:.2f}" for share in is_right.tolist())
+            print(f"drafter step {step} loss {loss.item():.3f} right {right}", flush=True)
+        if step % 250 == 0:
+            save(drafter)
+    save(drafter)
