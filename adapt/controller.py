@@ -62,7 +62,8 @@ class ControllerSettings:
     workload_strength: float = 24.0
     """Pseudo-rounds of the engine's curve against a workload's own."""
     policy_ttl_s: float = 10.0
-    capture_share: float = 0.0
+    capture_share: float = 0.25
+    """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
     captured_tokens: tuple[int, ...] = ()
     """Token counts of the captured CUDA graphs; empty: none, or unknown."""
     max_workloads: int = 32

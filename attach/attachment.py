@@ -258,8 +258,8 @@ class Attachment:
         assert policy is not None
         self._policy = policy
         self._decider.set_policy(policy, time.monotonic())
-        is_idle = not self._scheduler.has_unfinished_requests()
-        self._workers.set_capture_share(policy.capture_share, self._drafter_version, is_idle)
+        idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
+        self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
 
     def _on_swapped(self, drafter_version: str, needs_cache_reset: bool) -> None:
         self._drafter_version = drafter_version

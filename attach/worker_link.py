@@ -28,6 +28,7 @@ class WorkerLink:
         self._is_attached = False
         self._is_wake_pending = False
         self._share = -1.0
+        self._counted_step = 0
         self.captured: dict[str, float] = {}
         """rows, bytes, errors of what was captured, as of the last time anything was asked."""
 
@@ -62,14 +63,18 @@ class WorkerLink:
         if limit := next((a["limit"] for a in answers if a.get("limit")), ""):
             self._drop(limit)
 
-    def set_capture_share(self, share: float, drafter_version: str, is_idle: bool) -> None:
+    def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
         """Capture this share of the requests to come.
 
-        A call to the workers takes a millisecond: it is made when it changes something, or when nobody is waiting (then it
-        brings the counts up to date).
+        Calling the workers takes a millisecond, and afterwards vLLM's message queue spins for a second in each of them. So it
+        is done when it changes something, and once when the engine has become idle, to bring the counts up to date.
+
+        Args:
+            idle_since_step: number of the last step when the engine is idle, -1 when it isn't.
         """
-        if self.can_capture and (share != self._share or is_idle):
-            self._share = share
+        is_news = share != self._share or idle_since_step not in (-1, self._counted_step)
+        if self.can_capture and is_news:
+            self._share, self._counted_step = share, idle_since_step
             self.captured = self.rpc("honed_capture", share, drafter_version)[0]
 
     def wake(self, callback: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ Nothing heavy is imported before it's needed: `honed status` must be quick also 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,11 +115,13 @@ def status(
     with connect(context) as client:
         document = client.get("/v1/status")
         if watch and not as_json:
-            with Live(show.status(document), refresh_per_second=4) as live:
+            with suppress(KeyboardInterrupt), Live(show.status(document), refresh_per_second=4) as live:
                 while True:
                     time.sleep(1.0)
-                    live.update(show.status(client.get("/v1/status")))
-        emit(document, as_json, show.status)
+                    document = client.get("/v1/status")
+                    live.update(show.status(document))
+        else:
+            emit(document, as_json, show.status)
     if check and any(f.level == "error" for f in findings(document)):
         raise typer.Exit(EXIT_FAILED)
 

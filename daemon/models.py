@@ -87,7 +87,9 @@ class EngineView(BaseModel):
     num_running: int
     num_waiting: int
     policy: EnginePolicy
+    decide_us_p50: float
     decide_us_p99: float
+    log_us_p50: float
     log_us_p99: float
     errors: int
     rounds: int

@@ -7,20 +7,18 @@ never read as markup.
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.style import StyleType
-from rich.table import Table
 from rich.text import Text
 
+from honed.daemon import cells
+from honed.daemon.cells import Rows
 from honed.daemon.findings import findings
 
 Document = dict[str, Any]
-NOTHING = "–"
 STATE_STYLES = {
     "succeeded": "green",
     "running": "cyan",
@@ -31,22 +29,6 @@ STATE_STYLES = {
     "alarm": "red",
     "active": "green",
 }
-
-
-class _Rows(Table):
-    """A table whose cells are taken literally: rich would read `[bold]` in a plain string as markup."""
-
-    @classmethod
-    def of(cls, *columns: str, show_header: bool = True) -> Self:
-        table = cls(box=None, pad_edge=False, header_style="dim", show_header=show_header)
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        return table
-
-    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
-        """Add a row of texts."""
-        texts = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
-        super().add_row(*texts, style=style, end_section=end_section)
 
 
 def status(document: Document) -> RenderableType:
@@ -67,40 +49,40 @@ def engines(rows: Sequence[Document]) -> RenderableType:
     for e in rows:
         policy = e.get("policy") or {}
         fallback = policy.get("fallback")
-        steering = fallback or f"{policy.get('kind') or NOTHING} #{policy.get('generation', 0)}"
+        steering = fallback or f"{policy.get('kind') or cells.NOTHING} #{policy.get('generation', 0)}"
         lines.append(
             Text.assemble(
-                (_text(e.get("engine_id")), "bold"),
+                (cells.text(e.get("engine_id")), "bold"),
                 "  ",
                 ("connected", "green") if e.get("connected") else ("gone", "red"),
-                f"  {_text(e.get('model_name'))}, drafter {_text(e.get('drafter_version'))},"
-                f" k {_number(e.get('draft_tokens_per_round'), 2)} of {_count(e.get('num_spec_tokens'))} by ",
+                f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))},"
+                f" k {cells.number(e.get('draft_tokens_per_round'), 2)} of {cells.count(e.get('num_spec_tokens'))} by ",
                 (steering, "yellow" if fallback else ""),
             )
         )
-        load = f"{_number(e.get('tokens_per_s'), 0)} tok/s"
-        load += f", {_count(e.get('num_running'))} running, {_count(e.get('num_waiting'))} waiting"
-        cost = f"p99 of deciding {_micros(e.get('decide_us_p99'))}, of logging {_micros(e.get('log_us_p99'))}"
-        lost = (f"{_count(e.get('lost_rounds'))} lost", "red" if e.get("lost_rounds") else "")
-        lines.append(Text.assemble(f"  {load}; {_count(e.get('rounds'))} rounds stored, ", lost, f"; {cost}"))
+        load = f"{cells.number(e.get('tokens_per_s'), 0)} tok/s"
+        load += f", {cells.count(e.get('num_running'))} running, {cells.count(e.get('num_waiting'))} waiting"
+        cost = f"p99 of deciding {cells.micros(e.get('decide_us_p99'))}, of logging {cells.micros(e.get('log_us_p99'))}"
+        lost = (f"{cells.count(e.get('lost_rounds'))} lost", "red" if e.get("lost_rounds") else "")
+        lines.append(Text.assemble(f"  {load}; {cells.count(e.get('rounds'))} rounds stored, ", lost, f"; {cost}"))
     return Group(*lines) if lines else Text("no engine has attached", "dim")
 
 
 def workloads(rows: Sequence[Document]) -> RenderableType:
     """How well the drafter does on each workload, position by position."""
     columns = ("engine", "workload", "drafter", "rounds", "acc. length", "acc. rate")
-    table = _Rows.of(*columns, "by position (conditional)", "drift")
+    table = Rows.of(*columns, "by position (conditional)", "drift")
     for w in rows:
         drift = w.get("drift") or {}
-        state = str(drift.get("state") or NOTHING)
+        state = str(drift.get("state") or cells.NOTHING)
         table.add_row(
-            _text(w.get("engine_id")),
-            _text(w.get("workload")),
-            _text(w.get("drafter_version")),
-            _count(w.get("rounds")),
-            _number(w.get("acceptance_length"), 3),
-            _percent(w.get("acceptance_rate")),
-            " ".join(f"{p:.2f}" for p in w.get("conditional_by_position") or []) or NOTHING,
+            cells.text(w.get("engine_id")),
+            cells.text(w.get("workload")),
+            cells.text(w.get("drafter_version")),
+            cells.count(w.get("rounds")),
+            cells.number(w.get("acceptance_length"), 3),
+            cells.percent(w.get("acceptance_rate")),
+            " ".join(f"{p:.2f}" for p in w.get("conditional_by_position") or []) or cells.NOTHING,
             Text(state, STATE_STYLES.get(state, "")),
         )
     return table
@@ -112,38 +94,38 @@ def drafters(document: Document) -> RenderableType:
     for alias, version in (document.get("aliases") or {}).items():
         if version:
             aliases.setdefault(version, []).append(alias)
-    table = _Rows.of("version", "is", "made", "parent", "scope", "MiB", "gain", "sha256", "note")
+    table = Rows.of("version", "is", "made", "parent", "scope", "MiB", "gain", "sha256", "note")
     for v in sorted(document.get("versions") or [], key=lambda v: -(v.get("created_unix_s") or 0)):
         names = aliases.get(v.get("version", ""), [])
         table.add_row(
-            Text(_text(v.get("version")), "bold" if names else ""),
+            Text(cells.text(v.get("version")), "bold" if names else ""),
             Text(", ".join(names), "green" if "active" in names else "cyan"),
-            _moment(v.get("created_unix_s")),
-            _text(v.get("parent")),
-            _text(v.get("scope")),
-            _number((v.get("bytes") or 0) / 2**20, 1),
+            cells.moment(v.get("created_unix_s")),
+            cells.text(v.get("parent")),
+            cells.text(v.get("scope")),
+            cells.number((v.get("bytes") or 0) / 2**20, 1),
             _gains(v.get("figures")),
-            _text(v.get("sha256"))[:12],
-            _text(v.get("note")),
+            cells.text(v.get("sha256"))[:12],
+            cells.text(v.get("note")),
         )
     return table
 
 
 def operations(rows: Sequence[Document]) -> RenderableType:
     """What was asked for, and what became of it."""
-    table = _Rows.of("operation", "kind", "state", "stage", "since", "took", "who", "why", "result")
+    table = Rows.of("operation", "kind", "state", "stage", "since", "took", "who", "why", "result")
     for o in rows:
-        state = _text(o.get("state"))
+        state = cells.text(o.get("state"))
         detail = o.get("detail") or {}
         table.add_row(
-            _text(o.get("operation_id")),
-            _text(o.get("kind")),
+            cells.text(o.get("operation_id")),
+            cells.text(o.get("kind")),
             Text(state, STATE_STYLES.get(state, "")),
-            _text(o.get("stage")),
-            _moment(o.get("created_unix_s")),
-            _seconds(_took(o)),
-            _text(o.get("actor")),
-            _text(o.get("reason")),
+            cells.text(o.get("stage")),
+            cells.moment(o.get("created_unix_s")),
+            cells.seconds(_took(o)),
+            cells.text(o.get("actor")),
+            cells.text(o.get("reason")),
             str(o.get("error") or detail.get("version") or ""),
         )
     return table
@@ -164,22 +146,22 @@ def swap_line(detail: Document) -> Text:
     """What the swap cost the serving engine."""
     stage = detail.get("stage_ms")
     staged = f", {stage:.1f} ms staging beside it" if isinstance(stage, int | float) else ""
-    return Text(f"swapped to {_text(detail.get('version'))}: {detail['pause_ms']:.2f} ms pause{staged}", "green")
+    return Text(f"swapped to {cells.text(detail.get('version'))}: {detail['pause_ms']:.2f} ms pause{staged}", "green")
 
 
 def gate(rows: Iterable[Document]) -> RenderableType:
     """Expected acceptance length on held-out sessions, parent against candidate, one workload a line."""
-    table = _Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "must gain", "passed")
+    table = Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "must gain", "passed")
     for g in rows:
         parent, candidate = g.get("parent") or 0.0, g.get("candidate") or 0.0
-        gain = f"{100 * (candidate / parent - 1):+.1f} %" if parent else NOTHING
+        gain = f"{100 * (candidate / parent - 1):+.1f} %" if parent else cells.NOTHING
         low, high = g.get("gain_low"), g.get("gain_high")
-        interval = f"{100 * (low - 1):+.1f} … {100 * (high - 1):+.1f} %" if low and high else NOTHING
+        interval = f"{100 * (low - 1):+.1f} … {100 * (high - 1):+.1f} %" if low and high else cells.NOTHING
         table.add_row(
-            _text(g.get("workload")),
-            _count(g.get("sessions")),
-            _number(parent, 3),
-            _number(candidate, 3),
+            cells.text(g.get("workload")),
+            cells.count(g.get("sessions")),
+            cells.number(parent, 3),
+            cells.number(candidate, 3),
             gain,
             interval,
             "yes" if g.get("must_gain") else "",
@@ -190,38 +172,38 @@ def gate(rows: Iterable[Document]) -> RenderableType:
 
 def overrides(rows: Sequence[Document]) -> RenderableType:
     """What operators have taken out of the controller's hands, and until when."""
-    table = _Rows.of("override", "value", "until", "why", "who")
+    table = Rows.of("override", "value", "until", "why", "who")
     for o in rows:
-        until = _moment(o["until_unix_s"]) if o.get("until_unix_s") else _seconds(o.get("left_s") or o.get("ttl_s"))
-        why, who = _text(o.get("reason")), _text(o.get("actor"))
-        table.add_row(_text(o.get("name")), _text(o.get("value")), until, why, who)
+        until = cells.moment(o["until_unix_s"]) if o.get("until_unix_s") else cells.seconds(o.get("left_s") or o.get("ttl_s"))
+        why, who = cells.text(o.get("reason")), cells.text(o.get("actor"))
+        table.add_row(cells.text(o.get("name")), cells.text(o.get("value")), until, why, who)
     return table
 
 
 def audit(rows: Sequence[Document]) -> RenderableType:
     """Who changed what."""
-    table = _Rows.of("when", "who", "did", "to", "why", "outcome")
+    table = Rows.of("when", "who", "did", "to", "why", "outcome")
     for r in rows:
-        cells = (_text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))
-        table.add_row(_moment(r.get("t")), *cells)
+        texts = (cells.text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))
+        table.add_row(cells.moment(r.get("t")), *texts)
     return table
 
 
 def beliefs(document: Document) -> RenderableType:
     """Why an engine drafts as long as it does: survival by workload, k by batch size, predicted against measured."""
     parts: list[RenderableType] = []
-    table = _Rows.of("workload", "rounds", "acc. length", "P(draft j is still alive), j = 1 … K", "drift")
+    table = Rows.of("workload", "rounds", "acc. length", "P(draft j is still alive), j = 1 … K", "drift")
     for name, w in (document.get("workloads") or {}).items():
-        survival = " ".join(f"{s:.2f}" for s in w.get("survival") or []) or NOTHING
+        survival = " ".join(f"{s:.2f}" for s in w.get("survival") or []) or cells.NOTHING
         drift = w.get("drift")
         drift = drift.get("state") if isinstance(drift, dict) else drift
-        length = _number(w.get("acceptance_length"), 3)
-        table.add_row(name, _number(w.get("rounds"), 0), length, survival, _text(drift))
+        length = cells.number(w.get("acceptance_length"), 3)
+        table.add_row(name, cells.number(w.get("rounds"), 0), length, survival, cells.text(drift))
     parts.append(table)
     rest = {k: v for k, v in document.items() if k != "workloads"}
-    facts = _Rows.of(show_header=False)
+    facts = Rows.of(show_header=False)
     for name, value in rest.items():
-        facts.add_row(Text(name.replace("_", " "), "dim"), _plain(value))
+        facts.add_row(Text(name.replace("_", " "), "dim"), cells.plain(value))
     parts.append(Panel(facts, title="controller", title_align="left", border_style="dim"))
     return Group(*parts)
 
@@ -230,8 +212,8 @@ def _verdict(document: Document) -> RenderableType:
     found = findings(document)
     worst = found[0].level if found else "fine"
     style = {"error": "red", "warning": "yellow"}.get(worst, "green")
-    up = _seconds(document.get("uptime_s"))
-    title = Text(f"honed {_text(document.get('version'))}, {_text(document.get('state'))}, up {up}")
+    up = cells.seconds(document.get("uptime_s"))
+    title = Text(f"honed {cells.text(document.get('version'))}, {cells.text(document.get('state'))}, up {up}")
     if not found:
         return Panel(Text("all is well", "green"), title=title, title_align="left", border_style=style)
     lines = [Text(f"{'✗' if f.level == 'error' else '!'} {f.text}", "red" if f.level == "error" else "") for f in found]
@@ -239,30 +221,30 @@ def _verdict(document: Document) -> RenderableType:
 
 
 def _acceptance(document: Document) -> RenderableType:
-    table = _Rows.of("acceptance", "rounds", "draft tokens", "accepted", "acc. length", "acc. rate", "k/round")
+    table = Rows.of("acceptance", "rounds", "draft tokens", "accepted", "acc. length", "acc. rate", "k/round")
     for key, label in (("last_minute", "last minute"), ("total", "total")):
         a = document.get(key) or {}
-        counts = [_count(a.get(k)) for k in ("rounds", "draft_tokens", "accepted_tokens")]
-        length, rate = _number(a.get("acceptance_length"), 3), _percent(a.get("acceptance_rate"))
-        table.add_row(label, *counts, length, rate, _number(a.get("draft_tokens_per_round"), 2))
+        counts = [cells.count(a.get(k)) for k in ("rounds", "draft_tokens", "accepted_tokens")]
+        length, rate = cells.number(a.get("acceptance_length"), 3), cells.percent(a.get("acceptance_rate"))
+        table.add_row(label, *counts, length, rate, cells.number(a.get("draft_tokens_per_round"), 2))
     return table
 
 
 def _facts(document: Document) -> RenderableType:
-    grid = _Rows.of(show_header=False)
+    grid = Rows.of(show_header=False)
     d = document.get("drafters") or {}
     names = (f"{alias} {d[alias]}" for alias in ("active", "candidate", "previous") if d.get(alias))
-    grid.add_row(Text("drafter", "dim"), ", ".join(names) or NOTHING)
+    grid.add_row(Text("drafter", "dim"), ", ".join(names) or cells.NOTHING)
     grid.add_row(Text("trainer", "dim"), trainer_line(document.get("trainer")))
     if running := document.get("operation"):
         text = f"{running.get('kind')} {running.get('operation_id')}: {running.get('stage')}"
         grid.add_row(Text("operation", "dim"), Text(text, "cyan"))
     events, store = document.get("events") or {}, document.get("store") or {}
-    counts = f"{_count(events.get('received_rounds'))} rounds in {_count(events.get('batches'))} batches"
-    lag = f"{_number(events.get('lag_s'), 2)} s behind, {_count(events.get('lost_rounds'))} rounds lost"
+    counts = f"{cells.count(events.get('received_rounds'))} rounds in {cells.count(events.get('batches'))} batches"
+    lag = f"{cells.number(events.get('lag_s'), 2)} s behind, {cells.count(events.get('lost_rounds'))} rounds lost"
     grid.add_row(Text("events", "dim"), f"{counts}, {lag}")
-    size = _number((store.get("bytes") or 0) / 2**20, 1)
-    grid.add_row(Text("store", "dim"), f"{size} MiB, {_count(store.get('errors'))} errors")
+    size = cells.number((store.get("bytes") or 0) / 2**20, 1)
+    grid.add_row(Text("store", "dim"), f"{size} MiB, {cells.count(store.get('errors'))} errors")
     return grid
 
 
@@ -270,11 +252,11 @@ def trainer_line(trainer: Document | None) -> str:
     """What the trainer is doing, in one line."""
     if not trainer:
         return "not connected"
-    text = f"{_text(trainer.get('state'))} on {_text(trainer.get('device'))}"
+    text = f"{cells.text(trainer.get('state'))} on {cells.text(trainer.get('device'))}"
     if trainer.get("operation_id"):
         text += f", {progress_line(trainer)}"
-    yielded = f"{_count(trainer.get('preemptions'))} pre-emptions"
-    return f"{text}, {yielded} (p99 {_number(trainer.get('preemption_s_p99'), 3)} s)"
+    yielded = f"{cells.count(trainer.get('preemptions'))} pre-emptions"
+    return f"{text}, {yielded} (p99 {cells.number(trainer.get('preemption_s_p99'), 3)} s)"
 
 
 def progress_line(trainer: Document) -> str:
@@ -285,38 +267,6 @@ def progress_line(trainer: Document) -> str:
     return f"{samples:,} samples of {sessions:,} sessions, step {steps:,}{of}{loss}"
 
 
-def _text(value: Any) -> str:
-    return NOTHING if value is None or value == "" else str(value)
-
-
-def _count(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else _number(value, 0)
-
-
-def _number(value: Any, digits: int) -> str:
-    return f"{value:,.{digits}f}" if isinstance(value, int | float) else NOTHING
-
-
-def _percent(value: Any) -> str:
-    return f"{100 * value:.1f} %" if isinstance(value, int | float) else NOTHING
-
-
-def _micros(value: Any) -> str:
-    return f"{value:.0f} µs" if isinstance(value, int | float) else NOTHING
-
-
-def _seconds(value: Any) -> str:
-    if not isinstance(value, int | float):
-        return NOTHING
-    return f"{value:.1f} s" if value < 60 else str(dt.timedelta(seconds=round(value)))
-
-
-def _moment(unix_s: Any) -> str:
-    if not isinstance(unix_s, int | float) or not unix_s:
-        return NOTHING
-    return dt.datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
-
-
 def _took(document: Document) -> float | None:
     began, ended = document.get("created_unix_s"), document.get("finished_unix_s")
     return ended - began if began and ended else None
@@ -325,14 +275,4 @@ def _took(document: Document) -> float | None:
 def _gains(figures: Any) -> str:
     rows = (figures or {}).get("gate") if isinstance(figures, dict) else None
     pairs = [(g["workload"], g["candidate"] / g["parent"] - 1) for g in rows or [] if g.get("parent")]
-    return ", ".join(f"{name} {100 * gain:+.0f} %" for name, gain in pairs) or NOTHING
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{k}: {_plain(v)}" for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return " ".join(_plain(v) for v in value)
-    return _text(value)
+    return ", ".join(f"{name} {100 * gain:+.0f} %" for name, gain in pairs) or cells.NOTHING
