@@ -67,7 +67,7 @@ class Plan:
     after_prompts: int = 32
     max_tokens: int = 80
     concurrency: int = 8
-    train_seconds: float = 150.0
+    train_seconds: float = 100.0
     patience_s: float = 20.0
     """How long honed may take, with the server idle, to begin by itself."""
     operation_s: float = 420.0

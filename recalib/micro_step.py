@@ -41,6 +41,8 @@ class TrainingSettings:
     anchors_per_micro_step: int = 32
     micro_steps_per_update: int = 4
     break_share: float = 0.5
+    cooldown_share: float = 0.25
+    """Last part of the training, over which the learning rate falls to zero; needs `remaining` in `step`."""
     seed: int = 0
 
 
@@ -67,10 +69,17 @@ class _Progress:
 
 
 class MicroTrainer:
-    """Trains one drafter in place; the drafter's float32 parameters are the master weights."""
+    """Trains one drafter in place; the drafter's float32 parameters are the master weights.
 
-    def __init__(self, drafter: DFlashDrafter, settings: TrainingSettings | None = None) -> None:
+    Args:
+        parent: the drafter as it was, to which samples that are `kept` hold it; only needed for such samples.
+    """
+
+    def __init__(
+        self, drafter: DFlashDrafter, settings: TrainingSettings | None = None, parent: DFlashDrafter | None = None
+    ) -> None:
         self.drafter = drafter
+        self._parent = parent
         self.settings = settings or TrainingSettings()
         set_scope(drafter, self.settings.scope)
         self._trained = [p for p in drafter.parameters() if p.requires_grad]
@@ -85,12 +94,23 @@ class MicroTrainer:
         """Optimizer updates so far."""
         return self._progress.updates
 
-    def step(self, samples: Sequence[TrainingSample], preferred_anchors: Sequence[int] | None = None) -> StepFigures:
+    def step(
+        self,
+        samples: Sequence[TrainingSample],
+        preferred_anchors: Sequence[int] | None = None,
+        *,
+        kept: Sequence[bool] = (),
+        remaining: float = 1.0,
+    ) -> StepFigures:
         """One micro-step; every `micro_steps_per_update`-th also updates the weights.
 
         Args:
             samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
             preferred_anchors: rows, counted through `samples` end to end; by default those before the samples' breaks.
+            kept: for each sample, whether the drafter is to stay what its parent was there, rather than to learn its labels:
+                KL(parent || drafter). Replayed labels are few and are soon learnt by heart; the parent's distribution says
+                more about the old traffic than they do. Source: learning without forgetting, arXiv 1606.09282, section 3.
+            remaining: part of the training that is left, for the cool-down.
 
         Raises:
             ValueError: when no sample is long enough for a block, or the scope needs features the samples don't have.
@@ -100,12 +120,14 @@ class MicroTrainer:
         self._check_features(packed)
         anchors = self._choose(packed, samples, preferred_anchors)
         labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
-        logits = self.drafter(self._context(packed), packed.positions, packed.token_ids, anchors, packed.segments)
-        loss = self._loss(logits, labels, packed, anchors)
+        context = self._context(packed)
+        logits = self.drafter(context, packed.positions, packed.token_ids, anchors, packed.segments)
+        is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        loss = self._mixed_loss(logits, labels, packed, anchors, is_kept, context)
         (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
         self._progress.micro_steps += 1
         is_update = self._progress.micro_steps % self.settings.micro_steps_per_update == 0
-        grad_norm = self._update() if is_update else None
+        grad_norm = self._update(remaining) if is_update else None
         return _figures(logits.detach(), labels, float(loss.detach()), is_update, grad_norm, began_s)
 
     def _check_features(self, packed: PackedSamples) -> None:
@@ -129,6 +151,25 @@ class MicroTrainer:
         features = packed.features.float()
         return features if packed.is_fused else self.drafter.fuse(features)
 
+    def _mixed_loss(
+        self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor, is_kept: Tensor, context: Tensor
+    ) -> Tensor:
+        """Mean over blocks: the chosen loss on fresh ones, the distance to the parent on kept ones."""
+        num_kept = int(is_kept.sum())
+        total = logits.new_zeros(())
+        if num_kept:
+            if self._parent is None:
+                raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
+            with torch.no_grad():
+                features = context if packed.is_fused else self._parent.fuse(packed.features.float())
+                goal = self._parent(features, packed.positions, packed.token_ids, anchors[is_kept], packed.segments)
+            weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(num_kept, -1)
+            total = total + num_kept * losses.weighted_mean(losses.forward_kl(logits[is_kept], goal), weights)
+        if num_kept < len(anchors):
+            fresh = ~is_kept
+            total = total + (len(anchors) - num_kept) * self._loss(logits[fresh], labels[fresh], packed, anchors[fresh])
+        return total / len(anchors)
+
     def _loss(self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor) -> Tensor:
         """The weighted mean of the chosen loss over the blocks; `losses` has the formulas."""
         weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(labels.shape)
@@ -146,11 +187,13 @@ class MicroTrainer:
             return losses.weighted_mean(losses.cross_entropy(logits, labels), losses.dpace_weights(right))
         return losses.negative_acceptance_length(right).mean()
 
-    def _update(self) -> float:
-        """Clip, warm up, step."""
+    def _update(self, remaining: float) -> float:
+        """Clip, warm up or cool down, step."""
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         self._progress.updates += 1
         warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
+        if self.settings.cooldown_share > 0:
+            warmth *= min(1.0, max(0.0, remaining) / self.settings.cooldown_share)
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmth
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -130,10 +130,11 @@ class Recalibration:
             yield "collecting"
         yield "training"
         drafter = self._load(parent_dir)
-        yield from self._train(drafter, is_usable)
+        before_training = self._load(parent_dir)
+        yield from self._train(drafter, before_training, is_usable)
         _round_weights(drafter, _stored_dtype(parent_dir))
         held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
-        before = yield from self._evaluate(self._load(parent_dir), held_out)
+        before = yield from self._evaluate(before_training, held_out)
         after = yield from self._evaluate(drafter, held_out)
         verdict = judge(before, after, self.request.workloads, self._gate)
         self.progress.gate = verdict.figures
@@ -143,9 +144,11 @@ class Recalibration:
             return self._result(ok=True)
         return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
 
-    def _train(self, drafter: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[Stage]:
+    def _train(
+        self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]
+    ) -> Iterator[Stage]:
         request, settings, progress = self.request, self._settings, self.progress
-        trainer = MicroTrainer(drafter, _training_settings(settings, request.scope))
+        trainer = MicroTrainer(drafter, _training_settings(settings, request.scope), parent)
         mix = ReplayMix(
             self._feed.store, is_usable, request.workloads, settings.must_gain_share, settings.rows_per_micro_step
         )
@@ -156,7 +159,10 @@ class Recalibration:
             samples = [s.to_training_sample(num_draft_tokens, self._feed.is_fused) for s in mix.draw()]
             if not samples:
                 raise OperationError("the samples are gone: they were purged, or another model was loaded")
-            figures = trainer.step(samples)
+            # What isn't to gain is to stay: there the drafter is held to what it was.
+            kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
+            done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
+            figures = trainer.step(samples, kept=kept, remaining=1.0 - done)
             progress.steps += 1
             progress.tokens += figures.num_tokens
             progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)

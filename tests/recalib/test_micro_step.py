@@ -128,3 +128,51 @@ def test_samples_too_short_for_a_block_are_refused(make_drafter: MakeDrafter, ma
         MicroTrainer(make_drafter(), QUICK).step([make_sample(4)])
     with pytest.raises(ValueError, match="at least one sample"):
         MicroTrainer(make_drafter(), QUICK).step([])
+
+
+def distance_to(parent: DFlashDrafter, drafter: DFlashDrafter, sample: TrainingSample) -> float:
+    """Mean KL(parent || drafter) over a sample's blocks."""
+    anchors = torch.arange(1, sample.num_tokens - drafter.config.num_draft_tokens - 1)
+    with torch.no_grad():
+        p, q = (d(sample.features, sample.positions, sample.token_ids, anchors).log_softmax(-1) for d in (parent, drafter))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_kept_samples_hold_the_drafter_to_its_parent(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """A fresh sample is learnt; on a replayed one the drafter stays nearer to what it was than if it learnt that one too."""
+    parent, fresh, replayed = make_drafter(), make_sample(), make_sample(seed=1)
+    drifts = []
+    for kept in ([False, True], [False, False]):
+        drafter = make_drafter()
+        trainer = MicroTrainer(drafter, QUICK, parent)
+        first = trainer.step([fresh, replayed], kept=kept).loss
+        for _ in range(30):
+            last = trainer.step([fresh, replayed], kept=kept).loss
+        assert last < first
+        assert distance_to(parent, drafter, fresh) > 0.05
+        drifts.append(distance_to(parent, drafter, replayed))
+    assert drifts[0] < 0.5 * drifts[1]
+
+
+def test_a_drafter_that_only_keeps_does_not_move(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    figures = MicroTrainer(drafter, QUICK, make_drafter()).step([sample], kept=[True])
+    assert figures.loss == pytest.approx(0.0, abs=1e-6)
+    assert figures.grad_norm == pytest.approx(0.0, abs=1e-5)
+
+
+def test_kept_samples_without_a_parent_are_refused(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    with pytest.raises(ValueError, match="need the parent"):
+        MicroTrainer(make_drafter(), QUICK).step([make_sample()], kept=[True])
+
+
+def test_the_learning_rate_cools_down_to_nothing(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    trainer = MicroTrainer(drafter, QUICK)
+    before = weights(drafter)
+    trainer.step([sample], remaining=0.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+    trainer.step([sample], remaining=0.5)
+    assert trainer._optimizer.param_groups[0]["lr"] == QUICK.learning_rate
+    trainer.step([sample], remaining=0.1)
+    assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(0.4 * QUICK.learning_rate)
