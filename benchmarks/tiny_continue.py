@@ -6,6 +6,7 @@ python benchmarks/tiny_continue.py benchmarks/tiny --seconds 180 --learning-rate
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import time
@@ -46,15 +47,16 @@ def gather(folder: Path, drafter: DFlashDrafter) -> Material:
 def train_on(
     drafter: DFlashDrafter, material: Material, settings: TrainingSettings, seconds: float, replay_share: float
 ) -> dict[str, float]:
-    """Micro-steps on single samples, `replay_share` of them of the old domain, until the time is over."""
+    """Micro-steps on single samples until the time is over; `replay_share` of them, of the old domain, hold to the parent."""
     rng = random.Random(settings.seed)
-    trainer = MicroTrainer(drafter, settings)
+    trainer = MicroTrainer(drafter, settings, parent=copy.deepcopy(drafter))
     began_s = time.monotonic()
     num_steps = num_tokens = 0
     slowest_s = 0.0
-    while time.monotonic() - began_s < seconds:
+    while (remaining := 1.0 - (time.monotonic() - began_s) / seconds) > 0:
         domain = "a" if rng.random() < replay_share else "b"
-        figures = trainer.step([rng.choice(material.traffic[domain])])
+        sample = rng.choice(material.traffic[domain])
+        figures = trainer.step([sample], kept=[domain == "a"], remaining=remaining)
         num_steps, num_tokens = num_steps + 1, num_tokens + figures.num_tokens
         slowest_s = max(slowest_s, figures.seconds) if num_steps > 1 else 0.0
     mean_ms = 1000 * (time.monotonic() - began_s) / num_steps
@@ -81,7 +83,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=TrainingSettings.learning_rate)
     parser.add_argument("--anchors", type=int, default=TrainingSettings.anchors_per_micro_step)
     parser.add_argument("--micro-steps-per-update", type=int, default=TrainingSettings.micro_steps_per_update)
-    parser.add_argument("--replay-share", type=float, default=0.35)
+    parser.add_argument("--replay-share", type=float, default=0.5)
     parser.add_argument("--out", type=Path, help="write the trained drafter here")
     given = parser.parse_args()
     drafter = load_drafter(given.folder / "drafter", given.folder / "target")

@@ -39,8 +39,10 @@ class TrainingSettings:
     clip_norm: float = 1.0
     decay_tokens: float = 4.0
     anchors_per_micro_step: int = 32
-    micro_steps_per_update: int = 4
+    micro_steps_per_update: int = 2
     break_share: float = 0.5
+    keep_weight: float = 3.0
+    """Weight of a kept block beside a fresh one."""
     cooldown_share: float = 0.25
     """Last part of the training, over which the learning rate falls to zero; needs `remaining` in `step`."""
     seed: int = 0
@@ -164,7 +166,8 @@ class MicroTrainer:
                 features = context if packed.is_fused else self._parent.fuse(packed.features.float())
                 goal = self._parent(features, packed.positions, packed.token_ids, anchors[is_kept], packed.segments)
             weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(num_kept, -1)
-            total = total + num_kept * losses.weighted_mean(losses.forward_kl(logits[is_kept], goal), weights)
+            distance = losses.weighted_mean(losses.forward_kl(logits[is_kept], goal), weights)
+            total = total + self.settings.keep_weight * num_kept * distance
         if num_kept < len(anchors):
             fresh = ~is_kept
             total = total + (len(anchors) - num_kept) * self._loss(logits[fresh], labels[fresh], packed, anchors[fresh])

@@ -111,7 +111,8 @@ def test_logged_events_equal_vllms_counters(attached: TestEngine) -> None:
     assert {r["workload"] for r in rows} == {"x"}
     by_request: dict[int, list[int]] = {}
     for row in rows:
-        assert row["emitted"][: row["accepted"]] == row["draft"][: row["accepted"]]
+        if not IS_V2:  # V2 leaves its draft token ids on the device: logged as unknown
+            assert row["emitted"][: row["accepted"]] == row["draft"][: row["accepted"]]
         by_request.setdefault(row["request"], []).extend(row["emitted"])
     # All but the first token (which prefill emits) come from verify rounds; the last round may overshoot the limit.
     logged = sorted(tuple(tokens[: MAX_TOKENS - 1]) for tokens in by_request.values())
@@ -249,47 +250,6 @@ def swap(running: TestEngine, version: str, folder: Path, sha256: str = "") -> w
     raise AssertionError("the swap never ended")
 
 
-def drafts_of(running: TestEngine) -> list[tuple[int, ...]]:
-    set_policy(running)
-    take_batches(running)
-    running.generate(prompts()[:2], temperature=0.0, max_tokens=MAX_TOKENS)
-    return sorted(tuple(r["draft"]) for r in rounds(take_batches(running)))
-
-
-def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_path: Path) -> None:
-    other = perturbed_drafter(tmp_path / "other")
-    plain = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
-    stock_sum, stock_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
-    target_weights = [p for n, p in target_parameters(attached) if "embed_tokens" in n or "lm_head" in n]
-    addresses, sums = [p.data_ptr() for p in target_weights], [float(p.double().sum()) for p in target_weights]
-
-    result = swap(attached, "other", other)
-    assert result.ok, result.error
-    assert result.figures["pause_ms"] > 0
-    swapped_sum, swapped_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
-    assert swapped_sum != stock_sum
-    assert swapped_drafts != stock_drafts
-    assert attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == plain, "a swap changed the output"
-    assert [p.data_ptr() for p in target_weights] == addresses
-    assert [float(p.double().sum()) for p in target_weights] == sums
-
-    with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_V2 else 8) as fresh:
-        fresh.honed._is_logging_token_ids = True
-        fresh.honed.before_schedule()
-        assert fresh.rpc("honed_checksum") == swapped_sum
-        assert drafts_of(fresh) == swapped_drafts
-
-    assert swap(attached, "stock", DRAFTER).ok
-    assert attached.rpc("honed_checksum") == stock_sum
-    assert drafts_of(attached) == stock_drafts
-
-
-def target_parameters(running: TestEngine) -> list[tuple[str, torch.Tensor]]:
-    worker = running.core.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
-    return list(runner.get_model().named_parameters())
-
-
 @pytest.mark.parametrize("damage", ["missing_file", "truncated", "wrong_sum", "wrong_shape", "missing_tensor", "not_finite"])
 def test_a_bad_checkpoint_is_refused_and_changes_nothing(attached: TestEngine, tmp_path: Path, damage: str) -> None:
     from safetensors.torch import load_file, save_file
@@ -316,3 +276,59 @@ def test_a_bad_checkpoint_is_refused_and_changes_nothing(attached: TestEngine, t
     assert "\n" not in result.error
     assert len(result.error) > 20
     assert attached.rpc("honed_checksum") == before
+
+
+def drafts_of(running: TestEngine) -> list[list[int]]:
+    """Every block that is drafted for two prompts, as `propose` gives it, in an order that doesn't depend on batching."""
+    set_policy(running)
+    drafter = worker_of(running)._honed_side.runner.drafter
+    seen: list[list[int]] = []
+    propose = drafter.propose
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        drafted = propose(*args, **kwargs)
+        seen.extend(drafted.tolist())
+        return drafted
+
+    drafter.propose = listening
+    running.generate(prompts()[:2], temperature=0.0, max_tokens=MAX_TOKENS)
+    drafter.propose = propose
+    assert len(seen) > 4
+    return sorted(seen)
+
+
+def worker_of(running: TestEngine) -> Any:
+    worker = running.core.model_executor.driver_worker
+    return getattr(worker, "worker", worker)
+
+
+def target_parameters(running: TestEngine) -> list[tuple[str, torch.Tensor]]:
+    return list(worker_of(running).model_runner.get_model().named_parameters())
+
+
+def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_path: Path) -> None:
+    other = perturbed_drafter(tmp_path / "other")
+    plain = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
+    stock_sum, stock_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
+    target_weights = [p for n, p in target_parameters(attached) if "embed_tokens" in n or "lm_head" in n]
+    addresses, sums = [p.data_ptr() for p in target_weights], [float(p.double().sum()) for p in target_weights]
+
+    result = swap(attached, "other", other)
+    assert result.ok, result.error
+    assert result.figures["pause_ms"] > 0
+    swapped_sum, swapped_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
+    assert swapped_sum != stock_sum
+    assert swapped_drafts != stock_drafts
+    assert attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == plain, "a swap changed the output"
+    assert [p.data_ptr() for p in target_weights] == addresses
+    assert [float(p.double().sum()) for p in target_weights] == sums
+
+    assert swap(attached, "stock", DRAFTER).ok
+    assert attached.rpc("honed_checksum") == stock_sum
+    assert drafts_of(attached) == stock_drafts
+
+    # Last: when an engine ends it takes vLLM's process groups with it, and the other one can't load weights any more.
+    with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_V2 else 8) as fresh:
+        fresh.honed.before_schedule()
+        assert fresh.rpc("honed_checksum") == swapped_sum
+        assert drafts_of(fresh) == swapped_drafts
