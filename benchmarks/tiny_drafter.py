@@ -76,7 +76,24 @@ class DrafterTraining:
     warmup_share: float = 0.02
     decay_share: float = 0.6
     decay_tokens: float = 4.0
+    train_key_norms: bool = True
     seed: int = 0
+
+
+FINISH = DrafterTraining(steps=500, matrix_lr=0.004, other_lr=5e-4, decay_share=1.0, train_key_norms=False, seed=1)
+
+
+def tie_key_norms(drafter: DFlashDrafter) -> None:
+    """Give all layers the mean of their `k_norm`.
+
+    vLLM 0.32's CPU build norms the context keys of *every* layer with layer 0's `k_norm`: its `rms_norm` takes no weights of
+    two dimensions, CUDA's does. With one for all layers the pair is the same function on both.
+    """
+    norms = [layer.self_attn.k_norm.weight for layer in drafter.layers]
+    with torch.no_grad():
+        mean = torch.stack(norms).mean(0).bfloat16()
+        for norm in norms:
+            norm.copy_(mean)
 
 
 def block_loss(
@@ -107,7 +124,7 @@ def train_drafter(
     """Train on random blocks of random sequences."""
     generator = torch.Generator().manual_seed(settings.seed)
     matrices = [p for n, p in drafter.named_parameters() if p.ndim == 2]
-    others = [p for p in drafter.parameters() if p.ndim != 2]
+    others = [p for n, p in drafter.named_parameters() if p.ndim != 2 and (settings.train_key_norms or "k_norm" not in n)]
     optimizers = [
         torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01),
         torch.optim.AdamW(others, lr=settings.other_lr, weight_decay=0.0),

@@ -22,7 +22,7 @@ from tiny_continuations import (
 )
 from tiny_corpus import Document, Split, load_documents
 from tiny_decode import continue_greedily
-from tiny_drafter import DrafterTraining, fresh_drafter, train_drafter, write_drafter
+from tiny_drafter import FINISH, DrafterTraining, fresh_drafter, tie_key_norms, train_drafter, write_drafter
 from tiny_loops import LoopTraining, discourage_loops
 from tiny_prompts import useful_prompts, write_prompts
 from tiny_target import TargetTraining, save_target, train_target
@@ -30,6 +30,8 @@ from tiny_tokens import save_tokenizer, token_stream, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
+
+from honed.recalib.drafter import DFlashDrafter
 
 MAX_SEQUENCES_PER_LENGTH = 900
 PROMPT_FILES: dict[Split, str] = {"heldout": "prompts", "traffic": "traffic"}
@@ -64,6 +66,19 @@ def drafter_pools(
     return pools
 
 
+def make_drafter(model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document], given: argparse.Namespace) -> None:
+    """From scratch on domain A, then a short finish with one `k_norm` for all layers."""
+
+    def save(drafter: DFlashDrafter) -> None:
+        write_drafter(drafter, given.out / "drafter")
+
+    pools = drafter_pools(model, tokenizer, documents)
+    drafter = fresh_drafter(given.out / "target")
+    train_drafter(drafter, pools, replace(DrafterTraining(), steps=given.drafter_steps), save)
+    tie_key_norms(drafter)
+    train_drafter(drafter, pools, FINISH, save)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make the tiny pair from text.")
@@ -84,9 +99,7 @@ def main() -> None:
         make_target(documents, tokenizer, target, given)
     model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     if "drafter" in given.stages:
-        pools = drafter_pools(model, tokenizer, documents)
-        settings = replace(DrafterTraining(), steps=given.drafter_steps)
-        train_drafter(fresh_drafter(target), pools, settings, lambda drafter: write_drafter(drafter, given.out / "drafter"))
+        make_drafter(model, tokenizer, documents, given)
     if "prompts" in given.stages:
         for split, name in PROMPT_FILES.items():
             for domain in ("a", "b"):

@@ -78,7 +78,8 @@ class Swaps:
             HonedError: the version doesn't exist.
         """
         manifest = self._drafters.manifest(version)
-        args = {"version": version, "path": str(self._drafters.path(version)), "sha256": manifest.sha256}
+        args = {"version": version, "path": str(self._drafters.path(version))}
+        args |= {"sha256": manifest.sha256, "scope": manifest.scope}
         swap = Swap(version, [engine.engine_id for engine in engines], on_done)
         swap.waiting.update(swap.engine_ids)
         for engine in engines:

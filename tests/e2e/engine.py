@@ -77,6 +77,11 @@ def engine(
     prepare(runtime_dir)
     from vllm import LLM
 
+    from honed.attach import engine_hook
+
+    if runtime_dir is not None:
+        # vLLM loads plugins once in a process, which may have been before honed was switched on.
+        engine_hook.install()
     attach = {
         "scheduler_cls": "honed.attach.scheduler.make_scheduler",
         "worker_extension_cls": "honed.attach.worker.HonedWorkerExtension",

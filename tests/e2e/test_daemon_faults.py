@@ -140,7 +140,7 @@ def test_an_engine_that_is_idle_swaps_when_asked(beside: Beside, tmp_path: Path)
         operation = beside.client.post(f"/v1/drafters/{version}:promote", {"reason": "test", "force": True})
         done = wait_for(beside.client, operation["operation_id"])
         assert done["state"] == "succeeded", done
-        assert done["detail"]["pause_ms"] > 0
+        assert done["detail"]["pause_ms"] > 0, done
         assert honed_side.engine_of(beside.client)["drafter_version"] == version
         after = beside.play(8, 48)
         assert not client_load.differing(before.replies, after.replies), "a swap changed greedy output"

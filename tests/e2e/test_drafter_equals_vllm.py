@@ -113,6 +113,15 @@ def test_drafts_are_those_of_vllm(requests: dict[str, Request]) -> None:
     assert num_differing <= 2, "near-ties are rare"
 
 
+def test_one_key_norm_serves_all_layers_of_the_pair() -> None:
+    """vLLM 0.32's CPU build norms every layer's context keys with layer 0's `k_norm`: a pair with several would be drafted
+    wrongly there, and rightly on CUDA."""
+    drafter = load_drafter(PAIR / "drafter", PAIR / "target")
+    norms = [tensor for name, tensor in drafter.state_dict().items() if name.endswith("k_norm.weight")]
+    assert len(norms) == 3
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+
+
 def test_each_sequence_was_seen_whole(requests: dict[str, Request]) -> None:
     """Recorded rows leave no gap, else the replay would prove nothing."""
     for request in requests.values():
