@@ -87,7 +87,7 @@ def tie_key_norms(drafter: DFlashDrafter) -> None:
     """Give all layers the mean of their `k_norm`.
 
     vLLM 0.32's CPU build norms the context keys of *every* layer with layer 0's `k_norm`: its `rms_norm` takes no weights of
-    two dimensions, CUDA's does. With one for all layers the pair is the same function on both.
+    two dimensions, CUDA's does by its source. With one for all layers the pair is the same function either way.
     """
     norms = [layer.self_attn.k_norm.weight for layer in drafter.layers]
     with torch.no_grad():

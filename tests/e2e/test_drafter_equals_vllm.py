@@ -115,7 +115,7 @@ def test_drafts_are_those_of_vllm(requests: dict[str, Request]) -> None:
 
 def test_one_key_norm_serves_all_layers_of_the_pair() -> None:
     """vLLM 0.32's CPU build norms every layer's context keys with layer 0's `k_norm`: a pair with several would be drafted
-    wrongly there, and rightly on CUDA."""
+    wrongly there."""
     drafter = load_drafter(PAIR / "drafter", PAIR / "target")
     norms = [tensor for name, tensor in drafter.state_dict().items() if name.endswith("k_norm.weight")]
     assert len(norms) == 3

@@ -168,10 +168,10 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
             drafter.fuse(torch.cat([hidden[i + 1 + by] for i in layer_ids], dim=-1)) for by in (0, -1)
         )
         rows = rows_of(records, ids)
-        num_prompt = len(ids) - len(completion)
-        assert len(rows) >= num_prompt + MAX_TOKENS - 2 - K, "committed rows are missing"
+        # What the last round emitted was never an input: at most a whole block has no rows.
+        assert len(rows) >= len(ids) - K - 1, "committed rows are missing"
         for position, feature in rows.items():
-            row = torch.from_numpy(feature)
+            row = torch.tensor(feature)
             assert torch.allclose(row, expected[position], atol=2e-3, rtol=2e-3), f"row {position} is misaligned"
             assert not torch.allclose(row, shifted[position], atol=5e-2), "the neighbouring layer would have passed too"
             num_matched += 1
