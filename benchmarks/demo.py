@@ -62,7 +62,7 @@ class Plan:
     out: Path = ROOT / "demo-out"
     prompts: Path = ROOT / "benchmarks" / "tiny"
     heldout_prompts: int = 64
-    traffic_a_prompts: int = 96
+    traffic_a_prompts: int = 240
     traffic_b_prompts: int = 200
     after_prompts: int = 32
     max_tokens: int = 80

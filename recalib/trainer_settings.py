@@ -53,6 +53,9 @@ class TrainerSettings(SampleSettings):
     """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting. On the tiny
     pair, 90 s of one core, 0.6 gained 1.66 and kept 0.982 of the old, 0.5 gained 1.57 and kept 0.990."""
 
+    blends: tuple[float, ...] = (1.0, 0.5)
+    """Candidates that are judged in turn until one passes: this share of the way from the parent to what was trained."""
+
     min_training_rows: int = 4096
     """Rows of the workloads that must gain (of all, if none is named) before training begins."""
     collect_s: float = 600.0

@@ -1,14 +1,17 @@
 """One operation, unit by unit, with a clock that the test turns."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
 
 from honed.adapt import wire
 from honed.attach.ring import RingWriter
-from honed.recalib.gate import GateSettings
+from honed.recalib.checkpoint import load_drafter
+from honed.recalib.gate import GateSettings, judge
 from honed.recalib.hold_out import HoldOut
-from honed.recalib.recalibration import Recalibration
+from honed.recalib.recalibration import Recalibration, _blend
 from honed.recalib.registry import Registry
 from honed.recalib.traffic import Traffic
 from honed.recalib.trainer_settings import TrainerSettings
@@ -176,3 +179,30 @@ def test_unexpected_failure_is_a_result_too(site, monkeypatch):
     monkeypatch.setattr("honed.recalib.recalibration.MicroTrainer.step", lambda *_, **__: 1 / 0)
     result = site.finish(site.begin())
     assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
+
+
+def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, monkeypatch):
+    """A candidate that costs an old workload too much may still gain, and cost little, half-way to its parent."""
+    write_sessions(site.ring, "b", 40)
+    judged = []
+
+    def refuse_once(before, after, must_gain, settings):
+        verdict = judge(before, after, must_gain, settings)
+        judged.append(after)
+        return replace(verdict, passed=len(judged) > 1, reasons=[] if len(judged) > 1 else ["loss on workload 'a'"])
+
+    monkeypatch.setattr("honed.recalib.recalibration.judge", refuse_once)
+    result = site.finish(site.begin())
+    assert result.ok, result.error
+    assert len(judged) == 2
+    assert site.registry.get(result.version).figures["blend"] == 0.5
+
+
+def test_blending_goes_from_the_parent_to_what_was_trained(site):
+    folder = site.registry.path(site.parent.version)
+    parent, drafter = (load_drafter(folder, site.target) for _ in range(2))
+    trained = [parameter.detach() + 1.0 for parameter in parent.parameters()]
+    for share in (0.0, 0.5, 1.0):
+        _blend(drafter, parent, trained, share)
+        for new, old in zip(drafter.parameters(), parent.parameters(), strict=True):
+            torch.testing.assert_close(new, old + share)
