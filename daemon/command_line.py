@@ -75,7 +75,7 @@ def train(
     """Run the trainer in the foreground: it works when the engine is idle and the daemon asks."""
     settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
     try:
-        from honed.recalib.trainer import run
+        from honed.recalib.trainer import check_device, run
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -83,7 +83,11 @@ def train(
     from honed.daemon.notify import Notifier
     from honed.daemon.serve import configure_logging
 
-    configure_logging()
+    try:
+        configure_logging()
+        check_device(settings.trainer_settings().device)
+    except ValueError as error:
+        fail(str(error), exit_code=EXIT_USAGE)
     notifier = Notifier()
     notifier.ready()
     interval_s, told_s = notifier.watchdog_interval_s, 0.0
@@ -193,7 +197,7 @@ def export_events(
     format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
     engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
     workload: Annotated[str, typer.Option(help="Only this workload.")] = "",
-    since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h ago.")] = "",
+    since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
     until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
     as_json: JsonFlag = False,

@@ -30,17 +30,18 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 CHECK_S = 5.0
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def run(settings: Settings, stop: threading.Event | None = None) -> int:
     """Serve until SIGTERM or SIGINT (or `stop`). Returns the exit code."""
-    configure_logging()
-    os.umask(0o027)
     is_asked = stop or threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: is_asked.set())
     try:
+        configure_logging()
+        os.umask(0o027)
         with ExitStack() as stack:
             service = start(settings, stack)
             return supervise(service, is_asked, Notifier())
@@ -120,7 +121,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def configure_logging() -> None:
-    """JSON lines on stderr, as the journal likes them."""
+    """JSON lines on stderr, as the journal likes them. Raises SettingsError for an unknown HONED_LOG_LEVEL."""
+    level = os.environ.get("HONED_LOG_LEVEL", "info").lower()
+    if level not in LOG_LEVELS:
+        raise SettingsError(f"HONED_LOG_LEVEL={level!r}: use one of {', '.join(LOG_LEVELS)}")
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -128,7 +132,7 @@ def configure_logging() -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(os.environ.get("HONED_LOG_LEVEL", "info")),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )

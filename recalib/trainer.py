@@ -216,6 +216,16 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
     )
 
 
+def check_device(device: str) -> None:
+    """Raise ValueError, with the cure, when torch can't use it."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"trainer.device = {device!r} is no device: use cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"trainer.device = {device!r}, but this PyTorch sees no GPU: use cpu, or install its CUDA build")
+
+
 def run(
     settings: TrainerSettings,
     endpoint: str,
@@ -235,7 +245,9 @@ def run(
 
     Raises:
         RegistryError: when the registry can't be opened.
+        ValueError: when the device isn't there.
     """
+    check_device(settings.device)
     state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
     if settings.nice:
         os.nice(settings.nice)
@@ -244,6 +256,7 @@ def run(
     trainer = Trainer(
         settings, gate or GateSettings(), Registry(state_dir / "registry"), Traffic(runtime_dir, settings, hold_out), endpoint
     )
+    log.info("trainer started", device=settings.device, daemon=endpoint)
     is_stopping = False
 
     def stop(signum: int, frame: FrameType | None) -> None:
