@@ -39,6 +39,8 @@ from honed.recalib.registry import Registry
 
 log = structlog.get_logger("honed.service")
 
+DRAIN_S = 30.0
+"""A disk that is being flooded by others may take many seconds for one fsync; the unit allows a stop 60."""
 TICK_S = 1.0
 LEARN_S = 0.05
 
@@ -111,7 +113,7 @@ class Service:
         if self._ticker.is_alive():
             self._ticker.join()
         # Committed first, so that the last acknowledgements still find the socket open.
-        self.store.drain(5.0)
+        self.store.drain(DRAIN_S)
         self.router.stop()
         self._background.shutdown(wait=True, cancel_futures=True)
         self.store.close()

@@ -147,7 +147,7 @@ class DaemonProcess:
     def end(self, number: signal.Signals) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         assert self.process.stderr is not None
         self.process.stderr.close()
         self.process = None

@@ -60,7 +60,7 @@ class FakeEngine:
     """One connection under one engine id and boot id. Every wait has a deadline and fails with what was received instead."""
 
     def __init__(
-        self, socket_path: Path, *, engine_id: str = "engine-0", boot_id: str = "boot", timeout_s: float = 20.0
+        self, socket_path: Path, *, engine_id: str = "engine-0", boot_id: str = "boot", timeout_s: float = 60.0
     ) -> None:
         self.engine_id, self.boot_id, self._timeout_s = engine_id, boot_id, timeout_s
         self._endpoint = f"ipc://{socket_path}"
