@@ -25,6 +25,9 @@ logger = logging.getLogger("honed.attach")
 
 TICK_MS = 20
 """Longest nap: bounds how late an event leaves and how late a command is noticed."""
+BATCH_S = 0.25
+"""Steps are gathered for so long before they become a batch: the daemon's cost is by the batch, and it shares the machine."""
+MAX_GATHERED_STEPS = 256
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
 """Unacknowledged for so long, batches are sent again."""
@@ -100,7 +103,7 @@ class Publisher:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        next_heartbeat_s = 0.0
+        next_heartbeat_s = next_batch_s = 0.0
         deadline_s = float("inf")
         while True:
             if self._stop.is_set():
@@ -113,9 +116,12 @@ class Publisher:
                     self._on_connection(socket, recv_monitor_message(monitor)["event"])
                 else:
                     self._receive(socket)
-            self._collect()
-            self._callbacks.on_tick()
             now_s = time.monotonic()
+            is_full = len(self._log) >= MAX_GATHERED_STEPS or self._stop.is_set()
+            if is_full or now_s >= next_batch_s:
+                next_batch_s = now_s + BATCH_S
+                self._collect()
+            self._callbacks.on_tick()
             if self._is_welcome:
                 self._send_results(socket)
                 self._send_batches(socket, now_s)
