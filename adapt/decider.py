@@ -22,6 +22,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ _NUM_THETAS, _THETA_STEPS = 48, 10.0
 _THETAS: Floats = np.exp((np.arange(_NUM_THETAS) - _NUM_THETAS // 2) / _THETA_STEPS)
 """Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
 _FEW_REQUESTS = 64
-"""Up to so many requests it pays to leave out the curves that nobody has."""
+"""Up to so many requests it pays to leave out the curves that nobody has, and to learn without numpy."""
 _EXPLORE_MOVES = ("less", "more", "half", "none")
 
 
@@ -124,6 +125,8 @@ class Decider:
         self._constant = np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)])
         self._on_failure = np.concatenate([acceptance, np.zeros((len(acceptance), 1))], axis=1)  # [W, K+1]
         self._on_success = np.concatenate([np.zeros((len(acceptance), 1)), (1.0 - acceptance).cumsum(axis=1)], axis=1)
+        self._failure_odds: list[list[float]] = self._on_failure.tolist()
+        self._success_odds: list[list[float]] = self._on_success.tolist()
         self._prior_row = {prior.workload: row for row, prior in enumerate(priors)}
         self._row_of_label = np.zeros(_MOST_LABELS, dtype=np.int64)
         for name, label in self._labels.items():
@@ -158,6 +161,9 @@ class Decider:
         if not request_ids:
             return
         slots = self._slots_of(request_ids)
+        if len(request_ids) <= _FEW_REQUESTS:
+            self._observe_few(slots.tolist(), num_draft_tokens, num_accepted_tokens)
+            return
         drafted = np.clip(np.asarray(num_draft_tokens, dtype=np.int64), 0, self.num_spec_tokens)
         accepted = np.clip(np.asarray(num_accepted_tokens, dtype=np.int64), 0, drafted)
         row = self._row_of_label[self._label[slots]]
@@ -165,6 +171,20 @@ class Decider:
         failed = self._on_failure[row, accepted] * (accepted < drafted)
         self._failures[slots] = self._failures[slots] * decay + failed
         self._successes[slots] = self._successes[slots] * decay + self._on_success[row, accepted]
+
+    def _observe_few(self, slots: list[int], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]) -> None:
+        # The same without numpy: between two steps its code has left the caches, and a dozen calls of it cost 100 us.
+        failures: Any = self._failures.data
+        successes: Any = self._successes.data
+        label, row_of_label = self._label.data, self._row_of_label.data
+        for slot, num_drafted, num_accepted in zip(slots, num_draft_tokens, num_accepted_tokens, strict=True):
+            drafted = min(max(num_drafted, 0), self.num_spec_tokens)
+            if drafted:
+                accepted = min(max(num_accepted, 0), drafted)
+                row = row_of_label[label[slot]]
+                failed = self._failure_odds[row][accepted] if accepted < drafted else 0.0
+                failures[slot] = failures[slot] * _REQUEST_DECAY + failed
+                successes[slot] = successes[slot] * _REQUEST_DECAY + self._success_odds[row][accepted]
 
     def _slots_of(self, request_ids: Sequence[str]) -> Ints:
         if request_ids == self._last_ids:

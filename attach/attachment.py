@@ -23,8 +23,9 @@ from honed.attach.guard import Errors, guarded
 from honed.attach.introduction import introduce
 from honed.attach.latency import Latency
 from honed.attach.publisher import Callbacks, Publisher
-from honed.attach.request_book import RequestBook, Tracked
-from honed.attach.step_log import Round, Step, StepLog
+from honed.attach.request_book import RequestBook
+from honed.attach.step_log import StepLog
+from honed.attach.step_recorder import Plan, StepRecorder
 from honed.attach.worker_link import WorkerLink
 
 
@@ -54,20 +55,16 @@ class Attachment:
         self._decider = Decider(self._num_spec_tokens, vllm_config.scheduler_config.max_num_seqs)
         self._pending_policy: wire.Policy | None = None
         self._policy: wire.Policy | None = None
-        self._is_logging_token_ids = False
         self._drafter_version = ""
         self._drafter_generation = 0
         self._step = 0
         self._began_ns = 0
-        self._ended_ns = 0
+        self._decide_ns = 0
         self._lengths: dict[str, int] = {}
-        self._decisions: dict[int, tuple[str, int]] = {}
-        self._output: Any = None
-        self._runner_output: Any = None
-        self._rounds: list[Round] = []
-        self._observed: tuple[list[str], list[int], list[int]] = ([], [], [])
+        self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
+        self._recorder = StepRecorder(scheduler.requests, self._requests, self._log)
         self._workers = WorkerLink(settings, findings, self._requests.secret)
         self._publisher = Publisher(
             settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks()
@@ -88,15 +85,11 @@ class Attachment:
 
     @guarded
     def request_freed(self, request_id: str) -> None:
-        """A request is over, however it ended."""
+        """A request is over, however it ended; after the last one the engine is idle."""
         self._requests.remove(request_id)
+        self._busy.set(len(self._requests) > 0)
         self._lengths.pop(request_id, None)
         self._decider.finish(request_id)
-
-    @guarded
-    def set_busy(self) -> None:
-        """Bring the busy flag up to date."""
-        self._busy.set(self._scheduler.has_unfinished_requests())
 
     @guarded
     def before_schedule(self) -> None:
@@ -116,29 +109,30 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
+        requests = self._scheduler.requests
+        ids, context, prompt_context, num_prefill = [], 0, 0, 0
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            length = request.num_tokens
+            # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
+            if request.num_computed_tokens + num_tokens >= length:
+                ids.append(request_id)
+                context += length
+            else:
+                prompt_context += length
+                num_prefill += num_tokens
+        reason, block = "observe", self._num_spec_tokens
         if self._can_decide and not self._is_off():
-            requests = self._scheduler.requests
-            ids, context, num_prefill = [], 0, 0
-            for request_id, num_tokens in output.num_scheduled_tokens.items():
-                request = requests[request_id]
-                # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
-                if request.num_computed_tokens + num_tokens >= request.num_tokens:
-                    ids.append(request_id)
-                    context += request.num_tokens
-                else:
-                    num_prefill += num_tokens
             decision = self._decider.decide(ids, context, num_prefill, time.monotonic())
             self._lengths = dict(zip(ids, decision.num_draft_tokens, strict=True))
-            block = self._num_spec_tokens
+            reason = decision.reason
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule)
                 output.num_spec_tokens_to_schedule = block
-            self._decisions[self._step] = (decision.reason, block)
         else:
             self._lengths = {}
-            self._decisions[self._step] = ("observe", self._num_spec_tokens)
-        output.honed_step = (self._step, self._began_ns)
-        self.decide_latency.record(time.perf_counter_ns() - began_ns)
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context)
+        self._decide_ns = time.perf_counter_ns() - began_ns
 
     def length_of(self, request_id: str) -> int:
         """Draft tokens that the request's next round may verify; K when nothing was decided for it."""
@@ -147,76 +141,24 @@ class Attachment:
     @guarded
     def before_update(self, output: Any, runner_output: Any) -> None:
         """A step's results are about to be taken in."""
-        self._output, self._runner_output = output, runner_output
-        self._rounds = []
-        self._observed = ([], [], [])
+        self._plan = getattr(output, "honed_plan", None)
+        self._recorder.begin(output, runner_output)
 
     @guarded
     def round_verified(self, request_id: str, num_draft: int, num_accepted: int, invalid: dict[str, int] | None) -> None:
         """vLLM has counted a verify round: the one place where its counters and ours come from, so they can't differ."""
-        tracked = self._requests.get(request_id)
-        if tracked is None or not num_draft:
-            return
-        num_invalid = invalid.get(request_id, 0) if invalid else 0
-        drafted = self._output.scheduled_spec_decode_tokens.get(request_id, ())
-        self._rounds.append(self._round(request_id, tracked, num_draft, num_accepted, num_invalid, drafted))
-        ids, lengths, accepted = self._observed
-        ids.append(request_id)
-        lengths.append(num_draft - num_invalid)
-        accepted.append(num_accepted)
-
-    @guarded
-    def plain_rounds(self) -> None:
-        """Note decode steps without drafts (k = 0); before vLLM takes the results in, while positions are still the old."""
-        output = self._output
-        drafts = output.scheduled_spec_decode_tokens
-        if len(drafts) == len(output.num_scheduled_tokens):
-            return
-        requests = self._scheduler.requests
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            if num_tokens != 1 or request_id in drafts:
-                continue
-            tracked, request = self._requests.get(request_id), requests.get(request_id)
-            if tracked is None or request is None or request.num_output_tokens == 0:
-                continue
-            self._rounds.append(self._round(request_id, tracked, 0, 0, 0, ()))
+        self._recorder.round_verified(request_id, num_draft, num_accepted, invalid)
 
     @guarded
     def after_update(self) -> None:
         """The step is over: log it, learn from it."""
+        recorder = self._recorder
+        recorder.end(self._plan or Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, 0), self._drafter_version)
+        self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
-        output = self._output
-        now_ns = time.monotonic_ns()
-        number, began_step_ns = getattr(output, "honed_step", (self._step, self._began_ns))
-        if output.total_num_scheduled_tokens:
-            reason, block = self._decisions.pop(number, ("cold", self._num_spec_tokens))
-            num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-            decoding = len(self._rounds)
-            requests = self._scheduler.requests
-            context = sum(r.num_tokens for i in output.num_scheduled_tokens if (r := requests.get(i)) is not None)
-            self._log.append(
-                Step(
-                    step=number,
-                    end_ns=now_ns,
-                    # Under async scheduling steps overlap: a step's own time begins when the one before it ended.
-                    duration_us=(now_ns - max(began_step_ns, self._ended_ns)) // 1000,
-                    num_requests=len(output.num_scheduled_tokens),
-                    num_tokens=output.total_num_scheduled_tokens,
-                    num_prefill_tokens=max(output.total_num_scheduled_tokens - num_drafts - decoding, 0),
-                    num_draft_tokens=num_drafts,
-                    context_tokens=context,
-                    num_drafting=block,
-                    decision=reason,
-                    drafter_version=self._drafter_version,
-                    rounds=self._rounds,
-                )
-            )
-            self._ended_ns = now_ns
-            if self._observed[0]:
-                self._decider.observe(*self._observed)
-        self._output = self._runner_output = None
-        self.set_busy()
-        self.log_latency.record(time.perf_counter_ns() - began_ns)
+        if recorder.request_ids:
+            self._decider.observe(recorder.request_ids, recorder.num_drafts, recorder.num_accepted)
+        self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
 
     @guarded
     def stop(self) -> None:
@@ -226,29 +168,6 @@ class Attachment:
         self._workers.close()
 
     # --- helpers on the engine's thread -------------------------------------------------------------------------------
-
-    def _round(
-        self, request_id: str, tracked: Tracked, num_draft: int, num_accepted: int, num_invalid: int, drafted: Any
-    ) -> Round:
-        request = self._scheduler.requests[request_id]
-        emitted: list[int] = []
-        num_emitted = num_accepted + 1
-        if self._is_logging_token_ids:
-            index = self._runner_output.req_id_to_index[request_id]
-            emitted = list(self._runner_output.sampled_token_ids[index])
-            num_emitted = len(emitted)
-        return Round(
-            request=tracked.key,
-            workload=tracked.workload,
-            position=request.num_tokens - 1,
-            num_draft_tokens=num_draft,
-            num_accepted_tokens=num_accepted,
-            num_invalid_tokens=num_invalid,
-            temperature=tracked.temperature,
-            num_emitted=num_emitted,
-            emitted=emitted,
-            draft=list(drafted) if self._is_logging_token_ids else [],
-        )
 
     def _is_off(self) -> bool:
         return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")
@@ -306,7 +225,7 @@ class Attachment:
         )
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:
-        self._is_logging_token_ids = welcome.log_token_ids
+        self._recorder.is_logging_token_ids = welcome.log_token_ids
         if welcome.drafter_version and not self._drafter_generation:
             self._drafter_version = welcome.drafter_version
 

@@ -28,13 +28,19 @@ class Labels:
 def read_labels(sampling_params: Any) -> Labels:
     """Read a request's labels; what can't be used is as if it weren't there."""
     extra: Mapping[str, Any] = (sampling_params.extra_args if sampling_params is not None else None) or {}
-    ceiling = extra.get("honed_max_draft_tokens", -1)
     return Labels(
         workload=str(extra.get("honed_workload", ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
-        max_draft_tokens=int(ceiling) if isinstance(ceiling, int | float) else -1,
+        max_draft_tokens=_ceiling(extra.get("honed_max_draft_tokens", -1)),
         session=str(extra.get("honed_session", "")),
         is_captured=str(extra.get("honed_capture", 1)).lower() not in ("0", "0.0", "false", "no"),
     )
+
+
+def _ceiling(value: Any) -> int:
+    try:
+        return max(int(value), -1)
+    except (TypeError, ValueError, OverflowError):  # a word, NaN, infinity
+        return -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,9 @@ class RequestBook:
     def get(self, request_id: str) -> Tracked | None:
         """A running request; None when it came before the attachment or is over."""
         return self._requests.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
     def remove(self, request_id: str) -> None:
         """A request is over."""

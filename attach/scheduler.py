@@ -127,16 +127,9 @@ class _HonedScheduler:
         if honed is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         honed.before_update(scheduler_output, model_runner_output)
-        honed.plain_rounds()
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         honed.after_update()
         return outputs
-
-    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-        if self._honed is not None:
-            self._honed.set_busy()
-        return finished
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._honed is not None:

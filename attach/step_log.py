@@ -10,18 +10,17 @@ from collections import deque
 from typing import NamedTuple
 
 from honed.adapt.wire import RoundColumns, StepColumns
+from honed.attach.request_book import Tracked
 
 
 class Round(NamedTuple):
     """One request's decode rows in one step."""
 
-    request: int
-    workload: str
+    request: Tracked
     position: int
     num_draft_tokens: int
     num_accepted_tokens: int
     num_invalid_tokens: int
-    temperature: float
     num_emitted: int
     emitted: list[int]
     draft: list[int]
@@ -89,7 +88,7 @@ def to_columns(steps: list[Step]) -> tuple[list[str], StepColumns, RoundColumns]
     """Turn steps into the wire's columns: (workloads, steps, rounds)."""
     rounds = [(step.step, entry) for step in steps for entry in step.rounds]
     names: dict[str, int] = {}
-    workload = [names.setdefault(entry.workload, len(names)) for _, entry in rounds]
+    workload = [names.setdefault(entry.request.workload, len(names)) for _, entry in rounds]
     step_columns = StepColumns(
         step=[s.step for s in steps],
         end_ns=[s.end_ns for s in steps],
@@ -104,13 +103,13 @@ def to_columns(steps: list[Step]) -> tuple[list[str], StepColumns, RoundColumns]
     )
     round_columns = RoundColumns(
         step=[step for step, _ in rounds],
-        request=[r.request for _, r in rounds],
+        request=[r.request.key for _, r in rounds],
         workload=workload,
         position=[r.position for _, r in rounds],
         num_draft_tokens=[r.num_draft_tokens for _, r in rounds],
         num_accepted_tokens=[r.num_accepted_tokens for _, r in rounds],
         num_invalid_tokens=[r.num_invalid_tokens for _, r in rounds],
-        temperature=[r.temperature for _, r in rounds],
+        temperature=[r.request.temperature for _, r in rounds],
         num_emitted=[r.num_emitted for _, r in rounds],
         emitted=[token for _, r in rounds for token in r.emitted],
         draft=[token for _, r in rounds for token in r.draft],

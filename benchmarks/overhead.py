@@ -8,8 +8,9 @@ first), so that a drift of the machine falls on both. The ratio of a pair is att
 The draft length is pinned to 7 by an override, on both sides the same (vLLM's counters are compared, and a difference is an
 error): what is measured is observing, logging and delivering, not a better or worse choice. An override is the shortest way
 through the decider; what deciding in full costs is in `decide_us` of a server under traffic, and in the adapt benchmarks.
-How much CPU the server whose turn it isn't used meanwhile is in the result too: it ought to be next to nothing, since
-whatever it takes is missing to the other. The last line of stdout is JSON.
+vLLM's processes spin for a second after their last message, which on a small machine takes a core from the server whose turn
+is next: a run begins once both servers are quiet. How much CPU the other used meanwhile is in the result; it ought to be
+next to nothing. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ Document = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 LEVELS = (1, 16)
 BOOTSTRAPS = 4000
+QUIET_SHARE = 0.05
+"""A server is quiet when it uses no more of a core than this."""
+QUIET_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ Pair = dict[str, Run]
 class Plan:
     """How much is measured. Requests a run, by concurrency."""
 
-    pairs: int = 8
+    pairs: int = 16
     requests: tuple[int, ...] = (4, 48)
     max_tokens: int = 96
 
@@ -171,12 +175,26 @@ async def one_run(
 ) -> Run:
     """One server's run while the other idles. Every request generates the full length; one that fails is an error."""
     server, other = servers[name], next(s for n, s in servers.items() if n != name)
-    before, idle_s = await vllm_server.settled(server), other.child.cpu_seconds()
+    before = await vllm_server.settled(server)
+    await quiet([server, other])
+    idle_s = other.child.cpu_seconds()
     played = await play(server.url, prompts, concurrency=concurrency, max_tokens=max_tokens, ignore_eos=True)
     idle_s = other.child.cpu_seconds() - idle_s
     if played.num_failed:
         raise ProcessError(next(reply.error for reply in played.replies if reply.error))
     return Run(played.tokens_per_s, await vllm_server.settled(server) - before, idle_s / played.seconds)
+
+
+async def quiet(servers: Sequence[Server], over_s: float = 0.5) -> None:
+    """Wait until no server uses the CPU. Raises ProcessError when one doesn't come to rest."""
+    until_s = time.monotonic() + QUIET_TIMEOUT_S
+    while time.monotonic() < until_s:
+        before = [server.child.cpu_seconds() for server in servers]
+        await asyncio.sleep(over_s)
+        used = [server.child.cpu_seconds() - b for server, b in zip(servers, before, strict=True)]
+        if max(used) <= QUIET_SHARE * over_s:
+            return
+    raise ProcessError(f"after {QUIET_TIMEOUT_S:g} s without requests the servers still use {used} s of CPU in {over_s:g} s")
 
 
 def summary(pairs: Sequence[Pair], seed: int = 0) -> dict[str, float]:

@@ -223,3 +223,23 @@ def test_a_refresh_of_the_same_policy_keeps_the_operating_point():
     model = decider._model
     decider.set_policy(msgspec.structs.replace(policy), 1.0)
     assert decider._model is model
+
+
+def test_learning_from_few_rounds_at_a_time_is_the_same_as_from_many():
+    policy = make_policy()
+    workloads = ["", "good", "bad", "unheard of"]
+    ids = [f"r{i}" for i in range(100)]
+    together, apart = make_decider(policy), make_decider(policy)
+    for decider in (together, apart):
+        for i, request_id in enumerate(ids):
+            decider.start(request_id, workloads[i % 4])
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        drafted = rng.integers(-1, K + 2, len(ids)).tolist()
+        accepted = [int(rng.integers(-1, max(k, 0) + 2)) for k in drafted]
+        together.observe(ids, drafted, accepted)
+        for at in range(0, len(ids), 10):
+            apart.observe(ids[at : at + 10], drafted[at : at + 10], accepted[at : at + 10])
+    np.testing.assert_allclose(apart._failures, together._failures)
+    np.testing.assert_allclose(apart._successes, together._successes)
+    assert together.decide(ids, 1000, 0, 0.0) == apart.decide(ids, 1000, 0, 0.0)

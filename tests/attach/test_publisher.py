@@ -12,6 +12,7 @@ import zmq
 
 from honed.adapt import wire
 from honed.attach.publisher import Callbacks, Publisher
+from honed.attach.request_book import Tracked
 from honed.attach.step_log import Round, Step, StepLog
 
 BOOT = "boot"
@@ -93,7 +94,7 @@ def daemon(endpoint: str) -> Iterator[Daemon]:
 
 
 def step(number: int) -> Step:
-    return Step(number, number, 1, 1, 4, 0, 3, 9, 7, "policy", "v1", [Round(1, "a", 9, 3, 2, 0, 0.0, 3, [], [])])
+    return Step(number, number, 1, 1, 4, 0, 3, 9, 7, "policy", "v1", [Round(Tracked(1, "a", 0.0), 9, 3, 2, 0, 3, [], [])])
 
 
 def eventually(check: Callable[[], bool]) -> None:

@@ -24,9 +24,13 @@ def test_labels_are_read() -> None:
     assert labels == Labels("chat", 3, "17", is_captured=False)
 
 
-@pytest.mark.parametrize("ceiling", ["3", None, [1], {}])
+@pytest.mark.parametrize("ceiling", ["three", None, [1], {}, float("nan"), float("inf"), -5])
 def test_a_ceiling_that_is_no_number_is_none(ceiling: Any) -> None:
     assert read_labels(params(honed_max_draft_tokens=ceiling)).max_draft_tokens == -1
+
+
+def test_a_ceiling_may_come_as_text() -> None:
+    assert read_labels(params(honed_max_draft_tokens="3")).max_draft_tokens == 3
 
 
 def test_workloads_are_bounded_and_short() -> None:
@@ -47,6 +51,8 @@ def test_keys_are_stable_within_a_boot_and_differ_between_boots() -> None:
     first.add("r", params())
     assert first.get("r") == tracked
     assert tracked.key != other.key
+    assert len(first) == 1
     first.remove("r")
     first.remove("r")
     assert first.get("r") is None
+    assert len(first) == 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from honed.attach.request_book import Tracked
 from honed.attach.step_log import Round, Step, StepLog, to_columns
 
 
 def a_round(workload: str = "a", k: int = 3, accepted: int = 2, tokens: bool = False) -> Round:
     emitted = [7, 8, 9][: accepted + 1] if tokens else []
-    return Round(11, workload, 40, k, accepted, 0, 0.0, accepted + 1, emitted, [7, 8, 5][:k] if tokens else [])
+    return Round(Tracked(11, workload, 0.5), 40, k, accepted, 0, accepted + 1, emitted, [7, 8, 5][:k] if tokens else [])
 
 
 def a_step(number: int, version: str = "v1", rounds: list[Round] | None = None) -> Step:
@@ -22,6 +23,8 @@ def test_columns_have_one_entry_a_step_and_a_round() -> None:
     assert step_columns.step == [1, 2]
     assert rounds.step == [1, 1, 2]
     assert rounds.workload == [0, 1, 0]
+    assert rounds.request == [11, 11, 11]
+    assert rounds.temperature == [0.5, 0.5, 0.5]
     assert rounds.num_emitted == [3, 1, 3]
     assert rounds.emitted == [7, 8, 9, 7]
     assert rounds.draft == [7, 8, 5, 7]
