@@ -6,11 +6,11 @@ S_i(j) never grows with j, so for a given total and cap on the block it is best 
 and what is admitted of a request is a prefix. The search therefore runs over two numbers: a threshold on S, and a cap b on
 the block. k = 0 for everybody is a candidate of its own, priced without the drafter.
 
-Up to `EXACT_ENTRIES` values each value is its own threshold and the answer is the optimum. Beyond, values are sorted into
-`LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size lies within it: then
-exactly as many as fit are, the most likely first. Of requests with equal S the earlier in the batch goes first; apart from
-that a permutation of the batch permutes the answer. Requests that share a curve can be passed as one (`group`): cost then
-grows with the number of curves.
+For a small batch each value is its own threshold and the answer is the optimum (`block_size_exact`). For a large one, here,
+values are sorted into `LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size
+lies within it: then exactly as many as fit are, the most likely first. Of requests with equal S the earlier in the batch goes
+first; apart from that a permutation of the batch permutes the answer. Requests that share a curve can be passed as one
+(`group`): cost then grows with the number of curves.
 
 Non-anticipation, on which losslessness rests: the only inputs are survival estimates from finished rounds and the batch's
 shape. Nothing of the drafts that are about to be cut enters, so which drafts get verified is independent of what they are.
@@ -21,39 +21,14 @@ tried (K, or 1 when a shorter block isn't cheaper).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, nothing, work
 from honed.adapt.step_time import StepTimeModel
 
-EXACT_ENTRIES = 64
 LEVELS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class OperatingPoint:
-    """What a choice comes down to, and what hysteresis holds on to while batches come and go."""
-
-    threshold: float
-    cap: int
-    """Longest block; 0: nothing is drafted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Draft lengths of a batch and what is expected of them."""
-
-    num_draft_tokens: Ints  # [N]
-    point: OperatingPoint
-    goodput: float
-    """Expected tokens per second."""
-    goodput_without: float
-    """The same with nothing drafted."""
-    is_held: bool = False
-    """The best choice gained too little over the previous operating point, which was kept."""
 
 
 def allocate(
@@ -67,10 +42,11 @@ def allocate(
     hysteresis: float = 0.0,
 ) -> Ints:
     """Choose draft lengths [N]; see `choose`."""
-    return choose(
+    choice = choose(
         survival, model, context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
         ceilings=ceilings, previous=previous, hysteresis=hysteresis,
-    ).num_draft_tokens  # fmt: skip
+    )  # fmt: skip
+    return np.array(choice.num_draft_tokens, dtype=np.int64)
 
 
 def choose(
@@ -94,15 +70,21 @@ def choose(
     """
     count = len(survival) if group is None else len(group)
     num_spec_tokens = survival.shape[1]
+    if work(count, num_spec_tokens, model) <= MOST_ENTRIES:
+        curves = survival.tolist()
+        if ceilings is not None:
+            curves = [curve[: max(ceiling, 0)] for curve, ceiling in zip(curves, ceilings.tolist(), strict=True)]
+        return choose_exact(
+            curves if group is None else [curves[row] for row in group.tolist()], model,
+            context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
+            previous=previous, hysteresis=hysteresis,
+        )  # fmt: skip
     fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens)
     base_tokens = count + num_prefill_tokens
     without = count / (fixed + model.seconds_of_tokens(base_tokens))
-    if count == 0 or num_spec_tokens == 0:
-        return _nothing(count, without)
-
     by_depth = np.ascontiguousarray(survival.T)  # [K, C]: depth first, so that reductions run over contiguous curves
     copies = None if group is None else np.bincount(group, minlength=len(survival))
-    levels, values, lower = _levels(by_depth, ceilings)
+    levels, values, lower = _levels(by_depth, ceilings), _LEVEL_VALUES, _LEVEL_LOWER
     is_block_priced = model.is_block_priced and num_spec_tokens > 1
     admitted, mass = _cumulate(levels, values, copies, is_block_priced)  # [B, L]
     seconds = model.draft_seconds(count, num_spec_tokens)[-len(admitted) :, None] + fixed
@@ -120,16 +102,16 @@ def choose(
         held_level = int(np.searchsorted(-lower, -previous.threshold + 1e-9, side="right")) - 1
         if previous.cap <= 0 or held_level < 0:
             if best <= without * (1.0 + hysteresis):
-                return _nothing(count, without)
+                return nothing(count, without)
         else:
             held_cap = min(previous.cap, num_spec_tokens) if is_block_priced else num_spec_tokens
             held = float(goodput[held_cap - 1 if is_block_priced else 0, held_level])
             if held >= without and best <= held * (1.0 + hysteresis):
                 lengths = np.add.reduce(levels[:held_cap] <= held_level, axis=0, dtype=np.int64)
-                return Choice(lengths if group is None else lengths[group], previous, held, without, is_held=True)
+                return Choice((lengths if group is None else lengths[group]).tolist(), previous, held, without, is_held=True)
 
     if best <= without:
-        return _nothing(count, without)
+        return nothing(count, without)
     cap = row + 1 if is_block_priced else num_spec_tokens
     point = OperatingPoint(float(lower[level]), cap)
     left_out = int(surplus[row, level]) if best > goodput[row, level] else 0
@@ -137,36 +119,17 @@ def choose(
         some, theirs = by_depth[:cap], levels[:cap]
         if group is not None:
             some, theirs = some[:, group], theirs[:, group]
-        return Choice(_all_but_least_likely(some, theirs, level, left_out), point, best, without)
+        return Choice(_all_but_least_likely(some, theirs, level, left_out).tolist(), point, best, without)
     lengths = np.add.reduce(levels[:cap] <= level, axis=0, dtype=np.int64)
-    return Choice(lengths if group is None else lengths[group], point, best, without)
+    return Choice((lengths if group is None else lengths[group]).tolist(), point, best, without)
 
 
-def _nothing(count: int, goodput: float) -> Choice:
-    return Choice(np.zeros(count, dtype=np.int64), OperatingPoint(1.0, 0), goodput, goodput)
-
-
-def _levels(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> tuple[npt.NDArray[np.intp], Floats, Floats]:
-    """Sort survival into levels, most likely first.
-
-    Returns: level of each entry [K, C] (L: above its ceiling, never admitted), value of each level [L], and the threshold
-    that admits exactly the levels up to it [L].
-    """
-    if by_depth.size <= EXACT_ENTRIES:
-        flat = by_depth.ravel()
-        order = np.argsort(-flat, kind="stable")
-        rank = np.empty(flat.size, dtype=np.intp)
-        rank[order] = np.arange(flat.size)
-        levels = rank.reshape(by_depth.shape)
-        values = flat[order].astype(np.float64)
-        # Half-way to the next value: a small change of either doesn't change what a held threshold admits.
-        lower = 0.5 * (values + np.append(values[1:], 0.0))
-    else:
-        levels = ((1.0 - by_depth) * (LEVELS - 1e-3)).astype(np.intp)
-        values, lower = _LEVEL_VALUES, _LEVEL_LOWER
+def _levels(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> npt.NDArray[np.intp]:
+    """Sort survival [K, C] into levels, most likely first; L: above its ceiling, never admitted."""
+    levels = ((1.0 - by_depth) * (LEVELS - 1e-3)).astype(np.intp)
     if ceilings is not None:
-        levels = np.where(np.arange(len(by_depth))[:, None] < ceilings, levels, len(values))
-    return levels, values, lower
+        levels = np.where(np.arange(len(by_depth))[:, None] < ceilings, levels, LEVELS)
+    return levels
 
 
 _LEVEL_LOWER: Floats = 1.0 - np.arange(1, LEVELS + 1) / LEVELS

@@ -280,15 +280,15 @@ class EngineController:
         lengths, goodput, block = choice.num_draft_tokens, choice.goodput, choice.point.cap
         if self.settings.mode != "goodput":
             block = self._static_k()
-            lengths = np.full(count, block)
+            lengths = [block] * count
             seconds = model.seconds(count, count * (1 + block), context, 0, block)
             goodput = count * acceptance_length(engine, block) / seconds
-        tokens = count + int(lengths.sum())
+        tokens = count + sum(lengths)
         return {
             "num_requests": count,
-            "draft_tokens_per_request": round(float(lengths.mean()), 3),
+            "draft_tokens_per_request": round(sum(lengths) / count, 3),
             "block": block,
-            "predicted_step_seconds": model.seconds(count, tokens, context, 0, int(lengths.max())),
+            "predicted_step_seconds": model.seconds(count, tokens, context, 0, max(lengths)),
             "predicted_tokens_per_s": goodput,
             "speedup": goodput / choice.goodput_without,
         }

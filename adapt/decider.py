@@ -21,13 +21,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, Ints, information, scale_odds, survival
-from honed.adapt.block_size import OperatingPoint, choose
+from honed.adapt.block_size import choose
+from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
+from honed.adapt.length_policy import Decision
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -38,18 +40,46 @@ _NUM_THETAS, _THETA_STEPS = 48, 10.0
 _THETAS: Floats = np.exp((np.arange(_NUM_THETAS) - _NUM_THETAS // 2) / _THETA_STEPS)
 """Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
 _FEW_REQUESTS = 64
-"""Up to so many requests it pays to leave out the curves that nobody has, and to learn without numpy."""
+"""Up to so many requests it pays to learn without numpy."""
 _EXPLORE_MOVES = ("less", "more", "half", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Draft lengths of one step, in the order of the requests that were asked about."""
+class PolicyTables:
+    """A policy made ready for quick use: survival curves of every workload and theta. Made on any thread by `of`.
 
-    num_draft_tokens: list[int]
-    block: int
-    """The largest of them: what the drafter has to draft; 0: it can be skipped."""
-    reason: str
+    Letters: W = workloads of the policy (row 0 serves those that aren't named), K = draft tokens.
+    """
+
+    policy: Policy | None
+    model: StepTimeModel
+    row_of_workload: dict[str, int]
+    by_depth: Floats  # [K, W * thetas] survival
+    curves: list[list[float]]  # [W * thetas][K] the same
+    constant: Floats  # [W] what the workload's curve weighs in a request's theta
+    on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
+    on_success: Floats  # [W, K+1] what n accepted drafts add to the other
+
+    @classmethod
+    def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
+        """Tabulate a policy; unusable figures of it are replaced."""
+        priors = policy.priors if policy is not None else []
+        usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
+        acceptance = np.array(usable or [_usable_curve([], num_spec_tokens)])  # [W, K]
+        strengths = [_within(prior.strength, 0.1, 1e6, 8.0) for prior in priors] or [8.0]
+        by_theta = survival(scale_odds(acceptance[:, None, :], _THETAS[:, None]))
+        by_theta = by_theta.reshape(len(acceptance) * _NUM_THETAS, num_spec_tokens)
+        none = np.zeros((len(acceptance), 1))
+        return cls(
+            policy,
+            _usable_model(policy),
+            {prior.workload: row for row, prior in enumerate(priors)},
+            np.ascontiguousarray(by_theta.T),
+            by_theta.tolist(),
+            np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
+            np.concatenate([acceptance, none], axis=1),
+            np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
+        )
 
 
 class Decider:
@@ -69,19 +99,17 @@ class Decider:
         self._num_ceilings = 0
         self._last_ids: list[str] = []
         self._last_slots: Ints = np.zeros(0, dtype=np.int64)
-        self._policy: Policy | None = None
         self._policy_at_s = 0.0
         self._fallback = "no_policy"
         self._point: OperatingPoint | None = None
-        self._model = StepTimeModel()
-        self._use_priors(None)
+        self._use(PolicyTables.of(None, self.num_spec_tokens))
 
     # --- policy -------------------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy | None:
         """The policy that arrived last, stale or not."""
-        return self._policy
+        return self._tables.policy
 
     @property
     def fallback(self) -> str:
@@ -90,20 +118,29 @@ class Decider:
 
     def set_policy(self, policy: Policy | None, now_s: float) -> None:
         """Put a policy in force from now on; its time to live starts again."""
-        is_same = policy is not None and self._policy is not None and policy == self._policy
-        self._policy, self._policy_at_s = policy, now_s
-        if not is_same:
-            self._model = _usable_model(policy)
-            self._use_priors(policy)
+        self.use(self.tabulate(policy), now_s)
+
+    def tabulate(self, policy: Policy | None) -> PolicyTables:
+        """Any thread: do the part of `set_policy` that takes time. The tables in force are given back for the same policy."""
+        now = self._tables
+        if policy is not None and policy == now.policy:
+            return replace(now, policy=policy)
+        return PolicyTables.of(policy, self.num_spec_tokens)
+
+    def use(self, tables: PolicyTables, now_s: float) -> None:
+        """Put a tabulated policy in force from now on; its time to live starts again."""
+        self._policy_at_s = now_s
+        if tables.by_depth is not self._tables.by_depth:
+            self._use(tables)
         self._refresh_fallback(now_s)
 
     def policy_age(self, now_s: float) -> float:
         """Return the seconds since the policy arrived, −1 when there is none."""
         self._refresh_fallback(now_s)
-        return -1.0 if self._policy is None else max(now_s - self._policy_at_s, 0.0)
+        return -1.0 if self._tables.policy is None else max(now_s - self._policy_at_s, 0.0)
 
     def _refresh_fallback(self, now_s: float) -> None:
-        policy = self._policy
+        policy = self._tables.policy
         if policy is None:
             self._fallback = "no_policy"
         elif now_s - self._policy_at_s > policy.ttl_s:
@@ -111,26 +148,13 @@ class Decider:
         else:
             self._fallback = "observe_only" if policy.kind == "off" else ""
 
-    def _use_priors(self, policy: Policy | None) -> None:
-        """Tabulate the survival curves of every workload and θ; workload 0 serves those that aren't named."""
-        priors = policy.priors if policy is not None else []
-        curves = [_usable_curve(prior.acceptance, self.num_spec_tokens) for prior in priors]
-        curves = curves or [_usable_curve([], self.num_spec_tokens)]
-        strengths = [_within(prior.strength, 0.1, 1e6, 8.0) for prior in priors] or [8.0]
-        acceptance = np.array(curves)  # [W, K]
-        curves_by_theta = survival(scale_odds(acceptance[:, None, :], _THETAS[:, None]))  # [W, thetas, K]
-        self._by_depth = np.ascontiguousarray(
-            curves_by_theta.reshape(len(acceptance) * _NUM_THETAS, self.num_spec_tokens).T
-        )  # [K, W · thetas]
-        self._constant = np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)])
-        self._on_failure = np.concatenate([acceptance, np.zeros((len(acceptance), 1))], axis=1)  # [W, K+1]
-        self._on_success = np.concatenate([np.zeros((len(acceptance), 1)), (1.0 - acceptance).cumsum(axis=1)], axis=1)
-        self._failure_odds: list[list[float]] = self._on_failure.tolist()
-        self._success_odds: list[list[float]] = self._on_success.tolist()
-        self._prior_row = {prior.workload: row for row, prior in enumerate(priors)}
+    def _use(self, tables: PolicyTables) -> None:
+        self._tables, self._model = tables, tables.model
+        self._failure_odds: list[list[float]] = tables.on_failure.tolist()
+        self._success_odds: list[list[float]] = tables.on_success.tolist()
         self._row_of_label = np.zeros(_MOST_LABELS, dtype=np.int64)
         for name, label in self._labels.items():
-            self._row_of_label[label] = self._prior_row.get(name, 0)
+            self._row_of_label[label] = tables.row_of_workload.get(name, 0)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -168,9 +192,9 @@ class Decider:
         accepted = np.clip(np.asarray(num_accepted_tokens, dtype=np.int64), 0, drafted)
         row = self._row_of_label[self._label[slots]]
         decay = np.where(drafted > 0, _REQUEST_DECAY, 1.0)
-        failed = self._on_failure[row, accepted] * (accepted < drafted)
+        failed = self._tables.on_failure[row, accepted] * (accepted < drafted)
         self._failures[slots] = self._failures[slots] * decay + failed
-        self._successes[slots] = self._successes[slots] * decay + self._on_success[row, accepted]
+        self._successes[slots] = self._successes[slots] * decay + self._tables.on_success[row, accepted]
 
     def _observe_few(self, slots: list[int], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]) -> None:
         # The same without numpy: between two steps its code has left the caches, and a dozen calls of it cost 100 us.
@@ -217,7 +241,7 @@ class Decider:
             if len(self._labels) >= _MOST_LABELS:
                 return 0
             label = self._labels[workload] = len(self._labels)
-            self._row_of_label[label] = self._prior_row.get(workload, 0)
+            self._row_of_label[label] = self._tables.row_of_workload.get(workload, 0)
         return label
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -227,7 +251,7 @@ class Decider:
     ) -> Decision:
         """Choose the draft lengths of the decoding requests of a step."""
         self._refresh_fallback(now_s)
-        policy = self._policy
+        policy = self._tables.policy
         if policy is None:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy")
         if policy.kind == "off" and self._fallback != "stale_policy":
@@ -244,7 +268,7 @@ class Decider:
         if not self._model.is_ready:
             if not is_exploring:
                 return self._uniform(request_ids, static_k, "cold")
-            lengths = np.full(len(request_ids), static_k)
+            lengths = [static_k] * len(request_ids)
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
@@ -252,47 +276,68 @@ class Decider:
         if is_exploring:
             lengths = self._neighbour(lengths, static_k, limit)
             if self._num_ceilings:
-                lengths = np.minimum(lengths, self._ceiling[self._slots_of(request_ids)])
-        chosen = lengths.tolist()
-        return Decision(chosen, max(chosen, default=0), "explore" if is_exploring else "policy")
+                lengths = np.minimum(lengths, self._ceiling[self._slots_of(request_ids)]).tolist()
+        return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
 
     def _best(
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
-    ) -> Ints:
+    ) -> list[int]:
         slots = self._slots_of(request_ids)
-        is_one_workload = len(self._constant) == 1
-        row = 0 if is_one_workload else self._row_of_label[self._label[slots]]
-        constant = self._constant[row]
-        theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
-        step = (np.log(theta) * _THETA_STEPS + (_NUM_THETAS // 2 + 0.5)).astype(np.int64)
-        curve = np.minimum(np.maximum(step, 0), _NUM_THETAS - 1) + row * _NUM_THETAS
-        by_depth, group, ceilings = self._by_depth[:limit], curve, None
-        if self._num_ceilings:  # requests of one curve may differ in their ceilings: every request is a curve of its own
-            by_depth, group, ceilings = by_depth[:, curve], None, self._ceiling[slots]
-        elif not is_one_workload or len(slots) <= _FEW_REQUESTS:
-            number = np.zeros(by_depth.shape[1], dtype=np.int64)
-            number[curve] = 1
-            by_depth, group = by_depth[:, np.flatnonzero(number)], (number.cumsum() - 1)[curve]
-        choice = choose(
-            by_depth.T, self._model, group=group,
-            context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens, ceilings=ceilings,
-            previous=self._point, hysteresis=_within(policy.hysteresis, 0.0, 10.0, 0.0),
-        )  # fmt: skip
+        hysteresis = _within(policy.hysteresis, 0.0, 10.0, 0.0)
+        if work(len(slots), limit, self._model) <= MOST_ENTRIES:
+            choice = choose_exact(
+                self._curves_of(slots.tolist(), limit), self._model,
+                context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
+                previous=self._point, hysteresis=hysteresis,
+            )  # fmt: skip
+        else:
+            choice = self._choose_many(slots, context_tokens, num_prefill_tokens, limit, hysteresis)
         self._point = choice.point
         return choice.num_draft_tokens
 
-    def _neighbour(self, lengths: Ints, static_k: int, limit: int) -> Ints:
+    def _curves_of(self, slots: list[int], limit: int) -> list[list[float]]:
+        # As in `_choose_many`, without numpy: see `block_size_exact`.
+        failures, successes, ceilings = self._failures.data, self._successes.data, self._ceiling.data
+        label, row_of_label, constants = self._label.data, self._row_of_label.data, self._tables.constant.data
+        curves: list[list[float]] = []
+        for slot in slots:
+            row = row_of_label[label[slot]]
+            theta = (constants[row] + failures[slot]) / (constants[row] + successes[slot])
+            step = min(max(int(math.log(theta) * _THETA_STEPS + (_NUM_THETAS // 2 + 0.5)), 0), _NUM_THETAS - 1)
+            curve = self._tables.curves[row * _NUM_THETAS + step]
+            most = min(ceilings[slot], limit)
+            curves.append(curve if most >= len(curve) else curve[:most])
+        return curves
+
+    def _choose_many(
+        self, slots: Ints, context_tokens: int, num_prefill_tokens: int, limit: int, hysteresis: float
+    ) -> Choice:
+        row = self._row_of_label[self._label[slots]]
+        constant = self._tables.constant[row]
+        theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
+        step = (np.log(theta) * _THETA_STEPS + (_NUM_THETAS // 2 + 0.5)).astype(np.int64)
+        curve = np.minimum(np.maximum(step, 0), _NUM_THETAS - 1) + row * _NUM_THETAS
+        by_depth, group, ceilings = self._tables.by_depth[:limit], curve, None
+        if self._num_ceilings:  # requests of one curve may differ in their ceilings: every request is a curve of its own
+            by_depth, group, ceilings = by_depth[:, curve], None, self._ceiling[slots]
+        return choose(
+            by_depth.T, self._model, group=group,
+            context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens, ceilings=ceilings,
+            previous=self._point, hysteresis=hysteresis,
+        )  # fmt: skip
+
+    def _neighbour(self, lengths: list[int], static_k: int, limit: int) -> list[int]:
         """Try something else nearby, so that the prices and the acceptance of lengths that aren't in use stay known."""
-        if not lengths.any():
-            return np.full_like(lengths, min(self._random.choice((1, 2, max(static_k, 1))), limit))
+        if not any(lengths):
+            return [min(self._random.choice((1, 2, max(static_k, 1))), limit)] * len(lengths)
         match self._random.choice(_EXPLORE_MOVES):
             case "less":
-                return np.maximum(lengths - 1, 0)
+                return [max(k - 1, 0) for k in lengths]
             case "more":
-                return np.minimum(lengths + 1, limit)
+                return [min(k + 1, limit) for k in lengths]
             case "half":
-                return lengths // 2
-        return np.zeros_like(lengths)
+                return [k // 2 for k in lengths]
+        return [0] * len(lengths)
 
     def _uniform(self, request_ids: Sequence[str], length: int, reason: str) -> Decision:
         if self._num_ceilings and request_ids:
@@ -307,8 +352,7 @@ _REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)
 def _usable_model(policy: Policy | None) -> StepTimeModel:
     model = StepTimeModel.from_policy(policy) if policy is not None else StepTimeModel()
     if model.is_ready:
-        model.token_seconds(np.array([1]))  # builds the table now rather than in the first decision
-        _ = model.captured_below if model.captured_tokens else None
+        model.prepare()
     return model
 
 

@@ -83,6 +83,18 @@ class StepTimeModel:
             return float(self._table[num_tokens])
         return float(self._token_seconds(np.array([num_tokens]))[0])
 
+    def token_prices(self, start: int, stop: int) -> list[float]:
+        """Price totals of `start` … `stop` − 1 scheduled tokens."""
+        if stop <= _TABLE_TOKENS:
+            return self._price_list[start:stop]
+        prices: list[float] = self._token_seconds(np.arange(start, stop)).tolist()
+        return prices
+
+    def block_seconds(self, num_requests: int, block: int) -> float:
+        """Price drafting one block, length ≥ 1."""
+        p = self.parameters
+        return p[8] + p[9] * num_requests + block * (p[10] + p[11] * num_requests)
+
     def draft_seconds(self, num_requests: int, num_spec_tokens: int) -> Floats:
         """Price blocks of length 0 … K, [K+1]; index 0 is a skipped drafter."""
         p = self.parameters
@@ -108,6 +120,15 @@ class StepTimeModel:
     @cached_property
     def _table(self) -> Floats:
         return self._token_seconds(np.arange(_TABLE_TOKENS))
+
+    @cached_property
+    def _price_list(self) -> list[float]:
+        prices: list[float] = self._table.tolist()
+        return prices
+
+    def prepare(self) -> None:
+        """Make the tables now rather than in the middle of the first decision."""
+        _ = self._price_list, self.captured_below
 
     def _token_seconds(self, tokens: Ints) -> Floats:
         p = self.parameters

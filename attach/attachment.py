@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from honed.adapt import wire
-from honed.adapt.decider import Decider
+from honed.adapt.decider import Decider, PolicyTables
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
 from honed.attach.compatibility import Findings
@@ -53,7 +53,7 @@ class Attachment:
         self.decide_latency = Latency()
         self._requests = RequestBook()
         self._decider = Decider(self._num_spec_tokens, vllm_config.scheduler_config.max_num_seqs)
-        self._pending_policy: wire.Policy | None = None
+        self._pending_policy: PolicyTables | None = None
         self._policy: wire.Policy | None = None
         self._drafter_version = ""
         self._drafter_generation = 0
@@ -173,10 +173,11 @@ class Attachment:
         return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")
 
     def _apply_policy(self) -> None:
-        policy, self._pending_policy = self._pending_policy, None
-        assert policy is not None
-        self._policy = policy
-        self._decider.set_policy(policy, time.monotonic())
+        tables, self._pending_policy = self._pending_policy, None
+        if tables is None or tables.policy is None:
+            return
+        policy = self._policy = tables.policy
+        self._decider.use(tables, time.monotonic())
         idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
 
@@ -230,7 +231,7 @@ class Attachment:
             self._drafter_version = welcome.drafter_version
 
     def _on_policy(self, policy: wire.Policy) -> None:
-        self._pending_policy = policy
+        self._pending_policy = self._decider.tabulate(policy)
         self._wake()
 
     def _on_command(self, command: wire.Command) -> None:

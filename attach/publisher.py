@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from honed.adapt import wire
 from honed.attach.outbox import Losses, Outbox
-from honed.attach.step_log import Step, StepLog, to_columns
+from honed.attach.step_log import BatchBuilder, StepLog
 
 logger = logging.getLogger("honed.attach")
 
@@ -27,7 +27,6 @@ TICK_MS = 20
 """Longest nap: bounds how late an event leaves and how late a command is noticed."""
 BATCH_S = 0.25
 """Steps are gathered for so long before they become a batch: the daemon's cost is by the batch, and it shares the machine."""
-MAX_GATHERED_STEPS = 256
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
 """Unacknowledged for so long, batches are sent again."""
@@ -60,6 +59,7 @@ class Publisher:
         self._log = log
         self._callbacks = callbacks
         self._outbox = Outbox(queue_bytes, WINDOW_BATCHES, self._encode_gap)
+        self._builder = BatchBuilder()
         self._results: list[wire.CommandResult] = []
         self._is_welcome = False
         self._progress_s = 0.0
@@ -109,7 +109,8 @@ class Publisher:
             if self._stop.is_set():
                 now_s = time.monotonic()
                 deadline_s = min(deadline_s, now_s + 1.0)
-                if now_s >= deadline_s or not (self._is_welcome and (len(self._log) or len(self._outbox))):
+                is_left = len(self._log) or self._builder.num_steps or len(self._outbox)
+                if now_s >= deadline_s or not (self._is_welcome and is_left):
                     return
             for ready, _ in poller.poll(TICK_MS):
                 if ready is monitor:
@@ -117,10 +118,10 @@ class Publisher:
                 else:
                     self._receive(socket)
             now_s = time.monotonic()
-            is_full = len(self._log) >= MAX_GATHERED_STEPS or self._stop.is_set()
-            if is_full or now_s >= next_batch_s:
+            self._collect()
+            if now_s >= next_batch_s or self._stop.is_set() or self._builder.is_full:
                 next_batch_s = now_s + BATCH_S
-                self._collect()
+                self._seal()
             self._callbacks.on_tick()
             if self._is_welcome:
                 self._send_results(socket)
@@ -174,8 +175,18 @@ class Publisher:
             self._callbacks.on_command(message)
 
     def _collect(self) -> None:
-        while steps := self._log.take():
-            self._outbox.add(self._encode_batch(steps), _holds(steps))
+        while (step := self._log.take()) is not None:
+            if not self._builder.fits(step):
+                self._seal()
+            self._builder.add(step)
+
+    def _seal(self) -> None:
+        builder = self._builder
+        if builder.num_steps:
+            version, holds = builder.drafter_version, builder.holds
+            workloads, steps, rounds = builder.take()
+            frame = self._encode(self._outbox.last_seq + 1, 0, self._outbox.lost, version, workloads, steps, rounds)
+            self._outbox.add(frame, holds)
 
     def _send_batches(self, socket: zmq.Socket[bytes], now_s: float) -> None:
         if not self._outbox.is_waiting:
@@ -198,12 +209,6 @@ class Publisher:
             return False
         return True
 
-    def _encode_batch(self, steps: list[Step]) -> bytes:
-        workloads, step_columns, round_columns = to_columns(steps)
-        return self._encode(
-            self._outbox.last_seq + 1, 0, self._outbox.lost, steps[0].drafter_version, workloads, step_columns, round_columns
-        )
-
     def _encode_gap(self, first_seq: int, seq: int, lost: Losses) -> bytes:
         return self._encode(seq, first_seq, lost, "", [], wire.StepColumns(), wire.RoundColumns())
 
@@ -217,6 +222,7 @@ class Publisher:
         steps: wire.StepColumns,
         rounds: wire.RoundColumns,
     ) -> bytes:
+        lost += self._log.lost
         return wire.encode(
             wire.EventBatch(
                 engine_id=self._engine_id,
@@ -229,18 +235,9 @@ class Publisher:
                 workloads=workloads,
                 steps=steps,
                 rounds=rounds,
-                lost_rounds=lost.rounds + self._log.lost_rounds,
-                lost_draft_tokens=lost.draft_tokens + self._log.lost_draft_tokens,
-                lost_accepted_tokens=lost.accepted_tokens + self._log.lost_accepted_tokens,
+                lost_rounds=lost.rounds,
+                lost_draft_tokens=lost.draft_tokens,
+                lost_accepted_tokens=lost.accepted_tokens,
                 lost_batches=lost.batches,
             )
         )
-
-
-def _holds(steps: list[Step]) -> Losses:
-    rounds = [r for step in steps for r in step.rounds if r.num_draft_tokens]
-    return Losses(
-        rounds=len(rounds),
-        draft_tokens=sum(r.num_draft_tokens - r.num_invalid_tokens for r in rounds),
-        accepted_tokens=sum(r.num_accepted_tokens for r in rounds),
-    )

@@ -7,9 +7,11 @@ thread. A `deque` is the hand-over: its append and popleft are atomic.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from honed.adapt.wire import RoundColumns, StepColumns
+from honed.attach.outbox import Losses
 from honed.attach.request_book import Tracked
 
 
@@ -53,65 +55,86 @@ class StepLog:
     def __init__(self, max_steps: int = 100_000) -> None:
         self._steps: deque[Step] = deque()
         self._max_steps = max_steps
-        self.lost_rounds = 0
-        self.lost_draft_tokens = 0
-        self.lost_accepted_tokens = 0
+        self.lost = Losses()
 
     def append(self, step: Step) -> None:
         """Engine thread: add a finished step."""
         if len(self._steps) >= self._max_steps:
-            for entry in step.rounds:
-                if entry.num_draft_tokens:
-                    self.lost_rounds += 1
-                    self.lost_draft_tokens += entry.num_draft_tokens - entry.num_invalid_tokens
-                    self.lost_accepted_tokens += entry.num_accepted_tokens
+            self.lost += losses_of(step.rounds)
             return
         self._steps.append(step)
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def take(self, max_rounds: int = 4096) -> list[Step]:
-        """Publisher thread: remove the oldest steps, as many as were run by one drafter version and fit `max_rounds`."""
-        taken: list[Step] = []
-        rounds = 0
-        while self._steps:
-            first = self._steps[0]
-            if taken and (first.drafter_version != taken[0].drafter_version or rounds + len(first.rounds) > max_rounds):
-                break
-            taken.append(self._steps.popleft())
-            rounds += len(first.rounds)
-        return taken
+    def take(self) -> Step | None:
+        """Publisher thread: remove the oldest step; None when there is none."""
+        return self._steps.popleft() if self._steps else None
 
 
-def to_columns(steps: list[Step]) -> tuple[list[str], StepColumns, RoundColumns]:
-    """Turn steps into the wire's columns: (workloads, steps, rounds)."""
-    rounds = [(step.step, entry) for step in steps for entry in step.rounds]
-    names: dict[str, int] = {}
-    workload = [names.setdefault(entry.request.workload, len(names)) for _, entry in rounds]
-    step_columns = StepColumns(
-        step=[s.step for s in steps],
-        end_ns=[s.end_ns for s in steps],
-        duration_us=[s.duration_us for s in steps],
-        num_requests=[s.num_requests for s in steps],
-        num_tokens=[s.num_tokens for s in steps],
-        num_prefill_tokens=[s.num_prefill_tokens for s in steps],
-        num_draft_tokens=[s.num_draft_tokens for s in steps],
-        context_tokens=[s.context_tokens for s in steps],
-        num_drafting=[s.num_drafting for s in steps],
-        decision=[s.decision for s in steps],
+class BatchBuilder:
+    """Gathers finished steps as the wire's columns, step by step.
+
+    A little at a time on purpose: this runs while the engine's thread may be waiting for the interpreter's lock, and what
+    is done in one go holds it up for that long.
+    """
+
+    MAX_ROUNDS = 4096
+    MAX_STEPS = 256
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.drafter_version = ""
+        self.num_steps = 0
+        self.holds = Losses()
+        self._workloads: dict[str, int] = {}
+        self._steps: dict[str, list[Any]] = {name: [] for name in StepColumns.__struct_fields__}
+        self._rounds: dict[str, list[Any]] = {name: [] for name in RoundColumns.__struct_fields__}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch should go now."""
+        return self.num_steps >= self.MAX_STEPS or len(self._rounds["step"]) >= self.MAX_ROUNDS
+
+    def fits(self, step: Step) -> bool:
+        """Whether the step may join: a batch was run by one drafter version, and is bounded (a lone step always fits)."""
+        if not self.num_steps:
+            return True
+        is_small = len(self._rounds["step"]) + len(step.rounds) <= self.MAX_ROUNDS and self.num_steps < self.MAX_STEPS
+        return is_small and step.drafter_version == self.drafter_version
+
+    def add(self, step: Step) -> None:
+        """Append a step's figures to the columns."""
+        self.drafter_version = step.drafter_version
+        self.num_steps += 1
+        for name, column in self._steps.items():
+            column.append(getattr(step, name))
+        rounds, names, columns = step.rounds, self._workloads, self._rounds
+        columns["step"] += [step.step] * len(rounds)
+        columns["request"] += [r.request.key for r in rounds]
+        columns["workload"] += [names.setdefault(r.request.workload, len(names)) for r in rounds]
+        columns["temperature"] += [r.request.temperature for r in rounds]
+        for name in ("position", "num_draft_tokens", "num_accepted_tokens", "num_invalid_tokens", "num_emitted"):
+            columns[name] += [getattr(r, name) for r in rounds]
+        for r in rounds:
+            columns["emitted"] += r.emitted
+            columns["draft"] += r.draft
+        self.holds += losses_of(rounds)
+
+    def take(self) -> tuple[list[str], StepColumns, RoundColumns]:
+        """(workloads, steps, rounds) of what was gathered; the builder is empty afterwards."""
+        made = list(self._workloads), StepColumns(**self._steps), RoundColumns(**self._rounds)
+        self._clear()
+        return made
+
+
+def losses_of(rounds: Sequence[Round]) -> Losses:
+    """What vLLM has counted for these rounds, should they get lost."""
+    drafted = [r for r in rounds if r.num_draft_tokens]
+    return Losses(
+        rounds=len(drafted),
+        draft_tokens=sum(r.num_draft_tokens - r.num_invalid_tokens for r in drafted),
+        accepted_tokens=sum(r.num_accepted_tokens for r in drafted),
     )
-    round_columns = RoundColumns(
-        step=[step for step, _ in rounds],
-        request=[r.request.key for _, r in rounds],
-        workload=workload,
-        position=[r.position for _, r in rounds],
-        num_draft_tokens=[r.num_draft_tokens for _, r in rounds],
-        num_accepted_tokens=[r.num_accepted_tokens for _, r in rounds],
-        num_invalid_tokens=[r.num_invalid_tokens for _, r in rounds],
-        temperature=[r.request.temperature for _, r in rounds],
-        num_emitted=[r.num_emitted for _, r in rounds],
-        emitted=[token for _, r in rounds for token in r.emitted],
-        draft=[token for _, r in rounds for token in r.draft],
-    )
-    return list(names), step_columns, round_columns

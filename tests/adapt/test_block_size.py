@@ -57,7 +57,7 @@ def test_ceilings_are_kept_and_the_rest_is_optimal(seed, model, ceilings):
 def test_large_batches_lose_little_to_rounding(seed, model, count):
     survival = make_survival(seed, count, 15)
     choice = choose(survival, model)
-    lengths = choice.num_draft_tokens
+    lengths = np.array(choice.num_draft_tokens)
     assert ((lengths >= 0) & (lengths <= 15)).all()
     assert choice.goodput == pytest.approx(goodput(survival, lengths, model), rel=0.03)
     flat = np.sort(survival.ravel())[::-1]
@@ -87,7 +87,7 @@ def test_requests_that_share_a_curve_can_be_passed_as_one(seed, model, num_curve
 def test_nothing_is_drafted_when_it_does_not_pay():
     survival = make_survival(0, 64, 7, low=0.05, high=0.2)
     choice = choose(survival, make_model(base=1e-4, token=1e-3))
-    assert not choice.num_draft_tokens.any()
+    assert not any(choice.num_draft_tokens)
     assert choice.goodput == choice.goodput_without
 
 
@@ -141,7 +141,7 @@ def test_holding_costs_at_most_the_hysteresis(seed, model, threshold, cap, count
     best = choose(survival, model)
     held = choose(survival, model, previous=OperatingPoint(threshold, cap), hysteresis=0.1)
     assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.goodput / 1.1
-    assert ((held.num_draft_tokens >= 0) & (held.num_draft_tokens <= 7)).all()
+    assert all(0 <= k <= 7 for k in held.num_draft_tokens)
 
 
 def test_turning_drafting_on_again_needs_a_gain_too():

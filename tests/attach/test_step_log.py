@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from honed.attach.outbox import Losses
 from honed.attach.request_book import Tracked
-from honed.attach.step_log import Round, Step, StepLog, to_columns
+from honed.attach.step_log import BatchBuilder, Round, Step, StepLog, losses_of
 
 
 def a_round(workload: str = "a", k: int = 3, accepted: int = 2, tokens: bool = False) -> Round:
@@ -18,7 +19,10 @@ def a_step(number: int, version: str = "v1", rounds: list[Round] | None = None) 
 def test_columns_have_one_entry_a_step_and_a_round() -> None:
     first = [a_round("a", tokens=True), a_round("b", k=1, accepted=0, tokens=True)]
     steps = [a_step(1, rounds=first), a_step(2, rounds=[a_round("a")])]
-    workloads, step_columns, rounds = to_columns(steps)
+    builder = BatchBuilder()
+    for step in steps:
+        builder.add(step)
+    workloads, step_columns, rounds = builder.take()
     assert workloads == ["a", "b"]
     assert step_columns.step == [1, 2]
     assert rounds.step == [1, 1, 2]
@@ -31,24 +35,49 @@ def test_columns_have_one_entry_a_step_and_a_round() -> None:
     assert all(len(getattr(step_columns, f)) == 2 for f in step_columns.__struct_fields__)
 
 
-def test_one_batch_has_one_drafter_version() -> None:
-    log = StepLog()
-    for number, version in ((1, "v1"), (2, "v1"), (3, "v2")):
-        log.append(a_step(number, version))
-    assert [s.step for s in log.take()] == [1, 2]
-    assert [s.step for s in log.take()] == [3]
-    assert log.take() == []
+def test_one_batch_has_one_drafter_version_and_a_builder_starts_anew() -> None:
+    builder = BatchBuilder()
+    for number in (1, 2):
+        assert builder.fits(a_step(number, "v1"))
+        builder.add(a_step(number, "v1"))
+    assert not builder.fits(a_step(3, "v2"))
+    assert builder.drafter_version == "v1"
+    assert builder.take()[1].step == [1, 2]
+    assert builder.num_steps == 0
+    assert builder.fits(a_step(3, "v2"))
+    builder.add(a_step(3, "v2", rounds=[a_round("z")]))
+    workloads, steps, rounds = builder.take()
+    assert (workloads, steps.step, rounds.workload) == (["z"], [3], [0])
 
 
 def test_a_batch_is_bounded_but_a_big_step_still_goes() -> None:
-    log = StepLog()
-    log.append(a_step(1, rounds=[a_round()] * 10))
-    log.append(a_step(2, rounds=[a_round()] * 10))
-    assert [s.step for s in log.take(max_rounds=4)] == [1]
+    builder = BatchBuilder()
+    big = a_step(1, rounds=[a_round()] * (BatchBuilder.MAX_ROUNDS + 1))
+    assert builder.fits(big)
+    builder.add(big)
+    assert builder.is_full
+    assert not builder.fits(a_step(2))
+    builder.take()
+    for number in range(BatchBuilder.MAX_STEPS):
+        builder.add(a_step(number, rounds=[]))
+    assert builder.is_full
+    assert not builder.fits(a_step(2))
 
 
 def test_a_full_log_counts_what_it_refuses() -> None:
     log = StepLog(max_steps=1)
     log.append(a_step(1))
     log.append(a_step(2, rounds=[a_round(k=3, accepted=2), a_round(k=0, accepted=0)]))
-    assert (log.lost_rounds, log.lost_draft_tokens, log.lost_accepted_tokens) == (1, 3, 2)
+    assert log.lost == Losses(rounds=1, draft_tokens=3, accepted_tokens=2)
+    assert log.take() == a_step(1)
+    assert log.take() is None
+
+
+def test_what_a_batch_holds_is_counted_as_vllm_counts() -> None:
+    struck_out = a_round(k=3, accepted=1)._replace(num_invalid_tokens=2)
+    rounds = [a_round(k=3, accepted=2), struck_out, a_round(k=0, accepted=0)]
+    assert losses_of(rounds) == Losses(rounds=2, draft_tokens=4, accepted_tokens=3)
+    builder = BatchBuilder()
+    builder.add(a_step(1, rounds=rounds))
+    builder.add(a_step(2, rounds=[struck_out]))
+    assert builder.holds == Losses(rounds=3, draft_tokens=5, accepted_tokens=4)

@@ -38,7 +38,7 @@ def prompts() -> list[str]:
 def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
     with engine(tmp_path_factory.mktemp("run"), max_num_seqs=4 if IS_V2 else 8) as running:
         assert running.honed is not None
-        running.honed._is_logging_token_ids = True
+        running.honed._recorder.is_logging_token_ids = True
         yield running
 
 
@@ -55,6 +55,7 @@ def take_batches(running: TestEngine) -> list[wire.EventBatch]:
     publisher._stop.set()  # from here on this thread collects
     publisher._thread.join(5)
     publisher._collect()
+    publisher._seal()
     frames = [batch.frame for batch in publisher._outbox._unsent]
     publisher._outbox._unsent.clear()
     return [b for b in map(wire.decode_to_daemon, frames) if isinstance(b, wire.EventBatch)]
