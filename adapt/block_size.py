@@ -1,14 +1,17 @@
 """Chooses how many draft tokens every request of a batch gets verified.
 
-    maximise G(k) = (N + Σ_i Σ_{j ≤ k_i} S_i(j)) / T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill)
+    goodput   maximise (N + Σ_i Σ_{j ≤ k_i} S_i(j)) / T         tokens per second of the batch
+    latency   maximise N / (T · Σ_i 1/E_i(k_i))                  tokens per second of a request (harmonic mean)
 
-S_i(j) never grows with j, so for a given total and cap on the block it is best to admit the largest S anywhere in the batch,
-and what is admitted of a request is a prefix. The search therefore runs over two numbers: a threshold on S, and a cap b on
-the block. k = 0 for everybody is a candidate of its own, priced without the drafter.
+with T = T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill) and E_i(k) = 1 + Σ_{j ≤ k} S_i(j). Either way a draft adds
+its gain to a sum: g = S_i(j), or g = 1/E_i(j−1) − 1/E_i(j), and g never grows with j. So for a given total and cap on the block
+it is best to admit the largest g anywhere in the batch, and what is admitted of a request is a prefix. The search therefore
+runs over two numbers: a threshold on g, and a cap b on the block. k = 0 for everybody is a candidate of its own, priced
+without the drafter.
 
 For a small batch each value is its own threshold and the answer is the optimum (`block_size_exact`). For a large one, here,
 values are sorted into `LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size
-lies within it: then exactly as many as fit are, the most likely first. Of requests with equal S the earlier in the batch goes
+lies within it: then exactly as many as fit are, the largest first. Of requests with equal g the earlier in the batch goes
 first; apart from that a permutation of the batch permutes the answer. Requests that share a curve can be passed as one
 (`group`): cost then grows with the number of curves.
 
@@ -49,10 +52,18 @@ def allocate(
     return np.array(choice.num_draft_tokens, dtype=np.int64)
 
 
+def latency_gains(survival: npt.NDArray[np.floating]) -> Floats:
+    """What each draft takes off a request's time per token: 1/E(j−1) − 1/E(j) of survival [..., K]."""
+    expected = 1.0 + np.cumsum(survival, axis=-1, dtype=np.float64)
+    gains: Floats = survival / ((expected - survival) * expected)
+    return gains
+
+
 def choose(
-    survival: npt.NDArray[np.floating],
+    gains: npt.NDArray[np.floating],
     model: StepTimeModel,
     *,
+    is_latency: bool = False,
     group: Ints | None = None,
     context_tokens: int = 0,
     num_prefill_tokens: int = 0,
@@ -60,43 +71,45 @@ def choose(
     previous: OperatingPoint | None = None,
     hysteresis: float = 0.0,
 ) -> Choice:
-    """Choose the draft lengths of highest goodput.
+    """Choose the draft lengths of the highest rate.
 
     Args:
-        survival: S(j) of each curve, [C, K], non-increasing along the last axis.
+        gains: g(j) of each curve, [C, K], non-increasing along the last axis: survival, or `latency_gains` of it.
+        is_latency: which of the two the gains are.
         group: curve of each request, [N]; None: one request per curve.
         ceilings: most draft tokens of each curve, [C]; None: K for all.
-        previous: kept unless the best choice's goodput is more than `hysteresis` (relative) above its.
+        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its.
     """
-    count = len(survival) if group is None else len(group)
-    num_spec_tokens = survival.shape[1]
+    count = len(gains) if group is None else len(group)
+    num_spec_tokens = gains.shape[1]
     if work(count, num_spec_tokens, model) <= MOST_ENTRIES:
-        curves = survival.tolist()
+        curves = gains.tolist()
         if ceilings is not None:
             curves = [curve[: max(ceiling, 0)] for curve, ceiling in zip(curves, ceilings.tolist(), strict=True)]
         return choose_exact(
-            curves if group is None else [curves[row] for row in group.tolist()], model,
+            curves if group is None else [curves[row] for row in group.tolist()], model, is_latency=is_latency,
             context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
             previous=previous, hysteresis=hysteresis,
         )  # fmt: skip
     fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens)
     base_tokens = count + num_prefill_tokens
-    without = count / (fixed + model.seconds_of_tokens(base_tokens))
-    by_depth = np.ascontiguousarray(survival.T)  # [K, C]: depth first, so that reductions run over contiguous curves
-    copies = None if group is None else np.bincount(group, minlength=len(survival))
+    without = (1 if is_latency else count) / (fixed + model.seconds_of_tokens(base_tokens))
+    by_depth = np.ascontiguousarray(gains.T)  # [K, C]: depth first, so that reductions run over contiguous curves
+    copies = None if group is None else np.bincount(group, minlength=len(gains))
     levels, values, lower = _levels(by_depth, ceilings), _LEVEL_VALUES, _LEVEL_LOWER
     is_block_priced = model.is_block_priced and num_spec_tokens > 1
     admitted, mass = _cumulate(levels, values, copies, is_block_priced)  # [B, L]
     seconds = model.draft_seconds(count, num_spec_tokens)[-len(admitted) :, None] + fixed
-    mass += count
     totals = admitted.astype(np.int64)
     totals += base_tokens
-    goodput = mass / (model.token_seconds(totals) + seconds)
-    best_goodput, surplus = goodput, totals
+    rate = _rate(count, mass, model.token_seconds(totals) + seconds, is_latency)
+    best_rate, surplus = rate, totals
     if model.captured_tokens:
-        best_goodput, surplus = _fit_captured(model, goodput, totals, mass, values, seconds, base_tokens)
-    row, level = divmod(int(best_goodput.argmax()), len(values))
-    best = float(best_goodput[row, level])
+        surplus = _surplus(model, totals, base_tokens)
+        fitted = model.token_seconds(totals - surplus) + seconds
+        best_rate = np.maximum(rate, _rate(count, mass - surplus * values, fitted, is_latency))
+    row, level = divmod(int(best_rate.argmax()), len(values))
+    best = float(best_rate[row, level])
 
     if previous is not None and hysteresis > 0.0:
         held_level = int(np.searchsorted(-lower, -previous.threshold + 1e-9, side="right")) - 1
@@ -105,7 +118,7 @@ def choose(
                 return nothing(count, without)
         else:
             held_cap = min(previous.cap, num_spec_tokens) if is_block_priced else num_spec_tokens
-            held = float(goodput[held_cap - 1 if is_block_priced else 0, held_level])
+            held = float(rate[held_cap - 1 if is_block_priced else 0, held_level])
             if held >= without and best <= held * (1.0 + hysteresis):
                 lengths = np.add.reduce(levels[:held_cap] <= held_level, axis=0, dtype=np.int64)
                 return Choice((lengths if group is None else lengths[group]).tolist(), previous, held, without, is_held=True)
@@ -114,7 +127,7 @@ def choose(
         return nothing(count, without)
     cap = row + 1 if is_block_priced else num_spec_tokens
     point = OperatingPoint(float(lower[level]), cap)
-    left_out = int(surplus[row, level]) if best > goodput[row, level] else 0
+    left_out = int(surplus[row, level]) if best > rate[row, level] else 0
     if left_out:
         some, theirs = by_depth[:cap], levels[:cap]
         if group is not None:
@@ -161,23 +174,19 @@ def _cumulate(
 _DEPTHS = np.arange(4096)[:, None]
 
 
-def _fit_captured(
-    model: StepTimeModel,
-    goodput: Floats,
-    totals: Ints,
-    mass: Floats,
-    values: Floats,
-    other_seconds: Floats,
-    base_tokens: int,
-) -> tuple[Floats, Ints]:
-    """Look for better totals within levels, at the captured size below each: goodput and entries left out, both [B, L]."""
+def _rate(count: int, gained: Floats, seconds: Floats, is_latency: bool) -> Floats:
+    """What is maximised, from the sum of gains."""
+    return count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
+
+
+def _surplus(model: StepTimeModel, totals: Ints, base_tokens: int) -> Ints:
+    """Entries to leave out of each level so that the total is the captured size within it, [B, L]; 0 where there is none."""
     before = np.full_like(totals, base_tokens)
     before[:, 1:] = totals[:, :-1]
     table = model.captured_below
     below = table.take(totals, mode="clip")
-    surplus = np.where((below > before) & (totals < len(table)), totals - below, 0)
-    fitted = (mass - surplus * values) / (model.token_seconds(totals - surplus) + other_seconds)
-    return np.maximum(fitted, goodput), surplus
+    surplus: Ints = np.where((below > before) & (totals < len(table)), totals - below, 0)
+    return surplus
 
 
 def _all_but_least_likely(

@@ -1,8 +1,6 @@
-"""The optimum for a small batch, in plain Python.
+"""The optimum for a small batch, in plain Python. `block_size` says what is maximised.
 
-    maximise G(k) = (N + Σ_i Σ_{j ≤ k_i} S_i(j)) / T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill)
-
-Every S_i(j) is a threshold that is tried, with every cap on the block where a shorter one is cheaper. No numpy on purpose:
+Every gain g_i(j) is a threshold that is tried, with every cap on the block where a shorter one is cheaper. No numpy on purpose:
 this runs between two engine steps, when numpy's code has left the caches and a dozen of its calls take longer than a few
 hundred loop turns of an interpreter that is warm anyway.
 """
@@ -16,7 +14,7 @@ from itertools import accumulate
 
 from honed.adapt.step_time import StepTimeModel
 
-MOST_ENTRIES = 1024
+MOST_ENTRIES = 256
 """Up to so much work (see `work`) this is the faster way."""
 
 
@@ -35,17 +33,17 @@ class Choice:
 
     num_draft_tokens: list[int]  # [N]
     point: OperatingPoint
-    goodput: float
-    """Expected tokens per second."""
-    goodput_without: float
+    rate: float
+    """What was maximised, per second: expected tokens of the batch, or of a typical request when latency counts."""
+    rate_without: float
     """The same with nothing drafted."""
     is_held: bool = False
     """The best choice gained too little over the previous operating point, which was kept."""
 
 
-def nothing(count: int, goodput: float) -> Choice:
+def nothing(count: int, rate: float) -> Choice:
     """No drafts for anybody."""
-    return Choice([0] * count, OperatingPoint(1.0, 0), goodput, goodput)
+    return Choice([0] * count, OperatingPoint(1.0, 0), rate, rate)
 
 
 def work(count: int, num_spec_tokens: int, model: StepTimeModel) -> int:
@@ -55,31 +53,33 @@ def work(count: int, num_spec_tokens: int, model: StepTimeModel) -> int:
 
 
 def choose_exact(
-    survival: Sequence[Sequence[float]],
+    gains: Sequence[Sequence[float]],
     model: StepTimeModel,
     *,
+    is_latency: bool = False,
     context_tokens: int = 0,
     num_prefill_tokens: int = 0,
     previous: OperatingPoint | None = None,
     hysteresis: float = 0.0,
 ) -> Choice:
-    """Choose the draft lengths of highest goodput; of equally likely drafts those of the earlier request go first.
+    """Choose the draft lengths of the highest rate; of equal gains those of the earlier request go first.
 
     Args:
-        survival: S(j) of each request up to its ceiling, [N][k_max of that request], non-increasing.
+        gains: g(j) of each request up to its ceiling, [N][k_max of that request], non-increasing.
         model: a step-time model that is ready.
-        previous: kept unless the best choice's goodput is more than `hysteresis` (relative) above its.
+        is_latency: what the gains are of, see `block_size.latency_gains`.
+        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its.
     """
-    count = len(survival)
-    depth = max(map(len, survival), default=0)
+    count = len(gains)
+    depth = max(map(len, gains), default=0)
     fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens)
     base = count + num_prefill_tokens
     prices = model.token_prices(base, base + count * depth + 1)
-    without = count / (fixed + prices[0])
+    without = (1 if is_latency else count) / (fixed + prices[0])
     best, best_order, best_cap, best_num = without, [0][:0], 0, 0
     held, held_order, held_num = -1.0, best_order, 0
     # Depth first: entry e is request e % N at depth e // N + 1, and a cap of b leaves the entries below b·N.
-    flat = [curve[j] if j < len(curve) else -1.0 for j in range(depth) for curve in survival]
+    flat = [curve[j] if j < len(curve) else -1.0 for j in range(depth) for curve in gains]
     order = [e for e in sorted(range(len(flat)), key=flat.__getitem__, reverse=True) if flat[e] >= 0.0]
     held_cap = 0 if previous is None or previous.cap <= 0 else min(previous.cap, depth) if model.is_block_priced else depth
     for cap in range(depth, 0, -1) if model.is_block_priced else (depth,) * (depth > 0):
@@ -87,7 +87,11 @@ def choose_exact(
             order = [e for e in order if e < cap * count]
         values = [flat[e] for e in order]
         constant = fixed + model.block_seconds(count, cap)
-        rates = [mass / (constant + price) for mass, price in zip(accumulate(values, initial=count), prices, strict=False)]
+        sums = zip(accumulate(values, initial=0.0), prices, strict=False)
+        if is_latency:
+            rates = [count / ((constant + price) * (count - gained)) for gained, price in sums]
+        else:
+            rates = [(count + gained) / (constant + price) for gained, price in sums]
         top = max(rates)
         if top > best:
             best, best_order, best_cap, best_num = top, order, cap, rates.index(top)

@@ -98,9 +98,9 @@ class Threshold(Contender):
 class EmaTiers(Contender):
     """Tiers 1, 3, 7, 15, … K for the whole engine; an EMA of the accepted tokens of a round moves between them.
 
-    Down to the tier below, of p tokens, while EMA ≤ p − 0.5 + DOWN; if that didn't move, up from a tier of k tokens while
-    EMA > k − 0.5 + UP. Judged every 5 steps after the first 10; starts at K with EMA = K − 1. SGLang now gives ranges of
-    batch sizes an EMA and tiers of their own, tuned to its hardware; here one set serves all, as in its first version.
+    Down to the tier below, of p tokens, while EMA ≤ p − 0.5 + DOWN; up from a tier of k tokens while EMA > k − 0.5 + UP.
+    Judged every 5 steps after the first 10; starts at K with EMA = K − 1. SGLang now gives ranges of batch sizes an EMA and
+    tiers of their own, tuned to its hardware; here one set serves all, as in its first version.
 
     Source: SGLang `AdaptiveStepSlot`, python/sglang/srt/speculative/adaptive_spec_params.py at 015c872, and its page
     advanced_features/adaptive_speculative_decoding; pull request 21599.
@@ -129,12 +129,11 @@ class EmaTiers(Contender):
             self._move()
 
     def _move(self) -> None:
-        tiers, before = self.tiers, self._tier
+        tiers = self.tiers
         while self._tier > 0 and self._accepted <= tiers[self._tier - 1] - 0.5 + self.DOWN:
             self._tier -= 1
-        if self._tier == before:
-            while self._tier < len(tiers) - 1 and self._accepted > tiers[self._tier] - 0.5 + self.UP:
-                self._tier += 1
+        while self._tier < len(tiers) - 1 and self._accepted > tiers[self._tier] - 0.5 + self.UP:
+            self._tier += 1
 
     def _choose(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int) -> list[int]:
         return [min(self.tiers[self._tier], self._limit)] * len(request_ids)

@@ -25,8 +25,9 @@ from honed.adapt.acceptance import (
     shrunk_estimate,
     survival,
 )
-from honed.adapt.block_size import choose
+from honed.adapt.block_size import choose, latency_gains
 from honed.adapt.canary import Baseline
+from honed.adapt.contenders import CONTENDERS
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
 from honed.adapt.rounds import Rounds, rounds_by_workload
 from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings
@@ -35,7 +36,7 @@ from honed.adapt.wire import EventBatch, Policy, StepColumns, WorkloadPrior
 Event = Alarm
 """What `observe` may report."""
 
-MODES = ("goodput", "static", "off")
+MODES = ("goodput", "latency", "off", *CONTENDERS)
 _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
 _MOST_DESIGN_EFFECT = 8.0
@@ -47,7 +48,8 @@ class ControllerSettings:
     """How an engine is steered."""
 
     mode: str = "goodput"
-    """"goodput" (choose by predicted tokens per second), "static" or "off" (observe only)."""
+    """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only) or a rule
+    of adapt.contenders ("static", …)."""
     static_k: int = -1
     """Draft tokens of mode "static" and of every fallback; −1: all the engine was configured for."""
     max_k: int = -1
@@ -66,6 +68,8 @@ class ControllerSettings:
     """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
     captured_tokens: tuple[int, ...] = ()
     """Token counts of the captured CUDA graphs; empty: none, or unknown."""
+    table: tuple[tuple[int, int], ...] = ()
+    """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
     max_workloads: int = 32
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
@@ -73,6 +77,10 @@ class ControllerSettings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.mode == "table" and not self.table:
+            raise ValueError('mode "table" needs a table: rows (largest batch in requests, draft tokens)')
+        if any(len(row) != 2 or row[0] < 1 or row[1] < 0 for row in self.table):
+            raise ValueError(f"table takes rows (largest batch >= 1, draft tokens >= 0), not {self.table!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +233,7 @@ class EngineController:
             explore_share=settings.explore_share,
             request_ceiling=settings.request_ceiling,
             capture_share=capture_share,
+            table=list(settings.table),
             override=",".join(sorted({one.name for one in overrides})),
         )
 
@@ -275,22 +284,22 @@ class EngineController:
         if not model.is_ready or not self.num_spec_tokens:
             return {}
         context = int(count * self._typical.get("context_tokens", 0.0))
-        curve, group = survival(engine)[None, :], np.zeros(count, dtype=np.int64)
-        choice = choose(curve, model, group=group, context_tokens=context)
-        lengths, goodput, block = choice.num_draft_tokens, choice.goodput, choice.point.cap
-        if self.settings.mode != "goodput":
-            block = self._static_k()
-            lengths = [block] * count
-            seconds = model.seconds(count, count * (1 + block), context, 0, block)
-            goodput = count * acceptance_length(engine, block) / seconds
-        tokens = count + sum(lengths)
+        curve, group, is_latency = survival(engine)[None, :], np.zeros(count, dtype=np.int64), self.settings.mode == "latency"
+        gains = latency_gains(curve) if is_latency else curve
+        choice = choose(gains, model, is_latency=is_latency, group=group, context_tokens=context)
+        lengths = choice.num_draft_tokens
+        if self.settings.mode not in ("goodput", "latency"):
+            lengths = [self._static_k()] * count
+        tokens, block = count + sum(lengths), max(lengths)
+        seconds = model.seconds(count, tokens, context, 0, block)
+        goodput = (count + sum(float(curve[0, :k].sum()) for k in lengths)) / seconds
         return {
             "num_requests": count,
             "draft_tokens_per_request": round(sum(lengths) / count, 3),
             "block": block,
-            "predicted_step_seconds": model.seconds(count, tokens, context, 0, max(lengths)),
+            "predicted_step_seconds": seconds,
             "predicted_tokens_per_s": goodput,
-            "speedup": goodput / choice.goodput_without,
+            "speedup": goodput * model.seconds(count, count, context, 0, 0) / count,
         }
 
     # --- estimates ----------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ does when is a table:
     older than ttl_s   stale_policy    static_k
     kind "off"         off             K (the attachment leaves vLLM alone)
     kind "static"      static          static_k ("override" when an operator asked for it)
-    kind "goodput"     cold            static_k, until the policy carries a step-time model
-                       policy          adapt.block_size.choose
+    a contender        its name        adapt.contenders
+    kind "goodput",    cold            static_k, until the policy carries a step-time model
+    or "latency"       policy          adapt.block_size.choose
                        explore         `explore_share` of the steps: a neighbour of what the two rows above would give
 
 A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
@@ -21,65 +22,26 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, Ints, information, scale_odds, survival
+from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.block_size import choose
 from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
+from honed.adapt.contenders import CONTENDERS, make_contender
+from honed.adapt.contenders_base import Contender
 from honed.adapt.length_policy import Decision
-from honed.adapt.step_time import StepTimeModel
+from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, within
 from honed.adapt.wire import Policy
 
 REQUEST_FORGETTING_ROUNDS = 128.0
 _MOST_SLOTS = 65_536
 _MOST_LABELS = 1024
-_NUM_THETAS, _THETA_STEPS = 48, 10.0
-_THETAS: Floats = np.exp((np.arange(_NUM_THETAS) - _NUM_THETAS // 2) / _THETA_STEPS)
-"""Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
 _FEW_REQUESTS = 64
 """Up to so many requests it pays to learn without numpy."""
 _EXPLORE_MOVES = ("less", "more", "half", "none")
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyTables:
-    """A policy made ready for quick use: survival curves of every workload and theta. Made on any thread by `of`.
-
-    Letters: W = workloads of the policy (row 0 serves those that aren't named), K = draft tokens.
-    """
-
-    policy: Policy | None
-    model: StepTimeModel
-    row_of_workload: dict[str, int]
-    by_depth: Floats  # [K, W * thetas] survival
-    curves: list[list[float]]  # [W * thetas][K] the same
-    constant: Floats  # [W] what the workload's curve weighs in a request's theta
-    on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
-    on_success: Floats  # [W, K+1] what n accepted drafts add to the other
-
-    @classmethod
-    def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
-        """Tabulate a policy; unusable figures of it are replaced."""
-        priors = policy.priors if policy is not None else []
-        usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
-        acceptance = np.array(usable or [_usable_curve([], num_spec_tokens)])  # [W, K]
-        strengths = [_within(prior.strength, 0.1, 1e6, 8.0) for prior in priors] or [8.0]
-        by_theta = survival(scale_odds(acceptance[:, None, :], _THETAS[:, None]))
-        by_theta = by_theta.reshape(len(acceptance) * _NUM_THETAS, num_spec_tokens)
-        none = np.zeros((len(acceptance), 1))
-        return cls(
-            policy,
-            _usable_model(policy),
-            {prior.workload: row for row, prior in enumerate(priors)},
-            np.ascontiguousarray(by_theta.T),
-            by_theta.tolist(),
-            np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
-            np.concatenate([acceptance, none], axis=1),
-            np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
-        )
 
 
 class Decider:
@@ -102,6 +64,7 @@ class Decider:
         self._policy_at_s = 0.0
         self._fallback = "no_policy"
         self._point: OperatingPoint | None = None
+        self._rule: Contender | None = None
         self._use(PolicyTables.of(None, self.num_spec_tokens))
 
     # --- policy -------------------------------------------------------------------------------------------------------
@@ -155,6 +118,21 @@ class Decider:
         self._row_of_label = np.zeros(_MOST_LABELS, dtype=np.int64)
         for name, label in self._labels.items():
             self._row_of_label[label] = tables.row_of_workload.get(name, 0)
+        self._use_rule(tables.policy)
+
+    def _use_rule(self, policy: Policy | None) -> None:
+        if policy is None or policy.kind not in CONTENDERS or policy.kind == "static":
+            self._rule = None
+            return
+        if self._rule is None or self._rule.name != policy.kind:
+            self._rule = make_contender(policy.kind, self.num_spec_tokens)
+            for request_id, slot in self._slots.items():
+                self._rule.start(request_id, ceiling=int(self._ceiling[slot]))
+        self._rule.set_limits(self._limit_of(policy), policy.static_k, policy.table, self._model)
+
+    def _limit_of(self, policy: Policy) -> int:
+        limit = min(max(policy.max_k, 0), self.num_spec_tokens)
+        return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +147,8 @@ class Decider:
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._ceiling[slot] = limit
         self._num_ceilings += limit < self.num_spec_tokens
+        if self._rule is not None:
+            self._rule.start(request_id, workload, ceiling)
 
     def finish(self, request_id: str) -> None:
         """Forget a request; an unknown one is fine."""
@@ -177,6 +157,8 @@ class Decider:
             self._num_ceilings -= int(self._ceiling[slot]) < self.num_spec_tokens
             self._free.append(slot)
             self._last_ids = []
+        if self._rule is not None:
+            self._rule.finish(request_id)
 
     def observe(
         self, request_ids: Sequence[str], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]
@@ -184,6 +166,8 @@ class Decider:
         """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out."""
         if not request_ids:
             return
+        if self._rule is not None:
+            self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
         slots = self._slots_of(request_ids)
         if len(request_ids) <= _FEW_REQUESTS:
             self._observe_few(slots.tolist(), num_draft_tokens, num_accepted_tokens)
@@ -256,13 +240,13 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy")
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off")
-        limit = min(max(policy.max_k, 0), self.num_spec_tokens)
-        if policy.request_ceiling >= 0:
-            limit = min(limit, policy.request_ceiling)
+        limit = self._limit_of(policy)
         static_k = min(max(policy.static_k, 0), limit)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
-        if policy.kind != "goodput":
+        if self._rule is not None:
+            return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
+        if policy.kind not in ("goodput", "latency"):
             return self._uniform(request_ids, static_k, "override" if policy.override else "static")
         is_exploring = self._random.random() < policy.explore_share
         if not self._model.is_ready:
@@ -283,10 +267,10 @@ class Decider:
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
     ) -> list[int]:
         slots = self._slots_of(request_ids)
-        hysteresis = _within(policy.hysteresis, 0.0, 10.0, 0.0)
+        hysteresis = within(policy.hysteresis, 0.0, 10.0, 0.0)
         if work(len(slots), limit, self._model) <= MOST_ENTRIES:
             choice = choose_exact(
-                self._curves_of(slots.tolist(), limit), self._model,
+                self._curves_of(slots.tolist(), limit), self._model, is_latency=self._tables.is_latency,
                 context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
                 previous=self._point, hysteresis=hysteresis,
             )  # fmt: skip
@@ -303,8 +287,8 @@ class Decider:
         for slot in slots:
             row = row_of_label[label[slot]]
             theta = (constants[row] + failures[slot]) / (constants[row] + successes[slot])
-            step = min(max(int(math.log(theta) * _THETA_STEPS + (_NUM_THETAS // 2 + 0.5)), 0), _NUM_THETAS - 1)
-            curve = self._tables.curves[row * _NUM_THETAS + step]
+            step = min(max(int(math.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)), 0), NUM_THETAS - 1)
+            curve = self._tables.curves[row * NUM_THETAS + step]
             most = min(ceilings[slot], limit)
             curves.append(curve if most >= len(curve) else curve[:most])
         return curves
@@ -315,13 +299,13 @@ class Decider:
         row = self._row_of_label[self._label[slots]]
         constant = self._tables.constant[row]
         theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
-        step = (np.log(theta) * _THETA_STEPS + (_NUM_THETAS // 2 + 0.5)).astype(np.int64)
-        curve = np.minimum(np.maximum(step, 0), _NUM_THETAS - 1) + row * _NUM_THETAS
+        step = (np.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)).astype(np.int64)
+        curve = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
         by_depth, group, ceilings = self._tables.by_depth[:limit], curve, None
         if self._num_ceilings:  # requests of one curve may differ in their ceilings: every request is a curve of its own
             by_depth, group, ceilings = by_depth[:, curve], None, self._ceiling[slots]
         return choose(
-            by_depth.T, self._model, group=group,
+            by_depth.T, self._model, is_latency=self._tables.is_latency, group=group,
             context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens, ceilings=ceilings,
             previous=self._point, hysteresis=hysteresis,
         )  # fmt: skip
@@ -347,24 +331,3 @@ class Decider:
 
 
 _REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)
-
-
-def _usable_model(policy: Policy | None) -> StepTimeModel:
-    model = StepTimeModel.from_policy(policy) if policy is not None else StepTimeModel()
-    if model.is_ready:
-        model.prepare()
-    return model
-
-
-def _usable_curve(acceptance: Sequence[float], num_spec_tokens: int) -> Floats:
-    """Make K figures in (0, 1) of whatever came: the last usable one is repeated where they are missing."""
-    curve, last = np.empty(num_spec_tokens), FIRST_GUESS
-    for position in range(num_spec_tokens):
-        value = acceptance[position] if position < len(acceptance) else last
-        last = _within(value, EDGE, 1.0 - EDGE, last)
-        curve[position] = last
-    return curve
-
-
-def _within(value: float, low: float, high: float, otherwise: float) -> float:
-    return min(max(value, low), high) if math.isfinite(value) else otherwise

@@ -238,7 +238,7 @@ class Policy(_Message, frozen=True):
     generation: int
     ttl_s: float
     kind: str
-    """"goodput", "static" or "off" (observe only: leave vLLM alone)."""
+    """"goodput", "off" (observe only: leave vLLM alone) or a rule of adapt.contenders; an unknown one is "static"."""
     static_k: int
     """Draft tokens for kind "static", and the fallback of the others."""
     max_k: int
@@ -260,6 +260,8 @@ class Policy(_Message, frozen=True):
     """Share of requests whose context features are captured for training."""
     override: str = ""
     """Name of the operator override that made this policy what it is, "" when none did."""
+    table: list[tuple[int, int]] = []
+    """For kind "table": (largest batch in requests, draft tokens), ascending."""
 
 
 class Command(_Message, frozen=True):

@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from honed.adapt import wire
-from honed.adapt.decider import Decider, PolicyTables
+from honed.adapt.decider import Decider
+from honed.adapt.policy_tables import PolicyTables
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
 from honed.attach.compatibility import Findings

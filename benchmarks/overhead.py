@@ -18,12 +18,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +34,7 @@ import vllm_server
 from client_load import Prompt, play, read_prompts
 from demo_figures import toml
 from honed_side import POLICY_S, engine_of, start_daemon, vllm_args, wait_attached
+from measured import commit, hardware
 from processes import ROOT, ProcessError, Processes, free_port
 from vllm_server import NUM_DRAFT_TOKENS, Counters, Server
 
@@ -47,9 +45,6 @@ Document = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 LEVELS = (1, 16)
 BOOTSTRAPS = 4000
-QUIET_SHARE = 0.05
-"""A server is quiet when it uses no more of a core than this."""
-QUIET_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -176,25 +171,13 @@ async def one_run(
     """One server's run while the other idles. Every request generates the full length; one that fails is an error."""
     server, other = servers[name], next(s for n, s in servers.items() if n != name)
     before = await vllm_server.settled(server)
-    await quiet([server, other])
+    await vllm_server.quiet([server, other])
     idle_s = other.child.cpu_seconds()
     played = await play(server.url, prompts, concurrency=concurrency, max_tokens=max_tokens, ignore_eos=True)
     idle_s = other.child.cpu_seconds() - idle_s
     if played.num_failed:
         raise ProcessError(next(reply.error for reply in played.replies if reply.error))
     return Run(played.tokens_per_s, await vllm_server.settled(server) - before, idle_s / played.seconds)
-
-
-async def quiet(servers: Sequence[Server], over_s: float = 0.5) -> None:
-    """Wait until no server uses the CPU. Raises ProcessError when one doesn't come to rest."""
-    until_s = time.monotonic() + QUIET_TIMEOUT_S
-    while time.monotonic() < until_s:
-        before = [server.child.cpu_seconds() for server in servers]
-        await asyncio.sleep(over_s)
-        used = [server.child.cpu_seconds() - b for server, b in zip(servers, before, strict=True)]
-        if max(used) <= QUIET_SHARE * over_s:
-            return
-    raise ProcessError(f"after {QUIET_TIMEOUT_S:g} s without requests the servers still use {used} s of CPU in {over_s:g} s")
 
 
 def summary(pairs: Sequence[Pair], seed: int = 0) -> dict[str, float]:
@@ -214,24 +197,6 @@ def idle_cpu_share(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def _plain(pair: Pair) -> Document:
     return {name: asdict(run) for name, run in pair.items()}
-
-
-def hardware() -> Document:
-    """What it ran on."""
-    model = "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-
-
-def commit() -> str:
-    """The repository's commit, with a + when files differ from it; "" outside a repository."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return described.stdout.strip()
 
 
 if __name__ == "__main__":

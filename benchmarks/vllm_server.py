@@ -6,18 +6,22 @@ import asyncio
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from processes import ROOT, Child, Processes, free_port
+from processes import ROOT, Child, ProcessError, Processes, free_port
 
 TARGET = "benchmarks/tiny/target"
 DRAFTER = "benchmarks/tiny/drafter"
 NUM_DRAFT_TOKENS = 7
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
+QUIET_SHARE = 0.05
+"""A server is quiet when it uses no more of a core than this."""
+QUIET_TIMEOUT_S = 30.0
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} (\S+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -72,11 +76,18 @@ class Server:
 
 
 def start(
-    processes: Processes, name: str, *, extra: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    processes: Processes,
+    name: str,
+    *,
+    extra: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    target: str = TARGET,
+    is_speculating: bool = True,
 ) -> Server:
     """Start a server; it isn't ready yet when this returns (see `wait`)."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_flags(port), *extra]
+    flags = server_flags(port, target, is_speculating)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *extra]
     return Server(processes.start(name, command, {**server_environment(), **(environment or {})}), port)
 
 
@@ -85,12 +96,12 @@ def wait(server: Server) -> float:
     return server.child.wait_until(server.is_ready, START_TIMEOUT_S, "answer on /health")
 
 
-def server_flags(port: int) -> list[str]:
+def server_flags(port: int, target: str = TARGET, is_speculating: bool = True) -> list[str]:
     """Flags of the plain server. float32, since equality of outputs is tested token by token."""
     speculative = f'{{"method":"dflash","model":"{DRAFTER}","num_speculative_tokens":{NUM_DRAFT_TOKENS}}}'
-    model = f"--model {TARGET} --served-model-name {MODEL_NAME} --dtype float32 --max-model-len 1024 --max-num-seqs 16"
+    model = f"--model {target} --served-model-name {MODEL_NAME} --dtype float32 --max-model-len 1024 --max-num-seqs 16"
     listen = f"--host 127.0.0.1 --port {port} --enforce-eager"
-    return [*model.split(), *listen.split(), "--speculative-config", speculative]
+    return [*model.split(), *listen.split(), *(("--speculative-config", speculative) if is_speculating else ())]
 
 
 def server_environment() -> dict[str, str]:
@@ -116,6 +127,18 @@ async def settled(server: Server) -> Counters:
             return now
         last = now
     return last
+
+
+async def quiet(servers: Sequence[Server], over_s: float = 0.5) -> None:
+    """Wait until no server uses the CPU. Raises ProcessError when one doesn't come to rest."""
+    until_s = time.monotonic() + QUIET_TIMEOUT_S
+    while time.monotonic() < until_s:
+        before = [server.child.cpu_seconds() for server in servers]
+        await asyncio.sleep(over_s)
+        used = [server.child.cpu_seconds() - b for server, b in zip(servers, before, strict=True)]
+        if max(used) <= QUIET_SHARE * over_s:
+            return
+    raise ProcessError(f"after {QUIET_TIMEOUT_S:g} s without requests the servers still use {used} s of CPU in {over_s:g} s")
 
 
 def check_pair(root: Path = ROOT) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import structlog
 
-from honed.adapt.controller import Override
+from honed.adapt.controller import MODES, Override
 from honed.daemon.errors import RequestError, UnknownError
 from honed.daemon.journal import Journal
 from honed.daemon.store import Store
 
 log = structlog.get_logger("honed.overrides")
 
-POLICIES = ("goodput", "static", "off")
 MAX_TTL_S = 30 * 86400.0
 NAMES = ("draft_tokens", "capture_share", "policy")
 
@@ -106,5 +105,5 @@ def check(name: str, value: Any) -> None:
         raise RequestError(f"draft_tokens takes a whole number from 0, not {value!r}")
     if name == "capture_share" and not (is_number and 0 <= value <= 1):
         raise RequestError(f"capture_share takes a number from 0 to 1, not {value!r}")
-    if name == "policy" and value not in POLICIES:
-        raise RequestError(f"policy takes one of {', '.join(POLICIES)}, not {value!r}")
+    if name == "policy" and value not in MODES:
+        raise RequestError(f"policy takes one of {', '.join(MODES)}, not {value!r}")

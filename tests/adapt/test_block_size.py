@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.block_size import OperatingPoint, allocate, choose
+from honed.adapt.block_size import OperatingPoint, allocate, choose, latency_gains
 from honed.adapt.step_time import StepTimeModel
 
 
@@ -59,7 +59,7 @@ def test_large_batches_lose_little_to_rounding(seed, model, count):
     choice = choose(survival, model)
     lengths = np.array(choice.num_draft_tokens)
     assert ((lengths >= 0) & (lengths <= 15)).all()
-    assert choice.goodput == pytest.approx(goodput(survival, lengths, model), rel=0.03)
+    assert choice.rate == pytest.approx(goodput(survival, lengths, model), rel=0.03)
     flat = np.sort(survival.ravel())[::-1]
     for total in range(0, flat.size + 1, max(flat.size // 50, 1)):
         other = (survival >= (flat[total - 1] if total else 2.0)).sum(axis=1)
@@ -81,14 +81,14 @@ def test_requests_that_share_a_curve_can_be_passed_as_one(seed, model, num_curve
     lengths = together.num_draft_tokens
     assert len(lengths) == count
     assert goodput(curves[group], lengths, model) >= 0.98 * goodput(curves[group], apart, model)
-    assert together.goodput == pytest.approx(goodput(curves[group], lengths, model), rel=0.03)
+    assert together.rate == pytest.approx(goodput(curves[group], lengths, model), rel=0.03)
 
 
 def test_nothing_is_drafted_when_it_does_not_pay():
     survival = make_survival(0, 64, 7, low=0.05, high=0.2)
     choice = choose(survival, make_model(base=1e-4, token=1e-3))
     assert not any(choice.num_draft_tokens)
-    assert choice.goodput == choice.goodput_without
+    assert choice.rate == choice.rate_without
 
 
 def test_everything_is_drafted_when_tokens_are_free():
@@ -140,13 +140,47 @@ def test_holding_costs_at_most_the_hysteresis(seed, model, threshold, cap, count
     survival = make_survival(seed, count, 7)
     best = choose(survival, model)
     held = choose(survival, model, previous=OperatingPoint(threshold, cap), hysteresis=0.1)
-    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.goodput / 1.1
+    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.rate / 1.1
     assert all(0 <= k <= 7 for k in held.num_draft_tokens)
 
 
 def test_turning_drafting_on_again_needs_a_gain_too():
     survival, off = make_survival(3, 4, 7), OperatingPoint(1.0, 0)
     model = make_model()
-    gain = choose(survival, model).goodput / choose(survival, model).goodput_without - 1.0
+    gain = choose(survival, model).rate / choose(survival, model).rate_without - 1.0
     assert not allocate(survival, model, previous=off, hysteresis=gain * 1.01).any()
     assert allocate(survival, model, previous=off, hysteresis=gain * 0.99).any()
+
+
+def request_speed(survival, lengths, model):
+    inverse = sum(1.0 / (1.0 + row[:k].sum()) for row, k in zip(survival, lengths, strict=True))
+    tokens = len(lengths) + int(sum(lengths))
+    return len(lengths) / (model.seconds(len(lengths), tokens, 0, 0, int(max(lengths))) * inverse)
+
+
+@given(seeds, st.integers(1, 4), models)
+def test_latency_mode_gets_the_best_time_per_token(seed, count, model):
+    survival = make_survival(seed, count, 3)
+    choice = choose(latency_gains(survival), model, is_latency=True)
+    best = max(request_speed(survival, ks, model) for ks in itertools.product(range(4), repeat=count))
+    assert request_speed(survival, choice.num_draft_tokens, model) == pytest.approx(best)
+    assert choice.rate == pytest.approx(best)
+
+
+@settings(max_examples=20)
+@given(seeds, models)
+def test_latency_mode_loses_little_on_large_batches(seed, model):
+    survival = make_survival(seed, 100, 7)
+    choice = choose(latency_gains(survival), model, is_latency=True)
+    found = request_speed(survival, choice.num_draft_tokens, model)
+    assert choice.rate == pytest.approx(found, rel=0.03)
+    for k in range(8):
+        assert found >= 0.985 * request_speed(survival, [k] * 100, model)
+
+
+def test_latency_mode_favours_the_slowest_request():
+    survival = np.vstack([np.cumprod(np.full(7, 0.95)), np.cumprod(np.full(7, 0.6))])
+    model = make_model(base=2e-3, token=1e-3)
+    fast, slow = choose(survival, model).num_draft_tokens
+    fast_latency, slow_latency = choose(latency_gains(survival), model, is_latency=True).num_draft_tokens
+    assert fast - slow > fast_latency - slow_latency

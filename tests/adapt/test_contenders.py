@@ -96,6 +96,16 @@ def test_memory_is_bounded_when_requests_never_finish(name):
     assert contender._num_ceilings == 0
 
 
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_impossible_rounds_count_as_the_nearest_possible_ones(name):
+    odd, plain = make(name), make(name)
+    for _ in range(30):
+        odd.observe(["a", "b", "c", "d", "e"], [99, 3, 3, -2, 0], [99, 4, -1, 2, 1])
+        plain.observe(["a", "b", "c"], [K, 3, 3], [K, 3, 0])
+        assert decide(odd, "abc") == decide(plain, "abc")
+    assert all(getattr(odd, figure) == value for figure, value in vars(plain).items() if isinstance(value, float))
+
+
 # --- static and table ---------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +253,7 @@ def test_kelly_drafts_the_limit_until_two_steps_are_known():
     contender = make("kelly", max_k=6)
     assert serve(contender, 1, none_of) == [6]
     assert serve(contender, 1, none_of) == [1]
+    assert serve(make("kelly"), 2, all_of) == [K]  # a mean of two, not an EMA that starts from 0
 
 
 def test_kelly_is_longer_where_tokens_are_cheap_and_shorter_in_large_batches():
@@ -252,10 +263,17 @@ def test_kelly_is_longer_where_tokens_are_cheap_and_shorter_in_large_batches():
         contender.observe(["a"], [K], [5])
     assert decide(contender) == [K]
     many = [str(number) for number in range(64)]
-    lengths = set(decide(contender, many))
-    first, last = (20e-3 + 1e-3 + 64 * (k + 1) * 1e-6 + 64 * k * 5e-4 for k in (1, K))
-    assert lengths == {argmax_by_hand(5 / 7, first, (last - first) / (K - 1), K)}
-    assert lengths < {1, 2, 3}
+    assert decide(contender, many) == [1] * 64
+
+
+@pytest.mark.parametrize("batch", [1, 20, 24, 28, 32, 40])
+def test_kelly_draws_its_line_through_the_prices_of_one_draft_and_of_the_limit(batch):
+    contender = make("kelly", model=make_model(base=20e-3, per_token_above_64=1e-4, drafting=1e-3, per_block_token=5e-4))
+    for _ in range(40):
+        contender.observe(["a"], [K], [6])
+    first, last = (21e-3 + 1e-4 * max(batch * (k + 1) - 64, 0) + 5e-4 * k for k in (1, K))
+    expected = argmax_by_hand(6 / 7, first, (last - first) / (K - 1), K)
+    assert decide(contender, [str(number) for number in range(batch)]) == [expected] * batch
 
 
 def test_kelly_takes_an_average_over_about_eight_steps():

@@ -137,7 +137,7 @@ def test_an_override_that_means_nothing_is_refused(name, value):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="goodput, static, off"):
+    with pytest.raises(ValueError, match="goodput, latency, off, static"):
         ControllerSettings(mode="clever")
 
 

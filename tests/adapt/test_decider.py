@@ -243,3 +243,27 @@ def test_learning_from_few_rounds_at_a_time_is_the_same_as_from_many():
     np.testing.assert_allclose(apart._failures, together._failures)
     np.testing.assert_allclose(apart._successes, together._successes)
     assert together.decide(ids, 1000, 0, 0.0) == apart.decide(ids, 1000, 0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["threshold", "kelly", "tide", "table", "ema"])
+def test_a_contender_decides_when_the_policy_names_it_and_knows_the_requests_that_run(name):
+    decider = make_decider(make_policy())
+    decider.start("old", ceiling=2)
+    decider.set_policy(make_policy(kind=name, table=[(4, 3), (8, 1)], max_k=6), 0.0)
+    decider.start("new")
+    decision = decider.decide(["old", "new"], 100, 0, 0.0)
+    assert decision.reason == name
+    assert decision.num_draft_tokens[0] <= 2
+    assert decision.num_draft_tokens[1] <= 6
+    if name == "table":
+        assert decision.num_draft_tokens == [2, 3]
+    for _ in range(300):
+        decider.observe(["old", "new"], [2, 6], [0, 0])
+    assert decider.decide(["new"], 50, 0, 0.0).num_draft_tokens[0] <= (3 if name == "table" else 1)
+    decider.finish("old")
+    decider.set_policy(make_policy(), 1.0)
+    assert decider.decide(["new"], 100, 0, 1.0).reason == "policy"
+
+
+def test_an_unknown_kind_of_policy_is_static():
+    assert make_decider(make_policy(kind="of tomorrow")).decide(["a"], 10, 0, 0.0).num_draft_tokens == [4]

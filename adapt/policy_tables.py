@@ -1,0 +1,83 @@
+"""A policy made ready for quick use inside the engine, on a thread that has the time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
+from honed.adapt.block_size import latency_gains
+from honed.adapt.step_time import StepTimeModel
+from honed.adapt.wire import Policy
+
+NUM_THETAS, THETA_STEPS = 48, 10.0
+_THETAS: Floats = np.exp((np.arange(NUM_THETAS) - NUM_THETAS // 2) / THETA_STEPS)
+"""Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTables:
+    """A policy made ready for quick use: survival curves of every workload and theta. Made on any thread by `of`.
+
+    Letters: W = workloads of the policy (row 0 serves those that aren't named), K = draft tokens.
+    """
+
+    policy: Policy | None
+    model: StepTimeModel
+    row_of_workload: dict[str, int]
+    is_latency: bool
+    by_depth: Floats  # [K, W * thetas] gains: survival, or what it does for latency
+    curves: list[list[float]]  # [W * thetas][K] the same
+    constant: Floats  # [W] what the workload's curve weighs in a request's theta
+    on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
+    on_success: Floats  # [W, K+1] what n accepted drafts add to the other
+
+    @classmethod
+    def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
+        """Tabulate a policy; unusable figures of it are replaced."""
+        priors = policy.priors if policy is not None else []
+        usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
+        acceptance = np.array(usable or [_usable_curve([], num_spec_tokens)])  # [W, K]
+        strengths = [within(prior.strength, 0.1, 1e6, 8.0) for prior in priors] or [8.0]
+        by_theta = survival(scale_odds(acceptance[:, None, :], _THETAS[:, None]))
+        is_latency = policy is not None and policy.kind == "latency"
+        if is_latency:
+            by_theta = latency_gains(by_theta)
+        by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
+        none = np.zeros((len(acceptance), 1))
+        return cls(
+            policy,
+            _usable_model(policy),
+            {prior.workload: row for row, prior in enumerate(priors)},
+            is_latency,
+            np.ascontiguousarray(by_theta.T),
+            by_theta.tolist(),
+            np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
+            np.concatenate([acceptance, none], axis=1),
+            np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
+        )
+
+
+def _usable_model(policy: Policy | None) -> StepTimeModel:
+    model = StepTimeModel.from_policy(policy) if policy is not None else StepTimeModel()
+    if model.is_ready:
+        model.prepare()
+    return model
+
+
+def _usable_curve(acceptance: Sequence[float], num_spec_tokens: int) -> Floats:
+    """Make K figures in (0, 1) of whatever came: the last usable one is repeated where they are missing."""
+    curve, last = np.empty(num_spec_tokens), FIRST_GUESS
+    for position in range(num_spec_tokens):
+        value = acceptance[position] if position < len(acceptance) else last
+        last = within(value, EDGE, 1.0 - EDGE, last)
+        curve[position] = last
+    return curve
+
+
+def within(value: float, low: float, high: float, otherwise: float) -> float:
+    """Return the value or the end of [low, high] that it lies beyond; `otherwise` for NaN and infinities."""
+    return min(max(value, low), high) if math.isfinite(value) else otherwise

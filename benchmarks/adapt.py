@@ -1,0 +1,293 @@
+"""Draft lengths on a running vLLM: honed's choice against every fixed one, a tuned table, other rules, and no speculation.
+
+The target is the tiny pair's, made dear by layers that change nothing (`stacked_target`), so that a draft pass costs a small
+part of a target step as it does on a real server. Every rule runs in the same server, switched over the admin API; "none" is
+a second server without speculation. Regimes are concurrency x traffic; in each, rules take turns on the same prompts, in
+an order that rotates from repeat to repeat. Greedy and of fixed length, so every run gives the same tokens. The table (as
+vLLM's own: draft length by batch size) is tuned first, on mixed traffic, and then put into honed's settings.
+
+A run is a few seconds; honed has seen all that went before, the table's tuning included, as a daemon that has run for
+minutes would have. The shifting trace plays every regime once, without a pause. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import vllm_server
+from client_load import Played, Prompt, play, read_prompts
+from demo_figures import toml
+from honed_side import engine_of, start_daemon, vllm_args, wait_attached
+from measured import commit, hardware
+from processes import ROOT, Child, ProcessError, Processes, free_port
+from stacked_target import make_stacked_target
+from vllm_server import NUM_DRAFT_TOKENS, Server
+
+from honed.daemon.client import AdminClient, AdminError
+
+Document = dict[str, Any]
+
+STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
+RULES = ("none", *STATICS, "table", "threshold", "kelly", "goodput")
+CONCURRENCY = (1, 4, 16)
+TRAFFIC = ("a", "b", "mixed")
+REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
+REQUESTS = {1: 3, 4: 8, 16: 32}
+"""Requests of a run, by concurrency: some five seconds each."""
+SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
+"""The shifting trace."""
+MIN_COST_RATIO = 8.0
+
+
+@dataclass
+class Bench:
+    """The servers, and what has been measured: tokens/s and inter-token latency by (phase, regime, rule)."""
+
+    processes: Processes
+    runtime_dir: Path
+    client: AdminClient
+    target: str
+    max_tokens: int
+    prompts: dict[str, list[Prompt]]
+    daemon: Child | None = None
+    plain: Server | None = None
+    attached: Server | None = None
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    cost: Document = field(default_factory=dict)
+
+    async def start(self) -> None:
+        """The daemon and both servers, one after the other."""
+        environment = await asyncio.to_thread(self.start_daemon, ())
+        args = vllm_args(environment)
+        self.plain = vllm_server.start(self.processes, "vllm-none", target=self.target, is_speculating=False)
+        await asyncio.to_thread(vllm_server.wait, self.plain)
+        self.attached = vllm_server.start(
+            self.processes, "vllm-attached", extra=args["flags"], environment=args["environment"], target=self.target
+        )
+        await asyncio.to_thread(vllm_server.wait, self.attached)
+        await asyncio.to_thread(wait_attached, self.attached.child, self.client)
+
+    def start_daemon(self, table: Sequence[tuple[int, int]]) -> dict[str, str]:
+        """Start the daemon, or start it again with a table; its environment for honed's other commands."""
+        if self.daemon is not None:
+            self.processes.stop(self.daemon)
+        config = self.runtime_dir / "honed.toml"
+        sections: Document = {
+            "paths": {"runtime_dir": self.runtime_dir, "state_dir": self.runtime_dir / "state"},
+            "http": {"metrics_listen": f"127.0.0.1:{free_port()}"},
+            "recalibration": {"automatic": False},
+        }
+        if table:
+            sections["controller"] = {"table": [list(row) for row in table]}
+        config.write_text(toml(sections))
+        self.daemon, environment = start_daemon(self.processes, config, self.client)
+        if self.attached is not None:
+            wait_attached(self.attached.child, self.client)
+        return environment
+
+    async def use(self, rule: str) -> None:
+        """Put a rule in force and wait until the engine says that it is."""
+        for name in ("draft_tokens", "policy"):
+            try:
+                self.client.delete(f"/v1/overrides/{name}")
+            except AdminError:
+                continue
+        if rule.startswith("static-"):
+            body = {"value": int(rule.removeprefix("static-")), "ttl_s": 3600, "reason": "benchmark"}
+            self.client.put("/v1/overrides/draft_tokens", body)
+        elif rule not in ("none", "goodput"):
+            self.client.put("/v1/overrides/policy", {"value": rule, "ttl_s": 3600, "reason": "benchmark"})
+        sent = self.client.get("/v1/engines")[0]["policy"]["generation"]
+        until_s = time.monotonic() + 15.0
+        await asyncio.sleep(1.2)  # the daemon steers once a second
+        wanted = "static" if rule.startswith("static-") else rule
+        while time.monotonic() < until_s:
+            policy = engine_of(self.client).get("policy") or {}
+            if rule == "none" or (policy.get("kind") == wanted and policy.get("generation") >= sent and not policy["fallback"]):
+                return
+            await asyncio.sleep(0.2)
+        raise ProcessError(f"the engine doesn't follow {rule}: {engine_of(self.client).get('policy')}")
+
+    async def run(self, rule: str, concurrency: int, traffic: str, requests: int) -> Played:
+        """One run of a rule that is in force."""
+        server = self.plain if rule == "none" else self.attached
+        assert server is not None
+        pool = self.prompts[traffic]
+        chosen = [pool[i % len(pool)] for i in range(requests)]
+        played = await play(
+            server.url, chosen, concurrency=concurrency, max_tokens=self.max_tokens, ignore_eos=True,
+            workload="" if rule == "none" else "default",
+        )  # fmt: skip
+        if played.num_failed:
+            raise ProcessError(next(reply.error for reply in played.replies if reply.error))
+        return played
+
+    async def measure(self, phase: str, rule: str, concurrency: int, traffic: str, requests: int) -> float:
+        """One run, noted; tokens/s."""
+        played = await self.run(rule, concurrency, traffic, requests)
+        key = f"{phase}{concurrency}-{traffic}"
+        self.rates.setdefault(key, {}).setdefault(rule, []).append(played.tokens_per_s)
+        gaps = [(r.seconds - r.first_token_s) / max(len(r.token_ids) - 1, 1) for r in played.replies]
+        self.latencies.setdefault(key, {}).setdefault(rule, []).append(1e3 * statistics.median(gaps))
+        print(f"{key:12s} {rule:10s} {played.tokens_per_s:7.1f} tok/s", flush=True)
+        return played.tokens_per_s
+
+    async def turn_to(self, rule: str) -> None:
+        """Change to a rule; the server that was used before has stopped spinning."""
+        await self.use(rule)
+        if self.plain is not None and self.attached is not None:
+            await vllm_server.quiet([self.plain, self.attached])
+
+    async def tune(self) -> list[tuple[int, int]]:
+        """The table: for each concurrency the best fixed length on mixed traffic, none included."""
+        best: dict[int, tuple[float, int]] = {}
+        for rule in ("static-0", *STATICS):
+            await self.turn_to(rule)
+            for concurrency in CONCURRENCY:
+                rate = await self.measure("tuning-", rule, concurrency, "mixed", REQUESTS[concurrency])
+                best[concurrency] = max(best.get(concurrency, (0.0, 0)), (rate, int(rule.removeprefix("static-"))))
+        # A length is used up to half-way (geometrically) to the next batch size that was tuned.
+        bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
+        return [(bound, best[c][1]) for bound, c in zip([*bounds, CONCURRENCY[-1]], CONCURRENCY, strict=True)]
+
+    async def regimes(self, repeats: int) -> None:
+        """Every regime, every rule, `repeats` times; the rules' order rotates."""
+        for repeat in range(repeats):
+            for number, (concurrency, traffic) in enumerate(REGIMES):
+                shift = (repeat * 3 + number) % len(RULES)
+                for rule in RULES[shift:] + RULES[:shift]:
+                    await self.turn_to(rule)
+                    await self.measure("", rule, concurrency, traffic, REQUESTS[concurrency])
+
+    async def shifting(self, repeats: int) -> None:
+        """The trace, by every rule."""
+        for repeat in range(repeats):
+            for rule in RULES[repeat:] + RULES[:repeat]:
+                await self.turn_to(rule)
+                tokens = seconds = 0.0
+                for concurrency, traffic in SHIFTS:
+                    played = await self.run(rule, concurrency, traffic, max(REQUESTS[concurrency] // 2, 1))
+                    tokens, seconds = tokens + played.num_tokens, seconds + played.seconds
+                self.rates.setdefault("shifting", {}).setdefault(rule, []).append(tokens / seconds)
+                print(f"shifting     {rule:10s} {tokens / seconds:7.1f} tok/s", flush=True)
+
+    def costs(self) -> Document:
+        """What a draft pass and a target step of one request cost, from honed's fitted step times, in ms."""
+        engine = self.client.get("/v1/engines")[0]["engine_id"]
+        beliefs = self.client.get(f"/v1/engines/{engine}/beliefs")
+        p = beliefs["step_time"]["parameters"]
+        draft = p["drafting"] + p["drafting_per_request"]
+        draft += NUM_DRAFT_TOKENS * (p["per_block_token"] + p["per_block_token_and_request"])
+        target = p["base"] + p["per_request"] + p["per_token"] + 300 * p["per_context_token"]
+        return {"draft_pass_ms": 1e3 * draft, "target_step_ms": 1e3 * target, "ratio": target / max(draft, 1e-9)}
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every rule in every regime")
+    parser.add_argument("--extra-layers", type=int, default=64, help="layers without effect added to the target")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
+    parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
+    arguments = parser.parse_args()
+    try:
+        vllm_server.check_pair()
+        result = asyncio.run(run(arguments))
+    except KeyboardInterrupt:
+        print("adapt: stopped; everything that it started has ended", file=sys.stderr)
+        return 130
+    except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
+        print(f"adapt: {error}", file=sys.stderr)
+        return 1
+    out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {out}")
+    shown = ("ratio_to_best_static", "ratio_to_none", "shifting", "spread", "cost")
+    print(json.dumps({key: result[key] for key in shown}), flush=True)
+    return 0
+
+
+async def run(arguments: argparse.Namespace) -> Document:
+    """Make the target, start everything, measure, stop everything."""
+    runtime_dir = Path(tempfile.mkdtemp(prefix="honed-bench-"))
+    pools = {name: read_prompts(ROOT / "benchmarks" / "tiny" / f"prompts_{name}.jsonl") for name in ("a", "b")}
+    pools["mixed"] = [prompt for pair in zip(pools["a"], pools["b"], strict=True) for prompt in pair]
+    try:
+        target = make_stacked_target(ROOT / vllm_server.TARGET, runtime_dir / "target", arguments.extra_layers)
+        with Processes(arguments.logs) as processes, AdminClient(runtime_dir / "admin.sock") as client:
+            bench = Bench(processes, runtime_dir, client, str(target), arguments.max_tokens, pools)
+            await bench.start()
+            table = await bench.tune()
+            bench.cost = bench.costs()
+            print(f"tuned table {table}; a draft pass of one request costs {bench.cost['draft_pass_ms']:.2f} ms, "
+                  f"a target step {bench.cost['target_step_ms']:.2f} ms", flush=True)  # fmt: skip
+            if bench.cost["ratio"] < MIN_COST_RATIO:
+                wanted = f"less than {MIN_COST_RATIO:g} draft passes: add --extra-layers"
+                raise ProcessError(f"a target step costs {bench.cost['ratio']:.1f}, {wanted}")
+            await asyncio.to_thread(bench.start_daemon, table)
+            await bench.regimes(arguments.repeats)
+            await bench.shifting(max(arguments.repeats - 1, 1))
+            bench.cost = bench.costs()
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+    return summary(bench) | {
+        "table": table,
+        "plan": {"repeats": arguments.repeats, "extra_layers": arguments.extra_layers, "max_tokens": arguments.max_tokens},
+        "hardware": hardware(),
+        "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def summary(bench: Bench) -> Document:
+    """Ratios within one repeat, their medians and ranges; the best fixed length is chosen afterwards, by its median."""
+    to_best: dict[str, float] = {}
+    to_none: dict[str, float] = {}
+    spread: Document = {}
+    best_static: dict[str, str] = {}
+    keys = [f"{c}-{t}" for c, t in REGIMES]
+    for key in keys:
+        rates = bench.rates[key]
+        best = best_static[key] = max(STATICS, key=lambda rule: statistics.median(rates[rule]))
+        pairs = {"ratio_to_best_static": ratios(rates, best), "ratio_to_none": ratios(rates, "none")}
+        to_best[key], to_none[key] = (round(statistics.median(values), 4) for values in pairs.values())
+        spread[key] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
+    trace = bench.rates["shifting"]
+    single = best_static["shifting"] = max(STATICS, key=lambda rule: statistics.median(trace[rule]))
+    pairs = {"to_best_single_static": ratios(trace, single), "to_tuned_table": ratios(trace, "table")}
+    spread["shifting"] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
+    return {
+        "ratio_to_best_static": to_best,
+        "ratio_to_none": to_none,
+        "shifting": {name: round(statistics.median(values), 4) for name, values in pairs.items()},
+        "spread": spread,
+        "best_static": best_static,
+        "cost": {name: round(value, 3) for name, value in bench.cost.items()},
+        "tokens_per_s": bench.rates,
+        "inter_token_ms_p50": bench.latencies,
+    }
+
+
+def ratios(rates: dict[str, list[float]], other: str) -> list[float]:
+    """goodput's tokens/s over another rule's, repeat by repeat."""
+    return [mine / theirs for mine, theirs in zip(rates["goodput"], rates[other], strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

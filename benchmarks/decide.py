@@ -1,0 +1,144 @@
+"""How long the engine's thread is held up by deciding a step, and by learning from it, at 16, 64 and 256 requests.
+
+The decider of `honed.adapt` alone, K = 15, three workloads, requests that come and go, a new policy every 200 steps, rounds
+drawn from known acceptance. Two figures for each batch size: with warm caches, call after call, and with caches that
+something else has used in between (64 MiB are read before each call), which is nearer to what an engine does between two
+steps. Garbage collection is left as Python has it. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measured import commit, hardware
+
+from honed.adapt.decider import Decider
+from honed.adapt.wire import Policy, WorkloadPrior
+
+K = 15
+BATCHES = (16, 64, 256)
+STEPS_PER_POLICY = 200
+STEP_SECONDS = [5e-3, 1e-5, 2e-5, 0.0, 5e-5, 0.0, 1e-8, 2e-5, 5e-4, 0.0, 0.0, 0.0]
+"""A memory-bound target up to 256 tokens, dearer above; the drafter always drafts K, as on CUDA."""
+THRASH_BYTES = 64 << 20
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000, help="steps measured for each batch size, after as many / 4")
+    parser.add_argument("--out", type=Path, default=None, help="also write the result to this file")
+    arguments = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    for batch in BATCHES:
+        rows[str(batch)] = {"warm": measure(batch, arguments.steps, is_cold=False)}
+        rows[str(batch)]["cold"] = measure(batch, max(arguments.steps // 8, 1), is_cold=True)
+        for name, row in rows[str(batch)].items():
+            decide, learn = row["decide_us"], row["learn_us"]
+            print(f"{batch:4d} requests, {name}: decide p50 {decide[0]:.0f} us, p99 {decide[1]:.0f} us; "
+                  f"learn p50 {learn[0]:.0f} us, p99 {learn[1]:.0f} us", flush=True)  # fmt: skip
+    result = {
+        "p99_us": {batch: row["warm"]["decide_us"][1] for batch, row in rows.items()},
+        "p99_us_cold": {batch: row["cold"]["decide_us"][1] for batch, row in rows.items()},
+        "peak_mb": peak_mb(max(BATCHES)),
+        "rows": rows,
+        "hardware": hardware(),
+        "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: result[name] for name in ("p99_us", "p99_us_cold", "peak_mb")}))
+    return 0
+
+
+class Engine:
+    """A decider with a full batch of simulated requests."""
+
+    def __init__(self, batch: int, seed: int = 0) -> None:
+        self.decider = Decider(K, batch)
+        self._rng = np.random.default_rng(seed)
+        self._policies = [policy(self._rng, generation) for generation in range(8)]
+        self._steps = 0
+        self._next = 0
+        self.ids: list[str] = []
+        self._chances: list[float] = []
+        for _ in range(batch):
+            self._admit()
+
+    def _admit(self) -> None:
+        workload = ("chat", "code", "default")[self._next % 3]
+        self.ids.append(f"cmpl-{self._next:032x}-0")
+        self._chances.append(float(self._rng.beta(8, 3) if workload == "code" else self._rng.beta(3, 4)))
+        self.decider.start(self.ids[-1], workload)
+        self._next += 1
+
+    def turn(self) -> tuple[int, int]:
+        """One step; nanoseconds to (decide, learn)."""
+        if self._steps % STEPS_PER_POLICY == 0:
+            tables = self.decider.tabulate(self._policies[self._steps // STEPS_PER_POLICY % len(self._policies)])
+            self.decider.use(tables, 0.0)
+        self._steps += 1
+        if self._rng.random() < 0.02 * len(self.ids):  # a request of 50 steps ends, another begins
+            self.decider.finish(self.ids.pop(0))
+            self._chances.pop(0)
+            self._admit()
+        began = time.perf_counter_ns()
+        lengths = self.decider.decide(self.ids, 500 * len(self.ids), 0, 0.0).num_draft_tokens
+        decided = time.perf_counter_ns()
+        run = self._rng.geometric(1.0 - np.clip(self._chances, 0.0, 0.98)) - 1
+        accepted = np.minimum(run, lengths).tolist()
+        begun = time.perf_counter_ns()
+        self.decider.observe(self.ids, lengths, accepted)
+        return decided - began, time.perf_counter_ns() - begun
+
+
+def measure(batch: int, steps: int, *, is_cold: bool) -> dict[str, tuple[float, float]]:
+    """(p50, p99) in microseconds to decide and to learn."""
+    engine = Engine(batch)
+    thrash = np.ones(THRASH_BYTES // 8)
+    taken = np.zeros((steps, 2))
+    for _ in range(steps // 4):
+        engine.turn()
+    gc.collect()
+    for step in range(steps):
+        if is_cold:
+            thrash.sum()
+        taken[step] = engine.turn()
+    decide, learn = np.quantile(taken, (0.5, 0.99), axis=0).T / 1e3
+    return {"decide_us": (round(decide[0], 1), round(decide[1], 1)), "learn_us": (round(learn[0], 1), round(learn[1], 1))}
+
+
+def peak_mb(batch: int, steps: int = 400) -> float:
+    """Most memory that a decider and its policies held at once, in MiB."""
+    tracemalloc.start()
+    engine = Engine(batch)
+    for _ in range(steps):
+        engine.turn()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return round(peak / 2**20, 2)
+
+
+def policy(rng: np.random.Generator, generation: int) -> Policy:
+    """A goodput policy for three workloads."""
+    priors = [
+        WorkloadPrior(workload=name, acceptance=np.clip(rng.normal(mean, 0.02, K), 0.05, 0.95).tolist(), strength=8.0)
+        for name, mean in (("", 0.6), ("chat", 0.55), ("code", 0.8))
+    ]
+    return Policy(
+        engine_id="bench", generation=generation, ttl_s=1e9, kind="goodput", static_k=K, max_k=K, priors=priors,
+        step_seconds=STEP_SECONDS, captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
