@@ -9,6 +9,7 @@ than 0.5 %, a predicted step time by more than 1 %. Otherwise the very same obje
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,18 +20,20 @@ from honed.adapt.acceptance import (
     AcceptanceCounts,
     Floats,
     RequestTable,
-    acceptance_length,
     chain_estimate,
     reached_and_accepted,
     shrunk_estimate,
     survival,
 )
-from honed.adapt.block_size import choose, latency_gains
+from honed.adapt.beliefs import Plans, describe
+from honed.adapt.calibration import Calibration
 from honed.adapt.canary import Baseline
 from honed.adapt.contenders import CONTENDERS
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
+from honed.adapt.policy_change import what_changed
 from honed.adapt.rounds import Rounds, rounds_by_workload
-from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings
+from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeSettings
+from honed.adapt.step_watch import WINDOW, StepWatch
 from honed.adapt.wire import EventBatch, Policy, StepColumns, WorkloadPrior
 
 Event = Alarm
@@ -41,6 +44,7 @@ _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
 _MOST_DESIGN_EFFECT = 8.0
 _SMOOTHING = 0.02
+_CHANGES_KEPT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class _Workload:
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
         self.counts = AcceptanceCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
+        self.calibration = Calibration()
 
 
 class EngineController:
@@ -130,6 +135,10 @@ class EngineController:
         self._last_end_ns = 0
         self._typical: dict[str, float] = {}
         self._policy: Policy | None = None
+        self._changes: deque[tuple[int, str]] = deque(maxlen=_CHANGES_KEPT)
+        self._decisions: Counter[str] = Counter()
+        self._watch = StepWatch()
+        self._world_changes = 0
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -145,6 +154,7 @@ class EngineController:
         if batch.boot_id != self._boot_id:
             self._boot_id, self._last_end_ns = batch.boot_id, 0
         self._observe_steps(steps)
+        self._decisions.update(batch.steps.decision)
         events: list[Event] = []
         for name, rounds in by_workload:
             events += self._observe_rounds(name, rounds)
@@ -169,6 +179,8 @@ class EngineController:
         self._workloads[name] = workload
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
+        verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
+        workload.calibration.observe(survival(self._curve(workload, self._engine_curve())), verified, accepted)
         self._counts.observe(*columns)
         workload.counts.observe(*columns)
         workload.requests.observe(rounds.request, reached, accepted)
@@ -186,7 +198,12 @@ class EngineController:
                 continue
             figures = {"num_requests": requests, "context_tokens": context / requests, "step_seconds": seconds}
             if model.is_ready:
-                figures["predicted_step_seconds"] = model.seconds(requests, tokens, context, prefill, block)
+                predicted = model.seconds(requests, tokens, context, prefill, block)
+                figures["predicted_step_seconds"] = predicted
+                if (factor := self._watch.observe(seconds, predicted)) != 1.0:
+                    self._steps.rescale(factor, WINDOW)
+                    self._world_changes += 1
+                    model = self._steps.model()
             for name, value in figures.items():
                 held = self._typical.get(name, value)
                 self._typical[name] = held + _SMOOTHING * (value - held)
@@ -197,8 +214,10 @@ class EngineController:
         """Make the policy that is right now; the previous one, unchanged, while nothing material is different."""
         overrides = [override] if isinstance(override, Override) else list(override or ())
         policy = self._make_policy([one for one in overrides if one.until_s > now_s])
-        if self._policy is not None and not _is_material(self._policy, policy, self.max_num_seqs):
+        reason = what_changed(self._policy, policy, self.max_num_seqs)
+        if self._policy is not None and not reason:
             return self._policy
+        self._changes.append((policy.generation, reason))
         self._policy = policy
         return policy
 
@@ -249,19 +268,26 @@ class EngineController:
     def beliefs(self) -> dict[str, object]:
         """Describe what is believed, in plain figures that JSON can carry."""
         engine, model = self._engine_curve(), self._steps.model()
-        requests = max(1, min(round(self._typical.get("num_requests", 1.0)), self.max_num_seqs))
-        by_batch = [self._plan(2**power, engine, model) for power in range(self.max_num_seqs.bit_length())]
+        context = self._typical.get("context_tokens", 0.0)
+        fixed_length = None if self.settings.mode in ("goodput", "latency") else self._static_k()
+        plans = Plans(model, engine, context, self.settings.mode == "latency", fixed_length)
+        sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
+        typical = max(1, min(round(self._typical.get("num_requests", 1.0)), self.max_num_seqs))
         return {
             "engine_id": self.engine_id,
             "drafter_version": self._drafter_version or "",
             "num_spec_tokens": self.num_spec_tokens,
-            "engine": _describe(self._counts, engine),
+            "engine": describe(self._counts, engine),
             "workloads": {
                 name: {
-                    **_describe(one.counts, self._curve(one, engine)),
+                    **describe(one.counts, self._curve(one, engine)),
                     "request_strength": round(self._request_strength(one), 2),
                     "design_effect": round(self._design_effect(one), 3),
                     "drift": self._drift.figures(name),
+                    "calibration": {
+                        "expected_calibration_error": one.calibration.error,
+                        "bins": one.calibration.bins(),
+                    },
                 }
                 for name, one in self._workloads.items()
             },
@@ -273,33 +299,15 @@ class EngineController:
                 "predicted_seconds": self._typical.get("predicted_step_seconds"),
                 "context_tokens_per_request": self._typical.get("context_tokens"),
                 "num_requests": self._typical.get("num_requests"),
+                "spread": self._watch.spread,
+                "world_changes": self._world_changes,
             },
-            "draft_tokens_by_batch": [plan for plan in by_batch if plan],
-            "speedup_estimate": (self._plan(requests, engine, model) or {}).get("speedup"),
+            "step_ms": plans.prices(sizes),
+            "decisions": dict(self._decisions),
+            "changes": [{"generation": generation, "reason": reason} for generation, reason in self._changes],
+            "draft_tokens_by_batch": [plan for size in sizes if (plan := plans.plan(size))],
+            "speedup_estimate": plans.plan(typical).get("speedup"),
             "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
-        }
-
-    def _plan(self, count: int, engine: Floats, model: StepTimeModel) -> dict[str, float]:
-        """Price a batch of typical requests: what would be drafted, how long it takes, and what it gains over k = 0."""
-        if not model.is_ready or not self.num_spec_tokens:
-            return {}
-        context = int(count * self._typical.get("context_tokens", 0.0))
-        curve, group, is_latency = survival(engine)[None, :], np.zeros(count, dtype=np.int64), self.settings.mode == "latency"
-        gains = latency_gains(curve) if is_latency else curve
-        choice = choose(gains, model, is_latency=is_latency, group=group, context_tokens=context)
-        lengths = choice.num_draft_tokens
-        if self.settings.mode not in ("goodput", "latency"):
-            lengths = [self._static_k()] * count
-        tokens, block = count + sum(lengths), max(lengths)
-        seconds = model.seconds(count, tokens, context, 0, block)
-        goodput = (count + sum(float(curve[0, :k].sum()) for k in lengths)) / seconds
-        return {
-            "num_requests": count,
-            "draft_tokens_per_request": round(sum(lengths) / count, 3),
-            "block": block,
-            "predicted_step_seconds": seconds,
-            "predicted_tokens_per_s": goodput,
-            "speedup": goodput * model.seconds(count, count, context, 0, 0) / count,
         }
 
     # --- estimates ----------------------------------------------------------------------------------------------------
@@ -336,36 +344,3 @@ def _prior(name: str, curve: Floats, strength: float) -> WorkloadPrior:
     return WorkloadPrior(
         workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2)
     )
-
-
-def _describe(counts: AcceptanceCounts, curve: Floats) -> dict[str, object]:
-    return {
-        "acceptance": [round(value, 4) for value in curve.tolist()],
-        "survival": [round(value, 4) for value in survival(curve).tolist()],
-        "acceptance_length": round(acceptance_length(curve), 4),
-        "rounds": counts.num_rounds,
-        "trials": [round(value, 1) for value in counts.trials.tolist()],
-    }
-
-
-def _is_material(old: Policy, new: Policy, max_num_seqs: int) -> bool:
-    """Tell whether a policy differs enough from the one in force to be worth a generation."""
-    as_old = msgspec.structs.replace(
-        new, generation=old.generation, priors=old.priors, step_seconds=old.step_seconds, draft_seconds=old.draft_seconds
-    )
-    if as_old != old or {p.workload for p in old.priors} != {p.workload for p in new.priors}:
-        return True
-    curves = {prior.workload: prior for prior in old.priors}
-    for prior in new.priors:
-        before = curves[prior.workload]
-        if np.abs(np.subtract(before.acceptance, prior.acceptance)).max(initial=0.0) > 0.005:
-            return True
-        if not 0.8 <= prior.strength / before.strength <= 1.25:
-            return True
-    models = StepTimeModel.from_policy(old), StepTimeModel.from_policy(new)
-    if models[0].is_ready != models[1].is_ready:
-        return True
-    if not models[1].is_ready:
-        return False
-    probes = [(n, n * (1 + k), n * 500, 0, k) for n in (1, max(max_num_seqs // 8, 1), max_num_seqs) for k in (0, new.max_k)]
-    return any(abs(models[0].seconds(*p) / models[1].seconds(*p) - 1.0) > 0.01 for p in probes)

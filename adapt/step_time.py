@@ -212,6 +212,12 @@ class StepTimeLearner:
         )  # fmt: skip
         self._filled[cell] += 1
 
+    def rescale(self, factor: float, num_recent: int) -> None:
+        """The world has changed: multiply what was measured before the last `num_recent` steps, and fit anew."""
+        old = self._rows[:, :, 6] <= self.num_steps - num_recent
+        self._rows[:, :, 5] = np.where(old, self._rows[:, :, 5] * factor, self._rows[:, :, 5])
+        self._model = StepTimeModel()
+
     @property
     def is_ready(self) -> bool:
         """Tell whether the price of drafting can be told from the price of the batch."""

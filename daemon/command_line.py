@@ -17,6 +17,7 @@ from rich.text import Text
 
 from honed.daemon import changes, show
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, part
+from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
 from honed.daemon.terminal import (
     Connection,
@@ -267,7 +268,7 @@ def version(context: typer.Context, as_json: JsonFlag = False) -> None:
 def _beliefs(by_engine: dict[str, dict[str, Any]]) -> RenderableType:
     parts: list[RenderableType] = []
     for name, document in by_engine.items():
-        parts += [Text(name, "bold"), show.beliefs(document)]
+        parts += [Text(name, "bold"), explain_engine(document)]
     return Group(*parts) if parts else Text("no engine has attached")
 
 

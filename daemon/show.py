@@ -189,25 +189,6 @@ def audit(rows: Sequence[Document]) -> RenderableType:
     return table
 
 
-def beliefs(document: Document) -> RenderableType:
-    """Why an engine drafts as long as it does: survival by workload, k by batch size, predicted against measured."""
-    parts: list[RenderableType] = []
-    table = Rows.of("workload", "rounds", "acc. length", "P(draft j is still alive), j = 1 … K", "drift")
-    for name, w in (document.get("workloads") or {}).items():
-        survival = " ".join(f"{s:.2f}" for s in w.get("survival") or []) or cells.NOTHING
-        drift = w.get("drift")
-        drift = drift.get("state") if isinstance(drift, dict) else drift
-        length = cells.number(w.get("acceptance_length"), 3)
-        table.add_row(name, cells.number(w.get("rounds"), 0), length, survival, cells.text(drift))
-    parts.append(table)
-    rest = {k: v for k, v in document.items() if k != "workloads"}
-    facts = Rows.of(show_header=False)
-    for name, value in rest.items():
-        facts.add_row(Text(name.replace("_", " "), "dim"), cells.plain(value))
-    parts.append(Panel(facts, title="controller", title_align="left", border_style="dim"))
-    return Group(*parts)
-
-
 def _verdict(document: Document) -> RenderableType:
     found = findings(document)
     worst = found[0].level if found else "fine"

@@ -94,7 +94,7 @@ def test_figures_are_shown_as_they_are() -> None:
         assert figure in text
 
 
-@pytest.mark.parametrize("name", ["status", "drafters", "operation", "beliefs"])
+@pytest.mark.parametrize("name", ["status", "drafters", "operation"])
 def test_empty_documents_render(name: str) -> None:
     assert text_of(getattr(show, name)({}))
 

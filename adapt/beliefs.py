@@ -1,0 +1,70 @@
+"""What a controller believes, as plain figures for people: curves, prices, and what would be drafted at which batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from honed.adapt.acceptance import AcceptanceCounts, Floats, acceptance_length, survival
+from honed.adapt.block_size import choose, latency_gains
+from honed.adapt.step_time import StepTimeModel
+
+
+def describe(counts: AcceptanceCounts, curve: Floats) -> dict[str, object]:
+    """A level of the acceptance hierarchy: its curve, and how much it rests on."""
+    return {
+        "acceptance": [round(value, 4) for value in curve.tolist()],
+        "survival": [round(value, 4) for value in survival(curve).tolist()],
+        "acceptance_length": round(acceptance_length(curve), 4),
+        "rounds": counts.num_rounds,
+        "trials": [round(value, 1) for value in counts.trials.tolist()],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """Prices batches of typical requests; everything is empty while there is no step-time model."""
+
+    model: StepTimeModel
+    acceptance: Floats  # [K] the engine's conditional acceptance
+    context_tokens: float
+    """Context of a typical request."""
+    is_latency: bool
+    fixed_length: int | None
+    """Draft tokens for everybody when nothing is optimised."""
+
+    def prices(self, sizes: Sequence[int]) -> list[dict[str, object]]:
+        """Predicted milliseconds of a step by batch size and draft length (0 … K for everybody)."""
+        if not self.model.is_ready:
+            return []
+        lengths = range(len(self.acceptance) + 1)
+        return [{"num_requests": n, "by_length": [round(1e3 * self._seconds(n, n * k, k), 4) for k in lengths]} for n in sizes]
+
+    def plan(self, count: int) -> dict[str, float]:
+        """What would be drafted for so many requests, how long the step takes, and what that gains over k = 0."""
+        if not self.model.is_ready or not len(self.acceptance):
+            return {}
+        curve = survival(self.acceptance)
+        if self.fixed_length is None:
+            gains = latency_gains(curve) if self.is_latency else curve
+            lengths = choose(
+                gains[None, :], self.model, is_latency=self.is_latency, group=np.zeros(count, dtype=np.int64),
+                context_tokens=int(count * self.context_tokens),
+            ).num_draft_tokens  # fmt: skip
+        else:
+            lengths = [self.fixed_length] * count
+        seconds = self._seconds(count, sum(lengths), max(lengths))
+        goodput = (count + sum(float(curve[:k].sum()) for k in lengths)) / seconds
+        return {
+            "num_requests": count,
+            "draft_tokens_per_request": round(sum(lengths) / count, 3),
+            "block": max(lengths),
+            "predicted_step_seconds": seconds,
+            "predicted_tokens_per_s": goodput,
+            "speedup": goodput * self._seconds(count, 0, 0) / count,
+        }
+
+    def _seconds(self, count: int, num_drafts: int, block: int) -> float:
+        return self.model.seconds(count, count + num_drafts, int(count * self.context_tokens), 0, block)

@@ -1,0 +1,64 @@
+"""Says in what a policy differs from the one in force, and whether that is worth a new generation."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from honed.adapt.step_time import StepTimeModel
+from honed.adapt.wire import Policy
+
+ACCEPTANCE_STEP = 0.005
+"""A conditional acceptance that moved by more is material."""
+SECONDS_STEP = 0.01
+"""A predicted step time that moved by more (relative) is material."""
+
+
+def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
+    """Name the first material difference in a few words; "" when there is none."""
+    if old is None:
+        return "first policy"
+    return _limits(old, new) or _acceptance(old, new) or _step_time(old, new, max_num_seqs)
+
+
+def _limits(old: Policy, new: Policy) -> str:
+    for name in ("override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            return f"{name} {before!r} -> {after!r}"
+    as_old = msgspec.structs.replace(
+        new, generation=old.generation, priors=old.priors, step_seconds=old.step_seconds, draft_seconds=old.draft_seconds
+    )
+    return "settings" if as_old != old else ""
+
+
+def _acceptance(old: Policy, new: Policy) -> str:
+    curves = {prior.workload: prior for prior in old.priors}
+    gone = [name for name in curves if name not in {prior.workload for prior in new.priors}]
+    if gone:
+        return f"workload {gone[0]!r} is forgotten"
+    for prior in new.priors:
+        before, name = curves.get(prior.workload), f"workload {prior.workload!r}" if prior.workload else "the engine"
+        if before is None:
+            return f"{name} is new"
+        moved = np.abs(np.subtract(before.acceptance, prior.acceptance))
+        if moved.max(initial=0.0) > ACCEPTANCE_STEP:
+            at = int(moved.argmax())
+            return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
+        if not 0.8 <= prior.strength / before.strength <= 1.25:
+            return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
+    return ""
+
+
+def _step_time(old: Policy, new: Policy, max_num_seqs: int) -> str:
+    before, after = StepTimeModel.from_policy(old), StepTimeModel.from_policy(new)
+    if before.is_ready != after.is_ready:
+        return "step times are known" if after.is_ready else "step times are unknown again"
+    if not after.is_ready:
+        return ""
+    for count in (1, max(max_num_seqs // 8, 1), max_num_seqs):
+        for k in (0, new.max_k):
+            was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
+            if abs(was / now - 1.0) > SECONDS_STEP:
+                return f"step time of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
+    return ""

@@ -1,0 +1,113 @@
+"""What a controller believes of its engine, in a terminal: tables and plots. Documents in, renderables out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from honed.daemon import cells
+from honed.daemon.cells import Rows
+
+Document = dict[str, Any]
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_BAR = 24
+
+
+def explain(document: Document) -> RenderableType:
+    """Why an engine drafts as long as it does: survival, step times, lengths by batch size, and what changed lately."""
+    parts = (_survival, _calibration, _step_times, _plans, _changes)
+    return Group(*(part for render in parts for part in (render(document), "")))
+
+
+def curve(values: list[float]) -> str:
+    """Shares from 0 to 1 as a row of bars, one a position."""
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[min(max(round(value * top), 0), top)] for value in values)
+
+
+def bar(value: float, largest: float) -> str:
+    """A horizontal bar, as long as the value's share of the largest."""
+    return "█" * max(round(_BAR * value / largest), 1) if largest > 0 and value > 0 else ""
+
+
+def _survival(document: Document) -> RenderableType:
+    k = document.get("num_spec_tokens") or 0
+    table = Rows.of("survival of drafts 1 … K", "rounds", "acc. length", f"1 … {k}", "S(j)", "drift")
+    rows = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
+    for name, w in rows:
+        values = [float(v) for v in w.get("survival") or []]
+        drift = w.get("drift")
+        state = drift.get("state") if isinstance(drift, dict) else None
+        table.add_row(
+            cells.text(name), cells.count(w.get("rounds")), cells.number(w.get("acceptance_length"), 3),
+            curve(values), " ".join(f"{v:.2f}" for v in values), cells.text(state),
+        )  # fmt: skip
+    return table
+
+
+def _calibration(document: Document) -> RenderableType:
+    table = Rows.of("predicted against observed survival", "error", "predicted -> observed")
+    for name, w in (document.get("workloads") or {}).items():
+        calibration = w.get("calibration") or {}
+        bins = calibration.get("bins") or []
+        shown = "  ".join(f"{p:.2f}->{o:.2f}" for p, o, _ in bins[:: max(len(bins) // 6, 1)])
+        table.add_row(cells.text(name), cells.number(calibration.get("expected_calibration_error"), 4), shown)
+    return table
+
+
+def _step_times(document: Document) -> RenderableType:
+    model = document.get("step_time") or {}
+    prices = document.get("step_ms") or []
+    if not prices:
+        seen = cells.count(model.get("num_steps"))
+        return Text(f"step times are not known yet ({seen} steps seen): lengths are fixed until then", "yellow")
+    lengths = range(len(prices[0]["by_length"]))
+    chosen = _one_in(len(lengths))
+    table = Rows.of("predicted ms of a step", *(f"k {k}" for k in lengths if k in chosen))
+    for row in prices:
+        shown = (f"{ms:.2f}" for k, ms in enumerate(row["by_length"]) if k in chosen)
+        table.add_row(f"{row['num_requests']} requests", *shown)
+    typical = model.get("measured_seconds"), model.get("predicted_seconds")
+    measured, predicted = (cells.number(1e3 * s if isinstance(s, int | float) else None, 2) for s in typical)
+    spread = cells.percent(model.get("spread"))
+    notes = f"lately {measured} ms measured, {predicted} predicted, half of the steps within ± {spread}"
+    if model.get("world_changes"):
+        notes += f"; the world changed {cells.count(model['world_changes'])} times"
+    return Group(table, Text(notes, "dim"))
+
+
+def _plans(document: Document) -> RenderableType:
+    plans = document.get("draft_tokens_by_batch") or []
+    table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0")
+    largest = float(document.get("num_spec_tokens") or 0)
+    for plan in plans:
+        k = float(plan["draft_tokens_per_request"])
+        rate, speedup = cells.number(plan["predicted_tokens_per_s"], 0), f"x {plan['speedup']:.2f}"
+        table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup)
+    return table
+
+
+def _changes(document: Document) -> RenderableType:
+    policy = document.get("policy") or {}
+    lines: list[RenderableType] = [
+        Text(
+            f"policy {cells.count(policy.get('generation'))}: {cells.text(policy.get('kind'))}"
+            + (f", overridden: {policy['override']}" if policy.get("override") else "")
+        )
+    ]
+    decisions = document.get("decisions") or {}
+    if total := sum(decisions.values()):
+        ordered = sorted(decisions.items(), key=lambda item: -item[1])
+        lines.append(Text("steps decided by: " + ", ".join(f"{name} {100 * count / total:.1f} %" for name, count in ordered)))
+    table = Rows.of("generation", "because")
+    for change in (document.get("changes") or [])[-8:]:
+        table.add_row(cells.count(change.get("generation")), cells.text(change.get("reason")))
+    return Group(*lines, table)
+
+
+def _one_in(count: int, most: int = 9) -> set[int]:
+    """Up to `most` evenly spread indices, the first and the last among them."""
+    return {round(i * (count - 1) / max(min(most, count) - 1, 1)) for i in range(min(most, count))}

@@ -1,0 +1,49 @@
+"""Every new generation of a policy says why it was made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from honed.adapt.policy_change import what_changed
+from honed.adapt.wire import Policy, WorkloadPrior
+
+STEP_SECONDS = [5e-3, 0.0, 3e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 5e-4, 0.0, 1e-4, 0.0]
+CURVE = [0.8, 0.7, 0.6]
+POLICY = Policy(
+    engine_id="e", generation=3, ttl_s=10.0, kind="goodput", static_k=3, max_k=3, step_seconds=STEP_SECONDS,
+    priors=[WorkloadPrior(workload="", acceptance=CURVE), WorkloadPrior(workload="chat", acceptance=CURVE, strength=8.0)],
+)  # fmt: skip
+
+
+def chat(**changes: Any) -> list[WorkloadPrior]:
+    return [POLICY.priors[0], msgspec.structs.replace(POLICY.priors[1], **changes)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"generation": 4}, ""),
+        ({"kind": "static"}, "kind 'goodput' -> 'static'"),
+        ({"override": "draft_tokens", "kind": "static"}, "override '' -> 'draft_tokens'"),
+        ({"max_k": 2}, "max_k 3 -> 2"),
+        ({"ttl_s": 5.0}, "settings"),
+        ({"priors": POLICY.priors[:1]}, "workload 'chat' is forgotten"),
+        ({"priors": [*POLICY.priors, WorkloadPrior(workload="new", acceptance=CURVE)]}, "workload 'new' is new"),
+        ({"priors": chat(acceptance=[0.8, 0.5, 0.6])}, "acceptance of workload 'chat' at position 2: 0.700 -> 0.500"),
+        ({"priors": chat(acceptance=[0.8, 0.703, 0.6])}, ""),
+        ({"priors": chat(strength=20.0)}, "spread between requests of workload 'chat': strength 8.0 -> 20.0"),
+        ({"step_seconds": []}, "step times are unknown again"),
+        ({"step_seconds": [6e-3, *STEP_SECONDS[1:]]}, "step time of 1 requests with 0 drafts: 5.30 -> 6.30 ms"),
+        ({"step_seconds": [5.01e-3, *STEP_SECONDS[1:]]}, ""),
+    ],
+)  # fmt: skip
+def test_the_first_material_difference_is_named(changes: dict[str, Any], said: str) -> None:
+    assert what_changed(POLICY, msgspec.structs.replace(POLICY, **changes), 16) == said
+
+
+def test_the_first_policy_says_so() -> None:
+    assert what_changed(None, POLICY, 16) == "first policy"

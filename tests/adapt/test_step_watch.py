@@ -1,0 +1,45 @@
+"""A lasting change of step times is noticed once and by its size; odd steps and noise are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from honed.adapt.step_time import StepTimeLearner
+from honed.adapt.step_watch import WINDOW, StepWatch
+
+
+@pytest.mark.parametrize("factor", [1.5, 0.6])
+def test_a_lasting_change_is_noticed_within_a_window_and_by_its_size(factor: float) -> None:
+    rng, watch = np.random.default_rng(0), StepWatch()
+    noise = rng.normal(0.0, 0.05, 400)
+    found = [watch.observe(float(np.exp(e)) * (factor if i >= 200 else 1.0), 1.0) for i, e in enumerate(noise)]
+    assert set(found[:200]) == {1.0}
+    at = next(i for i, f in enumerate(found) if f != 1.0)
+    assert at < 200 + WINDOW
+    assert found[at] == pytest.approx(factor, rel=0.15)
+
+
+def test_odd_steps_and_noise_are_no_change() -> None:
+    rng, watch = np.random.default_rng(1), StepWatch()
+    seconds = np.exp(rng.normal(0.0, 0.08, 4000))
+    seconds[rng.random(4000) < 0.1] *= 10.0
+    assert {watch.observe(float(s), 1.0) for s in seconds} == {1.0}
+    assert 0.02 < watch.spread < 0.15
+
+
+def test_what_cannot_be_compared_is_left_out() -> None:
+    watch = StepWatch()
+    assert {watch.observe(0.0, 1.0), watch.observe(1.0, 0.0)} == {1.0}
+    assert watch.spread == 0.0
+
+
+def test_a_rescaled_learner_prices_what_it_has_not_seen_since() -> None:
+    learner = StepTimeLearner()
+    for i in range(400):
+        for k in (0, 3, 7):
+            requests = 1 + i % 16
+            learner.observe(requests, requests * (1 + k), 0, 0, requests * k, k, 1e-3 + 1e-4 * requests * (1 + k))
+    before = learner.model().seconds(16, 128, 0, 0, 7)
+    learner.rescale(2.0, num_recent=0)
+    assert learner.model().seconds(16, 128, 0, 0, 7) == pytest.approx(2.0 * before, rel=0.02)

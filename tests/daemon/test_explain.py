@@ -1,0 +1,68 @@
+"""`honed explain` shows what a real controller believes, also before it believes anything."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+
+from honed.adapt.controller import EngineController
+from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
+from honed.daemon.explain import bar, curve, explain
+
+K = 3
+
+
+def shown(document: dict[str, object]) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(explain(document))
+    return console.export_text()
+
+
+def batch(seq: int, rng: np.random.Generator) -> EventBatch:
+    count = 40
+    drafted = rng.integers(0, K + 1, count)
+    accepted = np.minimum((rng.random((count, K)) < [0.9, 0.5, 0.5]).cumprod(axis=1).sum(axis=1), drafted)
+    numbers = list(range(seq * count, (seq + 1) * count))
+    steps = StepColumns(
+        step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[(5000 + 900 * int(k)) for k in drafted],
+        num_requests=[1] * count, num_tokens=[1 + int(k) for k in drafted], num_prefill_tokens=[0] * count,
+        num_draft_tokens=drafted.tolist(), context_tokens=[500] * count, num_drafting=drafted.tolist(),
+        decision=["policy"] * count,
+    )  # fmt: skip
+    rounds = RoundColumns(
+        step=numbers, request=[1] * count, workload=[0] * count, position=[0] * count, num_draft_tokens=drafted.tolist(),
+        num_accepted_tokens=accepted.tolist(), num_invalid_tokens=[0] * count, temperature=[0.0] * count,
+        num_emitted=(accepted + 1).tolist(),
+    )  # fmt: skip
+    return EventBatch(
+        engine_id="e", boot_id="b", seq=seq + 1, sent_unix_ns=0, sent_mono_ns=0, drafter_version="v", workloads=["[chat]"],
+        steps=steps, rounds=rounds,
+    )  # fmt: skip
+
+
+def test_a_controller_that_has_seen_nothing_can_be_explained() -> None:
+    assert "not known yet" in shown(EngineController("e", K, 4).beliefs())
+    assert "not known yet" in shown({})
+
+
+def test_beliefs_are_shown_with_what_they_lead_to() -> None:
+    controller, rng = EngineController("e", K, 4), np.random.default_rng(0)
+    for seq in range(30):
+        controller.observe(batch(seq, rng))
+        controller.propose(float(seq))
+    beliefs = controller.beliefs()
+    text = shown(beliefs)
+    assert "[chat]" in text
+    plan = beliefs["draft_tokens_by_batch"][0]  # type: ignore[index]
+    assert f"x {plan['speedup']:.2f}" in text
+    assert "k 3" in text
+    assert "policy 100.0 %" in text
+    changes = beliefs["changes"]
+    assert changes[0]["reason"] == "first policy"  # type: ignore[index]
+    assert str(changes[-1]["reason"])[:30] in text  # type: ignore[index]
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    assert curve([1.0, 0.5, 0.0]) == "█▄ "
+    assert len(bar(1.0, 2.0)) * 2 == len(bar(2.0, 2.0))
+    assert bar(0.0, 2.0) == ""
