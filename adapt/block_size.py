@@ -98,7 +98,7 @@ def choose(
     copies = None if group is None else np.bincount(group, minlength=len(gains))
     levels, values, lower = _levels(by_depth, ceilings), _LEVEL_VALUES, _LEVEL_LOWER
     is_block_priced = model.is_block_priced and num_spec_tokens > 1
-    admitted, mass = _cumulate(levels, values, copies, is_block_priced)  # [B, L]
+    admitted, mass = _cumulate(levels, by_depth, copies, is_block_priced)  # [B, L]
     seconds = model.draft_seconds(count, num_spec_tokens)[-len(admitted) :, None] + fixed
     totals = admitted.astype(np.int64)
     totals += base_tokens
@@ -150,21 +150,18 @@ _LEVEL_VALUES: Floats = _LEVEL_LOWER + 0.5 / LEVELS
 
 
 def _cumulate(
-    levels: npt.NDArray[np.intp], values: Floats, copies: Ints | None, is_block_priced: bool
+    levels: npt.NDArray[np.intp], by_depth: npt.NDArray[np.floating], copies: Ints | None, is_block_priced: bool
 ) -> tuple[Floats, Floats]:
-    """Sum the entries of depth ≤ cap and level ≤ l, for every cap and level: how many, and their survival, both [B, L]."""
-    width = len(values) + 1
+    """Sum the entries of depth ≤ cap and level ≤ l, for every cap and level: how many, and their gains, both [B, L]."""
+    width = LEVELS + 1
     num_rows = len(levels) if is_block_priced else 1
-    flat = levels + _DEPTHS[: len(levels)] * width if is_block_priced else levels
-    weights = None
+    flat = (levels + _DEPTHS[: len(levels)] * width if is_block_priced else levels).ravel()
+    weights, gains = None, by_depth
     if copies is not None:
-        spread = np.empty(levels.shape)
-        spread[:] = copies
-        weights = spread.ravel()
-    counts = np.bincount(flat.ravel(), weights, num_rows * width).reshape(num_rows, width)
-    sums = np.empty((2, num_rows, len(values)))
-    sums[0] = counts[:, :-1]
-    np.multiply(sums[0], values, out=sums[1])
+        weights, gains = np.broadcast_to(copies, levels.shape).ravel(), by_depth * copies
+    sums = np.empty((2, num_rows, LEVELS))
+    for row, weight in enumerate((weights, gains.ravel())):
+        sums[row] = np.bincount(flat, weight, num_rows * width).reshape(num_rows, width)[:, :-1]
     np.add.accumulate(sums, axis=2, out=sums)
     if is_block_priced:
         np.add.accumulate(sums, axis=1, out=sums)

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from honed.adapt.acceptance import (
-    AcceptanceCounts,
     Floats,
     RequestTable,
     chain_estimate,
@@ -30,6 +29,7 @@ from honed.adapt.calibration import Calibration
 from honed.adapt.canary import Baseline
 from honed.adapt.contenders import CONTENDERS
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
+from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
 from honed.adapt.rounds import Rounds, rounds_by_workload
 from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeSettings
@@ -107,7 +107,7 @@ class Override:
 
 class _Workload:
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
-        self.counts = AcceptanceCounts(num_spec_tokens, forgetting_rounds)
+        self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
         self.calibration = Calibration()
 
@@ -126,7 +126,7 @@ class EngineController:
         self.num_spec_tokens = max(num_spec_tokens, 0)
         self.max_num_seqs = max(max_num_seqs, 1)
         self.settings = settings or ControllerSettings()
-        self._counts = AcceptanceCounts(self.num_spec_tokens, self.settings.forgetting_rounds)
+        self._counts = AdaptiveCounts(self.num_spec_tokens, self.settings.forgetting_rounds)
         self._workloads: dict[str, _Workload] = {}
         self._drift = DriftMonitor(self.num_spec_tokens, self.settings.drift)
         self._steps = StepTimeLearner(self.settings.step_time, self.settings.captured_tokens)
@@ -164,9 +164,9 @@ class EngineController:
         is_swap = self._drafter_version not in (None, "")  # "" is the same weights before the daemon named them
         self._drafter_version = version
         if is_swap:
-            self._counts.scale(_KEPT_AFTER_SWAP)
+            self._counts.forget(_KEPT_AFTER_SWAP)
             for workload in self._workloads.values():
-                workload.counts.scale(_KEPT_AFTER_SWAP)
+                workload.counts.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
         self._drift.reset(version)
 
@@ -181,8 +181,9 @@ class EngineController:
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
         workload.calibration.observe(survival(self._curve(workload, self._engine_curve())), verified, accepted)
-        self._counts.observe(*columns)
-        workload.counts.observe(*columns)
+        design_effect = self._design_effect(workload)
+        self._counts.observe(*columns, design_effect=design_effect)
+        workload.counts.observe(*columns, design_effect=design_effect)
         workload.requests.observe(rounds.request, reached, accepted)
         return self._drift.observe(name, *columns, design_effect=self._design_effect(workload))
 

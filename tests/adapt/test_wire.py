@@ -32,6 +32,8 @@ def values_of(kind):
         return SCALARS[kind]
     if typing.get_origin(kind) is list:
         return st.lists(values_of(typing.get_args(kind)[0]), max_size=3)
+    if typing.get_origin(kind) is tuple:
+        return st.tuples(*map(values_of, typing.get_args(kind)))
     if typing.get_origin(kind) is dict:
         return st.dictionaries(TEXT, values_of(typing.get_args(kind)[1]), max_size=2)
     return messages_of(kind)

@@ -1,0 +1,74 @@
+"""Counts whose memory is long while nothing changes, and short right after something has.
+
+Two memories of the same rounds: a long one, which is what is read, and a short one. Both predict each batch before they
+learn from it, and their log-likelihood ratio is added up with forgetting of its own. When the short memory has predicted
+better by more than `SWITCH_NATS`, the long one is replaced by it, and grows long again from there. So after a change the
+estimate follows within a few hundred rounds, and without one it has the variance of the long memory.
+
+Source: the idea of prequential model choice, Dawid, J. R. Statist. Soc. A 147 (1984), with restarts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from honed.adapt.acceptance import AcceptanceCounts, Floats, IntsLike, chain_estimate, count_trials
+
+SWITCH_NATS = 6.0
+SHORT_ROUNDS = 150.0
+_SCORE_ROUNDS = 800.0
+
+
+class AdaptiveCounts(AcceptanceCounts):
+    """AcceptanceCounts that forget quickly when what they say no longer predicts."""
+
+    def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
+        super().__init__(num_spec_tokens, forgetting_rounds)
+        self._short = AcceptanceCounts(num_spec_tokens, min(SHORT_ROUNDS, self.forgetting_rounds))
+        self._score = 0.0
+        self.num_switches = 0
+
+    def observe(
+        self,
+        num_draft_tokens: IntsLike,
+        num_accepted_tokens: IntsLike,
+        num_invalid_tokens: IntsLike | None = None,
+        design_effect: float = 1.0,
+    ) -> None:
+        """Fold in rounds, oldest first. `design_effect` ≥ 1: by how much rounds of one request repeat each other."""
+        columns = (num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+        if self._short.weight_rounds >= SHORT_ROUNDS / 4 and self.weight_rounds > 1.5 * self._short.weight_rounds:
+            self._judge(*columns, design_effect=max(design_effect, 1.0))
+        self._short.observe(*columns)
+        super().observe(*columns)
+
+    def _judge(
+        self,
+        num_draft_tokens: IntsLike,
+        num_accepted_tokens: IntsLike,
+        num_invalid_tokens: IntsLike | None,
+        design_effect: float,
+    ) -> None:
+        trials, successes = count_trials(num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens)
+        short = chain_estimate(self._short.trials, self._short.successes)
+        long = chain_estimate(self.trials, self.successes)
+        gained = _log_likelihood(short, trials, successes) - _log_likelihood(long, trials, successes)
+        num_rounds = int(np.count_nonzero(np.asarray(num_draft_tokens)))
+        self._score = max(self._score * math.exp(-num_rounds / _SCORE_ROUNDS) + gained / design_effect, 0.0)
+        if self._score > SWITCH_NATS:
+            self.trials, self.successes = self._short.trials.copy(), self._short.successes.copy()
+            self.weight_rounds = self._short.weight_rounds
+            self._score = 0.0
+            self.num_switches += 1
+
+    def forget(self, factor: float) -> None:
+        """Weaken both memories: other weights, other acceptance."""
+        self.scale(factor)
+        self._short.scale(factor)
+        self._score = 0.0
+
+
+def _log_likelihood(acceptance: Floats, trials: Floats, successes: Floats) -> float:
+    return float(successes @ np.log(acceptance) + (trials - successes) @ np.log1p(-acceptance))

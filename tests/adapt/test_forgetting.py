@@ -1,0 +1,73 @@
+"""After a change the estimate follows quickly; without one it is as steady as a long memory's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulate import simulate_rounds
+
+from honed.adapt.acceptance import AcceptanceCounts, chain_estimate
+from honed.adapt.forgetting import AdaptiveCounts
+
+BEFORE, AFTER = np.full(7, 0.8), np.full(7, 0.55)
+BATCH = 25
+
+
+def feed(rng, acceptance, rounds, *counts):
+    for _ in range(rounds // BATCH):
+        drafted = rng.integers(1, 8, BATCH)
+        accepted = simulate_rounds(rng, acceptance, drafted)
+        for one in counts:
+            one.observe(drafted, accepted)
+
+
+def first(counts):
+    return float(chain_estimate(counts.trials, counts.successes)[0])
+
+
+@pytest.mark.parametrize(("before", "after"), [(BEFORE, AFTER), (AFTER, BEFORE)])
+def test_after_a_change_the_estimate_follows_within_four_hundred_rounds(before, after):
+    rng, errors, steady = np.random.default_rng(1), [], []
+    for _ in range(20):
+        adaptive, long = AdaptiveCounts(7, 4000.0), AcceptanceCounts(7, 4000.0)
+        feed(rng, before, 8000, adaptive, long)
+        feed(rng, after, 400, adaptive, long)
+        errors.append(abs(first(adaptive) - after[0]))
+        steady.append(abs(first(long) - after[0]))
+    assert np.mean(errors) < 0.06
+    assert np.mean(steady) > 0.2  # what a long memory alone still believes
+
+
+def test_without_a_change_it_is_the_long_memory():
+    rng, switches, errors, steady = np.random.default_rng(2), 0, [], []
+    for _ in range(20):
+        adaptive, long = AdaptiveCounts(7, 4000.0), AcceptanceCounts(7, 4000.0)
+        feed(rng, BEFORE, 20_000, adaptive, long)
+        switches += adaptive.num_switches
+        errors.append(first(adaptive) - BEFORE[0])
+        steady.append(first(long) - BEFORE[0])
+    assert switches <= 4  # in 400,000 rounds
+    assert np.std(errors) < 1.5 * np.std(steady)
+
+
+def test_the_evidence_of_repetitive_rounds_counts_less():
+    rng, counts = np.random.default_rng(3), [AdaptiveCounts(7, 4000.0) for _ in range(2)]
+    feed(rng, BEFORE, 8000, *counts)
+    taken = []
+    for one, effect in zip(counts, (1.0, 8.0), strict=True):
+        rng = np.random.default_rng(4)
+        for batch in range(200):
+            drafted = rng.integers(1, 8, BATCH)
+            one.observe(drafted, simulate_rounds(rng, AFTER, drafted), design_effect=effect)
+            if one.num_switches:
+                taken.append(batch)
+                break
+    assert taken[0] < taken[1]
+
+
+def test_after_a_swap_both_memories_are_weak():
+    rng, counts = np.random.default_rng(5), AdaptiveCounts(7, 4000.0)
+    feed(rng, BEFORE, 8000, counts)
+    counts.forget(0.02)
+    feed(rng, AFTER, 400, counts)
+    assert abs(first(counts) - AFTER[0]) < 0.08
