@@ -168,10 +168,10 @@ class Decider:
             return
         if self._rule is not None:
             self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
-        slots = self._slots_of(request_ids)
         if len(request_ids) <= _FEW_REQUESTS:
-            self._observe_few(slots.tolist(), num_draft_tokens, num_accepted_tokens)
+            self._observe_few(self._slot_list(request_ids), num_draft_tokens, num_accepted_tokens)
             return
+        slots = self._slots_of(request_ids)
         drafted = np.clip(np.asarray(num_draft_tokens, dtype=np.int64), 0, self.num_spec_tokens)
         accepted = np.clip(np.asarray(num_accepted_tokens, dtype=np.int64), 0, drafted)
         row = self._row_of_label[self._label[slots]]
@@ -197,14 +197,17 @@ class Decider:
     def _slots_of(self, request_ids: Sequence[str]) -> Ints:
         if request_ids == self._last_ids:
             return self._last_slots
+        slots = np.array(self._slot_list(request_ids), dtype=np.int64)
+        self._last_ids, self._last_slots = list(request_ids), slots
+        return slots
+
+    def _slot_list(self, request_ids: Sequence[str]) -> list[int]:
         try:
-            found = [self._slots[request_id] for request_id in request_ids]
+            return [self._slots[request_id] for request_id in request_ids]
         except KeyError:
             for request_id in request_ids:
                 self.start(request_id)
-            found = [self._slots.get(request_id, 0) for request_id in request_ids]
-        self._last_ids, self._last_slots = list(request_ids), np.array(found, dtype=np.int64)
-        return self._last_slots
+            return [self._slots.get(request_id, 0) for request_id in request_ids]
 
     def _take_slot(self) -> int:
         if self._free:
@@ -266,16 +269,15 @@ class Decider:
     def _best(
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
     ) -> list[int]:
-        slots = self._slots_of(request_ids)
         hysteresis = within(policy.hysteresis, 0.0, 10.0, 0.0)
-        if work(len(slots), limit, self._model) <= MOST_ENTRIES:
+        if work(len(request_ids), limit, self._model) <= MOST_ENTRIES:
             choice = choose_exact(
-                self._curves_of(slots.tolist(), limit), self._model, is_latency=self._tables.is_latency,
+                self._curves_of(self._slot_list(request_ids), limit), self._model, is_latency=self._tables.is_latency,
                 context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
                 previous=self._point, hysteresis=hysteresis,
             )  # fmt: skip
         else:
-            choice = self._choose_many(slots, context_tokens, num_prefill_tokens, limit, hysteresis)
+            choice = self._choose_many(self._slots_of(request_ids), context_tokens, num_prefill_tokens, limit, hysteresis)
         self._point = choice.point
         return choice.num_draft_tokens
 

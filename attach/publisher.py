@@ -23,10 +23,9 @@ from honed.attach.step_log import BatchBuilder, StepLog
 
 logger = logging.getLogger("honed.attach")
 
-TICK_MS = 20
-"""Longest nap: bounds how late an event leaves and how late a command is noticed."""
 BATCH_S = 0.25
-"""Steps are gathered for so long before they become a batch: the daemon's cost is by the batch, and it shares the machine."""
+"""Steps are gathered for so long before they become a batch, and the thread naps for so long when nothing comes in: every
+time that it wakes it takes the interpreter's lock from the engine's thread, and the daemon's cost is by the batch."""
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
 """Unacknowledged for so long, batches are sent again."""
@@ -112,7 +111,7 @@ class Publisher:
                 is_left = len(self._log) or self._builder.num_steps or len(self._outbox)
                 if now_s >= deadline_s or not (self._is_welcome and is_left):
                     return
-            for ready, _ in poller.poll(TICK_MS):
+            for ready, _ in poller.poll(int(1000 * BATCH_S)):
                 if ready is monitor:
                     self._on_connection(socket, recv_monitor_message(monitor)["event"])
                 else:
@@ -179,6 +178,7 @@ class Publisher:
             if not self._builder.fits(step):
                 self._seal()
             self._builder.add(step)
+            time.sleep(0)  # lets the engine's thread have the interpreter's lock, should it wait for it
 
     def _seal(self) -> None:
         builder = self._builder

@@ -199,9 +199,9 @@ class Bench:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every rule in every regime")
-    parser.add_argument("--extra-layers", type=int, default=64, help="layers without effect added to the target")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
+    parser.add_argument("--extra-layers", type=int, default=40, help="layers without effect added to the target")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()
