@@ -24,11 +24,14 @@ tried (K, or 1 when a shorter block isn't cheaper).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, nothing, work
+from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
 from honed.adapt.step_time import StepTimeModel
 
 LEVELS = 64
@@ -91,50 +94,131 @@ def choose(
             context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
             previous=previous, hysteresis=hysteresis,
         )  # fmt: skip
-    fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens)
-    base_tokens = count + num_prefill_tokens
-    without = (1 if is_latency else count) / (fixed + model.seconds_of_tokens(base_tokens))
     by_depth = np.ascontiguousarray(gains.T)  # [K, C]: depth first, so that reductions run over contiguous curves
     copies = None if group is None else np.bincount(group, minlength=len(gains))
-    levels, values, lower = _levels(by_depth, ceilings), _LEVEL_VALUES, _LEVEL_LOWER
-    is_block_priced = model.is_block_priced and num_spec_tokens > 1
-    admitted, mass = _cumulate(levels, by_depth, copies, is_block_priced)  # [B, L]
+    levels, is_block_priced = _levels(by_depth, ceilings), model.is_block_priced and num_spec_tokens > 1
+    admitted, gained = _cumulate(levels, by_depth, copies, is_block_priced)  # [B, L]
+    batch = _Batch(count, num_spec_tokens, context_tokens, num_prefill_tokens, is_latency)
+    found = _search(batch, model, admitted, gained, previous, hysteresis)
+    if found.left_out:
+        some, theirs = by_depth[: found.point.cap], levels[: found.point.cap]
+        if group is not None:
+            some, theirs = some[:, group], theirs[:, group]
+        lengths = _all_but_least_likely(some, theirs, found.level, found.left_out)
+    else:
+        lengths = np.add.reduce(levels[: found.point.cap] <= found.level, axis=0, dtype=np.int64)
+        lengths = lengths if group is None else lengths[group]
+    return Choice(lengths.tolist(), found.point, found.rate, found.rate_without, found.is_held)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveTable:
+    """A set of curves that many batches will share, with what each of them admits up to every level."""
+
+    by_depth: Floats  # [K, C]
+    levels: npt.NDArray[np.intp]  # [K, C]
+    admitted: Floats  # [C, L] entries up to each level
+    gained: Floats  # [C, L] and their gains
+
+    @classmethod
+    def of(cls, gains: npt.NDArray[np.floating]) -> CurveTable:
+        """Tabulate gains [C, K], as `choose` takes them."""
+        by_depth = np.ascontiguousarray(gains.T, dtype=np.float64)
+        levels = _levels(by_depth, None)
+        up_to = (levels[:, :, None] <= np.arange(LEVELS)).astype(np.float64)  # [K, C, L]
+        return cls(by_depth, levels, up_to.sum(axis=0), (up_to * by_depth[:, :, None]).sum(axis=0))
+
+
+def choose_shared(
+    table: CurveTable,
+    group: Ints,
+    model: StepTimeModel,
+    *,
+    is_latency: bool = False,
+    context_tokens: int = 0,
+    num_prefill_tokens: int = 0,
+    previous: OperatingPoint | None = None,
+    hysteresis: float = 0.0,
+) -> Choice:
+    """As `choose` for a large batch, of curves that were tabulated; for models that don't price blocks (`is_block_priced`).
+
+    Args:
+        group: curve of each request, [N].
+    """
+    copies = np.bincount(group, minlength=len(table.admitted))
+    used = copies.nonzero()[0]
+    weights = copies[used].astype(np.float64)
+    admitted, gained = weights @ table.admitted[used], weights @ table.gained[used]
+    batch = _Batch(len(group), len(table.by_depth), context_tokens, num_prefill_tokens, is_latency)
+    found = _search(batch, model, admitted[None], gained[None], previous, hysteresis)
+    if found.left_out:
+        some, theirs = table.by_depth[:, group], table.levels[:, group]
+        lengths = _all_but_least_likely(some, theirs, found.level, found.left_out).tolist()
+    elif found.level < 0:
+        lengths = [0] * len(group)
+    else:
+        lengths = table.admitted[group, found.level].astype(np.int64).tolist()
+    return Choice(lengths, found.point, found.rate, found.rate_without, found.is_held)
+
+
+class _Batch(NamedTuple):
+    num_requests: int
+    num_spec_tokens: int
+    context_tokens: int
+    num_prefill_tokens: int
+    is_latency: bool
+
+
+class _Found(NamedTuple):
+    """Levels up to `level` are admitted (−1: nothing is), less `left_out` entries of the last."""
+
+    level: int
+    left_out: int
+    point: OperatingPoint
+    rate: float
+    rate_without: float
+    is_held: bool
+
+
+def _search(
+    batch: _Batch,
+    model: StepTimeModel,
+    admitted: Floats,  # [B, L]
+    gained: Floats,  # [B, L]
+    previous: OperatingPoint | None,
+    hysteresis: float,
+) -> _Found:
+    count, num_spec_tokens, is_latency = batch.num_requests, batch.num_spec_tokens, batch.is_latency
+    is_block_priced = len(admitted) > 1
+    fixed = model.fixed_seconds(count, batch.context_tokens, batch.num_prefill_tokens)
+    base_tokens = count + batch.num_prefill_tokens
+    without = (1 if is_latency else count) / (fixed + model.seconds_of_tokens(base_tokens))
+    nothing = _Found(-1, 0, OperatingPoint(1.0, 0), without, without, False)
     seconds = model.draft_seconds(count, num_spec_tokens)[-len(admitted) :, None] + fixed
     totals = admitted.astype(np.int64)
     totals += base_tokens
-    rate = _rate(count, mass, model.token_seconds(totals) + seconds, is_latency)
+    rate = _rate(count, gained, model.token_seconds(totals) + seconds, is_latency)
     best_rate, surplus = rate, totals
     if model.captured_tokens:
         surplus = _surplus(model, totals, base_tokens)
         fitted = model.token_seconds(totals - surplus) + seconds
-        best_rate = np.maximum(rate, _rate(count, mass - surplus * values, fitted, is_latency))
-    row, level = divmod(int(best_rate.argmax()), len(values))
+        best_rate = np.maximum(rate, _rate(count, gained - surplus * _LEVEL_VALUES, fitted, is_latency))
+    row, level = divmod(int(best_rate.argmax()), LEVELS)
     best = float(best_rate[row, level])
-
     if previous is not None and hysteresis > 0.0:
-        held_level = int(np.searchsorted(-lower, -previous.threshold + 1e-9, side="right")) - 1
+        held_level = int((previous.threshold - 1e-9 <= _LEVEL_LOWER).sum()) - 1
         if previous.cap <= 0 or held_level < 0:
             if best <= without * (1.0 + hysteresis):
-                return nothing(count, without)
+                return nothing
         else:
             held_cap = min(previous.cap, num_spec_tokens) if is_block_priced else num_spec_tokens
             held = float(rate[held_cap - 1 if is_block_priced else 0, held_level])
             if held >= without and best <= held * (1.0 + hysteresis):
-                lengths = np.add.reduce(levels[:held_cap] <= held_level, axis=0, dtype=np.int64)
-                return Choice((lengths if group is None else lengths[group]).tolist(), previous, held, without, is_held=True)
-
+                return _Found(held_level, 0, OperatingPoint(previous.threshold, held_cap), held, without, True)
     if best <= without:
-        return nothing(count, without)
-    cap = row + 1 if is_block_priced else num_spec_tokens
-    point = OperatingPoint(float(lower[level]), cap)
-    left_out = int(surplus[row, level]) if best > rate[row, level] else 0
-    if left_out:
-        some, theirs = by_depth[:cap], levels[:cap]
-        if group is not None:
-            some, theirs = some[:, group], theirs[:, group]
-        return Choice(_all_but_least_likely(some, theirs, level, left_out).tolist(), point, best, without)
-    lengths = np.add.reduce(levels[:cap] <= level, axis=0, dtype=np.int64)
-    return Choice((lengths if group is None else lengths[group]).tolist(), point, best, without)
+        return nothing
+    point = OperatingPoint(float(_LEVEL_LOWER[level]), row + 1 if is_block_priced else num_spec_tokens)
+    return _Found(level, int(surplus[row, level]) if best > rate[row, level] else 0, point, best, without, False)
 
 
 def _levels(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> npt.NDArray[np.intp]:

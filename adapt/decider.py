@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.block_size import choose
+from honed.adapt.block_size import choose, choose_shared
 from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.length_policy import Decision
-from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, within
+from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, limit_of, within
 from honed.adapt.wire import Policy
 
 REQUEST_FORGETTING_ROUNDS = 128.0
@@ -128,11 +128,7 @@ class Decider:
             self._rule = make_contender(policy.kind, self.num_spec_tokens)
             for request_id, slot in self._slots.items():
                 self._rule.start(request_id, ceiling=int(self._ceiling[slot]))
-        self._rule.set_limits(self._limit_of(policy), policy.static_k, policy.table, self._model)
-
-    def _limit_of(self, policy: Policy) -> int:
-        limit = min(max(policy.max_k, 0), self.num_spec_tokens)
-        return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
+        self._rule.set_limits(limit_of(policy, self.num_spec_tokens), policy.static_k, policy.table, self._model)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +239,7 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy")
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off")
-        limit = self._limit_of(policy)
+        limit = limit_of(policy, self.num_spec_tokens)
         static_k = min(max(policy.static_k, 0), limit)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
@@ -303,6 +299,12 @@ class Decider:
         theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
         step = (np.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)).astype(np.int64)
         curve = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
+        if not self._num_ceilings and not self._model.is_block_priced:
+            return choose_shared(
+                self._tables.shared, curve, self._model, is_latency=self._tables.is_latency,
+                context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
+                previous=self._point, hysteresis=hysteresis,
+            )  # fmt: skip
         by_depth, group, ceilings = self._tables.by_depth[:limit], curve, None
         if self._num_ceilings:  # requests of one curve may differ in their ceilings: every request is a curve of its own
             by_depth, group, ceilings = by_depth[:, curve], None, self._ceiling[slots]

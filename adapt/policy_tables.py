@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
-from honed.adapt.block_size import latency_gains
+from honed.adapt.block_size import CurveTable, latency_gains
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -30,6 +30,7 @@ class PolicyTables:
     row_of_workload: dict[str, int]
     is_latency: bool
     by_depth: Floats  # [K, W * thetas] gains: survival, or what it does for latency
+    shared: CurveTable  # the same, as far as the policy's limit goes
     curves: list[list[float]]  # [W * thetas][K] the same
     constant: Floats  # [W] what the workload's curve weighs in a request's theta
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
@@ -54,11 +55,20 @@ class PolicyTables:
             {prior.workload: row for row, prior in enumerate(priors)},
             is_latency,
             np.ascontiguousarray(by_theta.T),
+            CurveTable.of(by_theta[:, : limit_of(policy, num_spec_tokens)]),
             by_theta.tolist(),
             np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
         )
+
+
+def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:
+    """Most draft tokens that a policy allows any request."""
+    if policy is None:
+        return num_spec_tokens
+    limit = min(max(policy.max_k, 0), num_spec_tokens)
+    return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
 
 
 def _usable_model(policy: Policy | None) -> StepTimeModel:
