@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon import changes, show
+from honed.daemon import changes, replay, show
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
@@ -39,6 +39,7 @@ app = typer.Typer(
 events = typer.Typer(help="What was logged.", no_args_is_help=True)
 app.add_typer(events, name="events")
 changes.register(app)
+replay.register(app)
 
 
 @app.callback()

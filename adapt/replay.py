@@ -1,0 +1,254 @@
+"""What other rules would have given on logged traffic: tokens per second, with how sure that is.
+
+The text is kept: the same requests emit the same tokens. A rule is put on the rails of the log: at every logged step it chooses
+draft lengths k' for the requests that were there. Of a round that drafted k and accepted a it would have had min(a, k') where
+k' ≤ k or the round broke (a < k), exactly. Beyond, and for rounds that would have begun amid a logged one, outcomes are
+*modelled*: `replay_walk` follows each request's text to the number of rounds ρ_i that begin within each logged round i.
+
+The load is kept (a closed loop: a step's requests stay that many). A step s of N_s requests lasts F_s, as `replay_seconds`
+has it. The rounds that it lacks or has left over, Δ_s = Σ_{i in s} (ρ_i − 1), are Δ_s / N_s more steps without prefill, of D_s:
+
+    tokens per second = Σ_i emitted_i / Σ_s (F_s + Δ_s / N_s · D_s)
+
+Tokens are those that verify rounds emit, as vLLM counts them: a prompt's first token isn't one, what a stop cuts off is. Time
+is the engine's busy time. Where requests arrive by themselves a slower rule would also make them queue; that is not asked.
+
+Intervals are 95 %: the spread between requests, in up to `MOST_CLUSTERS` groups of consecutive ones within a cell; that of
+what is estimated once and used throughout (acceptance where little was tried, step times), by resampling; `Prices.doubt`.
+
+Letters: S = steps, R = verify rounds, Q = requests, K = draft tokens that the engine was configured for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.replay_acceptance import Counts, believe
+from honed.adapt.replay_log import Log
+from honed.adapt.replay_rules import Rule, lengths_of
+from honed.adapt.replay_seconds import Prices, Shape, StepRows, price
+from honed.adapt.replay_walk import Odds, Text
+
+MOST_CLUSTERS = 64
+NUM_RESAMPLES = 16
+
+
+@dataclass(frozen=True)
+class Figure:
+    """An estimate and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a rule would have given."""
+
+    policy: str
+    tokens_per_s: Figure | None
+    """None: the log has one draft length only, so nobody knows what another costs."""
+    ratio: Figure | None
+    """Tokens per second over those logged."""
+    acceptance_length: float
+    """Tokens per verify round, bonus token included, over all rounds."""
+    draft_tokens_per_round: float
+    exact_rounds: float
+    """Share of the rounds that begin where a logged one did, and whose outcome that one determines."""
+    exact_tokens: float
+    """Share of the tokens that come from those."""
+    exact_seconds: float
+    """Share of the time that is priced by logged steps of the same batch size, draft length and block."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What was logged, in the same figures."""
+
+    tokens_per_s: float
+    acceptance_length: float
+    draft_tokens_per_round: float
+    tokens: int
+    seconds: float
+    rounds: int
+    requests: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class _View:
+    """One way to see the log: by all of it, or by a resample."""
+
+    odds: Odds
+    prices: Prices
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rule comes to, for each logged round, [R]."""
+
+    seconds: Floats
+    """NaN: not known."""
+    rounds: Floats
+    """ρ_i, rounds that begin within the logged one."""
+    exact_rounds: Floats
+    """Those of them that begin where it began, and whose outcome it determines."""
+
+
+class Replay:
+    """A log, ready to be asked.
+
+    Args:
+        log: at least one round, or ValueError.
+        num_spec_tokens: K; no less than what was drafted in the log.
+        captured_tokens: token counts of the engine's CUDA graphs; empty: none, or unknown.
+        can_shorten: whether the runner drafts a shorter block when asked to (vLLM's V1 does, V2 doesn't); None: as it looks.
+        mask: rounds that the figures are about, [R]; None: all. Rules always choose for all rounds.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        num_spec_tokens: int,
+        seed: int = 0,
+        captured_tokens: Sequence[int] = (),
+        can_shorten: bool | None = None,
+        mask: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        if not len(log.step):
+            raise ValueError("the log has no verify rounds")
+        self.log, self.num_spec_tokens, self._seed = log, max(num_spec_tokens, log.most_drafted), seed
+        self._can_shorten = len(np.unique(log.block)) > 1 if can_shorten is None else can_shorten
+        self._mask = np.ones(len(log.step)) if mask is None else mask.astype(np.float64)
+        has_rounds = np.flatnonzero(log.rounds_in_step)
+        nearest = np.searchsorted(has_rounds, np.arange(len(log.seconds)))
+        self._payer = has_rounds[np.minimum(nearest, len(has_rounds) - 1)]  # whose rounds pay for a step without any
+        self._cluster, self._stratum = _clusters(log)
+        self._text = Text(log, self.num_spec_tokens)
+        counts, rows = Counts.of(log, self.num_spec_tokens), StepRows(log, captured_tokens, np.random.default_rng(seed))
+        self._beliefs = believe(counts, log.cell, len(log.cells))
+        self._whole = _View(self._text.odds(self._beliefs), price(rows))
+        self._resamples = list(self._resample(counts, rows, np.random.default_rng([seed, 1])))
+
+    @property
+    def logged(self) -> Logged:
+        """Sum up the log itself."""
+        log, w = self.log, self._mask
+        rounds, tokens, seconds = float(w.sum()), float(w @ log.emitted), float(w @ self._shares(log.seconds))
+        return Logged(
+            tokens / seconds, tokens / rounds, float(w @ log.drafted) / rounds, round(tokens), seconds,
+            round(rounds), len(np.unique(log.request[w > 0])), len(np.unique(log.step[w > 0])),
+        )  # fmt: skip
+
+    def predict(self, rule: Rule) -> Prediction:
+        """Replay one rule."""
+        log, w, prices = self.log, self._mask, self._whole.prices
+        lengths = lengths_of(rule, log, self.num_spec_tokens, self._beliefs, prices.model, self._seed)
+        shape = self._shape(lengths)
+        got = self._evaluate(lengths, shape, self._whole)
+        rounds, tokens = float(w @ got.rounds), float(w @ log.emitted)
+        speed, ratio, exact_seconds = None, None, 0.0
+        if np.isfinite(got.seconds).all():
+            variance = self._variance(lengths, shape, got.seconds)
+            speed = self._figure(w * log.emitted, w * got.seconds, variance)
+            ratio = self._figure(w * self._shares(log.seconds), w * got.seconds, variance)
+            exact_seconds = float(w @ (got.seconds * prices.is_seen(shape)[log.step])) / float(w @ got.seconds)
+        return Prediction(
+            rule.text, speed, ratio, tokens / rounds, float(w @ (got.rounds * lengths)) / rounds,
+            float(w @ got.exact_rounds) / rounds,
+            float(w @ (got.exact_rounds * (np.minimum(log.accepted, lengths) + 1))) / tokens, exact_seconds,
+        )  # fmt: skip
+
+    # --- one evaluation -----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, lengths: Ints, shape: Shape, view: _View) -> _Outcome:
+        log = self.log
+        begins = self._text.walk(lengths, view.odds)
+        rounds = self._text.rounds(begins)
+        is_known = (lengths <= log.drafted) | (log.accepted < log.drafted) | log.is_struck
+        exact_rounds = begins[self._text.begin] * is_known
+        if not view.prices.model.is_ready:
+            is_same = bool((lengths == log.drafted).all())
+            return _Outcome(self._shares(log.seconds) if is_same else np.full(len(rounds), np.nan), rounds, exact_rounds)
+        whole = np.where(log.rounds_in_step > 0, view.prices.seconds(shape), log.seconds)
+        another = view.prices.seconds(_without_prefill(shape)) / np.maximum(log.num_requests, log.rounds_in_step)
+        return _Outcome(self._shares(whole) + (rounds - 1.0) * another[log.step], rounds, exact_rounds)
+
+    def _shares(self, seconds: Floats) -> Floats:
+        """Divide steps' seconds among the rounds that pay for them, [R]."""
+        log = self.log
+        due = np.bincount(self._payer, seconds, len(seconds))
+        shares: Floats = (due / np.maximum(log.rounds_in_step, 1))[log.step]
+        return shares
+
+    def _shape(self, lengths: Ints) -> Shape:
+        """Describe the log's steps with other lengths."""
+        log, count = self.log, len(self.log.seconds)
+        more = np.bincount(log.step, lengths - log.drafted, count).astype(np.int64)
+        block = np.zeros(count, dtype=np.int64)
+        np.maximum.at(block, log.step, lengths)
+        per_round = np.bincount(log.step, lengths, count) / np.maximum(log.rounds_in_step, 1)
+        return Shape(
+            log.num_requests, log.num_tokens + more, log.context_tokens, log.num_prefill_tokens, per_round,
+            block if self._can_shorten else log.block,
+        )  # fmt: skip
+
+    # --- how sure -----------------------------------------------------------------------------------------------------
+
+    def _figure(self, gain: Floats, cost: Floats, variance: float) -> Figure:
+        """Divide Σ gain by Σ cost; the variance of the logarithm between clusters within their cells comes on top."""
+        shift = np.bincount(self._cluster, gain / gain.sum() - cost / cost.sum())
+        number = np.bincount(self._stratum)
+        centred = shift - (np.bincount(self._stratum, shift) / np.maximum(number, 1))[self._stratum]
+        scatter = float((centred**2 * (number / np.maximum(number - 1, 1))[self._stratum]).sum())
+        value, factor = float(gain.sum() / cost.sum()), float(np.exp(1.96 * np.sqrt(scatter + variance)))
+        return Figure(value, value / factor, value * factor)
+
+    def _variance(self, lengths: Ints, shape: Shape, seconds: Floats) -> float:
+        """Estimate the variance of log(Σ seconds) that comes from estimates which are used throughout."""
+        w = self._mask
+        doubt = float((w * seconds) @ self._whole.prices.doubt(shape)[self.log.step]) / float(w @ seconds)
+        others = [float(w @ self._evaluate(lengths, shape, view).seconds) for view in self._resamples]
+        return doubt**2 + float(np.var(np.log(others), ddof=1))
+
+    def _resample(self, counts: Counts, rows: StepRows, rng: np.random.Generator) -> Iterator[_View]:
+        log = self.log
+        _, first = np.unique(log.request, return_index=True)
+        members = [np.flatnonzero(self._stratum == number) for number in np.unique(self._stratum)]
+        for _ in range(NUM_RESAMPLES):
+            drawn = np.zeros(len(self._stratum))
+            for group in members:
+                drawn[group] = np.bincount(rng.integers(0, len(group), len(group)), minlength=len(group))
+            weights = drawn[self._cluster][first]
+            odds = self._text.odds(believe(counts, log.cell, len(log.cells), weights, rng), weights)
+            yield _View(odds, price(rows, rng.poisson(1.0, len(log.seconds)).astype(np.float64)))
+
+
+def _without_prefill(shape: Shape) -> Shape:
+    """Describe steps of as many requests, all of them decoding."""
+    tokens = np.where(shape.prefill > 0, np.rint(shape.requests * (1.0 + shape.drafted)).astype(np.int64), shape.tokens)
+    return Shape(shape.requests, tokens, shape.context, np.zeros_like(shape.prefill), shape.drafted, shape.block)
+
+
+def _clusters(log: Log) -> tuple[Ints, Ints]:
+    """Group rounds into runs of consecutive requests of one cell; only where there are few requests are those cut up.
+
+    Returns: cluster of each round [R], cell of each cluster.
+    """
+    count, numbers = len(log.request), np.arange(len(log.request))
+    first = np.full(len(log.cell), count)
+    np.minimum.at(first, log.request, numbers)
+    place = np.empty(count, dtype=np.int64)
+    place[np.lexsort([numbers, log.request, first[log.request], log.cell[log.request]])] = numbers
+    if len(log.cell) >= MOST_CLUSTERS // 2:
+        begins = np.full(len(log.cell), count)
+        np.minimum.at(begins, log.request, place)
+        place = begins[log.request]
+    keys, cluster = np.unique(log.cell[log.request] * MOST_CLUSTERS + place * MOST_CLUSTERS // count, return_inverse=True)
+    return cluster, keys // MOST_CLUSTERS

@@ -1,0 +1,335 @@
+"""Runs a rule that chooses draft lengths on made-up traffic, as an engine would: continuous batching, step by step.
+
+A step admits what arrived while there is room, computes its prompts whole (their requests emit one token), and gives every
+other running request a verify round: the rule is asked for lengths, the drafter drafts the longest of them, luck says how many
+are accepted, and simulated time goes on by what the step truly costs. With `is_pipelined` it is done as the attachment does it
+in vLLM: lengths are chosen, and drafts made, a step ahead of their verification, before that step's own results are known.
+
+Times are kept apart: the rule's clock and the logged durations carry the trace's noise; an outcome's seconds are the true ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.length_policy import LengthPolicy
+from honed.adapt.synthetic import Cost, Traffic
+from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
+
+BATCH_S = 0.25
+"""How long steps are gathered before a batch is sent."""
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What nobody knows but the oracle and the judge: the step that is about to be decided."""
+
+    survival: Floats  # [n, K]
+    cost: Cost
+    num_requests: int
+    """Those in prefill included, which n isn't."""
+    context_tokens: int
+    num_prefill_tokens: int
+    is_block_shortened: bool
+
+    @property
+    def prompt_s(self) -> float:
+        """By how much prompts lengthen the step when nothing is drafted. They have to be computed whatever is drafted."""
+        if not self.num_prefill_tokens:
+            return 0.0
+        count, none = len(self.survival), np.array(0)
+        tokens, rest = np.array([count + self.num_prefill_tokens, count]), self.context_tokens
+        with_prompts = self.cost.seconds(self.num_requests, tokens[0], rest, self.num_prefill_tokens, none)
+        return float(with_prompts - self.cost.seconds(count, tokens[1], rest, 0, none))
+
+
+@runtime_checkable
+class SeesTruth(Protocol):
+    """A rule that is told the truth before it is asked."""
+
+    def see(self, truth: Truth) -> None:
+        """Take in the step that `decide` will be about."""
+
+
+Judge = Callable[[Truth], float]
+"""Says the best goodput of a step's verify rounds, in expected tokens per second without the prompts' time."""
+
+
+@dataclass
+class Outcome:
+    """What a run came to; arrays have one entry per step."""
+
+    tokens: Ints
+    """Emitted in the step."""
+    seconds: Floats
+    """True seconds, without noise."""
+    round_seconds: Floats
+    """The same without the time of prompts."""
+    num_requests: Ints
+    """Verify rounds in the step, those without drafts included."""
+    num_draft_tokens: Ints
+    block: Ints
+    expected: Floats
+    """Tokens that the true curves promised of the rounds with the lengths chosen, bonus tokens included."""
+    best: Floats
+    """The judge's best goodput on the same step; NaN without a judge, or without rounds."""
+    reasons: list[str]
+    work: Floats
+    """The trace's clock at the end of the step: tokens emitted, and those waited out by an empty system."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Tokens of each request that came to its end."""
+    unfinished: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Goodput of the whole run."""
+        return float(self.tokens.sum() / self.seconds.sum())
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        """True seconds that a stretch of the trace's work took."""
+        clock = np.concatenate([[0.0], self.work])
+        spent = np.concatenate([[0.0], np.cumsum(self.seconds)])
+        at = np.interp([begin, end], clock, spent)
+        return float(at[1] - at[0])
+
+    def phases(self, *bounds: float) -> list[tuple[float, float]]:
+        """Break the run down at points of its work: (work, seconds) of each phase."""
+        edges = [0.0, *bounds, float(self.work[-1])]
+        return [(b - a, self.seconds_between(a, b)) for a, b in pairwise(edges)]
+
+
+class _EventLog:
+    """Gathers steps as the attachment does, and hands them on as batches."""
+
+    def __init__(self, traffic: Traffic, send: Callable[[EventBatch, float], None]) -> None:
+        self._traffic, self._send = traffic, send
+        self._seq, self._sent_s = 0, 0.0
+        self._steps: list[tuple[int | str, ...]] = []
+        self._rounds: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
+
+    def add(self, step: tuple[int | str, ...], rounds: tuple[Ints, Ints, Ints, Ints, Ints], now_s: float) -> None:
+        """Note a step and its rounds (request, position, drafted, accepted, emitted)."""
+        self._steps.append(step)
+        self._rounds.append(rounds)
+        if now_s - self._sent_s >= BATCH_S:
+            self.flush(now_s)
+
+    def flush(self, now_s: float) -> None:
+        """Send what there is."""
+        if not self._steps:
+            return
+        self._seq, self._sent_s = self._seq + 1, now_s
+        steps = StepColumns(**dict(zip(StepColumns.__struct_fields__, map(list, zip(*self._steps, strict=True)), strict=True)))
+        request, position, drafted, accepted, emitted = (np.concatenate(column) for column in zip(*self._rounds, strict=True))
+        numbers = np.repeat([row[0] for row in self._steps], [len(one[0]) for one in self._rounds])
+        rounds = RoundColumns(
+            step=numbers.tolist(),
+            request=self._traffic.hashes[request].tolist(),
+            workload=self._traffic.workload[request].tolist(),
+            position=position.tolist(),
+            num_draft_tokens=drafted.tolist(),
+            num_accepted_tokens=accepted.tolist(),
+            num_invalid_tokens=[0] * len(request),
+            temperature=[1.0] * len(request),
+            num_emitted=emitted.tolist(),
+        )
+        batch = EventBatch(
+            engine_id="synthetic", boot_id=self._traffic.trace.name, seq=self._seq, sent_unix_ns=0,
+            sent_mono_ns=round(now_s * 1e9), drafter_version="v1",
+            workloads=[one.name for one in self._traffic.trace.workloads], steps=steps, rounds=rounds,
+        )  # fmt: skip
+        self._steps, self._rounds = [], []
+        self._send(batch, now_s)
+
+
+class Engine:
+    """A made-up engine in the middle of a trace."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        policy: LengthPolicy,
+        on_batch: Callable[[EventBatch, float], None] | None = None,
+        judge: Judge | None = None,
+        is_pipelined: bool = False,
+    ) -> None:
+        self.traffic, self.policy, self.judge, self.is_pipelined = traffic, policy, judge, is_pipelined
+        self.now_s, self.num_emitted, self.skipped = 0.0, 0, 0.0
+        self._log = _EventLog(traffic, on_batch) if on_batch else None
+        self._seer = policy if isinstance(policy, SeesTruth) else None
+        self._running: Ints = np.zeros(0, dtype=np.int64)  # requests, in order of admission
+        self._emitted: Ints = np.zeros(0, dtype=np.int64)  # tokens of each
+        self._pending: Ints = np.zeros(0, dtype=np.int64)  # lengths chosen a step ahead
+        self._ids: list[str] = []
+        self._next = 0
+        self._drawn = np.zeros(len(traffic.workload), dtype=np.int64)
+        self._noise: Floats = np.zeros(0)
+        self._rows: list[tuple[float, ...]] = []
+        self._reasons: list[str] = []
+        self._stage = -1
+        self._survival: Floats = np.zeros((0, traffic.trace.num_spec_tokens))
+        self._acceptance: Floats = self._survival
+        self._depth = np.arange(traffic.trace.num_spec_tokens)
+
+    def run(self) -> Outcome:
+        """Do the trace's work."""
+        trace, traffic = self.traffic.trace, self.traffic
+        while self.num_emitted + self.skipped < trace.num_tokens:
+            self._step()
+        if self._log is not None:
+            self._log.flush(self.now_s)
+        columns = np.array(self._rows).T
+        tokens, rounds, drafted, block = (column.astype(np.int64) for column in columns[[0, 3, 4, 5]])
+        running = set(self._running.tolist())
+        started = {traffic.request_ids[i]: int(self._drawn[i]) for i in range(self._next) if i not in running}
+        return Outcome(
+            tokens, columns[1], columns[2], rounds, drafted, block, columns[6], columns[7], self._reasons, columns[8], started,
+            dict(zip(self._ids, self._emitted.tolist(), strict=True)),
+        )  # fmt: skip
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        trace, traffic = self.traffic.trace, self.traffic
+        newcomers = self._admit()
+        count, work = len(self._running), self.num_emitted + self.skipped
+        cost, prefill = traffic.cost(work), int(traffic.prompt_tokens[newcomers].sum())
+        self._refresh(traffic.stage(work))
+        contexts = int((traffic.prompt_tokens[self._running] + self._emitted).sum())
+        truth = Truth(self._survival, cost, count + len(newcomers), contexts + prefill, prefill, trace.is_block_shortened)
+        lengths, block, reason = self._choose(truth, contexts, newcomers)
+        accepted = self._verify(lengths)
+        drafted = int(lengths.sum())
+        tokens = count + drafted + prefill
+        true_s = float(cost.seconds(truth.num_requests, np.array(tokens), truth.context_tokens, prefill, np.array(block)))
+        step = len(self._rows)
+        if step % _CHUNK == 0:
+            self._noise = _draw_noise(traffic, step // _CHUNK)
+        seconds = true_s * float(self._noise[step % _CHUNK])
+        self.now_s += seconds
+        best = self.judge(truth) if self.judge is not None and count else np.nan
+        emitted = np.minimum(accepted + 1, traffic.output_tokens[self._running] - self._emitted)
+        expected = count + float(np.where(self._depth < lengths[:, None], self._survival, 0.0).sum())
+        num_emitted = int(emitted.sum()) + len(newcomers)
+        self.num_emitted += num_emitted
+        work = self.num_emitted + self.skipped
+        self._rows.append((num_emitted, true_s, true_s - truth.prompt_s, count, drafted, block, expected, best, work))
+        self._reasons.append(reason)
+        if self._log is not None:
+            row = (step + 1, round(self.now_s * 1e9), round(seconds * 1e6), truth.num_requests, tokens, prefill, drafted,
+                   truth.context_tokens, block, reason)  # fmt: skip
+            positions = traffic.prompt_tokens[self._running] + self._emitted - 1
+            self._log.add(row, (self._running, positions, lengths, accepted, emitted), self.now_s)
+        if count:
+            ids = self._ids
+            self.policy.observe(ids, lengths.tolist(), accepted.tolist())
+        self._emitted = self._emitted + emitted
+        self._finish_and_join(newcomers)
+
+    def _choose(self, truth: Truth, contexts: int, newcomers: Ints) -> tuple[Ints, int, str]:
+        """Return the lengths to verify in this step, the block to draft in it, and why."""
+        trace, count = self.traffic.trace, len(self._running)
+        whole_block = 0 if trace.is_block_shortened else trace.num_spec_tokens
+        if not self.is_pipelined:
+            if not count:
+                return self._running, whole_block, "prefill"
+            if self._seer is not None:
+                self._seer.see(truth)
+            decision = self.policy.decide(self._ids, contexts, truth.num_prefill_tokens, self.now_s)
+            lengths = np.array(decision.num_draft_tokens, dtype=np.int64)
+            return lengths, whole_block or int(lengths.max()), decision.reason
+        lengths = self._pending
+        ids = self._ids + [self.traffic.request_ids[index] for index in newcomers.tolist()]
+        decision = self.policy.decide(ids, truth.context_tokens, 0, self.now_s)
+        self._pending = np.array(decision.num_draft_tokens, dtype=np.int64)
+        return lengths, whole_block or int(self._pending.max(initial=0)), decision.reason
+
+    def _verify(self, lengths: Ints) -> Ints:
+        """Draw how many drafts of each request are accepted, [n]."""
+        if not len(lengths):
+            return lengths
+        at = self.traffic.luck_start[self._running] + self._emitted
+        passed = self.traffic.luck[at[:, None] + self._depth] < self._acceptance
+        run = np.where(passed.all(axis=1), len(self._depth), passed.argmin(axis=1))
+        accepted: Ints = np.minimum(run, lengths)
+        return accepted
+
+    def _admit(self) -> Ints:
+        """Take in what has arrived while there is room; an empty system waits for the next arrival without spending time."""
+        traffic, trace = self.traffic, self.traffic.trace
+        work, room = self.num_emitted + self.skipped, trace.max_num_seqs - len(self._running)
+        if traffic.arrivals is None:
+            here = min(traffic.concurrency(work), trace.max_num_seqs) - len(self._running)
+        else:
+            if not len(self._running) and traffic.arrivals[self._next] > work:
+                self.skipped += float(traffic.arrivals[self._next]) - work
+                work = float(traffic.arrivals[self._next])
+            here = int(np.searchsorted(traffic.arrivals, work, side="right")) - self._next
+        here = max(min(here, room), 0)
+        budget = np.cumsum(traffic.prompt_tokens[self._next : self._next + here]) <= trace.max_prefill_tokens
+        count = max(int(budget.sum()), min(here, 1))
+        first, self._next = self._next, self._next + count
+        for index in range(first, self._next):
+            self.policy.start(traffic.request_ids[index], trace.workloads[traffic.workload[index]].name)
+        return np.arange(first, self._next)
+
+    def _finish_and_join(self, newcomers: Ints) -> None:
+        """Let go of what has come to its end; prompts that were computed have their first token."""
+        traffic = self.traffic
+        over = self._emitted >= traffic.output_tokens[self._running]
+        if not len(newcomers) and not over.any():
+            return
+        running = np.concatenate([self._running, newcomers])
+        emitted = np.concatenate([self._emitted, np.ones(len(newcomers), dtype=np.int64)])
+        over = np.concatenate([over, traffic.output_tokens[newcomers] <= 1])
+        for index, tokens in zip(running[over].tolist(), emitted[over].tolist(), strict=True):
+            self._drawn[index] = tokens
+            self.policy.finish(traffic.request_ids[index])
+        self._running, self._emitted = running[~over], emitted[~over]
+        if self.is_pipelined:
+            self._pending = self._pending[~over]
+        self._ids = [traffic.request_ids[index] for index in self._running.tolist()]
+        self._stage = -1
+
+    def _refresh(self, stage: int) -> None:
+        """Compute the true curves anew when the batch or the truth has changed."""
+        if stage == self._stage:
+            return
+        traffic, self._stage = self.traffic, stage
+        log_odds: Floats = traffic.log_odds[self._running]
+        if stage:
+            log_odds += traffic.shift(stage)[traffic.workload[self._running]]  # a copy: indexed by an array
+        self._acceptance = 1.0 / (1.0 + np.exp(-log_odds))
+        self._survival = np.cumprod(self._acceptance, axis=1)
+
+
+def simulate(
+    traffic: Traffic,
+    policy: LengthPolicy,
+    *,
+    on_batch: Callable[[EventBatch, float], None] | None = None,
+    judge: Judge | None = None,
+    is_pipelined: bool = False,
+) -> Outcome:
+    """Run a rule on a trace's traffic.
+
+    Args:
+        on_batch: gets (batch, simulated time) about every `BATCH_S`, as the daemon would.
+        judge: prices the best choice of every step that the rule came to.
+        is_pipelined: choose lengths a step ahead, as the attachment has to.
+    """
+    return Engine(traffic, policy, on_batch, judge, is_pipelined).run()
+
+
+def _draw_noise(traffic: Traffic, chunk: int) -> Floats:
+    trace, rng = traffic.trace, np.random.default_rng([*traffic.noise_seed, chunk])
+    factor: Floats = np.exp(trace.noise * rng.standard_normal(_CHUNK) - 0.5 * trace.noise**2)
+    factor *= np.where(rng.random(_CHUNK) < trace.stall_share, 3.0, 1.0)
+    return factor

@@ -1,0 +1,203 @@
+"""Regret: what honed's choice of draft lengths loses to an oracle, on made-up traffic whose truth is known.
+
+Every trace of `regret_traces` is run by honed's own loop (decider and controller as in production), by the oracle of
+`adapt.synthetic_oracle`, and by the rules of `adapt.contenders` (with a step-time model fitted to the true costs, and, for
+"table", lengths tuned on the trace's mean curve: more than they would have). All do the same work with the same luck. Regret is
+1 − the oracle's seconds / the rule's. What is given:
+
+    regret    after a warm-up of 2,000 verify rounds or 20 simulated seconds, whichever ends later
+    cold      the same with the warm-up counted
+    path      on the steps that honed came to: expected tokens of its lengths, against the best on that very step; neither
+              prompts nor luck in it
+    recovered after an abrupt change: rounds of each request (= engine steps) until goodput on the path is within 8 % of the
+              best, over the last 50 steps since the change and over the 200 to come
+
+`static-best` is the fixed length that turns out best on each trace. --ablate replaces one estimate after another by the truth
+(`regret_truths`). The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from measured import commit
+from regret_traces import TRACES
+from regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
+
+from honed.adapt.acceptance import Floats
+from honed.adapt.synthetic import Trace, Traffic
+from honed.adapt.synthetic_engine import Outcome, simulate
+from honed.adapt.synthetic_oracle import run_oracle, run_steered
+
+WARM_UP_ROUNDS, WARM_UP_S = 2000, 20.0
+ROLLING_STEPS, SETTLED_STEPS, RECOVERED = 50, 200, 0.92
+BARS = {"mean": 0.03, "worst": 0.08, "after_drift_rounds": 200}
+
+
+@dataclass
+class Row:
+    """One trace."""
+
+    name: str
+    regret: float
+    cold: float
+    path: float
+    recovered: list[int]
+    steps: int
+    draft_tokens: tuple[float, float]
+    """Mean per round: honed's and the oracle's."""
+    contenders: dict[str, float] = field(default_factory=dict)
+    ablations: dict[str, float] = field(default_factory=dict)
+
+
+def warm_up_work(outcome: Outcome) -> float:
+    """Work that was done when the warm-up is over."""
+    rounds, seconds = np.cumsum(outcome.num_requests), np.cumsum(outcome.seconds)
+    step = max(int(np.searchsorted(rounds, WARM_UP_ROUNDS)), int(np.searchsorted(seconds, WARM_UP_S)))
+    return float(outcome.work[min(step, len(rounds) - 1)])
+
+
+def regret(outcome: Outcome, oracle: Outcome, begin: float, end: float) -> float:
+    """Compare the seconds of the same work."""
+    return 1.0 - oracle.seconds_between(begin, end) / outcome.seconds_between(begin, end)
+
+
+def path_shares(outcome: Outcome) -> tuple[Floats, Floats]:
+    """Expected tokens of each step, and the best on the same step."""
+    rounds = outcome.num_requests > 0
+    return np.where(rounds, outcome.expected, 0.0), np.where(rounds, outcome.best * outcome.round_seconds, 0.0)
+
+
+def recovery(outcome: Outcome, work: float) -> int:
+    """Count the steps after a change until goodput is back: over the last 50 of them at most, and over the 200 to come."""
+    expected, best = (np.concatenate([[0.0], np.cumsum(one)]) for one in path_shares(outcome))
+    begin = int(np.searchsorted(outcome.work, work))
+    for now in range(begin, len(outcome.work) - SETTLED_STEPS):
+        since, until = max(now - ROLLING_STEPS, begin), now + SETTLED_STEPS
+        is_back = now == begin or expected[now] - expected[since] >= RECOVERED * (best[now] - best[since])
+        if is_back and expected[until] - expected[now] >= RECOVERED * (best[until] - best[now]):
+            return now - begin
+    return len(outcome.work) - begin
+
+
+def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
+    """Run honed, the oracle and, unless in a hurry, the others on one trace."""
+    traffic = Traffic(trace)
+    oracle, runs = run_oracle(traffic), [run_steered(traffic, seed=seed) for seed in range(seeds)]
+    end = float(min([oracle.work[-1], *(run.work[-1] for run in runs)]))
+    warm, path = [warm_up_work(run) for run in runs], [path_shares(run) for run in runs]
+    recovered = [
+        round(statistics.median(recovery(run, at * trace.num_tokens) for run in runs)) for at in trace.events
+    ]  # fmt: skip
+    row = Row(
+        trace.name,
+        statistics.mean(regret(run, oracle, begin, end) for run, begin in zip(runs, warm, strict=True)),
+        statistics.mean(regret(run, oracle, 0.0, end) for run in runs),
+        statistics.mean(1.0 - float(expected.sum() / best.sum()) for expected, best in path),
+        recovered,
+        len(runs[0].seconds),
+        (_mean_length(runs[0]), _mean_length(oracle)),
+    )
+    if not is_quick:
+        row.contenders = contenders(traffic, oracle, statistics.mean(warm), end)
+    if is_ablated:
+        for name, truths in TRUTHS.items():
+            policy = WithTruth(traffic, truths)
+            run = simulate(traffic, policy, on_batch=policy.take)
+            row.ablations[name] = regret(run, oracle, warm[0], end)
+    return row
+
+
+def contenders(traffic: Traffic, oracle: Outcome, begin: float, end: float) -> dict[str, float]:
+    """Regret of each known rule, after the same warm-up."""
+    try:
+        from honed.adapt.contenders import CONTENDERS, make_contender
+    except ImportError:
+        return {}
+    trace, found = traffic.trace, {}
+    k = trace.num_spec_tokens
+    model, table = fitted_model(traffic, 0.0), tuned_table(traffic)
+    for name in CONTENDERS:
+        rule = make_contender(name, k)
+        rule.set_limits(k, k, table, model)
+        found[name] = regret(simulate(traffic, rule), oracle, begin, end)
+    statics = []
+    for length in range(k + 1):
+        rule = make_contender("static", k)
+        rule.set_limits(k, length, (), model)
+        statics.append(regret(simulate(traffic, rule), oracle, begin, end))
+    return found | {"static-best": min(statics)}
+
+
+def _mean_length(outcome: Outcome) -> float:
+    return float(outcome.num_draft_tokens.sum() / outcome.num_requests.sum())
+
+
+def show(row: Row) -> None:
+    """Print one trace's line."""
+    recovered = " ".join(map(str, row.recovered)) or "-"
+    lengths = f"{row.draft_tokens[0]:5.2f} {row.draft_tokens[1]:5.2f}"
+    others = " ".join(f"{value:7.1%}" for value in {**row.contenders, **row.ablations}.values())
+    print(
+        f"{row.name:22s} {row.steps:6d} {lengths} {row.regret:7.2%} {row.cold:7.2%} {row.path:7.2%} {recovered:>9s}  {others}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Measure, print, and end with one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="*", help="names; all of them when none is given")
+    parser.add_argument("--quick", action="store_true", help="only honed and the oracle")
+    parser.add_argument("--ablate", action="store_true", help="replace one estimate after another by the truth")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of honed per trace, averaged (the trace stays the same)")
+    args = parser.parse_args()
+    unknown = set(args.traces) - {trace.name for trace in TRACES}
+    if unknown:
+        parser.error(f"no such trace: {', '.join(sorted(unknown))}; there are {', '.join(trace.name for trace in TRACES)}")
+    began_s, rows = time.monotonic(), []
+    for trace in TRACES:
+        if args.traces and trace.name not in args.traces:
+            continue
+        row = measure(trace, args.quick, args.ablate, args.seeds)
+        if not rows:
+            names = " ".join(f"{name[:7]:>7s}" for name in {**row.contenders, **row.ablations})
+            print(f"{'trace':22s}  steps    k    k*  regret    cold    path recovered  {names}")
+        rows.append(row)
+        show(row)
+    regrets = {row.name: round(row.regret, 5) for row in rows}
+    figures = {
+        "regret": regrets,
+        "regret_with_cold_start": {row.name: round(row.cold, 5) for row in rows},
+        "regret_on_path": {row.name: round(row.path, 5) for row in rows},
+        "mean": round(statistics.mean(regrets.values()), 5),
+        "worst": round(max(regrets.values()), 5),
+        "mean_with_cold_start": round(statistics.mean(row.cold for row in rows), 5),
+        "after_drift_rounds": {row.name: max(row.recovered) for row in rows if row.recovered},
+        "contenders": _means([row.contenders for row in rows]),
+        "ablations": _means([row.ablations for row in rows]),
+        "bars": BARS,
+        "commit": commit(),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+    figures["passed"] = (
+        figures["mean"] <= BARS["mean"]
+        and figures["worst"] <= BARS["worst"]
+        and all(rounds <= BARS["after_drift_rounds"] for rounds in figures["after_drift_rounds"].values())
+    )
+    print(json.dumps(figures))
+    return 0
+
+
+def _means(tables: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.mean(table[name] for table in tables), 5) for name in tables[0]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

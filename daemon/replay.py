@@ -1,0 +1,242 @@
+"""`honed replay`: what would other rules for draft lengths have given on the stored log?
+
+Reads the database itself, read-only and a page at a time, so it works beside a running daemon and without one. The answer is
+`adapt.replay`'s; here are only the question, the batches and the table.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from honed.daemon import cells
+from honed.daemon.cells import Rows
+from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
+from honed.daemon.terminal import JsonFlag, duration_s, emit, fail, load_settings, moment_s
+
+if TYPE_CHECKING:
+    from honed.adapt.replay_log import Log
+    from honed.adapt.wire import EngineHello
+
+Document = dict[str, Any]
+
+
+class ReplayError(RuntimeError):
+    """There is no answer; `cure` says what to do."""
+
+    def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.cure = cure
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked; empty and None choose all. `since_s` is included, `until_s` is not."""
+
+    policies: tuple[str, ...] = ()
+    engine: str = ""
+    workload: str = ""
+    since_s: float | None = None
+    until_s: float | None = None
+    seed: int = 0
+    captured_tokens: tuple[int, ...] = ()
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file."""
+    app.command("replay")(command)
+
+
+def command(
+    context: typer.Context,
+    policies: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[POLICY]...", show_default=False,
+            help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), goodput, threshold, kelly, tide, "
+            "ema. Without any: static and goodput.",
+        ),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
+    workload: Annotated[str, typer.Option(help="Figures of this workload only.")] = "",
+    since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
+    until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
+    last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d.")] = "",
+    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+    state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What other rules for draft lengths would have given on the stored log. The daemon may run, or not."""
+    if last and since:
+        raise typer.BadParameter("give either --last or --since", param_hint="--last")
+    now_s = time.time()
+    since_s = now_s - duration_s(last) if last else moment_s(since, now_s) if since else None
+    settings = load_settings(context.obj.config, state_dir=state_dir)
+    question = Question(
+        tuple(policies or ()), engine, workload, since_s, moment_s(until, now_s) if until else None, seed,
+        settings.controller_settings().captured_tokens,
+    )  # fmt: skip
+    try:
+        emit(replay(settings.paths.database, question), as_json, render)
+    except ReplayError as error:
+        fail(str(error), cure=error.cure, exit_code=error.exit_code)
+
+
+def replay(database: Path, question: Question) -> Document:
+    """Answer a question from a database.
+
+    Raises:
+        ReplayError: no database, one that can't be read, nothing logged in that time, an unknown policy, engine or workload.
+    """
+    from honed.adapt.replay import Replay
+    from honed.adapt.replay_rules import parse_rule
+
+    engine_id, hello = _engine(database, question.engine)
+    log, span, unreadable = _read(database, engine_id, question)
+    num_spec_tokens = max(log.most_drafted, hello.num_spec_tokens if hello else 0)
+    try:
+        rules = [parse_rule(text, num_spec_tokens) for text in _named(question.policies, num_spec_tokens)]
+    except ValueError as error:
+        raise ReplayError(str(error), exit_code=EXIT_USAGE) from error
+    asked = Replay(
+        log, num_spec_tokens, question.seed, question.captured_tokens,
+        can_shorten=hello.runner != "v2" if hello else None, mask=_mask(log, question.workload),
+    )  # fmt: skip
+    return {
+        "engine_id": engine_id,
+        "workload": question.workload,
+        "first_unix_s": span[0] / 1e9,
+        "last_unix_s": span[1] / 1e9,
+        "num_spec_tokens": num_spec_tokens,
+        "unreadable_batches": unreadable,
+        "logged": asdict(asked.logged),
+        "policies": [asdict(asked.predict(rule)) for rule in rules],
+    }
+
+
+def render(document: Document) -> RenderableType:
+    """A line for what was logged and one for each policy; the fastest is bold."""
+    logged, policies = document["logged"], document["policies"]
+    table = Rows.of("policy", "tokens/s", "95 %", "ratio", "τ", "k", "exact", "seen")
+    table.add_row("(logged)", _speed(logged["tokens_per_s"]), "", "1.000", *_lengths(logged), "", "")
+    known = [policy["tokens_per_s"]["value"] for policy in policies if policy["tokens_per_s"]]
+    for policy in policies:
+        speed, ratio = policy["tokens_per_s"] or {}, policy["ratio"] or {}
+        table.add_row(
+            policy["policy"],
+            _speed(speed.get("value")),
+            f"{_speed(speed['low'])}–{_speed(speed['high'])}" if speed else cells.NOTHING,
+            cells.number(ratio.get("value"), 3),
+            *_lengths(policy),
+            cells.percent(policy["exact_tokens"]),
+            cells.percent(policy["exact_seconds"]) if speed else cells.NOTHING,
+            style="bold" if speed and speed["value"] == max(known) else None,
+        )
+    head = (
+        f"{document['engine_id']}{', workload ' + document['workload'] if document['workload'] else ''}: "
+        f"{cells.count(logged['tokens'])} tokens of {cells.count(logged['requests'])} requests, "
+        f"{cells.count(logged['steps'])} steps, {cells.seconds(logged['seconds'])} busy, "
+        f"{cells.moment(document['first_unix_s'])} to {cells.moment(document['last_unix_s'])}"
+    )
+    notes = [
+        "τ: tokens a round; k: draft tokens a round. The text and the load are those of the log.",
+        "exact: tokens of rounds that the log determines; seen: time that logged steps price. The rest is modelled.",
+    ]
+    if len(known) < len(policies):
+        notes.append("No speed: only one draft length was logged. Let the engine explore (controller.explore_share).")
+    if document["unreadable_batches"]:
+        notes.append(f"{cells.count(document['unreadable_batches'])} batches could not be read and were left out.")
+    return Group(Text(head), table, *(Text(note, "dim") for note in notes))
+
+
+def _speed(value: Any) -> str:
+    return cells.number(value, 0 if isinstance(value, int | float) and value >= 1000 else 1)
+
+
+def _lengths(row: Document) -> tuple[str, str]:
+    return cells.number(row["acceptance_length"], 3), cells.number(row["draft_tokens_per_round"], 2)
+
+
+def _named(policies: tuple[str, ...], num_spec_tokens: int) -> list[str]:
+    every = [f"static:{k}" for k in range(num_spec_tokens + 1)]
+    named = [name for text in policies or ("static", "goodput") for name in (every if text == "static" else [text])]
+    return list(dict.fromkeys(named))
+
+
+def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
+    """Find the engine that is meant, and what it said of itself."""
+    import msgspec
+    import pysqlite3
+
+    from honed.adapt.wire import EngineHello
+    from honed.daemon.store import connect
+
+    if not database.exists():
+        cure = "Name the daemon's state folder with --state-dir."
+        raise ReplayError(f"there is no database at {database}", cure=cure, exit_code=EXIT_USAGE)
+    try:
+        connection = connect(database, read_only=True)
+        try:
+            names = [row[0] for row in connection.conn.execute("SELECT DISTINCT engine_id FROM batches ORDER BY 1")]
+            said = "SELECT engine_id, hello FROM boots WHERE hello IS NOT NULL ORDER BY last_seen_unix_ns"
+            hellos = {row[0]: row[1] for row in connection.conn.execute(said)}
+        finally:
+            connection.close()
+    except pysqlite3.Error as error:
+        cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
+        raise ReplayError(f"{database} can't be read: {error}", cure=cure) from error
+    if not names:
+        raise ReplayError("no engine has logged anything yet", cure="`honed engines` shows which have attached.")
+    if wanted and wanted not in names:
+        raise ReplayError(f"no engine {wanted!r} in the log: there is {', '.join(names)}", exit_code=EXIT_USAGE)
+    if not wanted and len(names) > 1:
+        several = f"the log has {len(names)} engines: {', '.join(names)}"
+        raise ReplayError(several, cure="Name one with --engine.", exit_code=EXIT_USAGE)
+    engine_id = wanted or names[0]
+    hello = hellos.get(engine_id)
+    return engine_id, msgspec.json.decode(hello, type=EngineHello) if hello else None
+
+
+def _read(database: Path, engine_id: str, question: Question) -> tuple[Log, tuple[int, int], int]:
+    """Read the batches of the span: log, ends of its first and last step, and how many batches could not be read."""
+    from honed.adapt.replay_log import LogBuilder
+    from honed.daemon import export
+
+    since_s, until_s = question.since_s, question.until_s
+    builder = LogBuilder(
+        float("-inf") if since_s is None else since_s * 1e9, float("inf") if until_s is None else until_s * 1e9
+    )
+    tally = export.Tally()
+    try:
+        for batch in export.batches(database, export.Chosen(engine=engine_id, since_s=since_s), tally):
+            try:
+                builder.add(batch)
+            except ValueError:
+                tally.unreadable_batches += 1
+    except export.ExportError as error:
+        raise ReplayError(str(error), cure=error.cure, exit_code=error.exit_code) from error
+    log = builder.log()
+    if not len(log.step):
+        cure = "Take a longer span: --last 1d, or neither --since nor --until."
+        raise ReplayError(f"engine {engine_id} has logged no verify round in that time", cure=cure)
+    return log, (builder.first_unix_ns, builder.last_unix_ns), tally.unreadable_batches
+
+
+def _mask(log: Log, workload: str) -> Any:
+    """Rounds of a workload; None for all."""
+    import numpy as np
+
+    if not workload:
+        return None
+    mine = np.array([name == workload for name, _ in log.cells])[log.cell[log.request]]
+    if not mine.any():
+        names = sorted({log.cells[cell][0] for cell in np.unique(log.cell)})
+        raise ReplayError(f"no workload {workload!r} in that time: there is {', '.join(names)}", exit_code=EXIT_USAGE)
+    return mine

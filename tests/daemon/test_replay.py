@@ -1,0 +1,218 @@
+"""`honed replay` on the daemon's own store: the table, the JSON, and one clear line for what can't be answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from honed.adapt import wire
+from honed.daemon.batch_tables import StoredBatch, save_hello
+from honed.daemon.command_line import app
+from honed.daemon.rollups import count_batch
+from honed.daemon.settings import StoreSettings
+from honed.daemon.store import Store
+from tests.daemon.fake_engine import make_batch
+
+Run = Callable[..., Result]
+NOW_NS = 1_790_000_000_000_000_000
+STEPS, REQUESTS = 40, 4
+STEP_MS = 10
+
+
+def engine_batch(seq: int, engine_id: str = "engine-0", workload: str = "chat") -> wire.EventBatch:
+    """Forty steps of four requests, 10 ms each and 1 ms more a draft token; drafts are right with 70 %. Then it is idle."""
+    draw = random.Random(seq)
+    steps: dict[str, list[Any]] = {name: [] for name in wire.StepColumns.__struct_fields__}
+    rounds: dict[str, list[Any]] = {name: [] for name in wire.RoundColumns.__struct_fields__}
+    end_ns = seq * 10**9
+    for number in range(STEPS):
+        k, step = draw.choice((0, 1, 2, 3)), seq * 1000 + number
+        end_ns += (STEP_MS + k) * 10**6
+        row = (step, end_ns, (STEP_MS + k) * 1000, REQUESTS, REQUESTS * (k + 1), 0, REQUESTS * k, 400, k, "policy")
+        for name, value in zip(steps, row, strict=True):
+            steps[name].append(value)
+        for request in range(REQUESTS):
+            accepted = next((i for i in range(k) if draw.random() > 0.7), k)
+            values = (step, seq * 10 + request, 0, number, k, accepted, 0, 0.0, accepted + 1)
+            for name, value in zip(rounds, values, strict=False):
+                rounds[name].append(value)
+    return wire.EventBatch(
+        engine_id=engine_id, boot_id="boot", seq=seq, sent_unix_ns=NOW_NS + seq * 10**9, sent_mono_ns=end_ns,
+        drafter_version="", workloads=[workload], steps=wire.StepColumns(**steps), rounds=wire.RoundColumns(**rounds),
+    )  # fmt: skip
+
+
+def put(store: Store, *batches: wire.EventBatch) -> None:
+    for one in batches:
+        assert store.put(StoredBatch(one, wire.encode(one), one.sent_unix_ns, count_batch(one, one.sent_unix_ns)))
+    assert store.drain(20.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in [name for name in os.environ if name.startswith("HONED_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HONED_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+    return lambda *arguments: CliRunner().invoke(app, ["replay", *(str(a) for a in arguments)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Open, as the running daemon has it, while the command reads."""
+    opened = Store(tmp_path / "honed.db", StoreSettings(commit_interval_s=0.0), clock=lambda: NOW_NS / 1e9)
+    opened.start()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    put(store, *(engine_batch(seq) for seq in range(1, 9)))
+    return store
+
+
+def answer(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_table_of_what_each_policy_would_have_given(run: Run, filled: Store) -> None:
+    result = run("static", "threshold", "table:2=3,8=1")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "engine-0" in lines[0]
+    assert "320 steps" in lines[0]
+    names = [line.split()[0] for line in lines if line.split()[:1] and line.split()[0][0] in "(st"]
+    assert names[:7] == ["(logged)", "static:0", "static:1", "static:2", "static:3", "threshold", "table:2=3,8=1"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_has_the_truth_within_its_intervals(run: Run, filled: Store) -> None:
+    document = answer(run("static:0", "static:3", "--json"))
+    assert document["engine_id"] == "engine-0"
+    assert document["num_spec_tokens"] == 3
+    assert document["logged"]["steps"] == 8 * STEPS
+    assert document["logged"]["rounds"] == 8 * STEPS * REQUESTS
+    none, three = document["policies"]
+    assert [none["policy"], three["policy"]] == ["static:0", "static:3"]
+    assert none["tokens_per_s"]["value"] == pytest.approx(REQUESTS / 0.010, rel=0.03)
+    tokens = 1 + 0.7 + 0.7**2 + 0.7**3
+    assert three["acceptance_length"] == pytest.approx(tokens, rel=0.05)
+    assert three["tokens_per_s"]["low"] < REQUESTS * tokens / 0.013 < three["tokens_per_s"]["high"]
+    assert three["ratio"]["value"] == pytest.approx(
+        three["tokens_per_s"]["value"] / document["logged"]["tokens_per_s"], rel=1e-6
+    )
+    assert 0.3 < three["exact_rounds"] < 1.0
+    assert three["exact_seconds"] > 0.9
+
+
+def test_without_a_policy_all_static_ones_and_our_own_are_asked(run: Run, filled: Store) -> None:
+    names = [policy["policy"] for policy in answer(run("--json"))["policies"]]
+    assert names == ["static:0", "static:1", "static:2", "static:3", "goodput"]
+
+
+def test_only_the_span_counts(run: Run, filled: Store) -> None:
+    since, until = NOW_NS // 10**9 + 2, NOW_NS // 10**9 + 5
+    document = answer(run("static:1", "--since", since, "--until", until, "--json"))
+    assert document["logged"]["steps"] == 3 * STEPS  # each batch's steps end within the second before it is sent
+    assert since <= document["first_unix_s"] < document["last_unix_s"] < until + 0.01
+
+
+def test_one_workloads_figures(run: Run, store: Store) -> None:
+    put(store, *(engine_batch(seq, workload="ab"[seq % 2]) for seq in range(1, 7)))
+    document = answer(run("static:1", "--workload", "a", "--json"))
+    assert document["logged"]["rounds"] == 3 * STEPS * REQUESTS
+    failed = run("static:1", "--workload", "c")
+    assert (failed.exit_code, "there is a, b" in failed.stderr) == (2, True)
+
+
+def test_what_the_engine_was_configured_for_is_known_from_its_hello(run: Run, filled: Store) -> None:
+    hello = wire.EngineHello(
+        wire_version=1, engine_id="engine-0", boot_id="boot", pid=1, model_name="m", target_path="", drafter_path="",
+        drafter_version="", vllm_version="", honed_version="", runner="v1", method="dflash", num_spec_tokens=5,
+        max_num_seqs=8, max_model_len=100,
+    )  # fmt: skip
+    filled.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))
+    document = answer(run("static:5", "--json"))
+    assert document["num_spec_tokens"] == 5
+    assert document["policies"][0]["exact_rounds"] < 1.0
+
+
+def test_several_engines_have_to_be_told_apart(run: Run, filled: Store) -> None:
+    put(filled, engine_batch(1, "engine-1"))
+    failed = run("static:1")
+    assert failed.exit_code == 2
+    assert "engine-0, engine-1" in failed.stderr
+    assert "--engine" in failed.stderr
+    assert answer(run("static:1", "--engine", "engine-1", "--json"))["logged"]["steps"] == STEPS
+    assert run("static:1", "--engine", "engine-7").exit_code == 2
+
+
+def test_an_unknown_policy_is_answered_with_those_there_are(run: Run, filled: Store) -> None:
+    failed = run("static:9")
+    assert failed.exit_code == 2
+    assert "static:0 … static:3" in " ".join(failed.stderr.split())
+    assert "threshold" in failed.stderr
+
+
+@pytest.mark.parametrize("span", [("--last", "1s"), ("--until", "1000000000"), ("--since", "2099-01-01")])
+def test_an_empty_span_ends_with_1(run: Run, filled: Store, span: tuple[str, str]) -> None:
+    failed = run("static:1", *span)
+    assert failed.exit_code == 1
+    assert "no verify round" in failed.stderr
+    assert "→" in failed.stderr
+
+
+def test_an_empty_store_ends_with_1(run: Run, store: Store) -> None:
+    failed = run("static:1")
+    assert failed.exit_code == 1
+    assert "no engine has logged" in failed.stderr
+
+
+def test_no_store_ends_with_2_and_makes_none(run: Run, tmp_path: Path) -> None:
+    failed = run("static:1")
+    assert failed.exit_code == 2
+    assert "no database" in failed.stderr
+    assert "--state-dir" in failed.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_database_ends_with_1(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "honed.db").write_bytes(b"x" * 4096)
+    failed = run("static:1")
+    assert failed.exit_code == 1
+    assert "can't be read" in failed.stderr
+
+
+def test_last_and_since_exclude_each_other(run: Run, filled: Store) -> None:
+    assert run("static:1", "--last", "1h", "--since", "1h").exit_code == 2
+
+
+def test_batches_that_cannot_be_read_are_counted_and_left_out(run: Run, filled: Store, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "honed.db") as database:
+        database.execute("UPDATE batches SET frame = x'00' WHERE seq = 3")
+    database.close()
+    result = run("static:1")
+    assert "1 batches could not be read" in result.stdout
+    assert "280 steps" in result.stdout
+
+
+def test_one_draft_length_gives_acceptance_but_no_speed(run: Run, store: Store) -> None:
+    put(store, *(make_batch(seq, unix_ns=NOW_NS + seq * 10**7) for seq in range(1, 30)))
+    document = answer(run("static:1", "static:3", "--json"))
+    one, three = document["policies"]
+    assert one["tokens_per_s"] is None
+    assert one["acceptance_length"] > 1.0
+    assert three["tokens_per_s"]["value"] == pytest.approx(document["logged"]["tokens_per_s"])
+    assert "explore_share" in run("static:1").stdout
