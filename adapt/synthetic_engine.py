@@ -307,7 +307,7 @@ class Engine:
         if stage:
             log_odds += traffic.shift(stage)[traffic.workload[self._running]]  # a copy: indexed by an array
         self._acceptance = 1.0 / (1.0 + np.exp(-log_odds))
-        self._survival = np.cumprod(self._acceptance, axis=1)
+        self._survival = np.cumprod(self._acceptance, axis=1, dtype=np.float64)
 
 
 def simulate(
