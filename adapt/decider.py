@@ -41,6 +41,7 @@ _MOST_SLOTS = 65_536
 _MOST_LABELS = 1024
 _FEW_REQUESTS = 64
 """Up to so many requests it pays to learn without numpy."""
+_MOST_EXPLORING = 16
 _EXPLORE_MOVES = ("less", "more", "half", "none")
 
 
@@ -315,17 +316,28 @@ class Decider:
         )  # fmt: skip
 
     def _neighbour(self, lengths: list[int], static_k: int, limit: int) -> list[int]:
-        """Try something else nearby, so that the prices and the acceptance of lengths that aren't in use stay known."""
+        """Try something else nearby, so that the prices and the acceptance of lengths that aren't in use stay known.
+
+        In a large batch a few requests try it, else a step of exploring would cost as much as many steps of one request.
+        """
+        move = self._random.choice(_EXPLORE_MOVES)
         if not any(lengths):
-            return [min(self._random.choice((1, 2, max(static_k, 1))), limit)] * len(lengths)
-        match self._random.choice(_EXPLORE_MOVES):
-            case "less":
-                return [max(k - 1, 0) for k in lengths]
-            case "more":
-                return [min(k + 1, limit) for k in lengths]
-            case "half":
-                return [k // 2 for k in lengths]
-        return [0] * len(lengths)
+            few = (1, 2) if self._model.is_ready else (1, 2, max(static_k, 1))
+            other = [min(self._random.choice(few), limit)] * len(lengths)
+        elif move == "less":
+            other = [max(k - 1, 0) for k in lengths]
+        elif move == "more":
+            other = [min(k + 1, limit) for k in lengths]
+        elif move == "half":
+            other = [k // 2 for k in lengths]
+        else:
+            return [0] * len(lengths)
+        if not self._model.is_ready or len(lengths) <= _MOST_EXPLORING:
+            return other
+        chosen = lengths.copy()
+        for at in self._random.sample(range(len(lengths)), _MOST_EXPLORING):
+            chosen[at] = other[at]
+        return chosen
 
     def _uniform(self, request_ids: Sequence[str], length: int, reason: str) -> Decision:
         if self._num_ceilings and request_ids:
