@@ -201,8 +201,8 @@ class EngineController:
             if model.is_ready:
                 predicted = model.seconds(requests, tokens, context, prefill, block)
                 figures["predicted_step_seconds"] = predicted
-                if (factor := self._watch.observe(seconds, predicted)) != 1.0:
-                    self._steps.rescale(factor, WINDOW)
+                if self._watch.observe(seconds, predicted) != 1.0:
+                    self._steps.restart(WINDOW)
                     self._world_changes += 1
                     model = self._steps.model()
             for name, value in figures.items():

@@ -212,10 +212,13 @@ class StepTimeLearner:
         )  # fmt: skip
         self._filled[cell] += 1
 
-    def rescale(self, factor: float, num_recent: int) -> None:
-        """The world has changed: multiply what was measured before the last `num_recent` steps, and fit anew."""
-        old = self._rows[:, :, 6] <= self.num_steps - num_recent
-        self._rows[:, :, 5] = np.where(old, self._rows[:, :, 5] * factor, self._rows[:, :, 5])
+    def restart(self, num_recent: int) -> None:
+        """The world has changed: keep what was measured in the last `num_recent` steps only, and fit anew."""
+        for cell, filled in enumerate(self._filled.tolist()):
+            rows = self._rows[cell, : min(filled, self.settings.steps_per_kind)]
+            recent = rows[rows[:, 6] > self.num_steps - num_recent]  # a copy
+            rows[: len(recent)] = recent
+            self._filled[cell] = len(recent)
         self._model = StepTimeModel()
 
     @property

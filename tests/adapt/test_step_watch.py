@@ -34,12 +34,18 @@ def test_what_cannot_be_compared_is_left_out() -> None:
     assert watch.spread == 0.0
 
 
-def test_a_rescaled_learner_prices_what_it_has_not_seen_since() -> None:
+def test_a_restarted_learner_knows_only_what_it_has_seen_since() -> None:
     learner = StepTimeLearner()
-    for i in range(400):
-        for k in (0, 3, 7):
-            requests = 1 + i % 16
-            learner.observe(requests, requests * (1 + k), 0, 0, requests * k, k, 1e-3 + 1e-4 * requests * (1 + k))
+
+    def learn(factor: float, rounds: int) -> None:
+        for i in range(rounds):
+            for k in (0, 3, 7):
+                requests = 1 + i % 16
+                seconds = factor * (1e-3 + 1e-4 * requests * (1 + k))
+                learner.observe(requests, requests * (1 + k), 0, 0, requests * k, k, seconds)
+
+    learn(1.0, 400)
     before = learner.model().seconds(16, 128, 0, 0, 7)
-    learner.rescale(2.0, num_recent=0)
+    learn(2.0, 32)
+    learner.restart(num_recent=96)
     assert learner.model().seconds(16, 128, 0, 0, 7) == pytest.approx(2.0 * before, rel=0.02)
