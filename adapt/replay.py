@@ -227,7 +227,9 @@ class Replay:
                 drawn[group] = np.bincount(rng.integers(0, len(group), len(group)), minlength=len(group))
             weights = drawn[self._cluster][first]
             odds = self._text.odds(believe(counts, log.cell, len(log.cells), weights, rng), weights)
-            yield _View(odds, price(rows, rng.poisson(1.0, len(log.seconds)).astype(np.float64)))
+            # By runs of steps: an engine is slow for a while, not for a step.
+            run = np.arange(len(log.seconds)) * MOST_CLUSTERS // len(log.seconds)
+            yield _View(odds, price(rows, rng.poisson(1.0, MOST_CLUSTERS).astype(np.float64)[run]))
 
 
 def _without_prefill(shape: Shape) -> Shape:
