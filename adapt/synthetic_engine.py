@@ -20,10 +20,9 @@ import numpy as np
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.length_policy import LengthPolicy
 from honed.adapt.synthetic import Cost, Traffic
-from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
+from honed.adapt.synthetic_log import EventLog
+from honed.adapt.wire import EventBatch
 
-BATCH_S = 0.25
-"""How long steps are gathered before a batch is sent."""
 _CHUNK = 4096
 
 
@@ -105,50 +104,6 @@ class Outcome:
         return [(b - a, self.seconds_between(a, b)) for a, b in pairwise(edges)]
 
 
-class _EventLog:
-    """Gathers steps as the attachment does, and hands them on as batches."""
-
-    def __init__(self, traffic: Traffic, send: Callable[[EventBatch, float], None]) -> None:
-        self._traffic, self._send = traffic, send
-        self._seq, self._sent_s = 0, 0.0
-        self._steps: list[tuple[int | str, ...]] = []
-        self._rounds: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
-
-    def add(self, step: tuple[int | str, ...], rounds: tuple[Ints, Ints, Ints, Ints, Ints], now_s: float) -> None:
-        """Note a step and its rounds (request, position, drafted, accepted, emitted)."""
-        self._steps.append(step)
-        self._rounds.append(rounds)
-        if now_s - self._sent_s >= BATCH_S:
-            self.flush(now_s)
-
-    def flush(self, now_s: float) -> None:
-        """Send what there is."""
-        if not self._steps:
-            return
-        self._seq, self._sent_s = self._seq + 1, now_s
-        steps = StepColumns(**dict(zip(StepColumns.__struct_fields__, map(list, zip(*self._steps, strict=True)), strict=True)))
-        request, position, drafted, accepted, emitted = (np.concatenate(column) for column in zip(*self._rounds, strict=True))
-        numbers = np.repeat([row[0] for row in self._steps], [len(one[0]) for one in self._rounds])
-        rounds = RoundColumns(
-            step=numbers.tolist(),
-            request=self._traffic.hashes[request].tolist(),
-            workload=self._traffic.workload[request].tolist(),
-            position=position.tolist(),
-            num_draft_tokens=drafted.tolist(),
-            num_accepted_tokens=accepted.tolist(),
-            num_invalid_tokens=[0] * len(request),
-            temperature=[1.0] * len(request),
-            num_emitted=emitted.tolist(),
-        )
-        batch = EventBatch(
-            engine_id="synthetic", boot_id=self._traffic.trace.name, seq=self._seq, sent_unix_ns=0,
-            sent_mono_ns=round(now_s * 1e9), drafter_version="v1",
-            workloads=[one.name for one in self._traffic.trace.workloads], steps=steps, rounds=rounds,
-        )  # fmt: skip
-        self._steps, self._rounds = [], []
-        self._send(batch, now_s)
-
-
 class Engine:
     """A made-up engine in the middle of a trace."""
 
@@ -162,14 +117,14 @@ class Engine:
     ) -> None:
         self.traffic, self.policy, self.judge, self.is_pipelined = traffic, policy, judge, is_pipelined
         self.now_s, self.num_emitted, self.skipped = 0.0, 0, 0.0
-        self._log = _EventLog(traffic, on_batch) if on_batch else None
+        self._log = EventLog(traffic, on_batch) if on_batch else None
         self._seer = policy if isinstance(policy, SeesTruth) else None
         self._running: Ints = np.zeros(0, dtype=np.int64)  # requests, in order of admission
         self._emitted: Ints = np.zeros(0, dtype=np.int64)  # tokens of each
         self._pending: Ints = np.zeros(0, dtype=np.int64)  # lengths chosen a step ahead
         self._ids: list[str] = []
         self._next = 0
-        self._drawn = np.zeros(len(traffic.workload), dtype=np.int64)
+        self._done = np.zeros(len(traffic.workload), dtype=np.int64)
         self._noise: Floats = np.zeros(0)
         self._rows: list[tuple[float, ...]] = []
         self._reasons: list[str] = []
@@ -188,9 +143,9 @@ class Engine:
         columns = np.array(self._rows).T
         tokens, rounds, drafted, block = (column.astype(np.int64) for column in columns[[0, 3, 4, 5]])
         running = set(self._running.tolist())
-        started = {traffic.request_ids[i]: int(self._drawn[i]) for i in range(self._next) if i not in running}
+        finished = {traffic.request_ids[i]: int(self._done[i]) for i in range(self._next) if i not in running}
         return Outcome(
-            tokens, columns[1], columns[2], rounds, drafted, block, columns[6], columns[7], self._reasons, columns[8], started,
+            tokens, columns[1], columns[2], rounds, drafted, block, columns[6], columns[7], self._reasons, columns[8], finished,
             dict(zip(self._ids, self._emitted.tolist(), strict=True)),
         )  # fmt: skip
 
@@ -290,7 +245,7 @@ class Engine:
         emitted = np.concatenate([self._emitted, np.ones(len(newcomers), dtype=np.int64)])
         over = np.concatenate([over, traffic.output_tokens[newcomers] <= 1])
         for index, tokens in zip(running[over].tolist(), emitted[over].tolist(), strict=True):
-            self._drawn[index] = tokens
+            self._done[index] = tokens
             self.policy.finish(traffic.request_ids[index])
         self._running, self._emitted = running[~over], emitted[~over]
         if self.is_pipelined:

@@ -110,10 +110,12 @@ class Steered:
         self.decider.set_policy(policy, now_s)
 
 
-def run_steered(traffic: Traffic, settings: ControllerSettings | None = None, seed: int = 0) -> Outcome:
+def run_steered(
+    traffic: Traffic, settings: ControllerSettings | None = None, seed: int = 0, is_pipelined: bool = False
+) -> Outcome:
     """Run honed's own loop on a trace; every step is judged."""
     policy = Steered(traffic, settings, seed)
-    return simulate(traffic, policy, on_batch=policy.take, judge=judge)
+    return simulate(traffic, policy, on_batch=policy.take, judge=judge, is_pipelined=is_pipelined)
 
 
 def run_oracle(traffic: Traffic) -> Outcome:

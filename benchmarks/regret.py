@@ -9,6 +9,7 @@ Every trace of `regret_traces` is run by honed's own loop (decider and controlle
     cold      the same with the warm-up counted
     path      on the steps that honed came to: expected tokens of its lengths, against the best on that very step; neither
               prompts nor luck in it
+    ahead     as regret, with lengths chosen and drafts made a step ahead, as the attachment has to; the oracle needn't
     recovered after an abrupt change: rounds of each request (= engine steps) until goodput on the path is within 8 % of the
               best, over the last 50 steps since the change and over the 200 to come
 
@@ -48,6 +49,7 @@ class Row:
     regret: float
     cold: float
     path: float
+    ahead: float
     recovered: list[int]
     steps: int
     draft_tokens: tuple[float, float]
@@ -95,11 +97,13 @@ def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
     recovered = [
         round(statistics.median(recovery(run, at * trace.num_tokens) for run in runs)) for at in trace.events
     ]  # fmt: skip
+    ahead = run_steered(traffic, is_pipelined=True)
     row = Row(
         trace.name,
         statistics.mean(regret(run, oracle, begin, end) for run, begin in zip(runs, warm, strict=True)),
         statistics.mean(regret(run, oracle, 0.0, end) for run in runs),
         statistics.mean(1.0 - float(expected.sum() / best.sum()) for expected, best in path),
+        regret(ahead, oracle, warm_up_work(ahead), min(end, float(ahead.work[-1]))),
         recovered,
         len(runs[0].seconds),
         (_mean_length(runs[0]), _mean_length(oracle)),
@@ -144,10 +148,8 @@ def show(row: Row) -> None:
     recovered = " ".join(map(str, row.recovered)) or "-"
     lengths = f"{row.draft_tokens[0]:5.2f} {row.draft_tokens[1]:5.2f}"
     others = " ".join(f"{value:7.1%}" for value in {**row.contenders, **row.ablations}.values())
-    print(
-        f"{row.name:22s} {row.steps:6d} {lengths} {row.regret:7.2%} {row.cold:7.2%} {row.path:7.2%} {recovered:>9s}  {others}",
-        flush=True,
-    )
+    shares = f"{row.regret:7.2%} {row.cold:7.2%} {row.path:7.2%} {row.ahead:7.2%}"
+    print(f"{row.name:22s} {row.steps:6d} {lengths} {shares} {recovered:>9s}  {others}", flush=True)
 
 
 def main() -> int:
@@ -168,7 +170,7 @@ def main() -> int:
         row = measure(trace, args.quick, args.ablate, args.seeds)
         if not rows:
             names = " ".join(f"{name[:7]:>7s}" for name in {**row.contenders, **row.ablations})
-            print(f"{'trace':22s}  steps    k    k*  regret    cold    path recovered  {names}")
+            print(f"{'trace':22s}  steps    k    k*  regret    cold    path   ahead recovered  {names}")
         rows.append(row)
         show(row)
     regrets = {row.name: round(row.regret, 5) for row in rows}
@@ -176,6 +178,7 @@ def main() -> int:
         "regret": regrets,
         "regret_with_cold_start": {row.name: round(row.cold, 5) for row in rows},
         "regret_on_path": {row.name: round(row.path, 5) for row in rows},
+        "regret_ahead": {row.name: round(row.ahead, 5) for row in rows},
         "mean": round(statistics.mean(regrets.values()), 5),
         "worst": round(max(regrets.values()), 5),
         "mean_with_cold_start": round(statistics.mean(row.cold for row in rows), 5),
