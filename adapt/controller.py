@@ -33,13 +33,15 @@ from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
 from honed.adapt.rounds import Rounds, rounds_by_workload
 from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeSettings
-from honed.adapt.step_watch import WINDOW, StepWatch
+from honed.adapt.step_watch import StepWatch
 from honed.adapt.wire import EventBatch, Policy, StepColumns, WorkloadPrior
 
 Event = Alarm
 """What `observe` may report."""
 
 MODES = ("goodput", "latency", "off", *CONTENDERS)
+_YOUNG_EXPLORING = 5.0
+"""By how much more is explored while the step-time model is young."""
 _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
 _MOST_DESIGN_EFFECT = 8.0
@@ -201,8 +203,8 @@ class EngineController:
             if model.is_ready:
                 predicted = model.seconds(requests, tokens, context, prefill, block)
                 figures["predicted_step_seconds"] = predicted
-                if self._watch.observe(seconds, predicted) != 1.0:
-                    self._steps.restart(WINDOW)
+                if changed_steps := self._watch.observe(seconds, predicted):
+                    self._steps.restart(changed_steps)
                     self._world_changes += 1
                     model = self._steps.model()
             for name, value in figures.items():
@@ -250,7 +252,7 @@ class EngineController:
             draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],
             captured_tokens=list(settings.captured_tokens),
             hysteresis=settings.hysteresis,
-            explore_share=settings.explore_share,
+            explore_share=min(settings.explore_share * (_YOUNG_EXPLORING if self._steps.is_young else 1.0), 1.0),
             request_ceiling=settings.request_ceiling,
             capture_share=capture_share,
             table=list(settings.table),

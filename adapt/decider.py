@@ -11,7 +11,8 @@ does when is a table:
     a contender        its name        adapt.contenders
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.block_size.choose
-                       explore         `explore_share` of the steps: a neighbour of what the two rows above would give
+                       explore         `explore_share` of the steps, and a quarter of the cold ones: a neighbour of what the two
+                                       rows above would give
 
 A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
 Nothing here raises on odd input: unknown requests start as workload "default", unusable figures of a policy are replaced.
@@ -42,6 +43,8 @@ _MOST_LABELS = 1024
 _FEW_REQUESTS = 64
 """Up to so many requests it pays to learn without numpy."""
 _MOST_EXPLORING = 16
+_COLD_EXPLORE_SHARE = 0.25
+"""While there is no step-time model, unless exploring is switched off: not knowing costs more than finding out."""
 _EXPLORE_MOVES = ("less", "more", "half", "none")
 
 
@@ -248,7 +251,10 @@ class Decider:
             return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
         if policy.kind not in ("goodput", "latency"):
             return self._uniform(request_ids, static_k, "override" if policy.override else "static")
-        is_exploring = self._random.random() < policy.explore_share
+        share = policy.explore_share
+        if not self._model.is_ready and share > 0.0:
+            share = max(share, _COLD_EXPLORE_SHARE)
+        is_exploring = self._random.random() < share
         if not self._model.is_ready:
             if not is_exploring:
                 return self._uniform(request_ids, static_k, "cold")

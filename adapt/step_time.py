@@ -70,6 +70,16 @@ class StepTimeModel:
         p = self.parameters
         return p[0] + p[1] * num_requests + p[6] * context_tokens + p[7] * num_prefill_tokens + _LEAST_SECONDS
 
+    def fixed_seconds_of_rounds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
+        """Price the same without what prompts add to a step that drafts nothing.
+
+        Prompts have to be computed whatever is drafted. With their time in a goodput, drafts would look cheap beside it.
+        """
+        fixed = self.fixed_seconds(num_requests, context_tokens, 0)
+        if num_prefill_tokens:
+            fixed -= self.seconds_of_tokens(num_requests + num_prefill_tokens) - self.seconds_of_tokens(num_requests)
+        return fixed
+
     def token_seconds(self, tokens: Ints) -> Floats:
         """Price totals of scheduled tokens, element by element."""
         try:
@@ -153,13 +163,15 @@ def pad_tokens(tokens: Ints, captured_tokens: Sequence[int]) -> Ints:
 class StepTimeSettings:
     """How the learner samples, forgets and decides that it knows enough."""
 
-    min_steps: int = 64
+    min_steps: int = 32
     min_steps_per_length: int = 3
     """At least two draft lengths (per request, rounded) must each have been seen this often."""
     steps_per_kind: int = 16
     max_kinds: int = 256
     forgetting_steps: float = 50_000.0
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
+    young_steps: int = 256
+    """For so long after a start or restart the model is worth more exploring than later."""
     refit_steps: int = 64
     """New steps before the fit is redone."""
 
@@ -177,7 +189,7 @@ class StepTimeLearner:
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
-        self._fitted_at = 0
+        self._fitted_at = self._started_at = 0
 
     def observe(
         self,
@@ -220,6 +232,12 @@ class StepTimeLearner:
             rows[: len(recent)] = recent
             self._filled[cell] = len(recent)
         self._model = StepTimeModel()
+        self._started_at = self.num_steps
+
+    @property
+    def is_young(self) -> bool:
+        """Tell whether little has been seen since the start, or since the world changed."""
+        return self.num_steps - self._started_at < self.settings.young_steps
 
     @property
     def is_ready(self) -> bool:

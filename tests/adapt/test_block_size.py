@@ -20,8 +20,10 @@ def make_survival(seed, count, num_spec_tokens, low=0.2, high=0.98):
 
 def goodput(survival, lengths, model, prefill=0):
     expected = len(lengths) + sum(row[:k].sum() for row, k in zip(survival, lengths, strict=True))
-    seconds = model.seconds(len(lengths), len(lengths) + prefill + int(sum(lengths)), 0, prefill, int(max(lengths)))
-    return expected / seconds
+    count = len(lengths)
+    seconds = model.seconds(count, count + prefill + int(sum(lengths)), 0, prefill, int(max(lengths)))
+    prompts = model.seconds(count, count + prefill, 0, prefill, 0) - model.seconds(count, count, 0, 0, 0)
+    return expected / (seconds - prompts)  # they take that long whatever is drafted
 
 
 def brute_force(survival, model, ceilings=None, prefill=0):
@@ -93,6 +95,13 @@ def test_nothing_is_drafted_when_it_does_not_pay():
 
 def test_everything_is_drafted_when_tokens_are_free():
     assert (allocate(make_survival(1, 20, 7), make_model(token=0.0, drafting=0.0)) == 7).all()
+
+
+@pytest.mark.parametrize("count", [4, 256])
+def test_prompts_of_a_step_do_not_make_drafts_look_cheap(count):
+    survival, model = make_survival(5, count, 7, low=0.3, high=0.5), make_model(base=1e-3, token=1e-3)
+    assert not allocate(survival, model).any()
+    assert not allocate(survival, model, num_prefill_tokens=2000).any()
 
 
 def test_more_load_means_shorter_blocks():

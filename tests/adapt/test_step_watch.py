@@ -6,31 +6,36 @@ import numpy as np
 import pytest
 
 from honed.adapt.step_time import StepTimeLearner
-from honed.adapt.step_watch import WINDOW, StepWatch
+from honed.adapt.step_watch import WINDOWS, StepWatch
 
 
-@pytest.mark.parametrize("factor", [1.5, 0.6])
-def test_a_lasting_change_is_noticed_within_a_window_and_by_its_size(factor: float) -> None:
+@pytest.mark.parametrize(
+    ("factor", "window"), [(1.3, WINDOWS[1][0]), (0.75, WINDOWS[1][0]), (2.0, WINDOWS[0][0]), (0.5, WINDOWS[0][0])]
+)
+def test_a_lasting_change_is_noticed_within_a_window_and_by_its_size(factor: float, window: int) -> None:
     rng, watch = np.random.default_rng(0), StepWatch()
-    noise = rng.normal(0.0, 0.05, 400)
-    found = [watch.observe(float(np.exp(e)) * (factor if i >= 200 else 1.0), 1.0) for i, e in enumerate(noise)]
-    assert set(found[:200]) == {1.0}
-    at = next(i for i, f in enumerate(found) if f != 1.0)
-    assert at < 200 + WINDOW
-    assert found[at] == pytest.approx(factor, rel=0.15)
+    found = []
+    for i, noise in enumerate(rng.normal(0.0, 0.05, 400)):
+        found.append(watch.observe(float(np.exp(noise)) * (factor if i >= 200 else 1.0), 1.0))
+        if found[-1]:
+            break
+    assert set(found[:-1]) == {0}
+    assert 200 + window // 2 < len(found) <= 200 + window
+    assert found[-1] == window
+    assert watch.factor == pytest.approx(factor, rel=0.15)
 
 
 def test_odd_steps_and_noise_are_no_change() -> None:
     rng, watch = np.random.default_rng(1), StepWatch()
     seconds = np.exp(rng.normal(0.0, 0.08, 4000))
     seconds[rng.random(4000) < 0.1] *= 10.0
-    assert {watch.observe(float(s), 1.0) for s in seconds} == {1.0}
+    assert {watch.observe(float(s), 1.0) for s in seconds} == {0}
     assert 0.02 < watch.spread < 0.15
 
 
 def test_what_cannot_be_compared_is_left_out() -> None:
     watch = StepWatch()
-    assert {watch.observe(0.0, 1.0), watch.observe(1.0, 0.0)} == {1.0}
+    assert {watch.observe(0.0, 1.0), watch.observe(1.0, 0.0)} == {0}
     assert watch.spread == 0.0
 
 
