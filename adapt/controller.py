@@ -203,7 +203,8 @@ class EngineController:
             if model.is_ready:
                 predicted = model.seconds(requests, tokens, context, prefill, block)
                 figures["predicted_step_seconds"] = predicted
-                if changed_steps := self._watch.observe(seconds, predicted):
+                is_familiar = self._steps.is_familiar(requests, prefill, drafted, block)
+                if is_familiar and (changed_steps := self._watch.observe(seconds, predicted)):
                     self._steps.restart(changed_steps)
                     self._world_changes += 1
                     model = self._steps.model()

@@ -2,10 +2,10 @@
 
     T' = T · c(kind')·M(step') / (c(kind)·M(step))
 
-M is the model of `adapt.step_time`, fitted to the log's steps; c(kind) the mean of measured / M over steps of that kind (batch
-size, draft length, block, with or without prefill), drawn to the overall mean by `KIND_STRENGTH` steps. So a length that was
-seen at that batch size costs what it did cost, one that wasn't what the model says, and whatever else slowed the engine down at
-that moment (T / cM) still does: up to `MOST_SLOWER` times as a factor, what lies beyond as so many seconds.
+M is the model of `adapt.step_time`, fitted to the log's steps; c(kind) the robust mean of measured / M over steps of that kind
+(batch size, draft length, block, with or without prefill), drawn to the overall mean by `KIND_STRENGTH` steps. So a length
+that was seen at that batch size costs what it did cost, one that wasn't what the model says, and whatever else slowed the
+engine down at that moment (T / cM) still does: up to `MOST_SLOWER` times as a factor, what lies beyond as so many seconds.
 
 Letters: S = steps, n = rows that the model is fitted to.
 """
@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.replay_log import Log
-from honed.adapt.step_time import StepTimeModel, StepTimeSettings, fit_parameters
+from honed.adapt.step_time import PARAMETERS, StepTimeModel, StepTimeSettings, fit_parameters
 
 KIND_STRENGTH = 8.0
 MOST_SLOWER = 3.0
+MOST_USUAL = 1.25
+"""A step that is off its kind's median by more says nothing of the kind: three steps may well have one stall among them."""
 SEEN_STEPS = 3
 """A price counts as measured if so many steps of that kind were logged."""
 MODEL_DOUBT = 0.02
@@ -145,20 +147,32 @@ def price(rows: StepRows, weights: Floats | None = None) -> Prices:
     model = StepTimeModel(tuple(parameters.tolist()), rows.captured_tokens)
     expected = modelled(model, rows.shape)
     ratio = np.clip(rows.seconds / expected, 1.0 / MOST_SLOWER, MOST_SLOWER)
-    overall = float((weights * ratio).sum() / max(float(weights.sum()), 1e-9))
     kinds, kind = np.unique(rows.shape.kind(), return_inverse=True)
     kind = kind.ravel()
+    middle = np.where(np.bincount(kind) < SEEN_STEPS, np.median(ratio), _medians(ratio, kind))[kind]
+    usual = np.clip(ratio, middle / MOST_USUAL, middle * MOST_USUAL)
+    overall = float((weights * usual).sum() / max(float(weights.sum()), 1e-9))
     count = np.bincount(kind, weights)
-    factors = (np.bincount(kind, weights * ratio) + KIND_STRENGTH * overall) / (count + KIND_STRENGTH)
+    factors = (np.bincount(kind, weights * usual) + KIND_STRENGTH * overall) / (count + KIND_STRENGTH)
     usual = factors[kind] * expected
     slower = np.minimum(rows.seconds / usual, MOST_SLOWER)
     return Prices(model, kinds, factors, np.bincount(kind), overall, slower, rows.seconds - slower * usual, blocks)
 
 
+def _medians(values: Floats, group: Ints) -> Floats:
+    """Take the (lower) median of each group, numbered from 0 without gaps."""
+    order = np.lexsort((values, group))
+    counts = np.bincount(group)
+    medians: Floats = values[order[np.cumsum(counts) - counts + (counts - 1) // 2]]
+    return medians
+
+
 def modelled(model: StepTimeModel, shape: Shape) -> Floats:
     """Price steps by the model alone, [S]."""
-    p = model.parameters
-    drafting = (shape.block > 0) * (p[8] + p[9] * shape.requests) + shape.block * (p[10] + p[11] * shape.requests)
-    fixed = model.fixed_seconds(0, 0, 0) + p[1] * shape.requests + p[6] * shape.context + p[7] * shape.prefill
-    seconds: Floats = fixed + model.token_seconds(np.maximum(shape.tokens, 0)) + drafting
+    p = dict(zip(PARAMETERS, model.parameters, strict=True))
+    seconds: Floats = model.token_seconds(np.maximum(shape.tokens, 0)) + model.fixed_seconds(0, 0, 0)
+    seconds += p["per_request"] * shape.requests
+    seconds += p["per_context_token"] * shape.context + p["per_prefill_token"] * shape.prefill
+    seconds += (shape.block > 0) * (p["drafting"] + p["drafting_per_request"] * shape.requests)
+    seconds += shape.block * (p["per_block_token"] + p["per_block_token_and_request"] * shape.requests)
     return seconds

@@ -26,15 +26,16 @@ from honed.adapt.acceptance import Floats, Ints
 if TYPE_CHECKING:
     from honed.adapt.wire import Policy
 
-KNOTS = (64, 256, 1024)
+KNOTS = (16, 32, 64, 128, 256, 512, 1024)
 PARAMETERS = (
-    "base", "per_request", "per_token", "per_token_above_64", "per_token_above_256", "per_token_above_1024",
-    "per_context_token", "per_prefill_token",
+    "base", "per_request", "per_context_token", "per_prefill_token",
     "drafting", "drafting_per_request", "per_block_token", "per_block_token_and_request",
+    "per_token", *(f"per_token_above_{knot}" for knot in KNOTS),
 )  # fmt: skip
 """Order of `Policy.step_seconds`; all in seconds per unit. A list of another length is another version's: not ready."""
 
-_RIDGE = np.array([0.01, 10.0, 0.1, 1.0, 1.0, 1.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0])
+_DRAFTING, _TOKENS = slice(4, 8), slice(8, None)
+_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 0.1, *(1.0 for _ in KNOTS)])
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
 _TABLE_TOKENS = 8192
 _LEAST_SECONDS = 1e-7
@@ -49,11 +50,19 @@ class StepTimeModel:
 
     @classmethod
     def from_policy(cls, policy: Policy) -> StepTimeModel:
-        """Read the model of a policy; anything that isn't twelve finite non-negative figures gives the empty model."""
+        """Read the model of a policy; anything but PARAMETERS' number of finite figures >= 0 gives the empty one."""
         values = np.asarray(policy.step_seconds, dtype=np.float64)
         if len(values) != len(PARAMETERS) or not np.isfinite(values).all() or (values < 0.0).any() or not values.any():
             return cls()
         return cls(tuple(values.tolist()), tuple(sorted(size for size in policy.captured_tokens if size > 0)))
+
+    @classmethod
+    def of(cls, captured_tokens: Sequence[int] = (), **seconds: float) -> StepTimeModel:
+        """Make a model of some of PARAMETERS, by name; the others are 0."""
+        unknown = seconds.keys() - set(PARAMETERS)
+        if unknown:
+            raise TypeError(f"a step-time model has no {', '.join(sorted(unknown))}")
+        return cls(tuple(seconds.get(name, 0.0) for name in PARAMETERS), tuple(captured_tokens))
 
     @property
     def is_ready(self) -> bool:
@@ -63,12 +72,12 @@ class StepTimeModel:
     @property
     def is_block_priced(self) -> bool:
         """Tell whether drafting a shorter block is cheaper."""
-        return self.parameters[10] > 0.0 or self.parameters[11] > 0.0
+        return self.parameters[6] > 0.0 or self.parameters[7] > 0.0
 
     def fixed_seconds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
         """Price what doesn't depend on draft lengths."""
         p = self.parameters
-        return p[0] + p[1] * num_requests + p[6] * context_tokens + p[7] * num_prefill_tokens + _LEAST_SECONDS
+        return p[0] + p[1] * num_requests + p[2] * context_tokens + p[3] * num_prefill_tokens + _LEAST_SECONDS
 
     def fixed_seconds_of_rounds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
         """Price the same without what prompts add to a step that drafts nothing.
@@ -102,14 +111,14 @@ class StepTimeModel:
 
     def block_seconds(self, num_requests: int, block: int) -> float:
         """Price drafting one block, length ≥ 1."""
-        p = self.parameters
-        return p[8] + p[9] * num_requests + block * (p[10] + p[11] * num_requests)
+        fixed, per_request, per_token, per_token_and_request = self.parameters[_DRAFTING]
+        return fixed + per_request * num_requests + block * (per_token + per_token_and_request * num_requests)
 
     def draft_seconds(self, num_requests: int, num_spec_tokens: int) -> Floats:
         """Price blocks of length 0 … K, [K+1]; index 0 is a skipped drafter."""
-        p = self.parameters
-        seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (p[10] + p[11] * num_requests)
-        seconds += p[8] + p[9] * num_requests
+        fixed, per_request, per_token, per_token_and_request = self.parameters[_DRAFTING]
+        seconds: Floats = np.arange(num_spec_tokens + 1) * (per_token + per_token_and_request * num_requests)
+        seconds += fixed + per_request * num_requests
         seconds[0] = 0.0
         return seconds
 
@@ -141,11 +150,12 @@ class StepTimeModel:
         _ = self._price_list, self.captured_below
 
     def _token_seconds(self, tokens: Ints) -> Floats:
-        p = self.parameters
+        first, *slopes = self.parameters[_TOKENS]
         padded = pad_tokens(tokens, self.captured_tokens).astype(np.float64)
-        seconds: Floats = p[2] * padded
-        for slope, knot in zip(p[3:6], KNOTS, strict=True):
-            seconds += slope * np.maximum(padded - knot, 0.0)
+        seconds: Floats = first * padded
+        for slope, knot in zip(slopes, KNOTS, strict=True):
+            if slope:
+                seconds += slope * np.maximum(padded - knot, 0.0)
         return seconds
 
 
@@ -187,6 +197,7 @@ class StepTimeLearner:
         self.num_steps = 0
         self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 7))
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
+        self._fitted_to = self._filled.copy()
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
         self._fitted_at = self._started_at = 0
@@ -204,18 +215,13 @@ class StepTimeLearner:
         """Fold in one step; impossible ones are ignored."""
         if num_requests <= 0 or num_tokens <= 0 or not 0.0 < seconds < 600.0:
             return
-        kind = (
-            int(4.0 * np.log2(num_requests)),
-            round(num_draft_tokens / num_requests),
-            block,
-            max(num_prefill_tokens, 0).bit_length(),
-        )
+        kind = _kind(num_requests, num_prefill_tokens, num_draft_tokens, block)
         cell = self._kinds.pop(kind, -1)
         if cell < 0:
             cell = len(self._kinds)
             if cell == self.settings.max_kinds:  # the kind that was seen longest ago makes room
                 cell = self._kinds.pop(next(iter(self._kinds)))
-                self._filled[cell] = 0
+                self._filled[cell] = self._fitted_to[cell] = 0
         self._kinds[kind] = cell
         self.num_steps += 1
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
@@ -223,6 +229,11 @@ class StepTimeLearner:
             num_requests, num_tokens, context_tokens, num_prefill_tokens, block, seconds, self.num_steps,
         )  # fmt: skip
         self._filled[cell] += 1
+
+    def is_familiar(self, num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> bool:
+        """Tell whether the model was fitted to some such steps: else an error of it says nothing about the world."""
+        cell = self._kinds.get(_kind(num_requests, num_prefill_tokens, num_draft_tokens, block), -1)
+        return cell >= 0 and bool(self._fitted_to[cell] >= self.settings.min_steps_per_length)
 
     def restart(self, num_recent: int) -> None:
         """The world has changed: keep what was measured in the last `num_recent` steps only, and fit anew."""
@@ -254,7 +265,7 @@ class StepTimeLearner:
             return StepTimeModel()
         if not self._model.is_ready or self.num_steps - self._fitted_at >= self.settings.refit_steps:
             self._model = StepTimeModel(tuple(self._fit().tolist()), self.captured_tokens)
-            self._fitted_at = self.num_steps
+            self._fitted_at, self._fitted_to = self.num_steps, self._filled.copy()
         return self._model
 
     def _fit(self) -> Floats:
@@ -269,20 +280,25 @@ class StepTimeLearner:
         return fit_parameters(rows[:, :5], rows[:, 5], age, scale, self.captured_tokens)
 
 
+def _kind(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
+    per_request = round(num_draft_tokens / num_requests)
+    return int(4.0 * np.log2(num_requests)), per_request, block, max(num_prefill_tokens, 0).bit_length()
+
+
 def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
-    """Compute the design matrix [n, 12] of steps (requests, tokens, context, prefill, block), columns as PARAMETERS."""
+    """Compute the design matrix [n, P] of steps (requests, tokens, context, prefill, block), columns as PARAMETERS."""
     requests, tokens, context, prefill, block = steps.T
     padded = pad_tokens(tokens.astype(np.int64), captured_tokens).astype(np.float64)
     drafting = (block > 0).astype(np.float64)
     hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS]
     matrix = np.stack(
-        [np.ones(len(steps)), requests, padded, *hinges, context, prefill,
-         drafting, drafting * requests, block, block * requests], axis=1,
+        [np.ones(len(steps)), requests, context, prefill,
+         drafting, drafting * requests, block, block * requests, padded, *hinges], axis=1,
     )  # fmt: skip
     if drafting.all() or not drafting.any():
-        matrix[:, 8:] = 0.0  # never skipped (or never used): its cost can't be told from the rest
+        matrix[:, 4:8] = 0.0  # never skipped (or never used): its cost can't be told from the rest
     elif len(np.unique(block[block > 0])) == 1:
-        matrix[:, 10:] = 0.0  # only one block length was ever drafted
+        matrix[:, 6:8] = 0.0  # only one block length was ever drafted
     return matrix
 
 

@@ -10,7 +10,7 @@ from honed.adapt.step_time import StepTimeModel
 
 
 def make_model(base=5e-3, token=1e-4, drafting=5e-4, block=0.0, captured=()):
-    return StepTimeModel((base, 0.0, token, 0.0, 0.0, 0.0, 0.0, 0.0, drafting, 0.0, block, 0.0), tuple(captured))
+    return StepTimeModel.of(captured, base=base, per_token=token, drafting=drafting, per_block_token=block)
 
 
 def make_survival(seed, count, num_spec_tokens, low=0.2, high=0.98):

@@ -14,7 +14,7 @@ NO_MODEL = StepTimeModel()
 
 
 def make_model(captured_tokens=(), **seconds):
-    return StepTimeModel(tuple(seconds.get(name, 0.0) for name in PARAMETERS), captured_tokens)
+    return StepTimeModel.of(captured_tokens, **seconds)
 
 
 def make(name, num_spec_tokens=K, seed=0, ceilings=(), **limits):

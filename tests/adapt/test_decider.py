@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 from simulate import simulate_rounds
 
 from honed.adapt.decider import Decider
+from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior
 
 K = 7
-STEP_SECONDS = [5e-3, 0.0, 3e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 5e-4, 0.0, 1e-4, 0.0]
+STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, per_block_token=1e-4).parameters)
 
 
 def make_policy(**changes):
@@ -192,7 +193,7 @@ policies = st.builds(
     Policy, engine_id=st.just("e"), generation=st.just(1), ttl_s=numbers, explore_share=numbers, hysteresis=numbers,
     kind=st.sampled_from(["goodput", "static", "off", ""]), static_k=st.integers(-99, 99), max_k=st.integers(-99, 99),
     request_ceiling=st.integers(-5, 99), priors=st.lists(priors, max_size=3),
-    step_seconds=st.one_of(st.lists(numbers, max_size=14), st.just(STEP_SECONDS)),
+    step_seconds=st.one_of(st.lists(numbers, max_size=20), st.just(STEP_SECONDS)),
     captured_tokens=st.lists(st.integers(-5, 600), max_size=5),
 )  # fmt: skip
 

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from honed.adapt.policy_change import what_changed
+from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior
 
-STEP_SECONDS = [5e-3, 0.0, 3e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 5e-4, 0.0, 1e-4, 0.0]
+STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, per_block_token=1e-4).parameters)
 CURVE = [0.8, 0.7, 0.6]
 POLICY = Policy(
     engine_id="e", generation=3, ttl_s=10.0, kind="goodput", static_k=3, max_k=3, step_seconds=STEP_SECONDS,

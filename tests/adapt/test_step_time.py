@@ -14,7 +14,8 @@ from honed.adapt.step_time import (
 from honed.adapt.wire import Policy
 
 K = 7
-parameter_lists = st.lists(st.floats(0.0, 1e-2), min_size=len(PARAMETERS), max_size=len(PARAMETERS))
+P = len(PARAMETERS)
+parameter_lists = st.lists(st.floats(0.0, 1e-2), min_size=P, max_size=P)
 
 
 def make_policy(step_seconds, captured=()):
@@ -113,20 +114,20 @@ def test_a_model_survives_the_way_through_a_policy(parameters):
     assert model == StepTimeModel(tuple(parameters), (8, 64))
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [float("nan")] * 12, [-1.0] * 12, [0.0] * 12, [1e-3] * 13])
+@pytest.mark.parametrize("values", [[], [1.0], [float("nan")] * P, [-1.0] * P, [0.0] * P, [1e-3] * (P + 1)])
 def test_what_is_not_a_model_is_not_ready(values):
     assert not StepTimeModel.from_policy(make_policy(values)).is_ready
 
 
 def test_tokens_are_padded_to_captured_sizes():
     assert pad_tokens(np.array([1, 8, 9, 33]), (8, 32)).tolist() == [8, 8, 32, 33]
-    model = StepTimeModel((1e-3, 0.0, 1e-4, *[0.0] * 9), (8, 32))
+    model = StepTimeModel.of((8, 32), base=1e-3, per_token=1e-4)
     assert model.seconds(1, 3, 0, 0, 0) == model.seconds(1, 8, 0, 0, 0) < model.seconds(1, 9, 0, 0, 0)
     assert model.captured_below[[7, 8, 31, 40]].tolist() == [0, 8, 8, 32]
 
 
 def test_the_table_and_the_formula_agree():
-    model = StepTimeModel((1e-3, 0.0, 1e-4, 1e-5, 1e-6, 1e-6, *[0.0] * 6), (8, 32, 512))
+    model = StepTimeModel.of((8, 32, 512), base=1e-3, per_token=1e-4, per_token_above_64=1e-5, per_token_above_256=1e-6)
     tokens = np.array([0, 9, 100, 8000])
     assert np.allclose(model.token_seconds(tokens), model.token_seconds(np.append(tokens, 100_000))[:-1])
 
