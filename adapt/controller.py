@@ -21,6 +21,7 @@ from honed.adapt.acceptance import (
     RequestTable,
     chain_estimate,
     reached_and_accepted,
+    scale_odds,
     shrunk_estimate,
     survival,
 )
@@ -34,6 +35,7 @@ from honed.adapt.context_shift import (
     estimate_effect,
     shift_for,
     shifted_curves,
+    tilt,
     trials_design_effect,
 )
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
@@ -118,7 +120,7 @@ class _Workload:
         self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
         self.calibration = Calibration()
-        self.contexts = ContextCounts()
+        self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
 
 
 class EngineController:
@@ -191,10 +193,10 @@ class EngineController:
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
-        curve = self._curve(workload, self._engine_curve())
-        for mine, shifted in shifted_curves(curve, self._shift(workload), rounds.position):
+        curve, shift = self._shift(self._curve(workload, self._engine_curve()), workload)
+        for mine, shifted in shifted_curves(curve, shift, rounds.position):
             workload.calibration.observe(survival(shifted), verified[mine], accepted[mine])
-        workload.contexts.observe(curve, rounds.position, verified, accepted)
+        workload.contexts.observe(rounds.position, reached, accepted)
         design_effect = self._design_effect(workload)
         self._counts.observe(*columns, design_effect=design_effect)
         workload.counts.observe(*columns, design_effect=design_effect)
@@ -254,8 +256,8 @@ class EngineController:
         self._context_effect = estimate_effect(
             [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
         )
-        priors = [_prior("", engine, pooled, self._shift())]
-        priors += [_prior(name, self._curve(one, engine), strengths[name], self._shift(one)) for name, one in workloads]
+        priors = [_prior("", pooled, *self._shift(engine))]
+        priors += [_prior(name, strengths[name], *self._shift(self._curve(one, engine), one)) for name, one in workloads]
         return Policy(
             engine_id=self.engine_id,
             generation=(self._policy.generation if self._policy else 0) + 1,
@@ -296,10 +298,10 @@ class EngineController:
             "engine_id": self.engine_id,
             "drafter_version": self._drafter_version or "",
             "num_spec_tokens": self.num_spec_tokens,
-            "engine": describe(self._counts, engine, self._shift()),
+            "engine": describe(self._counts, engine, self._shift(engine)[1]),
             "workloads": {
                 name: {
-                    **describe(one.counts, self._curve(one, engine), self._shift(one)),
+                    **describe(one.counts, self._curve(one, engine), self._shift(engine, one)[1]),
                     "request_strength": round(self._request_strength(one), 2),
                     "design_effect": round(self._design_effect(one), 3),
                     "drift": self._drift.figures(name),
@@ -342,10 +344,13 @@ class EngineController:
         counts = workload.counts
         return shrunk_estimate(counts.trials, counts.successes, engine, self.settings.workload_strength)
 
-    def _shift(self, workload: _Workload | None = None) -> list[float]:
-        """Factors on the failure odds by context length, as of the last policy; None: of the engine's curve."""
-        weights = [one.contexts.weight for one in (self._workloads.values() if workload is None else [workload])]
-        return shift_for(self._context_effect, np.sum(weights, axis=0) if weights else np.zeros(NUM_BUCKETS))
+    def _shift(self, curve: Floats, workload: _Workload | None = None) -> tuple[Floats, list[float]]:
+        """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""
+        if not self._context_effect.any():
+            return curve, []
+        contexts = [one.contexts for one in (self._workloads.values() if workload is None else [workload])]
+        shift = shift_for(self._context_effect, np.sum([one.weight for one in contexts], axis=0))
+        return (scale_odds(curve, tilt(shift, np.sum([one.recent for one in contexts], axis=0))) if shift else curve), shift
 
     def _request_strength(self, workload: _Workload) -> float:
         return self.settings.request_strength or workload.requests.strength()
@@ -364,7 +369,7 @@ def _step_rows(steps: StepColumns) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _prior(name: str, curve: Floats, strength: float, shift: list[float]) -> WorkloadPrior:
+def _prior(name: str, strength: float, curve: Floats, shift: list[float]) -> WorkloadPrior:
     return WorkloadPrior(
         workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
         context_shift=shift,

@@ -283,9 +283,10 @@ class Decider:
         if contexts is None or len(contexts) != len(request_ids):
             self._shift.fill(0.0)
         elif len(request_ids) <= _FEW_REQUESTS:
+            few = self._slot_list(request_ids)  # before the arrays are looked at: it may make them longer
             mine: Any = self._shift.data
             label, row_of_label, steps = self._label.data, self._row_of_label.data, shift.data
-            for slot, context in zip(self._slot_list(request_ids), contexts, strict=True):
+            for slot, context in zip(few, contexts, strict=True):
                 mine[slot] = steps[row_of_label[label[slot]] * NUM_BUCKETS + bucket_of(context)]
         else:
             slots = self._slots_of(request_ids)

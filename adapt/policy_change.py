@@ -44,14 +44,14 @@ def _acceptance(old: Policy, new: Policy) -> str:
         before, name = curves.get(prior.workload), f"workload {prior.workload!r}" if prior.workload else "the engine"
         if before is None:
             return f"{name} is new"
+        if reason := _context_shift(before.context_shift, prior.context_shift):
+            return f"failure odds of {name} {reason}"
         moved = np.abs(np.subtract(before.acceptance, prior.acceptance))
         if moved.max(initial=0.0) > ACCEPTANCE_STEP:
             at = int(moved.argmax())
             return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:
             return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
-        if reason := _context_shift(before.context_shift, prior.context_shift):
-            return f"failure odds of {name} {reason}"
     return ""
 
 
