@@ -38,6 +38,7 @@ from honed.adapt.acceptance import CHAIN_STRENGTH, Floats, Ints, RequestTable, s
 
 NUM_BUCKETS = 11
 _BITS = 7
+_LONGEST = 1 << (_BITS + NUM_BUCKETS - 2)
 _BUCKETS: Ints = np.array([n.bit_length() for n in range((1 << (NUM_BUCKETS - 2)) + 1)], dtype=np.int64)
 FORGETTING_ROUNDS = 100_000.0
 """Long, since it takes many requests to tell the context's part from theirs; a change of weights ends it sooner."""
@@ -50,7 +51,9 @@ _TURNS = 6
 
 def bucket_of(context_tokens: int) -> int:
     """Return the bucket of a context length; negative ones are short."""
-    return min((max(context_tokens, 0) >> _BITS).bit_length(), NUM_BUCKETS - 1)
+    if 0 <= context_tokens < _LONGEST:
+        return (context_tokens >> _BITS).bit_length()
+    return NUM_BUCKETS - 1 if context_tokens > 0 else 0
 
 
 def buckets_of(context_tokens: Sequence[int] | Ints) -> Ints:

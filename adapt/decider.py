@@ -14,6 +14,8 @@ does when is a table:
                        explore         `explore_share` of the steps: a neighbour of what the two rows above would give
 
 A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
+Where the policy says that acceptance depends on the length of the context, a request's failure odds are its own factor times
+that of its context (`adapt.context_shift`), and its own is measured against the curve of its context.
 Nothing here raises on odd input: unknown requests start as workload "default", unusable figures of a policy are replaced.
 """
 

@@ -13,6 +13,8 @@ Every trace of `regret_traces` is run by honed's own loop (decider and controlle
     recovered after an abrupt change: rounds of each request (= engine steps) until goodput on the path is within 8 % of the
               best, over the last 50 steps since the change and over the 200 to come
 
+The trace `contexts-mixed` is run when it is named, beside the twenty; acceptance falls with the length of the context there.
+
 `static-best` is the fixed length that turns out best on each trace. --ablate replaces one estimate after another by the truth
 (`regret_truths`). The last line of stdout is JSON.
 """

@@ -199,3 +199,17 @@ def test_forgetting_does_not_depend_on_how_rounds_were_batched() -> None:
     before = counts.recent.sum()
     counts.observe(contexts[1:], *second)
     assert counts.recent.sum() == pytest.approx(before * np.exp(-0.1) + second[1].sum())
+
+
+def test_after_all_contexts_have_become_long_their_curve_is_what_it_is_now() -> None:
+    # The curve has come to hold the long contexts alone; their factor must not be counted on top of it.
+    rng, long = np.random.default_rng(7), 9000
+    counts, _ = observed(rng, spread_out(rng, 20_000), 0.4)
+    for _ in range(40):
+        counts.recent *= 0.5
+    recent, _ = observed(rng, np.full(5000, long), 0.0)
+    counts.recent += recent.recent
+    shift = shift_for(estimate_effect([(counts, 1.0)]), counts.weight)
+    assert shift[bucket_of(long)] > 1.5
+    now = scale_odds(CURVE, tilt(shift, counts.recent))
+    assert np.allclose(scale_odds(now, shift[bucket_of(long)]), CURVE, atol=0.005)
