@@ -9,17 +9,22 @@ import numpy as np
 
 from honed.adapt.acceptance import AcceptanceCounts, Floats, acceptance_length, survival
 from honed.adapt.block_size import choose, latency_gains
+from honed.adapt.context_shift import bucket_starts
 from honed.adapt.step_time import StepTimeModel
 
 
-def describe(counts: AcceptanceCounts, curve: Floats) -> dict[str, object]:
-    """A level of the acceptance hierarchy: its curve, and how much it rests on."""
+def describe(counts: AcceptanceCounts, curve: Floats, shift: Sequence[float] = ()) -> dict[str, object]:
+    """A level of the acceptance hierarchy: its curve, how much it rests on, and what the length of the context makes of it.
+
+    `context_shift` is rows (from so many tokens of context on, factor on the failure odds); none where it makes no difference.
+    """
     return {
         "acceptance": [round(value, 4) for value in curve.tolist()],
         "survival": [round(value, 4) for value in survival(curve).tolist()],
         "acceptance_length": round(acceptance_length(curve), 4),
         "rounds": counts.num_rounds,
         "trials": [round(value, 1) for value in counts.trials.tolist()],
+        "context_shift": [list(row) for row in zip(bucket_starts(), shift, strict=False)],
     }
 
 

@@ -110,9 +110,14 @@ class Contender(ABC):
             self._learn(rounds)
 
     def decide(
-        self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, now_s: float
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
     ) -> Decision:
-        """Choose the draft lengths of the decoding requests of a step; `now_s` plays no part."""
+        """Choose the draft lengths of the decoding requests of a step; `now_s` and `contexts` play no part."""
         if not request_ids:
             return Decision([], 0, self.name)
         context, prefill = within(context_tokens, 0, _MOST_TOKENS), within(num_prefill_tokens, 0, _MOST_TOKENS)

@@ -21,6 +21,7 @@ from honed.adapt.acceptance import (
     RequestTable,
     chain_estimate,
     reached_and_accepted,
+    scale_odds,
     shrunk_estimate,
     survival,
 )
@@ -28,6 +29,15 @@ from honed.adapt.beliefs import Plans, describe
 from honed.adapt.calibration import Calibration
 from honed.adapt.canary import Baseline
 from honed.adapt.contenders import CONTENDERS
+from honed.adapt.context_shift import (
+    NUM_BUCKETS,
+    ContextCounts,
+    estimate_effect,
+    shift_for,
+    shifted_curves,
+    tilt,
+    trials_design_effect,
+)
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
 from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
@@ -112,6 +122,7 @@ class _Workload:
         self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
         self.calibration = Calibration()
+        self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
 
 
 class EngineController:
@@ -141,6 +152,7 @@ class EngineController:
         self._decisions: Counter[str] = Counter()
         self._watch = StepWatch()
         self._world_changes = 0
+        self._context_effect: Floats = np.zeros(NUM_BUCKETS)
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -170,6 +182,7 @@ class EngineController:
             for workload in self._workloads.values():
                 workload.counts.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
+                workload.contexts.forget(_KEPT_AFTER_SWAP)
         self._drift.reset(version)
 
     def _observe_rounds(self, name: str, rounds: Rounds) -> list[Event]:
@@ -182,7 +195,10 @@ class EngineController:
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
-        workload.calibration.observe(survival(self._curve(workload, self._engine_curve())), verified, accepted)
+        curve, shift = self._shift(self._curve(workload, self._engine_curve()), workload)
+        for mine, shifted in shifted_curves(curve, shift, rounds.position):
+            workload.calibration.observe(survival(shifted), verified[mine], accepted[mine])
+        workload.contexts.observe(rounds.position, reached, accepted)
         design_effect = self._design_effect(workload)
         self._counts.observe(*columns, design_effect=design_effect)
         workload.counts.observe(*columns, design_effect=design_effect)
@@ -239,8 +255,12 @@ class EngineController:
         engine = self._engine_curve()
         strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
         pooled = float(np.median(list(strengths.values()))) if strengths else settings.request_strength or 8.0
-        priors = [_prior("", engine, pooled)]
-        priors += [_prior(name, self._curve(one, engine), strengths[name]) for name, one in self._workloads.items()]
+        workloads = self._workloads.items()
+        self._context_effect = estimate_effect(
+            [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
+        )
+        priors = [_prior("", pooled, *self._shift(engine))]
+        priors += [_prior(name, strengths[name], *self._shift(self._curve(one, engine), one)) for name, one in workloads]
         return Policy(
             engine_id=self.engine_id,
             generation=(self._policy.generation if self._policy else 0) + 1,
@@ -281,10 +301,10 @@ class EngineController:
             "engine_id": self.engine_id,
             "drafter_version": self._drafter_version or "",
             "num_spec_tokens": self.num_spec_tokens,
-            "engine": describe(self._counts, engine),
+            "engine": describe(self._counts, engine, self._shift(engine)[1]),
             "workloads": {
                 name: {
-                    **describe(one.counts, self._curve(one, engine)),
+                    **describe(one.counts, self._curve(one, engine), self._shift(engine, one)[1]),
                     "request_strength": round(self._request_strength(one), 2),
                     "design_effect": round(self._design_effect(one), 3),
                     "drift": self._drift.figures(name),
@@ -327,6 +347,14 @@ class EngineController:
         counts = workload.counts
         return shrunk_estimate(counts.trials, counts.successes, engine, self.settings.workload_strength)
 
+    def _shift(self, curve: Floats, workload: _Workload | None = None) -> tuple[Floats, list[float]]:
+        """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""
+        if not self._context_effect.any():
+            return curve, []
+        contexts = [one.contexts for one in (self._workloads.values() if workload is None else [workload])]
+        shift = shift_for(self._context_effect, np.sum([one.weight for one in contexts], axis=0))
+        return (scale_odds(curve, tilt(shift, np.sum([one.recent for one in contexts], axis=0))) if shift else curve), shift
+
     def _request_strength(self, workload: _Workload) -> float:
         return self.settings.request_strength or workload.requests.strength()
 
@@ -344,7 +372,8 @@ def _step_rows(steps: StepColumns) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _prior(name: str, curve: Floats, strength: float) -> WorkloadPrior:
+def _prior(name: str, strength: float, curve: Floats, shift: list[float]) -> WorkloadPrior:
     return WorkloadPrior(
-        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2)
-    )
+        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
+        context_shift=shift,
+    )  # fmt: skip

@@ -15,6 +15,8 @@ does when is a table:
                                        rows above would give
 
 A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
+Where the policy says that acceptance depends on the length of the context, a request's failure odds are its own factor times
+that of its context (`adapt.context_shift`), and its own is measured against the curve of its context.
 Nothing here raises on odd input: unknown requests start as workload "default", unusable figures of a policy are replaced.
 """
 
@@ -33,6 +35,7 @@ from honed.adapt.block_size import choose, choose_shared
 from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
+from honed.adapt.context_shift import NUM_BUCKETS, bucket_of, buckets_of
 from honed.adapt.length_policy import Decision
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, limit_of, within
 from honed.adapt.wire import Policy
@@ -62,6 +65,7 @@ class Decider:
         self._ceiling: Ints = np.full(size, self.num_spec_tokens, dtype=np.int64)
         self._failures: Floats = np.zeros(size)
         self._successes: Floats = np.zeros(size)
+        self._shift: Floats = np.zeros(size)  # steps of theta, for the length of the context
         self._num_ceilings = 0
         self._last_ids: list[str] = []
         self._last_slots: Ints = np.zeros(0, dtype=np.int64)
@@ -143,7 +147,7 @@ class Decider:
         slot = self._take_slot()
         self._slots[request_id] = slot
         self._label[slot] = self._label_of(workload)
-        self._failures[slot] = self._successes[slot] = 0.0
+        self._failures[slot] = self._successes[slot] = self._shift[slot] = 0.0
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._ceiling[slot] = limit
         self._num_ceilings += limit < self.num_spec_tokens
@@ -177,22 +181,28 @@ class Decider:
         row = self._row_of_label[self._label[slots]]
         decay = np.where(drafted > 0, _REQUEST_DECAY, 1.0)
         failed = self._tables.on_failure[row, accepted] * (accepted < drafted)
+        passed = self._tables.on_success[row, accepted]
+        if self._tables.shift is not None:
+            root = np.exp(self._shift[slots] * _HALF_STEP)
+            failed, passed = failed / root, passed * root
         self._failures[slots] = self._failures[slots] * decay + failed
-        self._successes[slots] = self._successes[slots] * decay + self._tables.on_success[row, accepted]
+        self._successes[slots] = self._successes[slots] * decay + passed
 
     def _observe_few(self, slots: list[int], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]) -> None:
         # The same without numpy: between two steps its code has left the caches, and a dozen calls of it cost 100 us.
         failures: Any = self._failures.data
         successes: Any = self._successes.data
         label, row_of_label = self._label.data, self._row_of_label.data
+        shift: Any = None if self._tables.shift is None else self._shift.data
         for slot, num_drafted, num_accepted in zip(slots, num_draft_tokens, num_accepted_tokens, strict=True):
             drafted = min(max(num_drafted, 0), self.num_spec_tokens)
             if drafted:
                 accepted = min(max(num_accepted, 0), drafted)
                 row = row_of_label[label[slot]]
                 failed = self._failure_odds[row][accepted] if accepted < drafted else 0.0
-                failures[slot] = failures[slot] * _REQUEST_DECAY + failed
-                successes[slot] = successes[slot] * _REQUEST_DECAY + self._success_odds[row][accepted]
+                root = 1.0 if shift is None else math.exp(shift[slot] * _HALF_STEP)
+                failures[slot] = failures[slot] * _REQUEST_DECAY + failed / root
+                successes[slot] = successes[slot] * _REQUEST_DECAY + self._success_odds[row][accepted] * root
 
     def _slots_of(self, request_ids: Sequence[str]) -> Ints:
         if request_ids == self._last_ids:
@@ -217,7 +227,7 @@ class Decider:
             self.finish(next(iter(self._slots)))
             return self._free.pop()
         if used == len(self._label):
-            for name in ("_label", "_ceiling", "_failures", "_successes"):
+            for name in ("_label", "_ceiling", "_failures", "_successes", "_shift"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         return used
@@ -234,7 +244,12 @@ class Decider:
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def decide(
-        self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, now_s: float
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
     ) -> Decision:
         """Choose the draft lengths of the decoding requests of a step."""
         self._refresh_fallback(now_s)
@@ -262,12 +277,28 @@ class Decider:
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
+            if self._tables.shift is not None:
+                self._place(request_ids, contexts, self._tables.shift)
             lengths = self._best(request_ids, max(context_tokens, 0), max(num_prefill_tokens, 0), limit, policy)
         if is_exploring:
             lengths = self._neighbour(lengths, static_k, limit)
             if self._num_ceilings:
                 lengths = np.minimum(lengths, self._ceiling[self._slots_of(request_ids)]).tolist()
         return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
+
+    def _place(self, request_ids: Sequence[str], contexts: Sequence[int] | None, shift: Floats) -> None:
+        """Look up what the lengths of the contexts make of the requests' failure odds; nothing where they aren't told."""
+        if contexts is None or len(contexts) != len(request_ids):
+            self._shift.fill(0.0)
+        elif len(request_ids) <= _FEW_REQUESTS:
+            few = self._slot_list(request_ids)  # before the arrays are looked at: it may make them longer
+            mine: Any = self._shift.data
+            label, row_of_label, steps = self._label.data, self._row_of_label.data, shift.data
+            for slot, context in zip(few, contexts, strict=True):
+                mine[slot] = steps[row_of_label[label[slot]] * NUM_BUCKETS + bucket_of(context)]
+        else:
+            slots = self._slots_of(request_ids)
+            self._shift[slots] = shift[self._row_of_label[self._label[slots]] * NUM_BUCKETS + buckets_of(contexts)]
 
     def _best(
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
@@ -288,11 +319,13 @@ class Decider:
         # As in `_choose_many`, without numpy: see `block_size_exact`.
         failures, successes, ceilings = self._failures.data, self._successes.data, self._ceiling.data
         label, row_of_label, constants = self._label.data, self._row_of_label.data, self._tables.constant.data
+        shift = None if self._tables.shift is None else self._shift.data
         curves: list[list[float]] = []
         for slot in slots:
             row = row_of_label[label[slot]]
             theta = (constants[row] + failures[slot]) / (constants[row] + successes[slot])
-            step = min(max(int(math.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)), 0), NUM_THETAS - 1)
+            middle = _MIDDLE if shift is None else _MIDDLE + shift[slot]
+            step = min(max(int(math.log(theta) * THETA_STEPS + middle), 0), NUM_THETAS - 1)
             curve = self._tables.curves[row * NUM_THETAS + step]
             most = min(ceilings[slot], limit)
             curves.append(curve if most >= len(curve) else curve[:most])
@@ -304,7 +337,8 @@ class Decider:
         row = self._row_of_label[self._label[slots]]
         constant = self._tables.constant[row]
         theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
-        step = (np.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)).astype(np.int64)
+        middle = _MIDDLE if self._tables.shift is None else self._shift[slots] + _MIDDLE
+        step = (np.log(theta) * THETA_STEPS + middle).astype(np.int64)
         curve = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
         if not self._num_ceilings and not self._model.is_block_priced:
             return choose_shared(
@@ -352,4 +386,6 @@ class Decider:
         return Decision([length] * len(request_ids), length if request_ids else 0, reason)
 
 
+_MIDDLE = NUM_THETAS // 2 + 0.5
+_HALF_STEP = 0.5 / THETA_STEPS
 _REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)

@@ -36,7 +36,12 @@ class LengthPolicy(Protocol):
         """Learn from the finished rounds of a step, one per request; a round may have had no drafts."""
 
     def decide(
-        self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, now_s: float
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
     ) -> Decision:
         """Choose the draft lengths of the decoding requests of a step.
 
@@ -44,4 +49,5 @@ class LengthPolicy(Protocol):
             context_tokens: sum of the requests' context lengths.
             num_prefill_tokens: prompt tokens that are computed in the same step.
             now_s: any monotonic clock, in seconds.
+            contexts: context length of each request, for rules that want them.
         """

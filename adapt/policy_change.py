@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from honed.adapt.context_shift import NUM_BUCKETS, bucket_starts
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -12,6 +13,8 @@ ACCEPTANCE_STEP = 0.005
 """A conditional acceptance that moved by more is material."""
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
+SHIFT_STEP = 0.05
+"""A factor on the failure odds that moved by more (relative) is material."""
 
 
 def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
@@ -41,12 +44,22 @@ def _acceptance(old: Policy, new: Policy) -> str:
         before, name = curves.get(prior.workload), f"workload {prior.workload!r}" if prior.workload else "the engine"
         if before is None:
             return f"{name} is new"
+        if reason := _context_shift(before.context_shift, prior.context_shift):
+            return f"failure odds of {name} {reason}"
         moved = np.abs(np.subtract(before.acceptance, prior.acceptance))
         if moved.max(initial=0.0) > ACCEPTANCE_STEP:
             at = int(moved.argmax())
             return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:
             return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
+    return ""
+
+
+def _context_shift(before: list[float], after: list[float]) -> str:
+    was, now = (shift or [1.0] * NUM_BUCKETS for shift in (before, after))
+    for tokens, old, new in zip(bucket_starts(), was, now, strict=False):
+        if abs(new / old - 1.0) > SHIFT_STEP:
+            return f"at {tokens} tokens of context and more: x {old:.2f} -> x {new:.2f}"
     return ""
 
 

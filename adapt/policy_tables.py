@@ -10,6 +10,7 @@ import numpy as np
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
 from honed.adapt.block_size import CurveTable, latency_gains
+from honed.adapt.context_shift import NUM_BUCKETS
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -35,6 +36,7 @@ class PolicyTables:
     constant: Floats  # [W] what the workload's curve weighs in a request's theta
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] what n accepted drafts add to the other
+    shift: Floats | None  # [W * buckets] steps of theta by context length; None: it makes no difference
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
@@ -60,6 +62,7 @@ class PolicyTables:
             np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
+            _usable_shift([prior.context_shift for prior in priors]),
         )
 
 
@@ -86,6 +89,15 @@ def _usable_curve(acceptance: Sequence[float], num_spec_tokens: int) -> Floats:
         last = within(value, EDGE, 1.0 - EDGE, last)
         curve[position] = last
     return curve
+
+
+def _usable_shift(shifts: Sequence[Sequence[float]]) -> Floats | None:
+    """Turn factors by context length into steps of theta: 1 for what is missing or unusable."""
+    factors = np.ones((len(shifts), NUM_BUCKETS))
+    for row, shift in zip(factors, shifts, strict=True):
+        usable = [within(value, 0.1, 10.0, 1.0) if value > 0.0 else 1.0 for value in shift[:NUM_BUCKETS]]
+        row[: len(usable)] = usable
+    return np.log(factors).ravel() * THETA_STEPS if (factors != 1.0).any() else None
 
 
 def within(value: float, low: float, high: float, otherwise: float) -> float:

@@ -6,6 +6,9 @@ told apart: request q of workload w accepts with a_qj = m_j / (m_j + θ_q·(1 �
 `adapt.acceptance`, drawn to 1; m_j is estimated with every success weighted by its request's θ, since at a given position
 E[failures of q] = θ_q · (1 − m_j)/m_j · E[successes of q] however often q was tried there. The two are found in turn.
 
+The length of the context isn't told apart (`adapt.context_shift` is not in use here): what it does to a request is part of its
+θ, which is taken to hold from its first round to its last.
+
 Letters: Q = requests, C = cells (workload and drafter version), K = draft tokens.
 """
 

@@ -20,6 +20,8 @@ class Rounds:
     num_draft_tokens: Ints
     num_accepted_tokens: Ints
     num_invalid_tokens: Ints
+    position: Ints
+    """Of the last verified token: about the length of the context."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -33,6 +35,7 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     label = _ints(columns.workload, "workload", count)
     accepted = _ints(columns.num_accepted_tokens, "num_accepted_tokens", count)
     invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
+    position = _ints(columns.position or [0] * count, "position", count)
     request = _hashes(columns.request, count)
     if count and not 0 <= label.min() <= label.max() < len(batch.workloads):
         raise ValueError("batch names a workload by an index that its list of workloads doesn't have")
@@ -40,7 +43,7 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     for index, workload in enumerate(batch.workloads):
         mine = has_draft & (label == index)
         if mine.any():
-            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine])
+            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine])
 
 
 def _ints(values: Sequence[int], name: str, count: int) -> Ints:

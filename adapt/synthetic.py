@@ -117,6 +117,9 @@ class Workload:
     since: float = 0.0
     """Share of the trace's requests before which none is of this kind."""
     drift: tuple[Drift, ...] = ()
+    decay: float = 0.0
+    """Log-odds that acceptance loses with every doubling of the context beyond `decay_from` tokens."""
+    decay_from: int = 512
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,22 @@ class Traffic:
                 now = now + progress * (_log_odds(_full(drift.acceptance, len(now))) - now)
             shift[row] = now - _log_odds(self._base[row])
         return shift
+
+    def decay(self, requests: Ints, contexts: Ints) -> Floats:
+        """By how much the lengths of their contexts lower the log-odds of requests, [n]."""
+        rate, begin = (column[self.workload[requests]] for column in self._decay)
+        decay: Floats = rate * np.log2(np.maximum(contexts / begin, 1.0))
+        return decay
+
+    @cached_property
+    def is_decaying(self) -> bool:
+        """Whether any workload's acceptance depends on the length of the context."""
+        return any(workload.decay for workload in self.trace.workloads)
+
+    @cached_property
+    def _decay(self) -> tuple[Floats, Floats]:
+        columns = np.array([(one.decay, one.decay_from) for one in self.trace.workloads], dtype=np.float64).T
+        return columns[0], columns[1]
 
     @cached_property
     def _is_drifting(self) -> bool:

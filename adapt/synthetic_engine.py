@@ -156,9 +156,10 @@ class Engine:
         newcomers = self._admit()
         count, work = len(self._running), self.num_emitted + self.skipped
         cost, prefill = traffic.cost(work), int(traffic.prompt_tokens[newcomers].sum())
-        self._refresh(traffic.stage(work))
-        contexts = int((traffic.prompt_tokens[self._running] + self._emitted).sum())
-        truth = Truth(self._survival, cost, count + len(newcomers), contexts + prefill, prefill, trace.is_block_shortened)
+        contexts = traffic.prompt_tokens[self._running] + self._emitted
+        self._refresh(traffic.stage(work), contexts)
+        in_all = int(contexts.sum()) + prefill
+        truth = Truth(self._survival, cost, count + len(newcomers), in_all, prefill, trace.is_block_shortened)
         lengths, block, reason = self._choose(truth, contexts, newcomers)
         accepted = self._verify(lengths)
         drafted = int(lengths.sum())
@@ -180,15 +181,14 @@ class Engine:
         if self._log is not None:
             row = (step + 1, round(self.now_s * 1e9), round(seconds * 1e6), truth.num_requests, tokens, prefill, drafted,
                    truth.context_tokens, block, reason)  # fmt: skip
-            positions = traffic.prompt_tokens[self._running] + self._emitted - 1
-            self._log.add(row, (self._running, positions, lengths, accepted, emitted), self.now_s)
+            self._log.add(row, (self._running, contexts - 1, lengths, accepted, emitted), self.now_s)
         if count:
             ids = self._ids
             self.policy.observe(ids, lengths.tolist(), accepted.tolist())
         self._emitted = self._emitted + emitted
         self._finish_and_join(newcomers)
 
-    def _choose(self, truth: Truth, contexts: int, newcomers: Ints) -> tuple[Ints, int, str]:
+    def _choose(self, truth: Truth, contexts: Ints, newcomers: Ints) -> tuple[Ints, int, str]:
         """Return the lengths to verify in this step, the block to draft in it, and why."""
         trace, count = self.traffic.trace, len(self._running)
         whole_block = 0 if trace.is_block_shortened else trace.num_spec_tokens
@@ -197,12 +197,14 @@ class Engine:
                 return self._running, whole_block, "prefill"
             if self._seer is not None:
                 self._seer.see(truth)
-            decision = self.policy.decide(self._ids, contexts, truth.num_prefill_tokens, self.now_s)
+            in_all = truth.context_tokens - truth.num_prefill_tokens
+            decision = self.policy.decide(self._ids, in_all, truth.num_prefill_tokens, self.now_s, contexts.tolist())
             lengths = np.array(decision.num_draft_tokens, dtype=np.int64)
             return lengths, whole_block or int(lengths.max()), decision.reason
         lengths = self._pending
         ids = self._ids + [self.traffic.request_ids[index] for index in newcomers.tolist()]
-        decision = self.policy.decide(ids, truth.context_tokens, 0, self.now_s)
+        lengths_of_all = contexts.tolist() + self.traffic.prompt_tokens[newcomers].tolist()
+        decision = self.policy.decide(ids, truth.context_tokens, 0, self.now_s, lengths_of_all)
         self._pending = np.array(decision.num_draft_tokens, dtype=np.int64)
         return lengths, whole_block or int(self._pending.max(initial=0)), decision.reason
 
@@ -253,14 +255,16 @@ class Engine:
         self._ids = [traffic.request_ids[index] for index in self._running.tolist()]
         self._stage = -1
 
-    def _refresh(self, stage: int) -> None:
+    def _refresh(self, stage: int, contexts: Ints) -> None:
         """Compute the true curves anew when the batch or the truth has changed."""
-        if stage == self._stage:
+        if stage == self._stage and not self.traffic.is_decaying:
             return
         traffic, self._stage = self.traffic, stage
         log_odds: Floats = traffic.log_odds[self._running]
         if stage:
             log_odds += traffic.shift(stage)[traffic.workload[self._running]]  # a copy: indexed by an array
+        if traffic.is_decaying:
+            log_odds = log_odds - traffic.decay(self._running, contexts)[:, None]
         self._acceptance = 1.0 / (1.0 + np.exp(-log_odds))
         self._survival = np.cumprod(self._acceptance, axis=1, dtype=np.float64)
 

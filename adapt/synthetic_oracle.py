@@ -77,7 +77,14 @@ class Oracle:
     ) -> None:
         """Nothing to learn."""
 
-    def decide(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, now_s: float) -> Decision:
+    def decide(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
+    ) -> Decision:
         """Choose the optimum of the step that was shown last."""
         assert self._truth is not None
         assert len(self._truth.survival) == len(request_ids)

@@ -219,6 +219,8 @@ class WorkloadPrior(_Message, frozen=True):
     """[K] conditional acceptance a_j: P(draft j accepted | drafts < j accepted)."""
     strength: float = 8.0
     """Pseudo-rounds that this prior weighs against the request's own rounds."""
+    context_shift: list[float] = []
+    """[B] factor on the failure odds by context length, in the buckets of adapt.context_shift; empty: no difference."""
 
 
 class StepTimePoint(_Message, frozen=True):

@@ -111,20 +111,20 @@ class Attachment:
         began_ns = time.perf_counter_ns()
         self._step += 1
         requests = self._scheduler.requests
-        ids, context, prompt_context, num_prefill = [], 0, 0, 0
+        ids, contexts, prompt_context, num_prefill = [], [], 0, 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = requests[request_id]
             length = request.num_tokens
             # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
             if request.num_computed_tokens + num_tokens >= length:
                 ids.append(request_id)
-                context += length
+                contexts.append(length)
             else:
                 prompt_context += length
                 num_prefill += num_tokens
-        reason, block = "observe", self._num_spec_tokens
+        context, reason, block = sum(contexts), "observe", self._num_spec_tokens
         if self._can_decide and not self._is_off():
-            decision = self._decider.decide(ids, context, num_prefill, time.monotonic())
+            decision = self._decider.decide(ids, context, num_prefill, time.monotonic(), contexts)
             self._lengths = dict(zip(ids, decision.num_draft_tokens, strict=True))
             reason = decision.reason
             if self._can_shorten:

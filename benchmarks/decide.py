@@ -14,6 +14,7 @@ import json
 import sys
 import time
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ BATCHES = (16, 64, 256)
 STEPS_PER_POLICY = 200
 STEP_SECONDS = [5e-3, 1e-5, 2e-5, 0.0, 5e-5, 0.0, 1e-8, 2e-5, 5e-4, 0.0, 0.0, 0.0]
 """A memory-bound target up to 256 tokens, dearer above; the drafter always drafts K, as on CUDA."""
+SHIFT = [0.5, 0.5, 0.6, 0.7, 0.8, 1.0, 1.3, 1.7, 2.0, 2.5, 3.0]
+"""With --contexts: factors on the failure odds by context length; contexts are spread from 64 to 16,384 tokens."""
 THRASH_BYTES = 64 << 20
 
 
@@ -35,12 +38,14 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4000, help="steps measured for each batch size, after as many / 4")
+    parser.add_argument("--contexts", action="store_true", help="acceptance depends on the length of the context")
     parser.add_argument("--out", type=Path, default=None, help="also write the result to this file")
     arguments = parser.parse_args()
+    shift = SHIFT if arguments.contexts else []
     rows: dict[str, dict[str, Any]] = {}
     for batch in BATCHES:
-        rows[str(batch)] = {"warm": measure(batch, arguments.steps, is_cold=False)}
-        rows[str(batch)]["cold"] = measure(batch, max(arguments.steps // 8, 1), is_cold=True)
+        rows[str(batch)] = {"warm": measure(batch, arguments.steps, is_cold=False, shift=shift)}
+        rows[str(batch)]["cold"] = measure(batch, max(arguments.steps // 8, 1), is_cold=True, shift=shift)
         for name, row in rows[str(batch)].items():
             decide, learn = row["decide_us"], row["learn_us"]
             print(f"{batch:4d} requests, {name}: decide p50 {decide[0]:.0f} us, p99 {decide[1]:.0f} us; "
@@ -63,10 +68,11 @@ def main() -> int:
 class Engine:
     """A decider with a full batch of simulated requests."""
 
-    def __init__(self, batch: int, seed: int = 0) -> None:
+    def __init__(self, batch: int, seed: int = 0, shift: Sequence[float] = ()) -> None:
         self.decider = Decider(K, batch)
         self._rng = np.random.default_rng(seed)
-        self._policies = [policy(self._rng, generation) for generation in range(8)]
+        self._policies = [policy(self._rng, generation, shift) for generation in range(8)]
+        self._contexts = [64 << (index % 9) for index in range(batch)] if shift else None
         self._steps = 0
         self._next = 0
         self.ids: list[str] = []
@@ -92,7 +98,7 @@ class Engine:
             self._chances.pop(0)
             self._admit()
         began = time.perf_counter_ns()
-        lengths = self.decider.decide(self.ids, 500 * len(self.ids), 0, 0.0).num_draft_tokens
+        lengths = self.decider.decide(self.ids, 500 * len(self.ids), 0, 0.0, self._contexts).num_draft_tokens
         decided = time.perf_counter_ns()
         run = self._rng.geometric(1.0 - np.clip(self._chances, 0.0, 0.98)) - 1
         accepted = np.minimum(run, lengths).tolist()
@@ -101,9 +107,9 @@ class Engine:
         return decided - began, time.perf_counter_ns() - begun
 
 
-def measure(batch: int, steps: int, *, is_cold: bool) -> dict[str, tuple[float, float]]:
+def measure(batch: int, steps: int, *, is_cold: bool, shift: Sequence[float] = ()) -> dict[str, tuple[float, float]]:
     """(p50, p99) in microseconds to decide and to learn."""
-    engine = Engine(batch)
+    engine = Engine(batch, shift=shift)
     thrash = np.ones(THRASH_BYTES // 8)
     taken = np.zeros((steps, 2))
     for _ in range(steps // 4):
@@ -128,12 +134,15 @@ def peak_mb(batch: int, steps: int = 400) -> float:
     return round(peak / 2**20, 2)
 
 
-def policy(rng: np.random.Generator, generation: int) -> Policy:
+def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) -> Policy:
     """A goodput policy for three workloads."""
     priors = [
-        WorkloadPrior(workload=name, acceptance=np.clip(rng.normal(mean, 0.02, K), 0.05, 0.95).tolist(), strength=8.0)
+        WorkloadPrior(
+            workload=name, acceptance=np.clip(rng.normal(mean, 0.02, K), 0.05, 0.95).tolist(), strength=8.0,
+            context_shift=list(shift),
+        )
         for name, mean in (("", 0.6), ("chat", 0.55), ("code", 0.8))
-    ]
+    ]  # fmt: skip
     return Policy(
         engine_id="bench", generation=generation, ttl_s=1e9, kind="goodput", static_k=K, max_k=K, priors=priors,
         step_seconds=STEP_SECONDS, captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],

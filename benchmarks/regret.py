@@ -13,6 +13,8 @@ Every trace of `regret_traces` is run by honed's own loop (decider and controlle
     recovered after an abrupt change: rounds of each request (= engine steps) until goodput on the path is within 8 % of the
               best, over the last 50 steps since the change and over the 200 to come
 
+The trace `contexts-mixed` is run when it is named, beside the twenty; acceptance falls with the length of the context there.
+
 `static-best` is the fixed length that turns out best on each trace. --ablate replaces one estimate after another by the truth
 (`regret_truths`). The last line of stdout is JSON.
 """
@@ -28,7 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from measured import commit
-from regret_traces import TRACES
+from regret_traces import EXTRA, TRACES
 from regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
 
 from honed.adapt.acceptance import Floats
@@ -155,18 +157,16 @@ def show(row: Row) -> None:
 def main() -> int:
     """Measure, print, and end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*", help="names; all of them when none is given")
+    parser.add_argument("traces", nargs="*", help="names; the twenty when none is given")
     parser.add_argument("--quick", action="store_true", help="only honed and the oracle")
     parser.add_argument("--ablate", action="store_true", help="replace one estimate after another by the truth")
     parser.add_argument("--seeds", type=int, default=1, help="runs of honed per trace, averaged (the trace stays the same)")
     args = parser.parse_args()
-    unknown = set(args.traces) - {trace.name for trace in TRACES}
-    if unknown:
-        parser.error(f"no such trace: {', '.join(sorted(unknown))}; there are {', '.join(trace.name for trace in TRACES)}")
+    there_are = {trace.name: trace for trace in TRACES + EXTRA}
+    if unknown := set(args.traces) - there_are.keys():
+        parser.error(f"no such trace: {', '.join(sorted(unknown))}; there are {', '.join(there_are)}")
     began_s, rows = time.monotonic(), []
-    for trace in TRACES:
-        if args.traces and trace.name not in args.traces:
-            continue
+    for trace in [trace for name, trace in there_are.items() if name in args.traces] or TRACES:
         row = measure(trace, args.quick, args.ablate, args.seeds)
         if not rows:
             names = " ".join(f"{name[:7]:>7s}" for name in {**row.contenders, **row.ablations})

@@ -111,3 +111,12 @@ TRACES = (
         stall_share=0.002, events=(0.5,),
     ),
 )  # fmt: skip
+
+EXTRA = (
+    Trace(
+        "contexts-mixed", 121, 7, 48, 400_000,
+        (Workload("search", GOOD, output_tokens=(32, 256), prompt_tokens=(64, 16_000), decay=0.4),), steady(48), _always(SMALL),
+    ),
+)  # fmt: skip
+"""Run only when named, and not part of the mean: acceptance that falls with the length of the context, of which a batch has
+every kind."""

@@ -71,7 +71,14 @@ class WithTruth(Steered):
         self._free_labels.append(self._labels.pop(request_id))
         self.decider.finish(request_id)
 
-    def _decide(self, request_ids: list[str], context_tokens: int, num_prefill_tokens: int, now_s: float) -> Decision:
+    def _decide(
+        self,
+        request_ids: list[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: list[int] | None = None,
+    ) -> Decision:
         assert self._truth is not None
         stage = id(self._truth.survival) if "requests" in self._truths else self._stage(now_s)
         told = (stage, id(self._truth.cost))
@@ -79,7 +86,9 @@ class WithTruth(Steered):
             self._told = told
             sent = self._sent or self.controller.propose(now_s)
             self.decider.set_policy(self._changed(sent, request_ids), now_s)
-        decision: Decision = self.decider.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
+        decision: Decision = self.decider.decide(
+            request_ids, context_tokens, num_prefill_tokens, now_s, contexts
+        )
         return decision
 
     def _stage(self, now_s: float) -> int:

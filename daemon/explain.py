@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,8 +19,11 @@ _BAR = 24
 
 def explain(document: Document) -> RenderableType:
     """Why an engine drafts as long as it does: survival, step times, lengths by batch size, and what changed lately."""
-    parts = (_survival, _calibration, _step_times, _plans, _changes)
-    return Group(*(part for render in parts for part in (render(document), "")))
+    parts: tuple[Callable[[Document], RenderableType | None], ...] = (
+        _survival, _context_shift, _calibration, _step_times, _plans, _changes,
+    )  # fmt: skip
+    shown = (render(document) for render in parts)
+    return Group(*(part for one in shown if one is not None for part in (one, "")))
 
 
 def curve(values: list[float]) -> str:
@@ -45,6 +49,18 @@ def _survival(document: Document) -> RenderableType:
             cells.text(name), cells.count(w.get("rounds")), cells.number(w.get("acceptance_length"), 3),
             curve(values), " ".join(f"{v:.2f}" for v in values), cells.text(state),
         )  # fmt: skip
+    return table
+
+
+def _context_shift(document: Document) -> RenderableType | None:
+    """Only where it matters: a workload without figures isn't listed, and without any there is no table."""
+    levels = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
+    rows = [(name, level["context_shift"]) for name, level in levels if level.get("context_shift")]
+    if not rows:
+        return None
+    table = Rows.of("failure odds by context length", *(f"{tokens} …" for tokens, _ in rows[0][1]))
+    for name, shift in rows:
+        table.add_row(cells.text(name), *(f"x {factor:.2f}" for _, factor in shift))
     return table
 
 

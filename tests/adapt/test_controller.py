@@ -237,3 +237,38 @@ def test_an_engine_that_does_not_speculate_is_fine():
     controller.observe(make_batch([], []))
     assert controller.propose(0.0).static_k == 0
     json.dumps(controller.beliefs(), allow_nan=False)
+
+
+def test_acceptance_that_falls_with_the_context_is_shipped_explained_and_calibrated():
+    def run(slope, version="v1"):
+        for _ in range(60):
+            contexts = np.exp(rng.uniform(np.log(128), np.log(16_000), 200)).astype(np.int64)
+            odds = np.exp(slope * (np.log2(contexts / 128) - 3.0))[:, None]
+            passed = rng.random((200, K)) < CURVE / (CURVE + odds * (1.0 - CURVE))
+            accepted = np.cumprod(passed, axis=1).sum(axis=1)
+            batch = make_batch([K] * 200, accepted, version=version, requests=rng.integers(0, 2**60, 200))
+            batch = msgspec.structs.replace(batch, rounds=msgspec.structs.replace(batch.rounds, position=contexts.tolist()))
+            controller.observe(batch)
+            controller.propose(0.0)
+            reasons.update(change["reason"] for change in controller.beliefs()["changes"])
+        return controller.propose(0.0)
+
+    reasons = set()
+    rng, controller = np.random.default_rng(0), make_controller()
+    plain = run(0.0)
+    assert [prior.context_shift for prior in plain.priors] == [[], []]
+    assert not any("of context" in reason for reason in reasons)
+    rng, controller = np.random.default_rng(0), make_controller()
+    policy = run(0.4)
+    engine, mine = policy.priors
+    assert mine.context_shift == engine.context_shift
+    assert mine.context_shift[7] / mine.context_shift[1] == pytest.approx(np.exp(0.4 * 6), rel=0.2)
+    middle = np.array(mine.acceptance) / (np.array(mine.acceptance) + mine.context_shift[4] * (1 - np.array(mine.acceptance)))
+    odds = np.exp(0.4 * 0.5)  # in the middle of the bucket from 1,024 to 2,047
+    assert np.allclose(middle, CURVE / (CURVE + odds * (1.0 - CURVE)), atol=0.04)
+    beliefs = json.loads(json.dumps(controller.beliefs(), allow_nan=False))["workloads"]["default"]
+    assert [factor for _, factor in beliefs["context_shift"]] == mine.context_shift
+    assert beliefs["calibration"]["expected_calibration_error"] < 0.02
+    assert any("tokens of context" in reason for reason in reasons)
+    again = run(0.0, "v2")  # other weights: what the old ones did hardly counts
+    assert not again.priors[1].context_shift or max(again.priors[1].context_shift) < 1.3

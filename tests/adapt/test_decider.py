@@ -268,3 +268,85 @@ def test_a_contender_decides_when_the_policy_names_it_and_knows_the_requests_tha
 
 def test_an_unknown_kind_of_policy_is_static():
     assert make_decider(make_policy(kind="of tomorrow")).decide(["a"], 10, 0, 0.0).num_draft_tokens == [4]
+
+
+# --- context length ---------------------------------------------------------------------------------------------------
+
+SHIFT = [0.5] * 5 + [4.0] * 6  # from 2,048 tokens of context on, drafts fail more often
+
+
+def make_shifted_policy(shift=SHIFT, **changes):
+    priors = [WorkloadPrior(workload=name, acceptance=[0.7] * K, context_shift=shift) for name in ("", "default")]
+    return make_policy(priors=priors, hysteresis=0.0, **changes)
+
+
+@pytest.mark.parametrize("count", [2, 200])
+def test_requests_of_long_contexts_get_what_their_factor_is_worth(count):
+    cheap = [5e-3, 0.0, 6e-4 / count, *STEP_SECONDS[3:]]
+    decider, ids = make_decider(make_shifted_policy(step_seconds=cheap)), [f"r{i}" for i in range(count)]
+    contexts = [100, 5000] * (count // 2)
+    lengths = decider.decide(ids, sum(contexts), 0, 0.0, contexts).num_draft_tokens
+    assert min(lengths[::2]) > max(lengths[1::2])
+    plain = make_decider(make_shifted_policy([], step_seconds=cheap))
+    assert len(set(plain.decide(ids, sum(contexts), 0, 0.0, contexts).num_draft_tokens)) == 1
+    assert len(set(decider.decide(ids, sum(contexts), 0, 0.0).num_draft_tokens)) == 1  # not told: no difference
+
+
+@pytest.mark.parametrize("context", [100, 5000])
+def test_a_request_that_does_as_its_context_predicts_is_like_any_other_of_that_context(context):
+    # A request's own factor is measured against the shifted curve: what the context explains isn't counted twice.
+    rng, ids, theta = np.random.default_rng(0), [f"r{i}" for i in range(200)], 0.5 if context == 100 else 4.0
+    decider = make_decider(make_shifted_policy())
+    truth = 0.7 / (0.7 + theta * 0.3)
+    for _ in range(60):
+        decider.decide(ids, context * len(ids), 0, 0.0, [context] * len(ids))
+        drafted = [K] * len(ids)
+        decider.observe(ids, drafted, simulate_rounds(rng, [truth] * K, drafted).tolist())
+    constant = decider._tables.constant[0]
+    own = (constant + decider._failures[:200]) / (constant + decider._successes[:200])
+    assert np.exp(np.log(own).mean()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_with_contexts_too_learning_from_few_rounds_is_the_same_as_from_many():
+    ids, rng = [f"r{i}" for i in range(100)], np.random.default_rng(1)
+    together, apart = make_decider(make_shifted_policy()), make_decider(make_shifted_policy())
+    for _ in range(10):
+        contexts = rng.integers(-5, 20_000, len(ids)).tolist()
+        together.decide(ids, 0, 0, 0.0, contexts)
+        drafted = rng.integers(0, K + 1, len(ids)).tolist()
+        accepted = [int(rng.integers(0, k + 1)) for k in drafted]
+        together.observe(ids, drafted, accepted)
+        for at in range(0, len(ids), 10):
+            few = slice(at, at + 10)
+            apart.decide(ids[few], 0, 0, 0.0, contexts[few])
+            apart.observe(ids[few], drafted[few], accepted[few])
+        np.testing.assert_allclose(apart._shift[:100], together._shift[:100])
+    np.testing.assert_allclose(apart._failures, together._failures)
+    np.testing.assert_allclose(apart._successes, together._successes)
+
+
+def test_a_slot_that_is_used_again_has_the_context_of_its_new_request():
+    decider = make_decider(make_shifted_policy())
+    decider.decide(["long"], 5000, 0, 0.0, [5000])
+    slot = decider._slots["long"]
+    assert decider._shift[slot] > 0.0
+    decider.finish("long")
+    decider.start("new")
+    assert decider._slots["new"] == slot
+    assert decider._shift[slot] == 0.0
+
+
+@given(
+    st.lists(st.one_of(numbers, st.floats(-100.0, 100.0)), max_size=14),
+    st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=80),
+    st.booleans(),
+)  # fmt: skip
+def test_no_factor_and_no_context_however_odd_breaks_a_decision(shift, contexts, is_short):
+    decider, ids = make_decider(make_shifted_policy(shift)), [f"r{i}" for i in range(len(contexts))]
+    for _ in range(2):
+        lengths = decider.decide(ids, 100, 0, 0.0, contexts[:-1] if is_short else contexts).num_draft_tokens
+        assert len(lengths) == len(ids)
+        assert all(0 <= k <= K for k in lengths)
+        decider.observe(ids, lengths, lengths)
+    assert np.isfinite(decider._failures).all()
+    assert np.isfinite(decider._successes).all()

@@ -37,6 +37,11 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
         ({"priors": chat(acceptance=[0.8, 0.5, 0.6])}, "acceptance of workload 'chat' at position 2: 0.700 -> 0.500"),
         ({"priors": chat(acceptance=[0.8, 0.703, 0.6])}, ""),
         ({"priors": chat(strength=20.0)}, "spread between requests of workload 'chat': strength 8.0 -> 20.0"),
+        (
+            {"priors": chat(context_shift=[1.0, 1.03, 1.5, *[1.0] * 8])},
+            "failure odds of workload 'chat' at 256 tokens of context and more: x 1.00 -> x 1.50",
+        ),
+        ({"priors": chat(context_shift=[1.04] * 11)}, ""),
         ({"step_seconds": []}, "step times are unknown again"),
         ({"step_seconds": [6e-3, *STEP_SECONDS[1:]]}, "step time of 1 requests with 0 drafts: 5.30 -> 6.30 ms"),
         ({"step_seconds": [5.01e-3, *STEP_SECONDS[1:]]}, ""),

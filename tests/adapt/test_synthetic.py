@@ -13,7 +13,7 @@ from honed.adapt.rounds import rounds_by_workload
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.synthetic import Cost, Drift, Load, Trace, Traffic, Workload, linear, roofline
 from honed.adapt.synthetic_engine import Truth, simulate
-from honed.adapt.synthetic_oracle import Oracle, best_lengths, judge, run_oracle, run_steered
+from honed.adapt.synthetic_oracle import Oracle, Steered, best_lengths, judge, run_oracle, run_steered
 
 GOOD, FAIR, POOR = (0.85, 0.8, 0.78, 0.75), (0.65, 0.6, 0.55, 0.5), (0.2, 0.18, 0.15)
 COST = Cost(5e-3, linear(4e-4), 1e-5, 1e-8, 1e-6, 0.6e-3, 0.0, 1e-4)
@@ -112,6 +112,17 @@ def test_costs_may_have_stairs_knees_and_captured_sizes():
     assert captured[20] == captured[99] == pytest.approx(1e-3 + 100e-4 + 36e-4)
     drafting = Cost(0.0, linear(0.0), drafting_s=1.0, drafting_per_request_s=0.1, per_block_token_s=10.0)
     assert drafting.seconds(5, one, 0, 0, np.array([0, 1, 3])).tolist() == [0.0, 11.5, 31.5]
+
+
+def test_acceptance_decays_with_the_context_beyond_its_length():
+    traffic = Traffic(make_trace(workloads=(Workload("chat", GOOD, decay=0.5, decay_from=1000), Workload("code", FAIR))))
+    requests = np.array([int(np.flatnonzero(traffic.workload == row)[0]) for row in (0, 0, 0, 1)])
+    assert traffic.decay(requests, np.array([1, 1000, 4000, 4000])).tolist() == [0.0, 0.0, 1.0, 0.0]
+    plain = Traffic(make_trace(workloads=(Workload("chat", GOOD), Workload("code", FAIR))))
+    assert (traffic.log_odds == plain.log_odds).all()  # the same requests, with the same luck
+    assert (traffic.luck == plain.luck).all()
+    assert traffic.is_decaying
+    assert not plain.is_decaying
 
 
 # --- engine -----------------------------------------------------------------------------------------------------------
@@ -260,6 +271,37 @@ def test_no_fixed_length_beats_the_oracle(curve, requests, is_block_shortened):
     for length in range(trace.num_spec_tokens + 1):
         seconds = simulate(traffic, static(length)).seconds_between(0.0, end)
         assert oracle.seconds_between(0.0, end) <= 1.005 * seconds
+
+
+CONTEXTS = make_trace(
+    150_000, 16, max_num_seqs=16, noise=0.03,
+    workloads=(Workload("chat", GOOD, output_tokens=(16, 128), prompt_tokens=(64, 16_000), decay=0.5),),
+)  # fmt: skip
+
+
+class WithoutContexts(Steered):
+    """Honed's loop, its decider not told how long contexts are."""
+
+    def __init__(self, traffic):
+        super().__init__(traffic)
+        self.decide = lambda ids, context, prefill, now_s, contexts: self.decider.decide(ids, context, prefill, now_s)
+
+
+def test_knowing_the_contexts_brings_lengths_nearer_to_the_best():
+    traffic, shares = Traffic(CONTEXTS), []
+    for policy in (Steered(traffic), WithoutContexts(traffic)):
+        run = simulate(traffic, policy, on_batch=policy.take, judge=judge)
+        late = (run.work > 50_000) & (run.num_requests > 0)
+        shares.append(1.0 - run.expected[late].sum() / (run.best * run.round_seconds)[late].sum())
+    assert shares[0] < 0.95 * shares[1]
+
+
+def test_where_contexts_make_no_difference_none_is_found():
+    workloads = tuple(replace(one, decay=0.0) for one in CONTEXTS.workloads)
+    traffic = Traffic(replace(CONTEXTS, workloads=workloads))
+    policy = Steered(traffic)
+    simulate(traffic, policy, on_batch=policy.take)
+    assert [prior.context_shift for prior in policy.controller.propose(1e9).priors] == [[], []]
 
 
 # --- honed's own loop -------------------------------------------------------------------------------------------------

@@ -66,3 +66,12 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert curve([1.0, 0.5, 0.0]) == "█▄ "
     assert len(bar(1.0, 2.0)) * 2 == len(bar(2.0, 2.0))
     assert bar(0.0, 2.0) == ""
+
+
+def test_what_the_context_does_to_acceptance_is_shown_where_it_does_something() -> None:
+    rows = [[0, 0.5], [128, 1.0], [256, 2.25]]
+    text = shown({"engine": {"context_shift": []}, "workloads": {"[chat]": {"context_shift": rows}, "code": {}}})
+    assert "failure odds by context length" in text
+    shift = next(line for line in text.splitlines() if "x 2.25" in line)
+    assert "[chat]" in shift
+    assert "context length" not in shown({"engine": {"context_shift": []}, "workloads": {"[chat]": {"context_shift": []}}})
