@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.ranges import COUNT, Range, Ranges, check_ranges
 
 if TYPE_CHECKING:
     from honed.adapt.wire import Policy
@@ -162,6 +163,15 @@ class StepTimeSettings:
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
     refit_steps: int = 64
     """New steps before the fit is redone."""
+
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("min_steps", "min_steps_per_length", "refit_steps"), COUNT),
+        **dict.fromkeys(("steps_per_kind", "max_kinds"), Range(1, 65536)),
+        "forgetting_steps": COUNT,
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 class StepTimeLearner:
