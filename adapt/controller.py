@@ -32,7 +32,7 @@ from honed.adapt.contenders import CONTENDERS
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
 from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
-from honed.adapt.ranges import COUNT, DRAFT_TOKENS, SHARE, Range, Ranges, check_ranges
+from honed.adapt.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges, check_ranges
 from honed.adapt.rounds import Rounds, rounds_by_workload
 from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeSettings
 from honed.adapt.step_watch import WINDOW, StepWatch
@@ -81,6 +81,7 @@ class ControllerSettings:
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
     RANGES: ClassVar[Ranges] = {
+        "mode": OneOf(MODES),
         **dict.fromkeys(("static_k", "max_k", "request_ceiling"), DRAFT_TOKENS),
         **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
         **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
@@ -90,8 +91,6 @@ class ControllerSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.mode == "table" and not self.table:
             raise ValueError('mode "table" needs a table: rows (largest batch in requests, draft tokens)')
         if any(len(row) != 2 or row[0] < 1 or row[1] < 0 for row in self.table):

@@ -1,4 +1,4 @@
-"""Which numbers a setting may be: a dataclass of settings names the range of each of its fields and is checked when it is made.
+"""What a setting may be: a dataclass of settings names the range of each of its fields and is checked when it is made.
 
     @dataclass(frozen=True)
     class Some:
@@ -46,8 +46,22 @@ class Range:
         return f"{low} and {'below' if self.excludes_high else 'at most'} {_number(self.high)}"
 
 
-Ranges = Mapping[str, Range]
-"""Field -> its range."""
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is allowed."""
+        return value in self.words
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.words)}"
+
+
+Ranges = Mapping[str, Range | OneOf]
+"""Field -> what it may be."""
 
 SHARE = Range(0, 1)
 PROBABILITY = Range(0, 1, excludes_low=True, excludes_high=True)

@@ -27,7 +27,7 @@ from honed.daemon.errors import StartError, StoreError
 from honed.daemon.histogram import Histogram
 from honed.daemon.migrations import migrations
 from honed.daemon.rollups import add_json
-from honed.daemon.settings import StoreSettings
+from honed.daemon.sections import StoreSettings
 
 T = TypeVar("T")
 log = structlog.get_logger("honed.store")

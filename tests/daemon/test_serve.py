@@ -77,7 +77,8 @@ def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
 
 def test_an_unknown_setting_is_named(daemon: DaemonProcess) -> None:
     daemon.env["HONED_STORE__MAX_RAW_BITES"] = "1"
-    assert "unknown setting 'store.max_raw_bites'; did you mean store.max_raw_bytes" in refused(daemon)
+    said = refused(daemon)
+    assert "unknown setting HONED_STORE__MAX_RAW_BITES in the environment; did you mean HONED_STORE__MAX_RAW_BYTES?" in said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.migrations import SCHEMA_1, migrations, split_statements
 from honed.daemon.rollups import count_batch
-from honed.daemon.settings import StoreSettings
+from honed.daemon.sections import StoreSettings
 from honed.daemon.store import Store, check_sqlite_version, connect
 from tests.daemon.conftest import Clock, wait_for
 from tests.daemon.fake_engine import make_batch
