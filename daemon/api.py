@@ -186,12 +186,12 @@ def add_changes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/recalibrations", status_code=202, response_model=models.OperationView)
     def recalibrate(body: models.RecalibrationRequest, generation: Generation, key: Key = None) -> Any:
         arguments = body.model_dump()
-        return change(generation, key, lambda: lifecycle.recalibrate(**arguments, actor=ACTOR, key=key))
+        return change(generation, key, lambda: service.recalibrations.recalibrate(**arguments, actor=ACTOR, key=key))
 
     @app.post("/v1/operations/{operation_id}:cancel", status_code=202, response_model=models.OperationView)
     def cancel(operation_id: Name, generation: Generation, body: models.ReasonRequest | None = None) -> Any:
         reason = body.reason if body else ""
-        return change(generation, None, lambda: lifecycle.cancel(operation_id, reason=reason, actor=ACTOR))
+        return change(generation, None, lambda: service.recalibrations.cancel(operation_id, reason=reason, actor=ACTOR))
 
     @app.post("/v1/drafters/{version}:promote", status_code=202, response_model=models.OperationView)
     def promote(

@@ -28,6 +28,7 @@ from honed.daemon.journal import Journal
 from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.operations import Operations
 from honed.daemon.overrides import Overrides
+from honed.daemon.recalibrations import Recalibrations
 from honed.daemon.rollups import Counts
 from honed.daemon.router import Router
 from honed.daemon.settings import Settings
@@ -76,6 +77,7 @@ class Service:
         self.steering = Steering(settings.controller_settings(), self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.router.send, settings.recalibration, monotonic)
         self.lifecycle = Lifecycle(self)
+        self.recalibrations = Recalibrations(self)
         self.ingest = Ingest(
             self.engines,
             self.store,
@@ -147,6 +149,7 @@ class Service:
         self.overrides.expire()
         self.swaps.tick(now_s)
         self.lifecycle.tick(now_s)
+        self.recalibrations.tick(now_s)
         for engine in self.engines.by_id.values():
             if not engine.is_lost and not self.engines.is_connected(engine, now_s):
                 engine.is_lost = True
@@ -156,7 +159,7 @@ class Service:
     def steer(self, now_s: float) -> None:
         """Send the policies that changed or are due."""
         for engine in self.engines.connected(now_s):
-            extra = self.lifecycle.capture_override(engine.engine_id, now_s)
+            extra = self.recalibrations.capture_override(engine.engine_id, now_s)
             self.steering.steer([engine], self.overrides.active(now_s, extra), now_s)
 
     # --- what engines and trainers say (router's thread) ----------------------------------------------------------------
@@ -231,10 +234,10 @@ class Service:
                 peer,
                 wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self.daemon_id, boot_id="", committed_seq=0),
             )
-        self.lifecycle.on_trainer(message)
+        self.recalibrations.on_trainer(message)
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
-        self.lifecycle.on_alarm(engine, alarm)
+        self.recalibrations.on_alarm(engine, alarm)
 
     # --- what the store says (writer's thread) --------------------------------------------------------------------------
 

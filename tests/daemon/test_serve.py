@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from honed.adapt import wire
+from honed.daemon.database import connect
 from honed.daemon.errors import StartError
 from honed.daemon.http_server import bind_loopback
-from honed.daemon.store import connect
 from tests.daemon.conftest import DaemonProcess
 
 

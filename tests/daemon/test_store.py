@@ -12,11 +12,12 @@ import pytest
 from honed.adapt import wire
 from honed.daemon import batch_tables, retention
 from honed.daemon.batch_tables import StoredBatch
+from honed.daemon.database import check_sqlite_version, connect
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.migrations import SCHEMA_1, migrations, split_statements
 from honed.daemon.rollups import count_batch
 from honed.daemon.sections import StoreSettings
-from honed.daemon.store import Store, check_sqlite_version, connect
+from honed.daemon.store import Store
 from tests.daemon.conftest import Clock, wait_for
 from tests.daemon.fake_engine import make_batch
 
