@@ -37,3 +37,15 @@ def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -
         connection.execute("PRAGMA journal_size_limit = 67108864")
     connection.create_function("add_positions", 2, add_json, deterministic=True)
     return database
+
+
+def why_not(error: sqlite3.Error, path: Path) -> str:
+    """What to do about a database that can't be opened, as the end of a sentence; "" where nothing is known."""
+    text = str(error)
+    if "locked" in text or "busy" in text:
+        return f"; another program is writing to it (`fuser {path}` names it): end that, or choose another --state-dir"
+    if "unable to open" in text or "readonly" in text:
+        return f"; {path.parent} must be a folder that this user may write to: `chown` it, or choose another --state-dir"
+    if "not a database" in text or "malformed" in text:
+        return "; move the file away: the daemon makes a new one, and the drafters beside it are not touched"
+    return ""

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import StartError
 from honed.daemon.listen import check_address
+from honed.daemon.router import MAY_WRITE
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 
@@ -87,7 +88,7 @@ def bind_unix(path: Path) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise StartError(f"socket {path}: {error.strerror}") from error
+        raise StartError(f"socket {path}: {error.strerror}{MAY_WRITE}") from error
     return listener
 
 

@@ -67,11 +67,17 @@ class Lifecycle:
         service = self._service
         service.drafters.verified(version)
         if version == service.drafters.active and not force:
-            raise ConflictError(f"{version} is active already")
+            raise ConflictError(
+                f"{version} is active already",
+                cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
+            )
         engines = self._swappable(version)
         self.check_no_swap()
         if not engines and not force:
-            raise ConflictError(capable.why_none(service, version))
+            raise ConflictError(
+                capable.why_none(service, version),
+                cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
+            )
         operation = service.operations.create("promote", "swapping", reason, actor, key, version=version)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
         if engines:
@@ -87,7 +93,10 @@ class Lifecycle:
         aliases = service.drafters.aliases()
         active, target = aliases["active"] or "", aliases["previous"] or aliases["floor"] or ""
         if not target or target == active:
-            raise ConflictError("there is no previous drafter to go back to")
+            raise ConflictError(
+                f"there is no previous drafter to go back to; active is {active or 'none'}",
+                cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
+            )
         self.check_no_swap()
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
@@ -202,4 +211,7 @@ class Lifecycle:
     def check_no_swap(self) -> None:
         """Raises ConflictError while another swap is under way."""
         if self.swapping is not None:
-            raise ConflictError(f"operation {self.swapping.operation_id} is swapping a drafter")
+            running = self.swapping.operation_id
+            raise ConflictError(
+                f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
+            )

@@ -228,9 +228,10 @@ class EventRow(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457."""
+    """RFC 9457, and what to do about it."""
 
     type: str = "about:blank"
     title: str
     status: int
     detail: str
+    cure: str = ""

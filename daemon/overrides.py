@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from honed.adapt.controller import MODES, Override
-from honed.daemon.errors import RequestError, UnknownError
+from honed.daemon.errors import RequestError, UnknownError, there_are
 from honed.daemon.journal import Journal
 from honed.daemon.store import Store
 
@@ -62,7 +62,8 @@ class Overrides:
     def clear(self, name: str, reason: str, actor: str) -> None:
         """End an override. Raises UnknownError when it isn't in force."""
         if name not in self._by_name:
-            raise UnknownError(f"no override {name!r} is in force")
+            why = f"no override {name!r} is in force; {there_are(self._by_name)}"
+            raise UnknownError(why, cure="`honed override list` shows them.")
         self._remove(name)
         self._journal.audit(actor, "override.clear", name, reason)
         self._journal.mark("override", f"{name} cleared")

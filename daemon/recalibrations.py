@@ -19,7 +19,7 @@ from honed.adapt.controller import Override
 from honed.adapt.drift import Alarm
 from honed.daemon import capable
 from honed.daemon.engines import Engine
-from honed.daemon.errors import ConflictError, HonedError, UnknownError
+from honed.daemon.errors import ConflictError, HonedError, UnknownError, there_are
 from honed.daemon.operations import Operation
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("honed.recalibrations")
 
+START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
 STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
 
 
@@ -58,15 +59,23 @@ class Recalibrations:
         """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
         service = self._service
         if self.training is not None:
-            raise ConflictError(f"recalibration {self.training.operation_id} is under way")
+            running = self.training.operation_id
+            raise ConflictError(
+                f"recalibration {running} is under way, in stage {self.training.stage!r}",
+                cure=f"`honed operations {running}` shows how it gets on, `honed cancel {running}` gives it up.",
+            )
         if not service.trainer.is_connected:
-            raise ConflictError("no trainer is connected; start honed-trainer (`honed train`)")
+            raise ConflictError("no trainer is connected", cure=START_TRAINER)
         engine = capable.capturing(service, engine_id)
         hello = engine.hello
         assert hello is not None
         active = service.drafters.active
         if not active:
-            raise ConflictError("the registry has no active drafter to start from")
+            known = there_are(manifest.version for manifest in service.drafters.registry.versions())
+            raise ConflictError(
+                f"no drafter version is active, so there is none to start from ({known} in the registry)",
+                cure="`honed promote VERSION` makes one active; the first that an engine loads becomes it by itself.",
+            )
         seconds = max_seconds or self._settings.max_seconds
         operation = service.operations.create(
             "recalibrate",
@@ -105,9 +114,15 @@ class Recalibrations:
         service = self._service
         operation = service.operations.get(operation_id)
         if operation.is_finished:
-            raise ConflictError(f"operation {operation_id} has ended: {operation.state}")
+            raise ConflictError(
+                f"operation {operation_id} has ended: {operation.state}",
+                cure=f"`honed operations {operation_id}` shows it; `honed rollback` takes back what was swapped in.",
+            )
         if operation is not self.training:
-            raise ConflictError(f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled")
+            raise ConflictError(
+                f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled",
+                cure=f"Wait for its end (`honed operations {operation_id}`), then `honed rollback`.",
+            )
         service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
         service.journal.audit(actor, "cancel", operation_id, reason)
         self._end_training("cancelled", reason and f"cancelled: {reason}")

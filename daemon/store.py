@@ -23,7 +23,7 @@ from sqlite_utils import Database
 
 from honed.daemon import batch_tables, retention
 from honed.daemon.batch_tables import StoredBatch
-from honed.daemon.database import check_sqlite_version, connect
+from honed.daemon.database import check_sqlite_version, connect, why_not
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.histogram import Histogram
 from honed.daemon.migrations import migrations
@@ -56,7 +56,7 @@ class Store:
             migrations.apply(self._db)
             self._reader = connect(path, read_only=True)
         except sqlite3.Error as error:
-            raise StartError(f"database {path}: {error}") from error
+            raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
         self._reader_lock = threading.Lock()
         self._changed = threading.Condition()
         self._batches: deque[StoredBatch] = deque()

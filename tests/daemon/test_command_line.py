@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -134,6 +135,21 @@ def test_check_fails_only_on_errors(run: Run, engine: FakeEngine) -> None:
     result = run("status", "--check")
     assert result.exit_code == 1
     assert "5 verify rounds were lost" in result.stdout
+
+
+def test_the_port_for_metrics_is_told_from_the_admin_api(run: Run, paths: dict[str, Path]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    with ExitStack() as stack:
+        stack.callback(structlog.reset_defaults)
+        start(load(None, {"paths": paths, "http": {"metrics_listen": f"127.0.0.1:{port}"}}), stack)
+        result = run("--url", f"http://127.0.0.1:{port}", "status")
+    assert result.exit_code == 2
+    assert f"is nothing that 127.0.0.1:{port} has" in result.stderr
+    assert "honed's port for metrics" in result.stderr
+    assert "admin.sock" in result.stderr
 
 
 def test_workloads_and_engines_show_figures(run: Run, engine: FakeEngine) -> None:

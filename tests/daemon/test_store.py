@@ -271,7 +271,7 @@ def test_an_empty_database_gets_every_migration(folder: Path) -> None:
 
 def test_a_file_that_is_no_database_is_a_clear_error(folder: Path) -> None:
     (folder / "honed.db").write_bytes(b"this is not a database, it is a text" * 100)
-    with pytest.raises(StartError, match=r"honed\.db: file is not a database"):
+    with pytest.raises(StartError, match=r"honed\.db: file is not a database; move the file away"):
         Store(folder / "honed.db", StoreSettings())
 
 
