@@ -240,8 +240,10 @@ def add_changes(app: FastAPI, service: Service) -> None:
     def set_override(name: Name, body: models.OverrideRequest, generation: Generation) -> Any:
         with service.lock:
             service.drafters.check_generation(generation)
-            service.overrides.set(name, body.value, body.ttl_s, body.reason, ACTOR)
-            service.steer(service.monotonic())
+            now_s = service.monotonic()
+            most = service.engines.drafts_most(now_s)
+            service.overrides.set(name, body.value, body.ttl_s, body.reason, ACTOR, most)
+            service.steer(now_s)
             made = next(o for o in service.overrides.listing() if o["name"] == name)
         settle(service)
         return made

@@ -111,6 +111,10 @@ class Engines:
     def connected(self, now_s: float) -> list[Engine]:
         return [engine for engine in self.by_id.values() if self.is_connected(engine, now_s)]
 
+    def drafts_most(self, now_s: float) -> dict[str, int]:
+        """Connected engine -> draft tokens a round that it is configured for."""
+        return {e.engine_id: e.hello.num_spec_tokens for e in self.connected(now_s) if e.hello is not None}
+
     def _load(self, engine_id: str, boot_id: str) -> Boot:
         rows = self._store.read("SELECT * FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id))
         boot = Boot(engine_id, boot_id, BootSequence())

@@ -82,4 +82,18 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     if not (status.get("drafters") or {}).get("active"):
         yield Finding("warning", "no drafter version is active")
     for override in status.get("overrides") or []:
-        yield Finding("warning", f"override {override.get('name')} = {override.get('value')} is in force")
+        name, value = override.get("name"), override.get("value")
+        less = _drafting_less(status, value) if name == "draft_tokens" else ""
+        yield Finding("warning", f"override {name} = {value} is in force{less}")
+
+
+def _drafting_less(status: dict[str, Any], value: Any) -> str:
+    """Which engines can't draft as many tokens as an override says."""
+    if not isinstance(value, int | float):
+        return ""
+    found = [
+        f"engine {engine.get('engine_id')} drafts at most {most}"
+        for engine in status.get("engines") or []
+        if engine.get("connected") and (most := engine.get("num_spec_tokens") or 0) and value > most
+    ]
+    return f" ({', '.join(found)})" if found else ""

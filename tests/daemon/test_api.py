@@ -10,7 +10,9 @@ from honed.adapt import wire
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import there_are
 from honed.daemon.limits import TokenBucket
+from honed.daemon.sections import ControllerSection
 from honed.daemon.service import Service
+from honed.daemon.settings import Settings
 from tests.daemon.conftest import Clock
 from tests.daemon.fake_engine import FakeEngine
 
@@ -138,6 +140,49 @@ def test_an_override_reaches_the_engine_and_ends(client: TestClient, engine: Fak
     assert client.delete("/v1/overrides/draft_tokens").status_code == 204
     engine.expect(wire.Policy, lambda p: p.override == "")
     assert [row["action"] for row in client.get("/v1/audit").json()] == ["override.clear", "override.set"]
+
+
+def test_more_draft_tokens_than_any_engine_has_are_refused(
+    client: TestClient, engine: FakeEngine, make_engine: Callable[..., FakeEngine]
+) -> None:
+    answer = client.put("/v1/overrides/draft_tokens", json={"value": 4, "ttl_s": 60})
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == "draft_tokens 4 is more than any connected engine drafts (engine-0 3)"
+    assert "Give 0 to 3" in answer.json()["cure"]
+    assert client.get("/v1/overrides").json() == []
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 3, "ttl_s": 60}).status_code == 200
+    make_engine(engine_id="engine-1").hello(num_spec_tokens=7)
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 7, "ttl_s": 60}).status_code == 200
+    engine.expect(wire.Policy, lambda policy: policy.kind == "static" and policy.static_k == 3)
+
+
+def test_without_an_engine_any_reasonable_number_is_taken(client: TestClient) -> None:
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 9, "ttl_s": 60}).status_code == 200
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 9999, "ttl_s": 60}).status_code == 422
+
+
+def test_policy_table_without_a_table_is_refused(client: TestClient) -> None:
+    answer = client.put("/v1/overrides/policy", json={"value": "table", "ttl_s": 60})
+    assert answer.status_code == 422
+    assert "needs a table" in answer.json()["detail"]
+    assert "controller.table" in answer.json()["cure"]
+
+
+def test_policy_table_lives_as_long_as_the_settings_have_a_table(settings: Settings) -> None:
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    with_table = ControllerSection(table=((4, 5), (16, 2)))
+    for controller, names in ((with_table, ["policy"]), (with_table, ["policy"]), (ControllerSection(), [])):
+        service = Service(settings.model_copy(update={"controller": controller}), daemon_id="test")
+        service.start()
+        with TestClient(make_app(service)) as client:
+            if service.overrides.listing() == [] and names:
+                client.put("/v1/overrides/policy", json={"value": "table", "ttl_s": 60})
+            assert [one["name"] for one in client.get("/v1/overrides").json()] == names
+            last = client.get("/v1/audit").json()[0]
+        service.stop()
+    assert (last["actor"], last["action"]) == ("honed", "override.clear")
+    assert "needs a table" in last["reason"]
 
 
 def test_an_override_whose_time_is_over_is_gone(client: TestClient, service: Service) -> None:

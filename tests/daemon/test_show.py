@@ -73,7 +73,8 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (changed(engines=[]), "warning", "vllm-args"),
         (changed(trainer=None), "warning", "no trainer"),
         (changed(drafters={}), "warning", "no drafter version is active"),
-        (changed(overrides=[{"name": "policy", "value": "off"}]), "warning", "override policy = off"),
+        (changed(overrides=[{"name": "policy", "value": "off"}]), "warning", "override policy = off is in force"),
+        (changed(overrides=[{"name": "draft_tokens", "value": 9}]), "warning", "in force (engine engine-0 drafts at most 7)"),
     ],
 )
 def test_each_trouble_is_one_finding(status: dict[str, Any], level: str, part: str) -> None:
