@@ -22,6 +22,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
+EXIT_WARNINGS = 4
+"""`honed status --check`: nothing is broken, but something should be looked at."""
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 """States that an operation doesn't leave any more."""

@@ -156,7 +156,10 @@ class StatusView(BaseModel):
     problems: list[str]
     generation: int
     engines: list[EngineView]
+    runtime: dict[str, str]
+    """The runtime directory, and the type of the filesystem that it is on."""
     trainer: TrainerView | None
+    training_paused: bool
     drafters: dict[str, str | None]
     acceptance: dict[str, Acceptance]
     events: dict[str, int | float]

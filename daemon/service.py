@@ -23,6 +23,7 @@ from honed.daemon import batch_tables
 from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.drafters import Drafters
 from honed.daemon.engines import Engine, Engines
+from honed.daemon.filesystem import filesystem_of
 from honed.daemon.ingest import Ingest
 from honed.daemon.journal import Journal
 from honed.daemon.lifecycle import Lifecycle
@@ -95,6 +96,7 @@ class Service:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         """(method, route, status) -> HTTP requests."""
         self.version = installed_version("honed")
+        self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
         self._background = ThreadPoolExecutor(1, "honed-registry")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)

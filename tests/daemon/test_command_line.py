@@ -23,6 +23,7 @@ from honed.daemon.serve import start
 from honed.daemon.settings import load
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
+from tests.daemon.test_show import HEALTHY
 
 Run = Callable[..., Result]
 
@@ -127,9 +128,10 @@ def test_status_shows_what_the_engine_sent(run: Run, engine: FakeEngine) -> None
     assert "no trainer is connected" in text
 
 
-def test_check_fails_only_on_errors(run: Run, engine: FakeEngine) -> None:
+def test_check_tells_errors_from_warnings(run: Run, engine: FakeEngine) -> None:
     engine.send_status()
-    assert run("status", "--check").exit_code == 0  # only warnings: no trainer
+    assert run("status", "--check").exit_code == 4  # only warnings, as that there is no trainer
+    assert run("status").exit_code == 0
     engine.send(engine.batch(2, rounds=8, lost_rounds=5))
     engine.wait_acked(2)
     result = run("status", "--check")
@@ -215,7 +217,9 @@ def test_what_is_not_possible_now_ends_with_1_and_the_reason(run: Run, engine: F
 
 def test_pause_and_resume(run: Run, daemon: None) -> None:
     assert "paused" in run("pause", "--reason", "drill").stdout
+    assert "training is paused: `honed resume`" in run("status").stdout
     assert "goes on" in run("resume").stdout
+    assert "training is paused" not in run("status").stdout
     actions = [(row["action"], row["reason"]) for row in answer(run("audit", "--json"))]
     assert ("training.pause", "drill") in actions
 
@@ -245,6 +249,16 @@ def scripted(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     with serving(paths["runtime_dir"] / "admin.sock", say) as seen:
         yield views, seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, 0), ({"trainer": None}, 4), ({"trainer": None, "problems": ["the writer thread has ended"]}, 1)]
+)
+def test_check_ends_with_what_was_found(run: Run, scripted: Any, changes: dict[str, Any], code: int) -> None:
+    views, _ = scripted
+    views.append(HEALTHY | changes)
+    assert run("status", "--check").exit_code == code
+    assert run("status", "--check", "--json").exit_code == code
 
 
 GATE = [{"workload": "b", "sessions": 9, "parent": 1.2, "candidate": 1.8, "gain_low": 1.4, "gain_high": 1.6, "passed": True}]
