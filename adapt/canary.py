@@ -22,10 +22,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from honed.adapt.acceptance import Floats, count_trials
+from honed.adapt.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
 from honed.adapt.rounds import rounds_by_workload
 from honed.adapt.wire import EventBatch
 
@@ -51,6 +53,17 @@ class CanarySettings:
     """Relative loss that must not stay."""
     max_rounds: int = 5000
     min_rounds: int = 50
+
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("false_roll_back", "false_keep"), PROBABILITY),
+        "tolerated_loss": Range(0, 1, excludes_high=True),
+        "loss": Range(0, 0.5, excludes_low=True, excludes_high=True),  # twice as much is bet against as well
+        "max_rounds": COUNT,
+        "min_rounds": Range(0),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)

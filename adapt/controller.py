@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -41,6 +42,7 @@ from honed.adapt.context_shift import (
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
 from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
+from honed.adapt.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges, check_ranges
 from honed.adapt.rounds import Rounds, rounds_by_workload
 from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeSettings
 from honed.adapt.step_watch import StepWatch
@@ -90,9 +92,17 @@ class ControllerSettings:
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
+    RANGES: ClassVar[Ranges] = {
+        "mode": OneOf(MODES),
+        **dict.fromkeys(("static_k", "max_k", "request_ceiling"), DRAFT_TOKENS),
+        **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
+        **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
+        **dict.fromkeys(("request_strength", "workload_strength"), Range(0)),
+        "policy_ttl_s": Range(0, 3600, excludes_low=True),
+    }
+
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        check_ranges(self)
         if self.mode == "table" and not self.table:
             raise ValueError('mode "table" needs a table: rows (largest batch in requests, draft tokens)')
         if any(len(row) != 2 or row[0] < 1 or row[1] < 0 for row in self.table):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from honed.adapt.acceptance import (
     chain_estimate,
     count_trials,
 )
+from honed.adapt.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
 
 _LOSSES = np.array([0.1, 0.25, 0.5])
 """Relative losses below the tolerated level that are bet on, in equal parts."""
@@ -64,6 +66,19 @@ class DriftSettings:
     min_low_rounds: int = 100
     new_workload_rounds: int = 20_000
     """A workload is new for this many rounds."""
+
+    RANGES: ClassVar[Ranges] = {
+        "tolerated_loss": Range(0, 1, excludes_high=True),
+        "low_gap": Range(0, 1, excludes_high=True),
+        "false_low": PROBABILITY,
+        **dict.fromkeys(("min_reference_rounds", "rearm_rounds", "min_low_rounds", "new_workload_rounds"), Range(0)),
+        **dict.fromkeys(("batches_per_false_alarm", "reference_rounds", "recent_rounds"), COUNT),
+        **dict.fromkeys(("reference_z", "suspect_slack"), Range(0)),
+        "suspect_level": Range(0, excludes_low=True),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)

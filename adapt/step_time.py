@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.ranges import COUNT, Range, Ranges, check_ranges
 
 if TYPE_CHECKING:
     from honed.adapt.wire import Policy
@@ -117,7 +118,7 @@ class StepTimeModel:
     def draft_seconds(self, num_requests: int, num_spec_tokens: int) -> Floats:
         """Price blocks of length 0 … K, [K+1]; index 0 is a skipped drafter."""
         fixed, per_request, per_token, per_token_and_request = self.parameters[_DRAFTING]
-        seconds: Floats = np.arange(num_spec_tokens + 1) * (per_token + per_token_and_request * num_requests)
+        seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (per_token + per_token_and_request * num_requests)
         seconds += fixed + per_request * num_requests
         seconds[0] = 0.0
         return seconds
@@ -184,6 +185,15 @@ class StepTimeSettings:
     """For so long after a start or restart the model is worth more exploring than later."""
     refit_steps: int = 64
     """New steps before the fit is redone."""
+
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("min_steps", "min_steps_per_length", "young_steps", "refit_steps"), COUNT),
+        **dict.fromkeys(("steps_per_kind", "max_kinds"), Range(1, 65536)),
+        "forgetting_steps": COUNT,
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 class StepTimeLearner:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 RUNTIME_DIR = "HONED_RUNTIME_DIR"
+VARIABLES = (
+    RUNTIME_DIR, "HONED_ENGINE_ID", "HONED_CAPTURE", "HONED_RING_BYTES", "HONED_QUEUE_BYTES", "HONED_FEATURES",
+)  # fmt: skip
+"""All that are read here."""
+OF_THE_DAEMON = ("HONED_CONFIG", "HONED_STATE_DIR", "HONED_LOG_LEVEL")
+"""Beside HONED_<SECTION>__<KEY>; one environment file may serve both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,17 @@ def from_environment(environ: Mapping[str, str], data_parallel_rank: int = 0) ->
         queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
         feature_kind=feature_kind,
     )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each HONED_* variable that neither side reads; a setting's name is the daemon's to judge."""
+    known = (*VARIABLES, *OF_THE_DAEMON)
+    found = []
+    for name in sorted(environ):
+        if name.startswith("HONED_") and "__" not in name and name not in known and not name.startswith("HONED_TEST_"):
+            near = difflib.get_close_matches(name, known, n=1)
+            found.append(f"unknown variable {name} is ignored" + (f"; did you mean {near[0]}?" if near else ""))
+    return found
 
 
 def _bytes(environ: Mapping[str, str], name: str, default: int, minimum: int) -> int:

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from honed.attach.attachment import Attachment
 from honed.attach.compatibility import Findings, check_features, check_scheduler
-from honed.attach.environment import AttachSettings, from_environment
+from honed.attach.environment import AttachSettings, from_environment, unknown_variables
 
 logger = logging.getLogger("honed.attach")
 
@@ -34,6 +34,8 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
         settings = from_environment(os.environ, rank)
         if settings is None:
             return base(*args, **kwargs)
+        for sentence in unknown_variables(os.environ):
+            logger.warning("honed: %s", sentence)
         findings = _check(base, vllm_config)
     except Exception as error:
         logger.warning("honed: not attached: %s", error)

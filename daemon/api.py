@@ -16,18 +16,14 @@ from fastapi import Depends, FastAPI, Header, Path, Query, Response
 
 from honed.adapt import wire
 from honed.daemon import models, views
-from honed.daemon.errors import (
-    ConflictError,
-    RequestError,
-    StoreError,
-    UnknownError,
-)
+from honed.daemon.errors import ConflictError, RequestError, StoreError
 from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.metrics import CONTENT_TYPE, render
 from honed.daemon.operations import Operation
 from honed.daemon.plain_json import finite
 from honed.daemon.problems import finish
+from honed.daemon.recalibrations import START_TRAINER
 from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.api")
@@ -48,7 +44,9 @@ def expected_generation(if_match: Annotated[str | None, Header(alias="If-Match",
         return None
     text = if_match.strip().removeprefix("W/").strip('"')
     if not (text.isascii() and text.isdecimal()):
-        raise RequestError(f"If-Match takes the registry's generation, not {if_match!r}")
+        raise RequestError(
+            f"If-Match takes the registry's generation, not {if_match!r}", cure="`honed drafters --json` has the present one."
+        )
     return int(text)
 
 
@@ -62,7 +60,7 @@ def make_app(service: Service) -> FastAPI:
     add_health(app, service)
     add_reading(app, service)
     add_changes(app, service)
-    finish(app, service)
+    finish(app, service, other_routes="`/openapi.json` describes all there is.")
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     app.add_middleware(Limits, max_body_bytes=settings.max_body_bytes, bucket=bucket)
     return app
@@ -72,7 +70,13 @@ def make_read_only_app(service: Service) -> FastAPI:
     """/metrics, /healthz and /readyz, for the loopback listener."""
     app = FastAPI(title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, openapi_url=None)
     add_health(app, service)
-    finish(app, service)
+    socket = service.settings.paths.admin_socket
+    finish(
+        app,
+        service,
+        other_routes="This is honed's port for metrics: /metrics, /healthz and /readyz. "
+        f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
+    )
     app.add_middleware(Limits, max_body_bytes=1024, hosts=LOCAL_HOSTS)
     return app
 
@@ -115,9 +119,7 @@ def add_reading(app: FastAPI, service: Service) -> None:
     @app.get("/v1/engines/{engine_id}/beliefs")
     def beliefs(engine_id: Name) -> dict[str, Any]:
         with service.lock:
-            engine = service.engines.by_id.get(engine_id)
-            if engine is None:
-                raise UnknownError(f"no engine {engine_id!r}")
+            engine = service.engines.get(engine_id)
             found: dict[str, Any] = finite(service.steering.beliefs(engine))
             return found
 
@@ -186,12 +188,12 @@ def add_changes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/recalibrations", status_code=202, response_model=models.OperationView)
     def recalibrate(body: models.RecalibrationRequest, generation: Generation, key: Key = None) -> Any:
         arguments = body.model_dump()
-        return change(generation, key, lambda: lifecycle.recalibrate(**arguments, actor=ACTOR, key=key))
+        return change(generation, key, lambda: service.recalibrations.recalibrate(**arguments, actor=ACTOR, key=key))
 
     @app.post("/v1/operations/{operation_id}:cancel", status_code=202, response_model=models.OperationView)
     def cancel(operation_id: Name, generation: Generation, body: models.ReasonRequest | None = None) -> Any:
         reason = body.reason if body else ""
-        return change(generation, None, lambda: lifecycle.cancel(operation_id, reason=reason, actor=ACTOR))
+        return change(generation, None, lambda: service.recalibrations.cancel(operation_id, reason=reason, actor=ACTOR))
 
     @app.post("/v1/drafters/{version}:promote", status_code=202, response_model=models.OperationView)
     def promote(
@@ -230,7 +232,7 @@ def add_changes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/samples:purge", status_code=202, response_model=models.Accepted)
     def purge(generation: Generation, body: models.ReasonRequest | None = None) -> Any:
         if not service.trainer.is_connected:
-            raise ConflictError("no trainer is connected: nobody holds samples")
+            raise ConflictError("no trainer is connected: nobody holds samples", cure=START_TRAINER)
         tell = service.trainer.tell
         return done(generation, "samples.purge", body.reason if body else "", lambda: tell(wire.Purge()))
 
@@ -238,8 +240,10 @@ def add_changes(app: FastAPI, service: Service) -> None:
     def set_override(name: Name, body: models.OverrideRequest, generation: Generation) -> Any:
         with service.lock:
             service.drafters.check_generation(generation)
-            service.overrides.set(name, body.value, body.ttl_s, body.reason, ACTOR)
-            service.steer(service.monotonic())
+            now_s = service.monotonic()
+            most = service.engines.drafts_most(now_s)
+            service.overrides.set(name, body.value, body.ttl_s, body.reason, ACTOR, most)
+            service.steer(now_s)
             made = next(o for o in service.overrides.listing() if o["name"] == name)
         settle(service)
         return made

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from honed.daemon.engines import Engine
-from honed.daemon.errors import ConflictError, UnknownError
+from honed.daemon.errors import ConflictError, there_are
 
 if TYPE_CHECKING:
     from honed.daemon.service import Service
+
+ATTACH = "`honed engines` lists them; a vLLM attaches when it is started with what `honed vllm-args` prints."
 
 
 def connected(service: Service) -> list[Engine]:
@@ -25,14 +27,17 @@ def capturing(service: Service, engine_id: str = "") -> Engine:
     """The engine that is named, or else the one with the most samples. Raises UnknownError, ConflictError."""
     found = connected(service)
     if engine_id:
-        if engine_id not in service.engines.by_id:
-            raise UnknownError(f"no engine {engine_id!r}")
+        service.engines.get(engine_id)
         found = [engine for engine in found if engine.engine_id == engine_id]
     if not found:
-        raise ConflictError(f"engine {engine_id!r} is not connected" if engine_id else "no engine is connected")
+        why = f"engine {engine_id!r} is not connected; {there_are(e.engine_id for e in connected(service))}"
+        raise ConflictError(why if engine_id else "no engine is connected", cure=ATTACH)
     able = [engine for engine in found if engine.hello is not None and engine.hello.capture_path]
     if not able:
-        raise ConflictError("; ".join(["no connected engine captures samples", *limits(found)]))
+        raise ConflictError(
+            "; ".join(["no connected engine captures samples", *limits(found)]),
+            cure="`honed engines` says what each can do; HONED_CAPTURE=0 in vLLM's environment switches capturing off.",
+        )
     return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
 
 

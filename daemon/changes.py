@@ -9,7 +9,7 @@ from rich.console import Console
 
 from honed.daemon import show
 from honed.daemon.client import EXIT_FAILED, AdminClient, part
-from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, emit, print_json
+from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, listing, print_json
 from honed.daemon.watching import follow
 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it's over, showing how it gets on.")]
@@ -109,11 +109,7 @@ def purge(
         _say(client.post("/v1/samples:purge", _given({"reason": reason or None})), as_json, "samples are forgotten")
 
 
-@overrides.command("list")
-def list_overrides(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """What is in force."""
-    with connect(context) as client:
-        emit(client.get("/v1/overrides"), as_json, show.overrides)
+overrides.command("list", help="What is in force.")(listing("/v1/overrides", show.overrides))
 
 
 @overrides.command("set")

@@ -22,6 +22,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
+EXIT_WARNINGS = 4
+"""`honed status --check`: nothing is broken, but something should be looked at."""
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 """States that an operation doesn't leave any more."""
@@ -158,8 +160,17 @@ class AdminClient:
         except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
             raise self._unreachable(error) from error
         if answer.is_error:
-            raise refusal(answer)
+            raise self._refusal(answer)
         return answer
+
+    def _refusal(self, answer: httpx2.Response) -> AdminError:
+        """A 404 that is no problem document isn't honed's."""
+        if answer.status_code == 404 and "problem+json" not in answer.headers.get("content-type", ""):
+            return AdminError(
+                f"{self.where} answered {answer.request.method} {answer.request.url.path} with 404, and not as honed does",
+                cure="Another server is there. The admin API is on a unix socket: leave --url out, or check --socket.",
+            )
+        return refusal(answer)
 
     def _unreachable(self, error: Exception) -> Unreachable:
         if isinstance(error, httpx2.ConnectError | OSError) and self.socket_path is not None:
@@ -220,6 +231,7 @@ def refusal(answer: httpx2.Response) -> Refused:
     detail = problem.get("detail")
     detail = detail if isinstance(detail, str) else ""
     message = f"{title}: {detail}" if detail and detail != title else title
+    cure = problem.get("cure")
     cures = {
         401: "Give a token with --token-file.",
         403: "This needs the admin token, not the reading one.",
@@ -230,4 +242,5 @@ def refusal(answer: httpx2.Response) -> Refused:
         500: "See `journalctl -u honed` for the cause.",
         503: "The daemon is starting or stopping: try again in a moment.",
     }
-    return Refused(message, status=answer.status_code, problem=problem, cure=cures.get(answer.status_code, ""))
+    cure = cure if cure and isinstance(cure, str) else cures.get(answer.status_code, "")
+    return Refused(message, status=answer.status_code, problem=problem, cure=cure)

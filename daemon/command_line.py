@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from honed.daemon import changes, replay, show
-from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, part
+from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
 from honed.daemon.terminal import (
@@ -26,6 +26,7 @@ from honed.daemon.terminal import (
     duration_s,
     emit,
     fail,
+    listing,
     load_settings,
     moment_s,
     print_json,
@@ -38,6 +39,12 @@ app = typer.Typer(
 )
 events = typer.Typer(help="What was logged.", no_args_is_help=True)
 app.add_typer(events, name="events")
+for name, path, render, text in (
+    ("engines", "/v1/engines", show.engines, "Engines that have attached."),
+    ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
+    ("audit", "/v1/audit", show.audit, "Who changed what, and why."),
+):
+    app.command(name, help=text)(listing(path, render))
 changes.register(app)
 replay.register(app)
 
@@ -115,7 +122,7 @@ def status(
     context: typer.Context,
     as_json: JsonFlag = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when something is wrong.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 0: all is well; 1: errors; 4: only warnings.")] = False,
 ) -> None:
     """What is going on: what is wrong first, then engines, acceptance, drafter, trainer, store."""
     with connect(context) as client:
@@ -128,15 +135,8 @@ def status(
                     live.update(show.status(document))
         else:
             emit(document, as_json, show.status)
-    if check and any(f.level == "error" for f in findings(document)):
-        raise typer.Exit(EXIT_FAILED)
-
-
-@app.command()
-def engines(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """Engines that have attached."""
-    with connect(context) as client:
-        emit(client.get("/v1/engines"), as_json, show.engines)
+    if check and (found := findings(document)):
+        raise typer.Exit(EXIT_FAILED if found[0].level == "error" else EXIT_WARNINGS)
 
 
 @app.command()
@@ -152,13 +152,6 @@ def workloads(
 
 
 @app.command()
-def drafters(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """Versions in the registry, and which one is active."""
-    with connect(context) as client:
-        emit(client.get("/v1/drafters"), as_json, show.drafters)
-
-
-@app.command()
 def operations(
     context: typer.Context,
     operation_id: Annotated[str, typer.Argument(help="One operation in full.")] = "",
@@ -170,13 +163,6 @@ def operations(
             emit(client.get(f"/v1/operations/{part(operation_id)}"), as_json, show.operation)
         else:
             emit(client.get("/v1/operations"), as_json, show.operations)
-
-
-@app.command()
-def audit(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """Who changed what, and why."""
-    with connect(context) as client:
-        emit(client.get("/v1/audit"), as_json, show.audit)
 
 
 @app.command()

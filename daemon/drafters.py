@@ -9,10 +9,12 @@ import msgspec
 import structlog
 
 from honed.adapt.wire import EngineHello
-from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError
+from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 
 log = structlog.get_logger("honed.drafters")
+
+LISTED = "`honed drafters` lists the versions"
 
 
 class Drafters:
@@ -58,10 +60,11 @@ class Drafters:
 
     def manifest(self, version: str) -> Manifest:
         """Raises UnknownError for a version that doesn't exist or is damaged."""
+        self.path(version)
         try:
             return self.registry.get(version)
         except RegistryError as error:
-            raise UnknownError(str(error)) from error
+            raise UnknownError(str(error), cure=f"{LISTED}; `honed promote` takes any that is whole.") from error
 
     def verified(self, version: str) -> Manifest:
         """The manifest, after the weights were read again and compared. Raises ConflictError when they are damaged."""
@@ -69,18 +72,22 @@ class Drafters:
         try:
             return self.registry.verify(version)
         except RegistryError as error:
-            raise ConflictError(str(error)) from error
+            raise ConflictError(str(error), cure=f"{LISTED}; `honed promote` takes any that is whole.") from error
 
     def path(self, version: str) -> Path:
         try:
             return self.registry.path(version)
         except RegistryError as error:
-            raise UnknownError(str(error)) from error
+            known = there_are(manifest.version for manifest in self.registry.versions())
+            raise UnknownError(f"no drafter version {version!r}; {known}", cure=f"{LISTED}.") from error
 
     def check_generation(self, expected: int | None) -> None:
         """Raises PreconditionError when somebody changed an alias since `expected` was read."""
         if expected is not None and expected != self.generation:
-            raise PreconditionError(f"the registry is at generation {self.generation}, not {expected}")
+            raise PreconditionError(
+                f"the registry is at generation {self.generation}, not {expected}",
+                cure=f"{LISTED} with the generation; look again, then repeat.",
+            )
 
     def move(self, changes: dict[str, str | None]) -> None:
         """Move aliases, in order. Raises StoreError when the disk refuses."""

@@ -9,6 +9,7 @@ import msgspec
 
 from honed.adapt.wire import EngineHello, EngineStatus, Policy
 from honed.daemon.batch_tables import StoredBatch, losses
+from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.rollups import Counts
 from honed.daemon.sequences import BootSequence
 from honed.daemon.store import Store
@@ -96,11 +97,23 @@ class Engines:
         engine.peer, engine.last_seen_s, engine.is_lost = peer, now_s, False
         return engine, False
 
+    def get(self, engine_id: str) -> Engine:
+        """Raises UnknownError."""
+        try:
+            return self.by_id[engine_id]
+        except KeyError as error:
+            why = f"no engine {engine_id!r} has attached since the daemon started; {there_are(self.by_id)}"
+            raise UnknownError(why, cure="`honed engines` lists them.") from error
+
     def is_connected(self, engine: Engine, now_s: float) -> bool:
         return now_s - engine.last_seen_s <= self._lost_after_s
 
     def connected(self, now_s: float) -> list[Engine]:
         return [engine for engine in self.by_id.values() if self.is_connected(engine, now_s)]
+
+    def drafts_most(self, now_s: float) -> dict[str, int]:
+        """Connected engine -> draft tokens a round that it is configured for."""
+        return {e.engine_id: e.hello.num_spec_tokens for e in self.connected(now_s) if e.hello is not None}
 
     def _load(self, engine_id: str, boot_id: str) -> Boot:
         rows = self._store.read("SELECT * FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id))

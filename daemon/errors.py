@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class HonedError(Exception):
-    """Base of the daemon's own errors; the text is one clear line for an operator."""
+    """Base of the daemon's own errors; the text is one clear line for an operator, `cure` says what to do about it."""
+
+    def __init__(self, message: str = "", *, cure: str = "") -> None:
+        super().__init__(message)
+        self.cure = cure
 
 
 class SettingsError(HonedError, ValueError):
@@ -33,3 +39,14 @@ class PreconditionError(HonedError, RuntimeError):
 
 class RequestError(HonedError, ValueError):
     """The caller asked for something that makes no sense whatever the state."""
+
+
+def there_are(names: Iterable[str], most: int = 5) -> str:
+    """What exists, as the end of a sentence about something that doesn't; the last ones where there are many."""
+    known = list(names)
+    if not known:
+        return "there are none"
+    shown = ", ".join(known[-most:])
+    if len(known) > most:
+        return f"there are {len(known)}, lastly {shown}"
+    return f"there {'is' if len(known) == 1 else 'are'} {shown}"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from honed.daemon.filesystem import IN_MEMORY
+
 LAG_S = 5.0
 """Events older than this when they are committed are worth a word: the store or the daemon is behind."""
 
@@ -37,6 +39,11 @@ def findings(status: dict[str, Any]) -> list[Finding]:
 def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
     for problem in status.get("problems") or []:
         yield Finding("error", f"the daemon itself: {problem}")
+    runtime = status.get("runtime") or {}
+    if (filesystem := runtime.get("filesystem")) and filesystem not in IN_MEMORY and _may_capture(status):
+        place = f"the runtime directory {runtime.get('dir')} is on {filesystem}, not on a tmpfs"
+        cure = "set HONED_RUNTIME_DIR to a folder below /run or /dev/shm, for vLLM as well"
+        yield Finding("warning", f"{place}: samples, which are prompts in disguise, reach the disk; {cure}")
 
 
 def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
@@ -79,7 +86,29 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
 def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     if status.get("trainer") is None:
         yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
+    if status.get("training_paused"):
+        yield Finding("warning", "training is paused: `honed resume` lets it go on")
     if not (status.get("drafters") or {}).get("active"):
         yield Finding("warning", "no drafter version is active")
     for override in status.get("overrides") or []:
-        yield Finding("warning", f"override {override.get('name')} = {override.get('value')} is in force")
+        name, value = override.get("name"), override.get("value")
+        less = _drafting_less(status, value) if name == "draft_tokens" else ""
+        yield Finding("warning", f"override {name} = {value} is in force{less}")
+
+
+def _drafting_less(status: dict[str, Any], value: Any) -> str:
+    """Which engines can't draft as many tokens as an override says."""
+    if not isinstance(value, int | float):
+        return ""
+    found = [
+        f"engine {engine.get('engine_id')} drafts at most {most}"
+        for engine in status.get("engines") or []
+        if engine.get("connected") and (most := engine.get("num_spec_tokens") or 0) and value > most
+    ]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _may_capture(status: dict[str, Any]) -> bool:
+    """Whether an engine captures samples; one that hasn't attached yet may."""
+    engines = status.get("engines") or []
+    return not engines or any("capture" in (engine.get("capabilities") or ()) for engine in engines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import threading
@@ -15,6 +14,8 @@ from fastapi import FastAPI
 
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import StartError
+from honed.daemon.listen import check_address
+from honed.daemon.router import MAY_WRITE
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 
@@ -87,33 +88,23 @@ def bind_unix(path: Path) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise StartError(f"socket {path}: {error.strerror}") from error
+        raise StartError(f"socket {path}: {error.strerror}{MAY_WRITE}") from error
     return listener
 
 
 def bind_loopback(address: str) -> socket.socket:
     """Listen on host:port. Raises StartError for a port in use and for any address that isn't loopback."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if host == "localhost":
-        host = "127.0.0.1"
     try:
-        ip = ipaddress.ip_address(host)
-        number = int(port)
+        host, number = check_address(address)
     except ValueError as error:
-        raise StartError(f"http.metrics_listen {address!r} isn't host:port with a numeric address") from error
-    if not ip.is_loopback:
-        raise StartError(
-            f"http.metrics_listen {address!r} isn't a loopback address; without a token and TLS honed listens on "
-            "loopback only: put a reverse proxy in front of it"
-        )
-    listener = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+        raise StartError(f"http.metrics_listen {address!r} {error}") from error
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, number))
         listener.listen(128)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise StartError(f"http.metrics_listen {address}: {why}; set another address or \"\" for none") from error
+        why = f"{error.strerror}; set another address or \"\" for none"
+        raise StartError(f"http.metrics_listen {address}: {why}") from error
     return listener

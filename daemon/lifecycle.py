@@ -1,30 +1,26 @@
-"""The life of a drafter version: recalibrate, swap in, watch, keep or roll back; and an operator's promote and rollback.
+"""The life of a drafter version once it is made: swap in, watch, keep or roll back; and an operator's promote and rollback.
 
-    recalibrate: TrainRequest -> TrainResult(version) -> alias candidate -> swap -> aliases active, previous -> watch
+    recalibrate: see recalibrations.py; it ends in the same swap
     promote:     swap -> aliases active, previous -> watch
     rollback:    aliases first, then swap: whatever happens to the command, engines converge to what `active` says
 
-An operation has succeeded when the engines run the new version; the watch goes on behind it. At most one recalibration and
-one swap are under way; everything that stands in the way of a request is a ConflictError that says what.
+An operation has succeeded when the engines run the new version; the watch goes on behind it. At most one swap is under way;
+everything that stands in the way of a request is a ConflictError that says what.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import structlog
 
 from honed.adapt import wire
 from honed.adapt.canary import SwapWatch
-from honed.adapt.controller import Override
-from honed.adapt.drift import Alarm
 from honed.daemon import capable, swaps
 from honed.daemon.engines import Engine
-from honed.daemon.errors import ConflictError, HonedError, UnknownError
+from honed.daemon.errors import ConflictError, HonedError
 from honed.daemon.operations import Operation
 from honed.daemon.swaps import Swap
 
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
     from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.lifecycle")
-
-STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
 
 
 @dataclass(slots=True)
@@ -48,84 +42,21 @@ class Watch:
 
 
 class Lifecycle:
-    """Recalibrations, swaps and watches. Guarded by the service's lock."""
+    """Swaps and watches. Guarded by the service's lock."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._settings = service.settings.recalibration
-        self.training: Operation | None = None
         self.swapping: Operation | None = None
         self.watch: Watch | None = None
         self.rollbacks: Counter[str] = Counter()
-        self._training_deadline_s = 0.0
-        self._parent = ""
-        self._engine_id = ""
-        self._ended_s = float("-inf")
-        self._alarm: tuple[Engine, Alarm] | None = None
 
     @property
     def current(self) -> Operation | None:
         """The operation that is under way, a swap before a training."""
-        return self.swapping or self.training
+        return self.swapping or self._service.recalibrations.training
 
     # --- what operators (and drift) ask for -----------------------------------------------------------------------------
-
-    def recalibrate(
-        self,
-        *,
-        engine_id: str = "",
-        workloads: list[str] | None = None,
-        scope: str = "",
-        max_seconds: float = 0.0,
-        reason: str = "",
-        actor: str,
-        dry_run: bool = False,
-        key: str | None = None,
-    ) -> Operation:
-        """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
-        service = self._service
-        if self.training is not None:
-            raise ConflictError(f"recalibration {self.training.operation_id} is under way")
-        if not service.trainer.is_connected:
-            raise ConflictError("no trainer is connected; start honed-trainer (`honed train`)")
-        engine = capable.capturing(service, engine_id)
-        hello = engine.hello
-        assert hello is not None
-        active = service.drafters.active
-        if not active:
-            raise ConflictError("the registry has no active drafter to start from")
-        seconds = max_seconds or self._settings.max_seconds
-        operation = service.operations.create(
-            "recalibrate",
-            "collecting",
-            reason,
-            actor,
-            key,
-            engine_id=engine.engine_id,
-            workloads=workloads or [],
-            parent=active,
-            dry_run=dry_run,
-        )
-        self.training, self._parent, self._engine_id = operation, active, engine.engine_id
-        self._training_deadline_s = service.monotonic() + seconds + self._settings.grace_s
-        service.trainer.tell(
-            wire.TrainRequest(
-                operation_id=operation.operation_id,
-                engine_id=engine.engine_id,
-                capture_path=hello.capture_path,
-                busy_path=hello.busy_path,
-                target_path=hello.target_path,
-                parent_version=active,
-                parent_path=str(service.drafters.path(active)),
-                scope=scope or self._settings.scope,
-                workloads=workloads or [],
-                max_seconds=seconds,
-                reason=reason,
-                dry_run=dry_run,
-            )
-        )
-        service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
-        return operation
 
     def promote(self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None) -> Operation:
         """Make a version the active one. `force` does so also while no engine is there to take it.
@@ -136,15 +67,21 @@ class Lifecycle:
         service = self._service
         service.drafters.verified(version)
         if version == service.drafters.active and not force:
-            raise ConflictError(f"{version} is active already")
+            raise ConflictError(
+                f"{version} is active already",
+                cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
+            )
         engines = self._swappable(version)
-        self._check_no_swap()
+        self.check_no_swap()
         if not engines and not force:
-            raise ConflictError(capable.why_none(service, version))
+            raise ConflictError(
+                capable.why_none(service, version),
+                cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
+            )
         operation = service.operations.create("promote", "swapping", reason, actor, key, version=version)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
         if engines:
-            self._swap_in(operation, version, engines)
+            self.swap_in(operation, version, engines)
         else:
             self._make_active(version)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
@@ -156,8 +93,11 @@ class Lifecycle:
         aliases = service.drafters.aliases()
         active, target = aliases["active"] or "", aliases["previous"] or aliases["floor"] or ""
         if not target or target == active:
-            raise ConflictError("there is no previous drafter to go back to")
-        self._check_no_swap()
+            raise ConflictError(
+                f"there is no previous drafter to go back to; active is {active or 'none'}",
+                cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
+            )
+        self.check_no_swap()
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
         if self.watch is not None:
@@ -176,37 +116,7 @@ class Lifecycle:
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def cancel(self, operation_id: str, *, reason: str, actor: str) -> Operation:
-        """Give up a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
-        service = self._service
-        operation = service.operations.get(operation_id)
-        if operation.is_finished:
-            raise ConflictError(f"operation {operation_id} has ended: {operation.state}")
-        if operation is not self.training:
-            raise ConflictError(f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled")
-        service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
-        service.journal.audit(actor, "cancel", operation_id, reason)
-        self._end_training("cancelled", reason and f"cancelled: {reason}")
-        return operation
-
     # --- what engines and the trainer say -------------------------------------------------------------------------------
-
-    def on_trainer(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
-        """Follow the training."""
-        operation = self.training
-        if operation is None:
-            return
-        if isinstance(message, wire.TrainerHello):
-            if message.operation_id != operation.operation_id:
-                self._end_training("failed", "the trainer was restarted")
-        elif message.operation_id != operation.operation_id:
-            return
-        elif isinstance(message, wire.TrainerStatus):
-            operation.stage = STAGES.get(message.state, operation.stage)
-            operation.detail.update(msgspec.to_builtins(message))
-            operation.detail.pop("type", None)
-        else:
-            self._on_result(operation, message)
 
     def on_batch(self, engine: Engine, batch: wire.EventBatch) -> None:
         """Watch a fresh version at work."""
@@ -222,80 +132,15 @@ class Lifecycle:
         elif all(w.verdict.decision == "keep" for w in watch.by_engine.values()):
             self._keep(watch, verdict.text)
 
-    def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
-        """Acceptance drifted: note it, and recalibrate when that is allowed and possible."""
-        service = self._service
-        service.journal.mark("drift", alarm.text, engine.engine_id)
-        log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
-        self._alarm = (engine, alarm)
-
     def tick(self, now_s: float) -> None:
         """Deadlines."""
-        service = self._service
-        operation = self.training
-        if operation is not None:
-            if not service.trainer.is_connected:
-                self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
-            elif now_s > self._training_deadline_s and not service.trainer.is_paused:
-                service.trainer.tell(wire.TrainCancel(operation_id=operation.operation_id, reason="timed out"))
-                self._end_training("failed", "the trainer did not finish in time")
         if self.watch is not None and now_s > self.watch.deadline_s:
             self._keep(self.watch, f"nothing was found against it in {self._settings.watch_max_s:g} s")
-        if self._alarm is not None and self._settings.automatic and self.current is None and self.watch is None:
-            self._answer_alarm(*self._alarm, now_s)
-
-    def _answer_alarm(self, engine: Engine, alarm: Alarm, now_s: float) -> None:
-        if now_s - self._ended_s < self._settings.min_interval_s:
-            return
-        # While nobody is there to do it the alarm stands.
-        with contextlib.suppress(ConflictError, UnknownError):
-            self.recalibrate(engine_id=engine.engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
-            self._alarm = None
-
-    def capture_override(self, engine_id: str, now_s: float) -> Override | None:
-        """While a recalibration needs samples, capture from more requests than usual."""
-        if self.training is None or engine_id != self._engine_id:
-            return None
-        return Override("capture_share", self._settings.collect_share, now_s + 60.0)
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    def _on_result(self, operation: Operation, result: wire.TrainResult) -> None:
-        service = self._service
-        gate = msgspec.to_builtins(result.gate)
-        detail: dict[str, Any] = {"gate": gate, "version": result.version, "steps": result.steps}
-        detail |= {"tokens": result.tokens, "train_seconds": result.train_seconds, "elapsed_s": result.elapsed_s}
-        if not result.ok or (not result.version and not operation.detail.get("dry_run")):
-            self._end_training("failed", result.error or "no candidate passed the gate", **detail)
-            return
-        if operation.detail.get("dry_run"):
-            self._end_training("succeeded", **detail)
-            return
-        try:
-            service.drafters.verified(result.version)
-            if (active := service.drafters.active) != self._parent:
-                raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
-            self._check_no_swap()
-            service.drafters.move({"candidate": result.version})
-            engines = self._swappable(result.version)
-            if not engines:
-                why = capable.why_none(service, result.version)
-                raise ConflictError(f"{why}; `honed promote {result.version}` when there is one")
-        except HonedError as error:
-            self._end_training("failed", str(error), **detail)
-            return
-        self.training, self._ended_s = None, service.monotonic()
-        service.operations.move(operation, stage="swapping", **detail)
-        self._swap_in(operation, result.version, engines)
-
-    def _end_training(self, state: str, error: str = "", **detail: Any) -> None:
-        operation = self.training
-        assert operation is not None
-        self.training, self._ended_s = None, self._service.monotonic()
-        self._service.operations.finish(operation, state, error=error, **detail)
-        self._service.journal.audit("honed", f"recalibrate.{state}", operation.operation_id, error)
-
-    def _swap_in(self, operation: Operation, version: str, engines: list[Engine]) -> None:
+    def swap_in(self, operation: Operation, version: str, engines: list[Engine]) -> None:
+        """Bring a version into engines for an operation; when they all have it, it becomes active and is watched."""
         watch = Watch(operation, version, self._service.drafters.active, 0.0)
         for engine in engines:
             controller = self._service.steering.controller(engine)
@@ -363,6 +208,10 @@ class Lifecycle:
     def _swappable(self, version: str) -> list[Engine]:
         return capable.swappable(self._service, version)
 
-    def _check_no_swap(self) -> None:
+    def check_no_swap(self) -> None:
+        """Raises ConflictError while another swap is under way."""
         if self.swapping is not None:
-            raise ConflictError(f"operation {self.swapping.operation_id} is swapping a drafter")
+            running = self.swapping.operation_id
+            raise ConflictError(
+                f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
+            )

@@ -156,7 +156,10 @@ class StatusView(BaseModel):
     problems: list[str]
     generation: int
     engines: list[EngineView]
+    runtime: dict[str, str]
+    """The runtime directory, and the type of the filesystem that it is on."""
     trainer: TrainerView | None
+    training_paused: bool
     drafters: dict[str, str | None]
     acceptance: dict[str, Acceptance]
     events: dict[str, int | float]
@@ -228,9 +231,10 @@ class EventRow(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457."""
+    """RFC 9457, and what to do about it."""
 
     type: str = "about:blank"
     title: str
     status: int
     detail: str
+    cure: str = ""

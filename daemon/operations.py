@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from honed.daemon.errors import UnknownError
+from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.store import Store
 
 log = structlog.get_logger("honed.operations")
@@ -91,7 +91,8 @@ class Operations:
         try:
             return self._by_id[operation_id]
         except KeyError as error:
-            raise UnknownError(f"no operation {operation_id!r}") from error
+            why = f"no operation {operation_id!r}; {there_are(self._by_id)}"
+            raise UnknownError(why, cure="`honed operations` lists them.") from error
 
     def listing(self) -> list[Operation]:
         """Newest first."""

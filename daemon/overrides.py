@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from honed.adapt.controller import MODES, Override
-from honed.daemon.errors import RequestError, UnknownError
+from honed.adapt.controller import MODES, ControllerSettings, Override
+from honed.daemon.errors import RequestError, UnknownError, there_are
 from honed.daemon.journal import Journal
 from honed.daemon.store import Store
 
 log = structlog.get_logger("honed.overrides")
 
 MAX_TTL_S = 30 * 86400.0
+MAX_DRAFT_TOKENS = 1024
 NAMES = ("draft_tokens", "capture_share", "policy")
 
 
@@ -35,19 +36,39 @@ class SetOverride:
 class Overrides:
     """Those in force. Guarded by the service's lock."""
 
-    def __init__(self, store: Store, journal: Journal, clock: Callable[[], float]) -> None:
-        self._store, self._journal, self._clock = store, journal, clock
+    def __init__(
+        self, store: Store, journal: Journal, settings: ControllerSettings, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._journal, self._settings, self._clock = store, journal, settings, clock
         self._by_name: dict[str, SetOverride] = {}
 
     def load(self) -> None:
-        """Take up those that were in force when the daemon stopped."""
+        """Take up those that were in force when the daemon stopped, except what the settings don't allow any more."""
         for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ?", (self._clock(),)):
             row["value"] = json.loads(row["value"])
-            self._by_name[row["name"]] = SetOverride(**row)
+            name = row["name"]
+            self._by_name[name] = SetOverride(**row)
+            try:
+                check(name, row["value"], self._settings)
+            except (RequestError, UnknownError) as error:
+                log.warning("an override is dropped", name=name, value=row["value"], error=str(error))
+                self._remove(name)
+                self._journal.audit("honed", "override.clear", name, str(error))
+                self._journal.mark("override", f"{name} dropped: {error}")
 
-    def set(self, name: str, value: Any, ttl_s: float, reason: str, actor: str) -> SetOverride:
-        """Put an override in force. Raises RequestError, UnknownError."""
-        check(name, value)
+    def set(
+        self, name: str, value: Any, ttl_s: float, reason: str, actor: str, drafts_most: Mapping[str, int] | None = None
+    ) -> SetOverride:
+        """Put an override in force.
+
+        Args:
+            drafts_most: connected engine -> draft tokens that it is configured for. A number that none of them can draft is
+                a slip of the hand, and refused; one that only some can is taken, and the others draft what they can.
+
+        Raises:
+            RequestError, UnknownError
+        """
+        check(name, value, self._settings, drafts_most)
         if not 0 < ttl_s <= MAX_TTL_S:
             raise RequestError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s:g}")
         now = self._clock()
@@ -62,7 +83,8 @@ class Overrides:
     def clear(self, name: str, reason: str, actor: str) -> None:
         """End an override. Raises UnknownError when it isn't in force."""
         if name not in self._by_name:
-            raise UnknownError(f"no override {name!r} is in force")
+            why = f"no override {name!r} is in force; {there_are(self._by_name)}"
+            raise UnknownError(why, cure="`honed override list` shows them.")
         self._remove(name)
         self._journal.audit(actor, "override.clear", name, reason)
         self._journal.mark("override", f"{name} cleared")
@@ -96,14 +118,27 @@ class Overrides:
         self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
 
 
-def check(name: str, value: Any) -> None:
+def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapping[str, int] | None = None) -> None:
     """Raises UnknownError for a name, RequestError for a value that can't be."""
     if name not in NAMES:
-        raise UnknownError(f"no override {name!r}; there are {', '.join(NAMES)}")
+        raise UnknownError(f"no override {name!r}; there are {', '.join(NAMES)}", cure="`honed override set --help`")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "draft_tokens" and not (is_number and value == int(value) and 0 <= value <= 1024):
-        raise RequestError(f"draft_tokens takes a whole number from 0, not {value!r}")
+    if name == "draft_tokens":
+        most = max((drafts_most or {}).values(), default=MAX_DRAFT_TOKENS)
+        if not (is_number and value == int(value) and 0 <= value <= MAX_DRAFT_TOKENS):
+            raise RequestError(f"draft_tokens takes a whole number from 0 to {most}, not {value!r}")
+        if value > most:
+            able = ", ".join(f"{engine_id} {k}" for engine_id, k in sorted((drafts_most or {}).items()))
+            raise RequestError(
+                f"draft_tokens {value:g} is more than any connected engine drafts ({able})",
+                cure=f"Give 0 to {most}; more needs num_speculative_tokens in vLLM's --speculative-config, and a restart.",
+            )
     if name == "capture_share" and not (is_number and 0 <= value <= 1):
         raise RequestError(f"capture_share takes a number from 0 to 1, not {value!r}")
     if name == "policy" and value not in MODES:
         raise RequestError(f"policy takes one of {', '.join(MODES)}, not {value!r}")
+    if name == "policy" and value == "table" and not settings.table:
+        raise RequestError(
+            'policy "table" needs a table, and the settings have none',
+            cure="Set controller.table, as `table = [[4, 5], [16, 2]]`, and restart the daemon; `honed replay` tries tables.",
+        )

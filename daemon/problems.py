@@ -33,17 +33,17 @@ STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
 }
 
 
-def finish(app: FastAPI, service: Service) -> None:
-    """Errors and counting, the same for both listeners."""
+def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
+    """Errors and counting, the same for both listeners; `other_routes` says where to go from a route that isn't here."""
 
-    def problem(status: int, title: str, detail: str) -> JSONResponse:
-        document = models.Problem(title=title, status=status, detail=detail)
+    def problem(status: int, title: str, detail: str, cure: str = "") -> JSONResponse:
+        document = models.Problem(title=title, status=status, detail=detail, cure=cure)
         return JSONResponse(document.model_dump(), status, media_type="application/problem+json")
 
     @app.exception_handler(HonedError)
     def on_honed_error(request: Request, error: HonedError) -> JSONResponse:
         status, title = STATUS_OF.get(type(error), (500, "Internal error"))
-        return problem(status, title, str(error))
+        return problem(status, title, str(error), error.cure)
 
     @app.exception_handler(RequestValidationError)
     def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -53,14 +53,17 @@ def finish(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(HTTPException)
     def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        answer = problem(error.status_code, str(error.detail), f"{request.method} {request.url.path}")
+        asked, cure = f"{request.method} {request.url.path}", ""
+        if error.status_code == 404:
+            asked, cure = f"{asked} is nothing that {request.url.netloc} has", other_routes
+        answer = problem(error.status_code, str(error.detail), asked, cure)
         answer.headers.update(error.headers or {})
         return answer
 
     @app.exception_handler(Exception)
     def on_failure(request: Request, error: Exception) -> JSONResponse:
         log.exception("a request failed", path=request.url.path, error=str(error))
-        return problem(500, "Internal error", "see the daemon's log")
+        return problem(500, "Internal error", "a bug, or a broken machine", "`journalctl -u honed` says more.")
 
     @app.middleware("http")
     async def count(request: Request, call_next: Any) -> Response:

@@ -176,7 +176,7 @@ def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
     import pysqlite3
 
     from honed.adapt.wire import EngineHello
-    from honed.daemon.store import connect
+    from honed.daemon.database import connect
 
     if not database.exists():
         cure = "Name the daemon's state folder with --state-dir."

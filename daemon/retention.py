@@ -7,7 +7,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from honed.daemon.batch_tables import ADD_RAW_BYTES
-from honed.daemon.settings import StoreSettings
+from honed.daemon.sections import StoreSettings
 
 BATCHES_PER_ROUND = 2000
 PAGES_PER_ROUND = 2000

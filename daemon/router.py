@@ -26,6 +26,7 @@ log = structlog.get_logger("honed.router")
 
 MAX_SOCKET_PATH = 107
 FRAMES_PER_TURN = 256
+MAY_WRITE = "; this user must be able to write to its folder: `chown` that, or choose another --runtime-dir"
 
 
 class Router:
@@ -64,7 +65,7 @@ class Router:
             self._socket.bind(f"ipc://{self._path}")
             self._path.chmod(0o660)
         except (zmq.ZMQError, OSError) as error:
-            raise StartError(f"socket {self._path}: {error.strerror or error}") from error
+            raise StartError(f"socket {self._path}: {error.strerror or error}{MAY_WRITE}") from error
         self._thread.start()
 
     def send(self, peer: bytes, message: Any) -> None:

@@ -112,7 +112,11 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError as error:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             who = f" (process {holder})" if holder else ""
-            raise StartError(f"another honed daemon{who} uses {path.parent}") from error
+            stop = "`systemctl stop honed`" + (f" or `kill {holder}`" if holder else "")
+            raise StartError(
+                f"another honed daemon{who} uses {path.parent}: stop it ({stop}), or give this one folders of its own with "
+                "--state-dir and --runtime-dir, or HONED_STATE_DIR and HONED_RUNTIME_DIR"
+            ) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield

@@ -23,11 +23,13 @@ from honed.daemon import batch_tables
 from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.drafters import Drafters
 from honed.daemon.engines import Engine, Engines
+from honed.daemon.filesystem import filesystem_of
 from honed.daemon.ingest import Ingest
 from honed.daemon.journal import Journal
 from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.operations import Operations
 from honed.daemon.overrides import Overrides
+from honed.daemon.recalibrations import Recalibrations
 from honed.daemon.rollups import Counts
 from honed.daemon.router import Router
 from honed.daemon.settings import Settings
@@ -71,11 +73,13 @@ class Service:
         )
         self.engines = Engines(self.store, settings.events.engine_lost_s)
         self.operations = Operations(self.store, clock)
-        self.overrides = Overrides(self.store, self.journal, clock)
+        controller_settings = settings.controller_settings()
+        self.overrides = Overrides(self.store, self.journal, controller_settings, clock)
         self.trainer = Trainer(self.router.send, settings.recalibration.trainer_lost_s, monotonic)
-        self.steering = Steering(settings.controller_settings(), self.router.send, self.on_alarm)
+        self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.router.send, settings.recalibration, monotonic)
         self.lifecycle = Lifecycle(self)
+        self.recalibrations = Recalibrations(self)
         self.ingest = Ingest(
             self.engines,
             self.store,
@@ -92,6 +96,7 @@ class Service:
         self.requests: Counter[tuple[str, str, str]] = Counter()
         """(method, route, status) -> HTTP requests."""
         self.version = installed_version("honed")
+        self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
         self._background = ThreadPoolExecutor(1, "honed-registry")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
@@ -147,6 +152,7 @@ class Service:
         self.overrides.expire()
         self.swaps.tick(now_s)
         self.lifecycle.tick(now_s)
+        self.recalibrations.tick(now_s)
         for engine in self.engines.by_id.values():
             if not engine.is_lost and not self.engines.is_connected(engine, now_s):
                 engine.is_lost = True
@@ -156,7 +162,7 @@ class Service:
     def steer(self, now_s: float) -> None:
         """Send the policies that changed or are due."""
         for engine in self.engines.connected(now_s):
-            extra = self.lifecycle.capture_override(engine.engine_id, now_s)
+            extra = self.recalibrations.capture_override(engine.engine_id, now_s)
             self.steering.steer([engine], self.overrides.active(now_s, extra), now_s)
 
     # --- what engines and trainers say (router's thread) ----------------------------------------------------------------
@@ -231,10 +237,10 @@ class Service:
                 peer,
                 wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self.daemon_id, boot_id="", committed_seq=0),
             )
-        self.lifecycle.on_trainer(message)
+        self.recalibrations.on_trainer(message)
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
-        self.lifecycle.on_alarm(engine, alarm)
+        self.recalibrations.on_alarm(engine, alarm)
 
     # --- what the store says (writer's thread) --------------------------------------------------------------------------
 

@@ -23,46 +23,19 @@ from sqlite_utils import Database
 
 from honed.daemon import batch_tables, retention
 from honed.daemon.batch_tables import StoredBatch
+from honed.daemon.database import check_sqlite_version, connect, why_not
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.histogram import Histogram
 from honed.daemon.migrations import migrations
-from honed.daemon.rollups import add_json
-from honed.daemon.settings import StoreSettings
+from honed.daemon.sections import StoreSettings
 
 T = TypeVar("T")
 log = structlog.get_logger("honed.store")
 
-BROKEN_SQLITE = ((3, 7, 0), (3, 51, 2))
-"""First and last release whose WAL reset can corrupt a database that several connections use."""
 MAX_GROUP_BYTES = 16 << 20
 RETRY_S = 0.5
 RETENTION_S = 10.0
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-
-
-def check_sqlite_version(version: tuple[int, int, int] = sqlite3.sqlite_version_info) -> None:
-    """Refuse releases with the WAL-reset corruption bug. Raises StartError."""
-    if BROKEN_SQLITE[0] <= version <= BROKEN_SQLITE[1]:
-        text = ".".join(map(str, version))
-        raise StartError(
-            f"SQLite {text} can corrupt databases in WAL mode (fixed in 3.51.3); install the pysqlite3 wheel, which "
-            "bundles a newer one"
-        )
-
-
-def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -> Database:
-    """Open a connection as all of ours are opened. Any thread may use it, one at a time."""
-    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
-    connection = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
-    connection.row_factory = sqlite3.Row
-    database = Database(connection)
-    if not read_only:
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
-        connection.execute("PRAGMA journal_size_limit = 67108864")
-    connection.create_function("add_positions", 2, add_json, deterministic=True)
-    return database
 
 
 class Store:
@@ -83,7 +56,7 @@ class Store:
             migrations.apply(self._db)
             self._reader = connect(path, read_only=True)
         except sqlite3.Error as error:
-            raise StartError(f"database {path}: {error}") from error
+            raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
         self._reader_lock = threading.Lock()
         self._changed = threading.Condition()
         self._batches: deque[StoredBatch] = deque()

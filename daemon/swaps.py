@@ -19,7 +19,7 @@ from honed.adapt import wire
 from honed.daemon.drafters import Drafters
 from honed.daemon.engines import Engine, Engines
 from honed.daemon.errors import HonedError
-from honed.daemon.settings import RecalibrationSettings
+from honed.daemon.sections import RecalibrationSettings
 
 log = structlog.get_logger("honed.swaps")
 

@@ -1,7 +1,8 @@
 """What all commands share: how to reach the daemon, how to print an answer, and how a failure ends the process.
 
 `connect` is the boundary: whatever goes wrong between a command and the daemon ends here as one line that says what
-happened, one that says what to do, and an exit code (0 done, 1 failed, 2 usage or configuration, 3 daemon unreachable).
+happened, one that says what to do, and an exit code (0 done, 1 failed, 2 usage or configuration, 3 daemon unreachable;
+4, of `status --check` only, that there are warnings).
 """
 
 from __future__ import annotations
@@ -96,6 +97,16 @@ def emit(document: Any, as_json: bool, render: Callable[[Any], RenderableType]) 
         print_json(document)
     else:
         Console(markup=False, highlight=False).print(render(document))
+
+
+def listing(path: str, render: Callable[[Any], RenderableType]) -> Callable[[typer.Context, bool], None]:
+    """A command that shows what the admin API has at `path`."""
+
+    def show(context: typer.Context, as_json: JsonFlag = False) -> None:
+        with connect(context) as client:
+            emit(client.get(path), as_json, render)
+
+    return show
 
 
 def print_json(document: Any) -> None:

@@ -49,7 +49,9 @@ def status(service: Service) -> dict[str, Any]:
             "problems": problems,
             "generation": service.drafters.generation,
             "engines": engines(service, recent),
+            "runtime": {"dir": str(service.settings.paths.runtime_dir), "filesystem": service.runtime_filesystem},
             "trainer": service.trainer.view(),
+            "training_paused": service.trainer.is_paused,
             "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
             "acceptance": {"last_minute": acceptance(last_minute), "total": acceptance(total)},
             "events": {

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from honed.adapt.ranges import COUNT, PROBABILITY, SHARE, Range, Ranges, check_ranges
 from honed.adapt.wire import GateFigures
 
 if TYPE_CHECKING:
@@ -42,6 +43,18 @@ class GateSettings:
     confidence: float = 0.95
     resamples: int = 2000
     seed: int = 0
+
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("min_sessions", "full_sessions"), COUNT),
+        **dict.fromkeys(("margin", "few_margin"), Range(0, 10)),
+        **dict.fromkeys(("few_floor", "max_loss"), SHARE),
+        "confidence": PROBABILITY,
+        "resamples": Range(100, 1_000_000),
+        "seed": Range(0),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

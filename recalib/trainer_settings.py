@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from honed.adapt.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,19 @@ class SampleSettings:
     min_loop_rows: int = 32
     max_workloads: int = 64
     """Further labels go under "other": labels come from clients."""
+
+    RANGES: ClassVar[Ranges] = {
+        "sample_bytes": COUNT,
+        "held_out_share": PROBABILITY,
+        "max_session_share": Range(0, 1, excludes_low=True),
+        **dict.fromkeys(("min_rows", "max_rows", "min_loop_rows", "max_workloads"), COUNT),
+        "max_loop_period": Range(0),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.min_rows > self.max_rows:
+            raise ValueError(f"min_rows ({self.min_rows}) must not be more than max_rows ({self.max_rows})")
 
 
 @dataclass(frozen=True)
@@ -68,3 +83,18 @@ class TrainerSettings(SampleSettings):
     status_interval_s: float = 1.0
     tick_s: float = 0.05
     """How often the ring and the socket are looked after while there is nothing to train."""
+
+    RANGES: ClassVar[Ranges] = {
+        **SampleSettings.RANGES,
+        "nice": Range(0, 19),
+        "torch_threads": Range(0, 1024),
+        "learning_rate": Range(0, 1, excludes_low=True),
+        "warmup_updates": Range(0),
+        **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps", "rows_per_micro_step"), COUNT),
+        **dict.fromkeys(("break_share", "must_gain_share"), SHARE),
+        "blends": Range(0, 1, excludes_low=True),
+        "min_training_rows": Range(0),
+        **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
+        "max_gate_rows": COUNT,
+        **dict.fromkeys(("status_interval_s", "tick_s"), Range(0, 60, excludes_low=True)),
+    }

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from honed.attach.environment import from_environment
+from honed.attach.environment import OF_THE_DAEMON, VARIABLES, from_environment, unknown_variables
+from honed.daemon import variables
 
 
 def test_without_the_runtime_directory_honed_is_off() -> None:
@@ -36,6 +37,20 @@ def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
 def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         from_environment({"HONED_RUNTIME_DIR": "/run/honed", name: value})
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest_one() -> None:
+    environ = {"HONED_ENGIN_ID": "a", "HONED_RING_BITES": "1", "HONED_XYZZY_PLUGH": "1", "HONED_STORE__ANYTHING": "1"}
+    assert unknown_variables(environ | dict.fromkeys((*VARIABLES, *OF_THE_DAEMON), "1")) == [
+        "unknown variable HONED_ENGIN_ID is ignored; did you mean HONED_ENGINE_ID?",
+        "unknown variable HONED_RING_BITES is ignored; did you mean HONED_RING_BYTES?",
+        "unknown variable HONED_XYZZY_PLUGH is ignored",
+    ]
+
+
+def test_both_sides_know_the_same_variables() -> None:
+    assert set(VARIABLES) == variables.ATTACHMENT
+    assert set(OF_THE_DAEMON) == {*variables.PATHS, *variables.OTHERS} - {"HONED_RUNTIME_DIR"}
 
 
 def test_plugin_is_inert_when_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from honed.daemon.sections import StoreSettings
 from honed.daemon.service import Service
-from honed.daemon.settings import Settings, StoreSettings, load
+from honed.daemon.settings import Settings, load
 from honed.daemon.store import Store
 from tests.daemon.fake_engine import FakeEngine
 

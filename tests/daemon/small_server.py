@@ -43,6 +43,8 @@ def serving(path: Path, answer: Callable[[str, str], Answer]) -> Iterator[Reques
             status, document = said
             text = document if isinstance(document, str) else json.dumps(document)
             self.send_response(status)
+            is_problem = isinstance(document, dict) and {"title", "status"} <= set(document)
+            self.send_header("content-type", "application/problem+json" if is_problem else "application/json")
             self.send_header("content-length", str(len(text.encode())))
             self.end_headers()
             self.wfile.write(text.encode())

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from fastapi.testclient import TestClient
@@ -8,8 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from honed.adapt import wire
 from honed.daemon.api import make_app, make_read_only_app
+from honed.daemon.errors import there_are
 from honed.daemon.limits import TokenBucket
+from honed.daemon.sections import ControllerSection
 from honed.daemon.service import Service
+from honed.daemon.settings import Settings
 from tests.daemon.conftest import Clock
 from tests.daemon.fake_engine import FakeEngine
 
@@ -99,6 +102,36 @@ def test_errors_are_problem_documents(
     assert document["detail"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "says", "cure"),
+    [
+        ("GET", "/v1/nothing", "GET /v1/nothing is nothing that", "/openapi.json"),
+        ("GET", "/v1/engines/x/beliefs", "no engine 'x' has attached since the daemon started; there is engine-0", "engines`"),
+        ("GET", "/v1/operations/x", "no operation 'x'; there are none", "honed operations"),
+        ("POST", "/v1/operations/x:cancel", "no operation 'x'; there are none", "honed operations"),
+        ("POST", "/v1/recalibrations", "no trainer is connected", "honed train"),
+        ("POST", "/v1/samples:purge", "no trainer is connected", "honed train"),
+        ("POST", "/v1/drafters/v0001-00000000:promote", "'v0001-00000000'; there are none", "honed drafters"),
+        ("POST", "/v1/drafters:rollback", "no previous drafter to go back to; active is none", "honed promote VERSION"),
+        ("DELETE", "/v1/overrides/policy", "no override 'policy' is in force; there are none", "honed override list"),
+    ],
+)
+def test_what_is_missing_or_in_the_way_comes_with_what_there_is_and_what_to_do(
+    client: TestClient, engine: FakeEngine, method: str, path: str, says: str, cure: str
+) -> None:
+    document = client.request(method, path, json=None if method in ("GET", "DELETE") else {}).json()
+    assert says in document["detail"]
+    assert cure in document["cure"]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [([], "there are none"), (["a"], "there is a"), ("ab", "there are a, b"), ("abcdefg", "there are 7, lastly c, d, e, f, g")],
+)
+def test_what_exists_is_listed_shortly(names: Iterable[str], says: str) -> None:
+    assert there_are(names) == says
+
+
 def test_an_override_reaches_the_engine_and_ends(client: TestClient, engine: FakeEngine, service: Service) -> None:
     made = client.put("/v1/overrides/draft_tokens", json={"value": 1, "ttl_s": 60, "reason": "test"})
     assert made.status_code == 200
@@ -107,6 +140,49 @@ def test_an_override_reaches_the_engine_and_ends(client: TestClient, engine: Fak
     assert client.delete("/v1/overrides/draft_tokens").status_code == 204
     engine.expect(wire.Policy, lambda p: p.override == "")
     assert [row["action"] for row in client.get("/v1/audit").json()] == ["override.clear", "override.set"]
+
+
+def test_more_draft_tokens_than_any_engine_has_are_refused(
+    client: TestClient, engine: FakeEngine, make_engine: Callable[..., FakeEngine]
+) -> None:
+    answer = client.put("/v1/overrides/draft_tokens", json={"value": 4, "ttl_s": 60})
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == "draft_tokens 4 is more than any connected engine drafts (engine-0 3)"
+    assert "Give 0 to 3" in answer.json()["cure"]
+    assert client.get("/v1/overrides").json() == []
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 3, "ttl_s": 60}).status_code == 200
+    make_engine(engine_id="engine-1").hello(num_spec_tokens=7)
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 7, "ttl_s": 60}).status_code == 200
+    engine.expect(wire.Policy, lambda policy: policy.kind == "static" and policy.static_k == 3)
+
+
+def test_without_an_engine_any_reasonable_number_is_taken(client: TestClient) -> None:
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 9, "ttl_s": 60}).status_code == 200
+    assert client.put("/v1/overrides/draft_tokens", json={"value": 9999, "ttl_s": 60}).status_code == 422
+
+
+def test_policy_table_without_a_table_is_refused(client: TestClient) -> None:
+    answer = client.put("/v1/overrides/policy", json={"value": "table", "ttl_s": 60})
+    assert answer.status_code == 422
+    assert "needs a table" in answer.json()["detail"]
+    assert "controller.table" in answer.json()["cure"]
+
+
+def test_policy_table_lives_as_long_as_the_settings_have_a_table(settings: Settings) -> None:
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    with_table = ControllerSection(table=((4, 5), (16, 2)))
+    for controller, names in ((with_table, ["policy"]), (with_table, ["policy"]), (ControllerSection(), [])):
+        service = Service(settings.model_copy(update={"controller": controller}), daemon_id="test")
+        service.start()
+        with TestClient(make_app(service)) as client:
+            if service.overrides.listing() == [] and names:
+                client.put("/v1/overrides/policy", json={"value": "table", "ttl_s": 60})
+            assert [one["name"] for one in client.get("/v1/overrides").json()] == names
+            last = client.get("/v1/audit").json()[0]
+        service.stop()
+    assert (last["actor"], last["action"]) == ("honed", "override.clear")
+    assert "needs a table" in last["reason"]
 
 
 def test_an_override_whose_time_is_over_is_gone(client: TestClient, service: Service) -> None:
@@ -169,7 +245,10 @@ def test_the_loopback_listener_only_reads_and_knows_its_own_name(service: Servic
     with TestClient(make_read_only_app(service), base_url="http://127.0.0.1:9464") as client:
         assert client.get("/metrics").status_code == 200
         assert client.get("/healthz").json() == {"status": "ok", "problems": []}
-        assert client.get("/v1/status").status_code == 404
+        elsewhere = client.get("/v1/status").json()
+        assert (elsewhere["status"], elsewhere["detail"]) == (404, "GET /v1/status is nothing that 127.0.0.1:9464 has")
+        assert "honed's port for metrics" in elsewhere["cure"]
+        assert str(service.settings.paths.admin_socket) in elsewhere["cure"]
         assert client.post("/healthz").status_code == 405
         assert client.get("/healthz", headers={"Host": "evil.example"}).status_code == 421
 

@@ -96,6 +96,21 @@ def test_a_refusal_carries_the_problem_and_an_exit_code(path: Path, status: int,
         assert caught.value.exit_code == exit_code
 
 
+def test_the_daemons_own_cure_goes_before_a_general_one(path: Path) -> None:
+    problem = {"title": "Not possible now", "status": 409, "detail": "no trainer", "cure": "Start one."}
+    with serving(path, lambda *_: (409, problem)), AdminClient(path) as client, pytest.raises(Refused) as caught:
+        client.get("/v1/status")
+    assert caught.value.cure == "Start one."
+
+
+@pytest.mark.parametrize("document", ["404 page not found", {"detail": "Not Found"}])
+def test_a_server_that_is_not_honeds_admin_api_is_told_from_one_that_is(path: Path, document: object) -> None:
+    says = pytest.raises(AdminError, match="GET /v1/status with 404, and not as honed does")
+    with serving(path, lambda *_: (404, document)), AdminClient(path) as client, says as caught:
+        client.get("/v1/status")
+    assert "--url" in caught.value.cure
+
+
 def test_a_refusal_without_a_problem_document_still_says_what(path: Path) -> None:
     with serving(path, lambda *_: (503, "busy")), AdminClient(path) as client, pytest.raises(Refused, match="Service"):
         client.get("/v1/status")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from honed.daemon.serve import start
 from honed.daemon.settings import load
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
+from tests.daemon.test_show import HEALTHY
 
 Run = Callable[..., Result]
 
@@ -126,14 +128,30 @@ def test_status_shows_what_the_engine_sent(run: Run, engine: FakeEngine) -> None
     assert "no trainer is connected" in text
 
 
-def test_check_fails_only_on_errors(run: Run, engine: FakeEngine) -> None:
+def test_check_tells_errors_from_warnings(run: Run, engine: FakeEngine) -> None:
     engine.send_status()
-    assert run("status", "--check").exit_code == 0  # only warnings: no trainer
+    assert run("status", "--check").exit_code == 4  # only warnings, as that there is no trainer
+    assert run("status").exit_code == 0
     engine.send(engine.batch(2, rounds=8, lost_rounds=5))
     engine.wait_acked(2)
     result = run("status", "--check")
     assert result.exit_code == 1
     assert "5 verify rounds were lost" in result.stdout
+
+
+def test_the_port_for_metrics_is_told_from_the_admin_api(run: Run, paths: dict[str, Path]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    with ExitStack() as stack:
+        stack.callback(structlog.reset_defaults)
+        start(load(None, {"paths": paths, "http": {"metrics_listen": f"127.0.0.1:{port}"}}), stack)
+        result = run("--url", f"http://127.0.0.1:{port}", "status")
+    assert result.exit_code == 2
+    assert f"is nothing that 127.0.0.1:{port} has" in result.stderr
+    assert "honed's port for metrics" in result.stderr
+    assert "admin.sock" in result.stderr
 
 
 def test_workloads_and_engines_show_figures(run: Run, engine: FakeEngine) -> None:
@@ -199,7 +217,9 @@ def test_what_is_not_possible_now_ends_with_1_and_the_reason(run: Run, engine: F
 
 def test_pause_and_resume(run: Run, daemon: None) -> None:
     assert "paused" in run("pause", "--reason", "drill").stdout
+    assert "training is paused: `honed resume`" in run("status").stdout
     assert "goes on" in run("resume").stdout
+    assert "training is paused" not in run("status").stdout
     actions = [(row["action"], row["reason"]) for row in answer(run("audit", "--json"))]
     assert ("training.pause", "drill") in actions
 
@@ -229,6 +249,16 @@ def scripted(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     with serving(paths["runtime_dir"] / "admin.sock", say) as seen:
         yield views, seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, 0), ({"trainer": None}, 4), ({"trainer": None, "problems": ["the writer thread has ended"]}, 1)]
+)
+def test_check_ends_with_what_was_found(run: Run, scripted: Any, changes: dict[str, Any], code: int) -> None:
+    views, _ = scripted
+    views.append(HEALTHY | changes)
+    assert run("status", "--check").exit_code == code
+    assert run("status", "--check", "--json").exit_code == code
 
 
 GATE = [{"workload": "b", "sessions": 9, "parent": 1.2, "candidate": 1.8, "gain_low": 1.4, "gain_high": 1.6, "passed": True}]

@@ -273,9 +273,9 @@ def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
     with stage.service.lock:
         stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
         stage.service.tick(stage.service.monotonic())
-        assert stage.service.lifecycle.training is None
+        assert stage.service.recalibrations.training is None
         stage.service.tick(stage.service.monotonic() + 10_000)
-        assert stage.service.lifecycle.training is not None
+        assert stage.service.recalibrations.training is not None
 
 
 def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

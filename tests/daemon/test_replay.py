@@ -19,7 +19,7 @@ from honed.adapt import wire
 from honed.daemon.batch_tables import StoredBatch, save_hello
 from honed.daemon.command_line import app
 from honed.daemon.rollups import count_batch
-from honed.daemon.settings import StoreSettings
+from honed.daemon.sections import StoreSettings
 from honed.daemon.store import Store
 from tests.daemon.fake_engine import make_batch
 

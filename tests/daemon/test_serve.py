@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from honed.adapt import wire
+from honed.daemon.database import connect
 from honed.daemon.errors import StartError
 from honed.daemon.http_server import bind_loopback
-from honed.daemon.store import connect
 from tests.daemon.conftest import DaemonProcess
 
 
@@ -58,11 +58,24 @@ def test_sigterm_commits_what_was_received_and_cleans_up(daemon: DaemonProcess) 
 def test_a_second_daemon_on_the_same_state_or_sockets_is_refused(daemon: DaemonProcess, folder: Path) -> None:
     daemon.start()
     assert daemon.process is not None
-    assert f"another honed daemon (process {daemon.process.pid}) uses {daemon.state_dir}" in refused(daemon)
+    said = refused(daemon)
+    assert f"another honed daemon (process {daemon.process.pid}) uses {daemon.state_dir}: stop it" in said
+    assert f"`kill {daemon.process.pid}`" in said
+    assert "HONED_STATE_DIR and HONED_RUNTIME_DIR" in said
     other = DaemonProcess(folder / "other")
     other.env["HONED_RUNTIME_DIR"] = str(daemon.runtime_dir)
     assert f"uses {daemon.runtime_dir}" in refused(other)
     assert daemon.answers()
+
+
+def test_a_database_that_another_program_writes_to_is_refused_with_what_to_do(daemon: DaemonProcess) -> None:
+    daemon.state_dir.mkdir()
+    other = connect(daemon.state_dir / "honed.db")
+    other.conn.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.conn.execute("CREATE TABLE held (a)")
+    said = refused(daemon)
+    assert f"another program is writing to it (`fuser {daemon.state_dir / 'honed.db'}` names it)" in said
+    other.close()
 
 
 def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
@@ -77,7 +90,8 @@ def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
 
 def test_an_unknown_setting_is_named(daemon: DaemonProcess) -> None:
     daemon.env["HONED_STORE__MAX_RAW_BITES"] = "1"
-    assert "unknown setting 'store.max_raw_bites'; did you mean store.max_raw_bytes" in refused(daemon)
+    said = refused(daemon)
+    assert "unknown setting HONED_STORE__MAX_RAW_BITES in the environment; did you mean HONED_STORE__MAX_RAW_BYTES?" in said
 
 
 @pytest.mark.parametrize(

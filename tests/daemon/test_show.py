@@ -48,6 +48,15 @@ def engine(**changes: Any) -> dict[str, Any]:
     return changed(engines=[HEALTHY["engines"][0] | changes])
 
 
+def on_disk(**changes: Any) -> dict[str, Any]:
+    return engine(**changes) | {"runtime": {"dir": "/var/honed", "filesystem": "ext4"}}
+
+
+def test_a_folder_on_disk_is_no_matter_where_nothing_is_captured() -> None:
+    assert findings(on_disk(capabilities=["events"])) == []
+    assert findings(on_disk(capabilities=["capture"]) | {"runtime": {"dir": "/run/honed", "filesystem": "tmpfs"}}) == []
+
+
 def test_a_healthy_service_has_nothing_to_report() -> None:
     assert findings(HEALTHY) == []
     assert "all is well" in text_of(show.status(HEALTHY))
@@ -72,8 +81,12 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (engine(note="two processes"), "warning", "two processes"),
         (changed(engines=[]), "warning", "vllm-args"),
         (changed(trainer=None), "warning", "no trainer"),
+        (changed(training_paused=True), "warning", "paused: `honed resume`"),
+        (on_disk(capabilities=["events", "capture"]), "warning", "/var/honed is on ext4, not on a tmpfs"),
+        (on_disk() | {"engines": [], "runtime": {}}, "warning", "no engine has attached"),
         (changed(drafters={}), "warning", "no drafter version is active"),
-        (changed(overrides=[{"name": "policy", "value": "off"}]), "warning", "override policy = off"),
+        (changed(overrides=[{"name": "policy", "value": "off"}]), "warning", "override policy = off is in force"),
+        (changed(overrides=[{"name": "draft_tokens", "value": 9}]), "warning", "in force (engine engine-0 drafts at most 7)"),
     ],
 )
 def test_each_trouble_is_one_finding(status: dict[str, Any], level: str, part: str) -> None:

@@ -12,11 +12,12 @@ import pytest
 from honed.adapt import wire
 from honed.daemon import batch_tables, retention
 from honed.daemon.batch_tables import StoredBatch
+from honed.daemon.database import check_sqlite_version, connect
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.migrations import SCHEMA_1, migrations, split_statements
 from honed.daemon.rollups import count_batch
-from honed.daemon.settings import StoreSettings
-from honed.daemon.store import Store, check_sqlite_version, connect
+from honed.daemon.sections import StoreSettings
+from honed.daemon.store import Store
 from tests.daemon.conftest import Clock, wait_for
 from tests.daemon.fake_engine import make_batch
 
@@ -270,7 +271,7 @@ def test_an_empty_database_gets_every_migration(folder: Path) -> None:
 
 def test_a_file_that_is_no_database_is_a_clear_error(folder: Path) -> None:
     (folder / "honed.db").write_bytes(b"this is not a database, it is a text" * 100)
-    with pytest.raises(StartError, match=r"honed\.db: file is not a database"):
+    with pytest.raises(StartError, match=r"honed\.db: file is not a database; move the file away"):
         Store(folder / "honed.db", StoreSettings())
 
 

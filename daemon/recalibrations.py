@@ -1,0 +1,221 @@
+"""Recalibrations: a candidate is asked of the trainer, followed while it is made, and handed on to be swapped in.
+
+    TrainRequest -> TrainResult(version) -> alias candidate -> swap -> aliases active, previous -> watch
+
+At most one is under way. Operators ask for one, and so does drift, when that is allowed; what stands in the way is a
+ConflictError that says what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from honed.adapt import wire
+from honed.adapt.controller import Override
+from honed.adapt.drift import Alarm
+from honed.daemon import capable
+from honed.daemon.engines import Engine
+from honed.daemon.errors import ConflictError, HonedError, UnknownError, there_are
+from honed.daemon.operations import Operation
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.recalibrations")
+
+START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
+STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
+
+
+class Recalibrations:
+    """The training that is under way, and the alarm that asks for the next one. Guarded by the service's lock."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._settings = service.settings.recalibration
+        self.training: Operation | None = None
+        self._deadline_s = 0.0
+        self._parent = ""
+        self._engine_id = ""
+        self._ended_s = float("-inf")
+        self._alarm: tuple[Engine, Alarm] | None = None
+
+    def recalibrate(
+        self,
+        *,
+        engine_id: str = "",
+        workloads: list[str] | None = None,
+        scope: str = "",
+        max_seconds: float = 0.0,
+        reason: str = "",
+        actor: str,
+        dry_run: bool = False,
+        key: str | None = None,
+    ) -> Operation:
+        """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
+        service = self._service
+        if self.training is not None:
+            running = self.training.operation_id
+            raise ConflictError(
+                f"recalibration {running} is under way, in stage {self.training.stage!r}",
+                cure=f"`honed operations {running}` shows how it gets on, `honed cancel {running}` gives it up.",
+            )
+        if not service.trainer.is_connected:
+            raise ConflictError("no trainer is connected", cure=START_TRAINER)
+        engine = capable.capturing(service, engine_id)
+        hello = engine.hello
+        assert hello is not None
+        active = service.drafters.active
+        if not active:
+            known = there_are(manifest.version for manifest in service.drafters.registry.versions())
+            raise ConflictError(
+                f"no drafter version is active, so there is none to start from ({known} in the registry)",
+                cure="`honed promote VERSION` makes one active; the first that an engine loads becomes it by itself.",
+            )
+        seconds = max_seconds or self._settings.max_seconds
+        operation = service.operations.create(
+            "recalibrate",
+            "collecting",
+            reason,
+            actor,
+            key,
+            engine_id=engine.engine_id,
+            workloads=workloads or [],
+            parent=active,
+            dry_run=dry_run,
+        )
+        self.training, self._parent, self._engine_id = operation, active, engine.engine_id
+        self._deadline_s = service.monotonic() + seconds + self._settings.grace_s
+        service.trainer.tell(
+            wire.TrainRequest(
+                operation_id=operation.operation_id,
+                engine_id=engine.engine_id,
+                capture_path=hello.capture_path,
+                busy_path=hello.busy_path,
+                target_path=hello.target_path,
+                parent_version=active,
+                parent_path=str(service.drafters.path(active)),
+                scope=scope or self._settings.scope,
+                workloads=workloads or [],
+                max_seconds=seconds,
+                reason=reason,
+                dry_run=dry_run,
+            )
+        )
+        service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
+        return operation
+
+    def cancel(self, operation_id: str, *, reason: str, actor: str) -> Operation:
+        """Give up a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
+        service = self._service
+        operation = service.operations.get(operation_id)
+        if operation.is_finished:
+            raise ConflictError(
+                f"operation {operation_id} has ended: {operation.state}",
+                cure=f"`honed operations {operation_id}` shows it; `honed rollback` takes back what was swapped in.",
+            )
+        if operation is not self.training:
+            raise ConflictError(
+                f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled",
+                cure=f"Wait for its end (`honed operations {operation_id}`), then `honed rollback`.",
+            )
+        service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
+        service.journal.audit(actor, "cancel", operation_id, reason)
+        self._end_training("cancelled", reason and f"cancelled: {reason}")
+        return operation
+
+    # --- what engines and the trainer say -------------------------------------------------------------------------------
+
+    def on_trainer(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
+        """Follow the training."""
+        operation = self.training
+        if operation is None:
+            return
+        if isinstance(message, wire.TrainerHello):
+            if message.operation_id != operation.operation_id:
+                self._end_training("failed", "the trainer was restarted")
+        elif message.operation_id != operation.operation_id:
+            return
+        elif isinstance(message, wire.TrainerStatus):
+            operation.stage = STAGES.get(message.state, operation.stage)
+            operation.detail.update(msgspec.to_builtins(message))
+            operation.detail.pop("type", None)
+        else:
+            self._on_result(operation, message)
+
+    def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
+        """Acceptance drifted: note it, and recalibrate when that is allowed and possible."""
+        service = self._service
+        service.journal.mark("drift", alarm.text, engine.engine_id)
+        log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
+        self._alarm = (engine, alarm)
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines."""
+        service = self._service
+        operation = self.training
+        if operation is not None:
+            if not service.trainer.is_connected:
+                self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
+            elif now_s > self._deadline_s and not service.trainer.is_paused:
+                service.trainer.tell(wire.TrainCancel(operation_id=operation.operation_id, reason="timed out"))
+                self._end_training("failed", "the trainer did not finish in time")
+        lifecycle = service.lifecycle
+        is_quiet = lifecycle.current is None and lifecycle.watch is None
+        if self._alarm is not None and self._settings.automatic and is_quiet:
+            self._answer_alarm(*self._alarm, now_s)
+
+    def _answer_alarm(self, engine: Engine, alarm: Alarm, now_s: float) -> None:
+        if now_s - self._ended_s < self._settings.min_interval_s:
+            return
+        # While nobody is there to do it the alarm stands.
+        with contextlib.suppress(ConflictError, UnknownError):
+            self.recalibrate(engine_id=engine.engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
+            self._alarm = None
+
+    def capture_override(self, engine_id: str, now_s: float) -> Override | None:
+        """While a recalibration needs samples, capture from more requests than usual."""
+        if self.training is None or engine_id != self._engine_id:
+            return None
+        return Override("capture_share", self._settings.collect_share, now_s + 60.0)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def _on_result(self, operation: Operation, result: wire.TrainResult) -> None:
+        service = self._service
+        gate = msgspec.to_builtins(result.gate)
+        detail: dict[str, Any] = {"gate": gate, "version": result.version, "steps": result.steps}
+        detail |= {"tokens": result.tokens, "train_seconds": result.train_seconds, "elapsed_s": result.elapsed_s}
+        if not result.ok or (not result.version and not operation.detail.get("dry_run")):
+            self._end_training("failed", result.error or "no candidate passed the gate", **detail)
+            return
+        if operation.detail.get("dry_run"):
+            self._end_training("succeeded", **detail)
+            return
+        try:
+            service.drafters.verified(result.version)
+            if (active := service.drafters.active) != self._parent:
+                raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
+            service.lifecycle.check_no_swap()
+            service.drafters.move({"candidate": result.version})
+            engines = capable.swappable(service, result.version)
+            if not engines:
+                why = capable.why_none(service, result.version)
+                raise ConflictError(f"{why}; `honed promote {result.version}` when there is one")
+        except HonedError as error:
+            self._end_training("failed", str(error), **detail)
+            return
+        self.training, self._ended_s = None, service.monotonic()
+        service.operations.move(operation, stage="swapping", **detail)
+        service.lifecycle.swap_in(operation, result.version, engines)
+
+    def _end_training(self, state: str, error: str = "", **detail: Any) -> None:
+        operation = self.training
+        assert operation is not None
+        self.training, self._ended_s = None, self._service.monotonic()
+        self._service.operations.finish(operation, state, error=error, **detail)
+        self._service.journal.audit("honed", f"recalibrate.{state}", operation.operation_id, error)

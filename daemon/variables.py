@@ -1,0 +1,81 @@
+"""The HONED_* variables of the environment: which there are, whose they are, and what a misspelt one probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_origin
+
+from pydantic import BaseModel
+
+PATHS = {"HONED_STATE_DIR": "state_dir", "HONED_RUNTIME_DIR": "runtime_dir"}
+"""Short names for settings of the section "paths"."""
+ATTACHMENT = frozenset(
+    {"HONED_RUNTIME_DIR", "HONED_ENGINE_ID", "HONED_CAPTURE", "HONED_RING_BYTES", "HONED_QUEUE_BYTES", "HONED_FEATURES"}
+)
+"""Read by the side inside vLLM (attach/environment.py). One environment file may serve both sides, so they are let be."""
+OTHERS = frozenset({"HONED_CONFIG", "HONED_LOG_LEVEL"})
+"""Read before there are settings."""
+OF_TESTS = "HONED_TEST_"
+"""Prefix of what the test suite tells itself; a daemon that it starts inherits them."""
+
+
+def name_of(key: str) -> str:
+    """The variable of a setting: "store.max_raw_bytes" -> HONED_STORE__MAX_RAW_BYTES."""
+    return "HONED_" + key.upper().replace(".", "__")
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every setting below a model, as "section.name"."""
+    keys = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += keys_of(kind, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def unknown(env: Mapping[str, str], model: type[BaseModel]) -> list[str]:
+    """One sentence for each variable that nobody reads. Those of a section's unknown keys are left to the model."""
+    sections = {name_of(name) for name in model.model_fields}
+    plain = {*PATHS, *ATTACHMENT, *OTHERS}
+    candidates = [*sorted(plain), *map(name_of, keys_of(model))]
+    return [
+        f"unknown setting {name} in the environment{did_you_mean(name, candidates)}"
+        for name in sorted(env)
+        if name.startswith("HONED_")
+        and name not in plain
+        and not name.startswith(OF_TESTS)
+        and name.partition("__")[0] not in sections
+    ]
+
+
+def not_json(env: Mapping[str, str], model: type[BaseModel], prefix: str = "HONED_") -> dict[str, str]:
+    """Variables of lists and of whole sections that aren't written as JSON, and what is wrong with each."""
+    wrong: dict[str, str] = {}
+    for key, field in model.model_fields.items():
+        name, kind = prefix + key.upper(), field.annotation
+        is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
+        if (is_section or get_origin(kind) is tuple) and name in env and not _is_json(env[name]):
+            example = '{"key": 1}' if is_section else "[1, 2]"
+            wrong[name] = f"setting {name}={env[name]!r} in the environment isn't JSON; write it like {example}"
+        if is_section:
+            wrong |= not_json(env, kind, f"{name}__")  # type: ignore[arg-type]
+    return wrong
+
+
+def did_you_mean(name: str, candidates: Sequence[str]) -> str:
+    """The nearest known name, as the end of a sentence."""
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _is_json(text: Any) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
