@@ -222,23 +222,30 @@ class TreeBudget:
         *,
         context_tokens: int = 0,
         num_prefill_tokens: int = 0,
+        ceilings: Ints | None = None,
     ) -> Choice:
         """Choose numbers of nodes once the trees are known, and remember what they promised."""
         table = np.zeros((len(gains), self.settings.most_nodes_per_request))
         held = stack_gains(gains)[:, : table.shape[1]]
         table[:, : held.shape[1]] = held
-        choice = self._choose(table, model, context_tokens, num_prefill_tokens, self._point)
+        choice = self._choose(table, model, context_tokens, num_prefill_tokens, self._point, ceilings)
         self._point = choice.point
         for name, row in zip(workloads, table, strict=True):
             self._recent.setdefault(name, deque(maxlen=self.settings.remembered_rounds)).append(row)
         return choice
 
     def _choose(
-        self, table: Floats, model: StepTimeModel, context_tokens: int, num_prefill_tokens: int, previous: OperatingPoint | None
+        self,
+        table: Floats,
+        model: StepTimeModel,
+        context_tokens: int,
+        num_prefill_tokens: int,
+        previous: OperatingPoint | None = None,
+        ceilings: Ints | None = None,
     ) -> Choice:
         return choose_nodes(
             table, sunk(model, self.num_depths), is_latency=self.settings.is_latency, context_tokens=context_tokens,
-            num_prefill_tokens=num_prefill_tokens, limits=self.settings.limits,
+            num_prefill_tokens=num_prefill_tokens, ceilings=ceilings, limits=self.settings.limits,
             previous=previous, hysteresis=self.settings.hysteresis,
         )  # fmt: skip
 
@@ -258,7 +265,7 @@ class TreeBudget:
         ]
         tokens = seconds = 0.0
         for rows in batches:
-            choice = self._choose(rows, model, context_tokens, num_prefill_tokens, None)
+            choice = self._choose(rows, model, context_tokens, num_prefill_tokens)
             won = 1.0 if self.settings.is_latency else count + _admitted(rows, choice.num_draft_tokens)
             tokens, seconds = tokens + won, seconds + won / choice.rate
         without = (1 if self.settings.is_latency else count) / (

@@ -124,7 +124,8 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
         for case in row["speed"].values():
             for rival, value in case["honed_over"].items():
                 ratios.setdefault(rival, []).append(value[0])
-    over = {rival: [min(found), statistics.median(found), max(found)] for rival, found in ratios.items()}
+    middle = {rival: round(statistics.median(found), 4) for rival, found in ratios.items()}
+    over = {rival: [min(found), middle[rival], max(found)] for rival, found in ratios.items()}
     return {"settings": settings, "honed_over": over}
 
 

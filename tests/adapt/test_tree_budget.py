@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -165,6 +167,20 @@ def test_and_comes_back_when_they_do():
     cheap = StepTimeModel((5e-3, 0.0, 1e-5, *[0.0] * 5, 1e-4, 0.0, 0.0, 0.0))
     drafted = play(budget, 0.9, 200, cheap)
     assert all(drafted[100:])
+
+
+@given(seeds, st.integers(1, 30))
+def test_alone_a_request_gets_the_same_for_latency_as_for_goodput(seed, width):
+    gains = make_gains(seed, 1, width)
+    assert choose_nodes(gains, PADDED).num_draft_tokens == choose_nodes(gains, PADDED, is_latency=True).num_draft_tokens
+
+
+def test_latency_skips_the_drafter_too_and_ceilings_hold():
+    settings = replace(SETTINGS, is_latency=True)
+    budget = TreeBudget(7, settings)
+    assert sum(play(budget, 0.05, 200, LINEAR)[8:]) < 12
+    choice = budget.allocate([np.full(9, 0.9)] * 3, ["chat"] * 3, ROOFLINE, ceilings=np.array([0, 2, 9]))
+    assert choice.num_draft_tokens == [0, 2, 8]
 
 
 def test_one_workload_does_not_pay_for_another_it_knows_nothing_of():
