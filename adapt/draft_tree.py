@@ -6,6 +6,10 @@ E[τ] = 1 + Σ_nodes exp(score). Scores never grow from parent to child nor from
 node from a heap and pushing its next sibling and its first child yields the best `tree_budget` nodes: the optimum under
 this model. Ties go to the shallower node, then to the lexicographically smaller path of ranks.
 
+A candidate's probability may depend on whether the path above it is the chain of first candidates (`off_chain`): once the
+target has taken another token, what the drafter said of deeper positions is worth less. Scores still never grow along either
+step (siblings share their parent's row, a child adds a log-probability ≤ 0), so the result is the optimum of that model too.
+
 With `is_chain_first` the top-1 chain is in the tree before anything else (as far as the budget goes), so that a tree never
 verifies less than the chain would; the rest is best-first among what remains.
 
@@ -51,22 +55,40 @@ class DraftTree:
         pairs = zip(self.parent.tolist(), self.rank.tolist(), strict=True)
         return {pair: node for node, pair in enumerate(pairs)}
 
+    def rescored(self, log_probs: Floats) -> Floats:
+        """Score the same nodes with other log-probabilities [D, m], [B]."""
+        scores: list[float] = []
+        for parent, own in zip(self.parent.tolist(), log_probs[self.depth - 1, self.rank].tolist(), strict=True):
+            scores.append(own + (scores[parent] if parent != ROOT else 0.0))
+        return np.array(scores, dtype=np.float64)
+
 
 def expected_acceptance_length(tree: DraftTree) -> float:
     """Compute E[τ] = 1 + Σ exp(score), bonus token included, under independent marginals."""
     return 1.0 + float(np.exp(tree.score).sum())
 
 
-def build_tree(log_probs: Floats, tree_budget: int, *, is_chain_first: bool = False) -> DraftTree:
+def build_tree(
+    log_probs: Floats, tree_budget: int, *, off_chain: Floats | None = None, is_chain_first: bool = False
+) -> DraftTree:
     """Build the best tree of at most `tree_budget` nodes.
 
     Args:
         log_probs: [D, m] log-probabilities of each depth's candidates, most likely first; −inf marks a candidate that must
             not be drafted.
+        off_chain: the same for nodes below one that isn't a first candidate; None: the same figures.
 
     Raises:
         ValueError: a depth's candidates aren't sorted, or there is a NaN or a log-probability above 0.
     """
+    log_probs = _checked(log_probs)
+    below = log_probs if off_chain is None else _checked(off_chain)
+    if below.shape != log_probs.shape:
+        raise ValueError(f"log-probabilities off the chain are {below.shape}, those on it {log_probs.shape}")
+    return _Builder(log_probs, below, tree_budget).build(is_chain_first)
+
+
+def _checked(log_probs: Floats) -> Floats:
     log_probs = np.asarray(log_probs, dtype=np.float64)
     if log_probs.ndim != 2:
         raise ValueError(f"log-probabilities must be [depths, candidates], not {log_probs.ndim}-dimensional")
@@ -74,14 +96,14 @@ def build_tree(log_probs: Floats, tree_budget: int, *, is_chain_first: bool = Fa
         raise ValueError("log-probabilities must be numbers ≤ 0")
     if (log_probs[:, 1:] > log_probs[:, :-1]).any():
         raise ValueError("candidates of a depth must be sorted, most likely first")
-    return _Builder(log_probs, tree_budget).build(is_chain_first)
+    return log_probs
 
 
 class _Builder:
     """The heap, and the nodes so far. An entry is (−score, depth, path of ranks, parent)."""
 
-    def __init__(self, log_probs: Floats, tree_budget: int) -> None:
-        self._rows = log_probs.tolist()
+    def __init__(self, log_probs: Floats, off_chain: Floats, tree_budget: int) -> None:
+        self._rows, self._off_chain = log_probs.tolist(), off_chain.tolist()
         self._budget = max(tree_budget, 0)
         self._heap: list[tuple[float, int, tuple[int, ...], int]] = []
         self._nodes: list[tuple[int, int, int, float]] = []
@@ -119,6 +141,7 @@ class _Builder:
         depth, rank = len(path), path[-1]
         if depth > len(self._rows) or rank >= len(self._rows[depth - 1]):
             return
-        score = above + self._rows[depth - 1][rank]
+        rows = self._off_chain if any(path[:-1]) else self._rows
+        score = above + rows[depth - 1][rank]
         if math.isfinite(score):
             heapq.heappush(self._heap, (-score, depth, path, parent))

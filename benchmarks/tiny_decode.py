@@ -1,4 +1,4 @@
-"""Greedy decoding of the tiny target with keys and values written in place: several times what a growing cache gives."""
+"""Decoding of the tiny target, greedy or sampled, with K/V written in place: several times what a growing cache gives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ class GreedyDecoder:
 
     def feed(self, token_ids: Tensor) -> Tensor:  # [S, T] -> [S] next tokens
         """Append tokens; the greedy next token of each sequence."""
+        return self.logits(token_ids).argmax(-1)
+
+    def logits(self, token_ids: Tensor) -> Tensor:  # [S, T] -> [S, V]
+        """Append tokens; the logits of what comes next."""
         first, self.num_tokens = self.num_tokens, self.num_tokens + token_ids.shape[1]
         tables = rotary_tables(torch.arange(first, self.num_tokens), self.head_dim, self.theta)
         x = F.embedding(token_ids, self.model.embed_tokens.weight)
         for layer, cache in zip(self.model.layers, self.cache, strict=True):
             x = x + self._attend(layer.self_attn, layer.input_layernorm(x), cache, tables, first)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return F.linear(self.model.norm(x[:, -1]), self.model.embed_tokens.weight).argmax(-1)
+        return F.linear(self.model.norm(x[:, -1]), self.model.embed_tokens.weight)
 
     def _attend(
         self, attention: nn.Module, x: Tensor, cache: Tensor, tables: tuple[Tensor, Tensor], first: int
@@ -64,4 +68,18 @@ def continue_greedily(model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int)
     pieces = [prompts, decoder.feed(prompts)[:, None]]
     for _ in range(num_tokens - 1):
         pieces.append(decoder.feed(pieces[-1])[:, None])
+    return torch.cat(pieces, dim=1)
+
+
+@torch.inference_mode()
+def continue_sampled(
+    model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int, temperature: float, seed: int
+) -> Tensor:  # [S, P] -> [S, P + num]
+    """Continuations sampled at a temperature above 0."""
+    generator = torch.Generator().manual_seed(seed)
+    decoder = GreedyDecoder(model, len(prompts), prompts.shape[1] + num_tokens)
+    pieces = [prompts]
+    for _ in range(num_tokens):
+        chances = (decoder.logits(pieces[-1]) / temperature).softmax(-1)
+        pieces.append(torch.multinomial(chances, 1, generator=generator))
     return torch.cat(pieces, dim=1)

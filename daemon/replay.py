@@ -61,7 +61,7 @@ def command(
         typer.Argument(
             metavar="[POLICY]...", show_default=False,
             help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), goodput, threshold, kelly, tide, "
-            "ema. Without any: static and goodput.",
+            "ema. Without any: static and goodput. With --trees: none, chain:K, tree:B, calibrated:B, caddtree, shared, honed.",
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
@@ -71,9 +71,17 @@ def command(
     last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d.")] = "",
     seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
+    trees: Annotated[Path | None, typer.Option(help="Draft trees instead, on this log of candidates (JSON lines).")] = None,
+    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu, or a step-time model's twelve figures.")] = "gpu",
+    batch: Annotated[list[int] | None, typer.Option(help="With --trees: requests at a time; may be repeated.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """What other rules for draft lengths would have given on the stored log. The daemon may run, or not."""
+    if trees is not None:
+        if engine or since or until or last:
+            raise typer.BadParameter("the file has neither engines nor times", param_hint="--trees")
+        _command_trees(trees, tuple(policies or ()), workload, cost, tuple(batch or (1,)), seed, as_json)
+        return
     if last and since:
         raise typer.BadParameter("give either --last or --since", param_hint="--last")
     now_s = time.time()
@@ -85,6 +93,17 @@ def command(
     )  # fmt: skip
     try:
         emit(replay(settings.paths.database, question), as_json, render)
+    except ReplayError as error:
+        fail(str(error), cure=error.cure, exit_code=error.exit_code)
+
+
+def _command_trees(
+    path: Path, policies: tuple[str, ...], workload: str, cost: str, batches: tuple[int, ...], seed: int, as_json: bool
+) -> None:
+    from honed.daemon.replay_trees import TreeQuestion, render, replay_trees
+
+    try:
+        emit(replay_trees(path, TreeQuestion(policies, workload, cost, batches, seed)), as_json, render)
     except ReplayError as error:
         fail(str(error), cure=error.cure, exit_code=error.exit_code)
 

@@ -14,11 +14,12 @@ def make_log_probs(seed, depths, candidates):
     return np.log(np.maximum(np.sort(probabilities, axis=1)[:, ::-1][:, :candidates], 1e-12))
 
 
-def best_by_exhaustion(log_probs, budget):
+def best_by_exhaustion(log_probs, budget, off_chain=None):
     """Try every set of paths that contains its own prefixes."""
     depths, candidates = log_probs.shape
     paths = [p for d in range(1, depths + 1) for p in itertools.product(range(candidates), repeat=d)]
-    mass = {p: float(np.exp(sum(log_probs[i, r] for i, r in enumerate(p)))) for p in paths}
+    below = log_probs if off_chain is None else off_chain
+    mass = {p: float(np.exp(sum((below if any(p[:i]) else log_probs)[i, r] for i, r in enumerate(p)))) for p in paths}
     best = 0.0
     for size in range(1, min(budget, len(paths)) + 1):
         for chosen in itertools.combinations(paths, size):
@@ -32,6 +33,19 @@ def test_no_tree_of_the_same_budget_is_better(seed, shape, budget):
     log_probs = make_log_probs(seed, *shape)
     tree = build_tree(log_probs, budget)
     assert expected_acceptance_length(tree) == pytest.approx(best_by_exhaustion(log_probs, budget))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(2, 2), (3, 2), (2, 3)]), st.integers(1, 4))
+def test_nor_where_leaving_the_chain_changes_what_is_below(seed, shape, budget):
+    log_probs, off_chain = make_log_probs(seed, *shape), make_log_probs(seed + 1, *shape)
+    tree = build_tree(log_probs, budget, off_chain=off_chain)
+    assert expected_acceptance_length(tree) == pytest.approx(best_by_exhaustion(log_probs, budget, off_chain))
+    assert (np.diff(tree.score) <= 1e-12).all()
+
+
+def test_both_tables_must_have_the_same_shape():
+    with pytest.raises(ValueError, match="off the chain"):
+        build_tree(make_log_probs(0, 3, 2), 4, off_chain=make_log_probs(0, 2, 2))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 8), st.integers(0, 60), st.booleans())
