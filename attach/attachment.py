@@ -67,6 +67,9 @@ class Attachment:
         self._log = StepLog()
         self._recorder = StepRecorder(scheduler.requests, self._requests, self._log)
         self._workers = WorkerLink(settings, findings, self._requests.secret)
+        self._block = self._num_spec_tokens
+        if self._can_shorten:
+            self._workers.skip_draft_fetch(lambda: self._block > 0)
         self._publisher = Publisher(
             settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks()
         )
@@ -110,6 +113,7 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
+        self._block = self._num_spec_tokens  # should anything below go wrong
         requests = self._scheduler.requests
         ids, contexts, prompt_context, num_prefill = [], [], 0, 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -132,6 +136,7 @@ class Attachment:
                 output.num_spec_tokens_to_schedule = block
         else:
             self._lengths = {}
+        self._block = block
         output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context)
         self._decide_ns = time.perf_counter_ns() - began_ns
 

@@ -64,6 +64,16 @@ class Engine:
         results: list[Any] = core.model_executor.collective_rpc(method, args=args)
         return results
 
+    def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:
+        """Once: don't ask the workers for a step's drafts when `is_needed` says, on the engine's thread, that there are none.
+
+        A synchronous engine asks after every step. With workers in processes of their own that is another round trip.
+        """
+        executor = getattr(self._core(), "model_executor", None)
+        take = getattr(executor, "take_draft_token_ids", None)
+        if take is not None:
+            executor.take_draft_token_ids = lambda: take() if is_needed() else None  # type: ignore[union-attr]
+
     def call_when_idle(self, callback: Callable[[], None]) -> bool:
         """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle.
 

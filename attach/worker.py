@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from honed.attach.capture import Capturer
+from honed.attach.context_backlog import skip_idle_drafts
 from honed.attach.ring import RingWriter
 from honed.attach.runner import Runner, runner_of
 from honed.attach.swap import Swapper
@@ -30,6 +31,8 @@ class _WorkerSide:
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
         self.num_errors = 0
+        if self.runner.name == "v1":
+            skip_idle_drafts(self.runner.drafter, torch.device(worker.device))
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm

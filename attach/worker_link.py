@@ -43,6 +43,11 @@ class WorkerLink:
             raise RuntimeError("this vLLM process has no EngineCore that honed knows: capture and swap are off")
         return self._engine.rpc(method, *args)
 
+    def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:
+        """Spare steps without drafts the question for them."""
+        if self._engine is not None:
+            self._engine.skip_draft_fetch(is_needed)
+
     def attach(self) -> None:
         """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason."""
         if self._is_attached:

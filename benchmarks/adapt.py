@@ -6,8 +6,14 @@ a second server without speculation. Regimes are concurrency x traffic; in each,
 an order that rotates from repeat to repeat. Greedy and of fixed length, so every run gives the same tokens. The table (as
 vLLM's own: draft length by batch size) is tuned first, on mixed traffic, and then put into honed's settings.
 
-A run is a few seconds; honed has seen all that went before, the table's tuning included, as a daemon that has run for
-minutes would have. The shifting trace plays every regime once, without a pause. The last line of stdout is JSON.
+A run is a few seconds; honed has seen mixed traffic at every concurrency before, and then all that the other rules do, as a
+daemon that has run for minutes would have. The shifting trace plays every regime once, without a
+pause. From honed's own run on it `honed replay` says what each fixed length would have given there, and that is held against
+what it did give.
+
+Where there are two cores or more the target has one to itself, as it would have a GPU, and everything else, the clients
+included, shares the others. Prompts are computed in every run (no prefix caching). Both servers are started anew for every
+repeat: the speed of one and the same program differs by some per cent from process to process. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -37,6 +44,7 @@ from stacked_target import make_stacked_target
 from vllm_server import NUM_DRAFT_TOKENS, Server
 
 from honed.daemon.client import AdminClient, AdminError
+from honed.daemon.replay import Question, replay
 
 Document = dict[str, Any]
 
@@ -45,11 +53,15 @@ RULES = ("none", *STATICS, "table", "threshold", "kelly", "goodput")
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 3, 4: 8, 16: 32}
+REQUESTS = {1: 2, 4: 8, 16: 24}
 """Requests of a run, by concurrency: some five seconds each."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 MIN_COST_RATIO = 8.0
+WARM_UP_RUNS = 2
+FLAGS = ("--no-enable-prefix-caching",)
+LOGGED_S = 3.0
+"""Within this time the daemon has stored what the engine did."""
 
 
 @dataclass
@@ -68,18 +80,29 @@ class Bench:
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     cost: Document = field(default_factory=dict)
+    used: Server | None = None
+    """The server that ran last: it goes on using the CPU for a second."""
+    replays: list[Document] = field(default_factory=list)
+    """What `honed replay` said of goodput's runs on the shifting trace."""
 
-    async def start(self) -> None:
-        """The daemon and both servers, one after the other."""
-        environment = await asyncio.to_thread(self.start_daemon, ())
-        args = vllm_args(environment)
-        self.plain = vllm_server.start(self.processes, "vllm-none", target=self.target, is_speculating=False)
+    async def start(self, environment: dict[str, str]) -> None:
+        """Both servers, one after the other; those that run are stopped."""
+        for server in (self.plain, self.attached):
+            if server is not None:
+                await asyncio.to_thread(self.processes.stop, server.child)
+        args, pinned = vllm_args(environment), pin_target()
+        self.plain = vllm_server.start(
+            self.processes, "vllm-none", extra=FLAGS, environment=pinned, target=self.target, is_speculating=False
+        )
         await asyncio.to_thread(vllm_server.wait, self.plain)
         self.attached = vllm_server.start(
-            self.processes, "vllm-attached", extra=args["flags"], environment=args["environment"], target=self.target
-        )
+            self.processes, "vllm-attached", extra=[*FLAGS, *args["flags"]], environment={**args["environment"], **pinned},
+            target=self.target,
+        )  # fmt: skip
         await asyncio.to_thread(vllm_server.wait, self.attached)
         await asyncio.to_thread(wait_attached, self.attached.child, self.client)
+        for server in (self.plain, self.attached):  # the first steps of a process are slow
+            await play(server.url, self.prompts["mixed"][:16], concurrency=16, max_tokens=16, ignore_eos=True)
 
     def start_daemon(self, table: Sequence[tuple[int, int]]) -> dict[str, str]:
         """Start the daemon, or start it again with a table; its environment for honed's other commands."""
@@ -147,10 +170,12 @@ class Bench:
         return played.tokens_per_s
 
     async def turn_to(self, rule: str) -> None:
-        """Change to a rule; the server that was used before has stopped spinning."""
+        """Change to a rule; a server that was used before and isn't now has stopped spinning."""
+        server = self.plain if rule == "none" else self.attached
         await self.use(rule)
-        if self.plain is not None and self.attached is not None:
+        if self.used is not server and self.plain is not None and self.attached is not None:
             await vllm_server.quiet([self.plain, self.attached])
+        self.used = server
 
     async def tune(self) -> list[tuple[int, int]]:
         """The table: for each concurrency the best fixed length on mixed traffic, none included."""
@@ -164,9 +189,17 @@ class Bench:
         bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
         return [(bound, best[c][1]) for bound, c in zip([*bounds, CONCURRENCY[-1]], CONCURRENCY, strict=True)]
 
-    async def regimes(self, repeats: int) -> None:
-        """Every regime, every rule, `repeats` times; the rules' order rotates."""
+    async def warm_up(self) -> None:
+        """Let a daemon that was just started see some traffic."""
+        await self.turn_to("goodput")
+        for concurrency in CONCURRENCY * WARM_UP_RUNS:
+            await self.run("goodput", concurrency, "mixed", REQUESTS[concurrency])
+
+    async def regimes(self, repeats: int, environment: dict[str, str]) -> None:
+        """Every regime, every rule, `repeats` times, each with new servers; the rules' order rotates."""
         for repeat in range(repeats):
+            if repeat:
+                await self.start(environment)
             for number, (concurrency, traffic) in enumerate(REGIMES):
                 shift = (repeat * 3 + number) % len(RULES)
                 for rule in RULES[shift:] + RULES[:shift]:
@@ -179,11 +212,21 @@ class Bench:
             for rule in RULES[repeat:] + RULES[:repeat]:
                 await self.turn_to(rule)
                 tokens = seconds = 0.0
+                began_s = time.time()
                 for concurrency, traffic in SHIFTS:
                     played = await self.run(rule, concurrency, traffic, max(REQUESTS[concurrency] // 2, 1))
                     tokens, seconds = tokens + played.num_tokens, seconds + played.seconds
                 self.rates.setdefault("shifting", {}).setdefault(rule, []).append(tokens / seconds)
                 print(f"shifting     {rule:10s} {tokens / seconds:7.1f} tok/s", flush=True)
+                if rule == "goodput":
+                    await asyncio.sleep(LOGGED_S)
+                    self.replays.append(self.replay(began_s, time.time()))
+
+    def replay(self, since_s: float, until_s: float) -> Document:
+        """What `honed replay` says of fixed lengths, from the log of that time."""
+        policies = tuple(rule.replace("-", ":") for rule in STATICS)
+        database = self.runtime_dir / "state" / "honed.db"
+        return replay(database, Question(policies=policies, since_s=since_s, until_s=until_s))
 
     def costs(self) -> Document:
         """What a draft pass and a target step of one request cost, from honed's fitted step times, in ms."""
@@ -196,11 +239,25 @@ class Bench:
         return {"draft_pass_ms": 1e3 * draft, "target_step_ms": 1e3 * target, "ratio": target / max(draft, 1e-9)}
 
 
+def pin_target() -> dict[str, str]:
+    """Keep this process, and what it starts, off the first core it may use; the environment that gives it to the target."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 and not _target_core:
+        return {}
+    if not _target_core:
+        _target_core.append(cores[0])
+        os.sched_setaffinity(0, cores[1:])
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(_target_core[0])}
+
+
+_target_core: list[int] = []
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
-    parser.add_argument("--extra-layers", type=int, default=40, help="layers without effect added to the target")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every rule in every regime")
+    parser.add_argument("--extra-layers", type=int, default=80, help="layers without effect added to the target")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
@@ -218,13 +275,14 @@ def main() -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {out}")
-    shown = ("ratio_to_best_static", "ratio_to_none", "shifting", "spread", "cost")
+    shown = ("ratio_to_best_static", "ratio_to_none", "shifting", "replay_error", "spread", "cost")
     print(json.dumps({key: result[key] for key in shown}), flush=True)
     return 0
 
 
 async def run(arguments: argparse.Namespace) -> Document:
     """Make the target, start everything, measure, stop everything."""
+    pin_target()
     runtime_dir = Path(tempfile.mkdtemp(prefix="honed-bench-"))
     pools = {name: read_prompts(ROOT / "benchmarks" / "tiny" / f"prompts_{name}.jsonl") for name in ("a", "b")}
     pools["mixed"] = [prompt for pair in zip(pools["a"], pools["b"], strict=True) for prompt in pair]
@@ -232,7 +290,8 @@ async def run(arguments: argparse.Namespace) -> Document:
         target = make_stacked_target(ROOT / vllm_server.TARGET, runtime_dir / "target", arguments.extra_layers)
         with Processes(arguments.logs) as processes, AdminClient(runtime_dir / "admin.sock") as client:
             bench = Bench(processes, runtime_dir, client, str(target), arguments.max_tokens, pools)
-            await bench.start()
+            environment = await asyncio.to_thread(bench.start_daemon, ())
+            await bench.start(environment)
             table = await bench.tune()
             bench.cost = bench.costs()
             print(f"tuned table {table}; a draft pass of one request costs {bench.cost['draft_pass_ms']:.2f} ms, "
@@ -240,8 +299,9 @@ async def run(arguments: argparse.Namespace) -> Document:
             if bench.cost["ratio"] < MIN_COST_RATIO:
                 wanted = f"less than {MIN_COST_RATIO:g} draft passes: add --extra-layers"
                 raise ProcessError(f"a target step costs {bench.cost['ratio']:.1f}, {wanted}")
-            await asyncio.to_thread(bench.start_daemon, table)
-            await bench.regimes(arguments.repeats)
+            environment = await asyncio.to_thread(bench.start_daemon, table)
+            await bench.warm_up()
+            await bench.regimes(arguments.repeats, environment)
             await bench.shifting(max(arguments.repeats - 1, 1))
             bench.cost = bench.costs()
     finally:
@@ -278,10 +338,23 @@ def summary(bench: Bench) -> Document:
         "shifting": {name: round(statistics.median(values), 4) for name, values in pairs.items()},
         "spread": spread,
         "best_static": best_static,
+        "replay_error": replay_errors(bench),
         "cost": {name: round(value, 3) for name, value in bench.cost.items()},
         "tokens_per_s": bench.rates,
         "inter_token_ms_p50": bench.latencies,
     }
+
+
+def replay_errors(bench: Bench) -> dict[str, float]:
+    """Predicted over measured speed of each fixed length on the shifting trace, less 1; both relative to goodput's own."""
+    trace, errors = bench.rates["shifting"], {}
+    own = statistics.median(trace["goodput"])
+    for number, rule in enumerate(STATICS):
+        predicted = [one["policies"][number]["ratio"] for one in bench.replays]
+        if all(predicted):
+            ratio = statistics.median(figure["value"] for figure in predicted)
+            errors[rule] = round(ratio * own / statistics.median(trace[rule]) - 1.0, 4)
+    return errors
 
 
 def ratios(rates: dict[str, list[float]], other: str) -> list[float]:
