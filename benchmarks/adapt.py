@@ -256,8 +256,8 @@ _target_core: list[int] = []
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every rule in every regime")
-    parser.add_argument("--extra-layers", type=int, default=80, help="layers without effect added to the target")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
+    parser.add_argument("--extra-layers", type=int, default=120, help="layers without effect added to the target")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
@@ -302,7 +302,7 @@ async def run(arguments: argparse.Namespace) -> Document:
             environment = await asyncio.to_thread(bench.start_daemon, table)
             await bench.warm_up()
             await bench.regimes(arguments.repeats, environment)
-            await bench.shifting(max(arguments.repeats - 1, 1))
+            await bench.shifting(arguments.repeats)
             bench.cost = bench.costs()
     finally:
         shutil.rmtree(runtime_dir, ignore_errors=True)
