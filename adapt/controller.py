@@ -28,6 +28,7 @@ from honed.adapt.beliefs import Plans, describe
 from honed.adapt.calibration import Calibration
 from honed.adapt.canary import Baseline
 from honed.adapt.contenders import CONTENDERS
+from honed.adapt.draft_features import FeatureRegression
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
 from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
@@ -110,6 +111,7 @@ class _Workload:
         self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
         self.calibration = Calibration()
+        self.features = FeatureRegression(forgetting_rounds)
 
 
 class EngineController:
@@ -168,6 +170,7 @@ class EngineController:
             for workload in self._workloads.values():
                 workload.counts.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
+                workload.features = FeatureRegression(self.settings.forgetting_rounds)
         self._drift.reset(version)
 
     def _observe_rounds(self, name: str, rounds: Rounds) -> list[Event]:
@@ -180,8 +183,11 @@ class EngineController:
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
-        workload.calibration.observe(survival(self._curve(workload, self._engine_curve())), verified, accepted)
+        curve = self._curve(workload, self._engine_curve())
+        workload.calibration.observe(survival(curve), verified, accepted)
         design_effect = self._design_effect(workload)
+        if rounds.feature is not None:
+            workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         self._counts.observe(*columns, design_effect=design_effect)
         workload.counts.observe(*columns, design_effect=design_effect)
         workload.requests.observe(rounds.request, reached, accepted)
@@ -237,7 +243,9 @@ class EngineController:
         strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
         pooled = float(np.median(list(strengths.values()))) if strengths else settings.request_strength or 8.0
         priors = [_prior("", engine, pooled)]
-        priors += [_prior(name, self._curve(one, engine), strengths[name]) for name, one in self._workloads.items()]
+        priors += [
+            _prior(name, self._curve(one, engine), strengths[name], one.features) for name, one in self._workloads.items()
+        ]
         return Policy(
             engine_id=self.engine_id,
             generation=(self._policy.generation if self._policy else 0) + 1,
@@ -341,7 +349,12 @@ def _step_rows(steps: StepColumns) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _prior(name: str, curve: Floats, strength: float) -> WorkloadPrior:
+def _prior(name: str, curve: Floats, strength: float, features: FeatureRegression | None = None) -> WorkloadPrior:
+    weight = round(features.weight, 3) if features is not None else 0.0
     return WorkloadPrior(
-        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2)
+        workload=name,
+        acceptance=[round(value, 4) for value in curve.tolist()],
+        strength=round(strength, 2),
+        feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
+        feature_weight=weight,
     )

@@ -32,6 +32,7 @@ from honed.adapt.block_size import choose, choose_shared
 from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
+from honed.adapt.draft_features import MOST_LOG_ODDS
 from honed.adapt.length_policy import Decision
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, limit_of, within
 from honed.adapt.wire import Policy
@@ -59,6 +60,8 @@ class Decider:
         self._ceiling: Ints = np.full(size, self.num_spec_tokens, dtype=np.int64)
         self._failures: Floats = np.zeros(size)
         self._successes: Floats = np.zeros(size)
+        self._shown: Floats = np.zeros(size)  # sum of what earlier rounds' drafts showed
+        self._num_shown: Floats = np.zeros(size)
         self._num_ceilings = 0
         self._last_ids: list[str] = []
         self._last_slots: Ints = np.zeros(0, dtype=np.int64)
@@ -140,7 +143,7 @@ class Decider:
         slot = self._take_slot()
         self._slots[request_id] = slot
         self._label[slot] = self._label_of(workload)
-        self._failures[slot] = self._successes[slot] = 0.0
+        self._failures[slot] = self._successes[slot] = self._shown[slot] = self._num_shown[slot] = 0.0
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._ceiling[slot] = limit
         self._num_ceilings += limit < self.num_spec_tokens
@@ -158,11 +161,20 @@ class Decider:
             self._rule.finish(request_id)
 
     def observe(
-        self, request_ids: Sequence[str], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
     ) -> None:
-        """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out."""
+        """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out.
+
+        `features` is what each round's drafts showed, see `RoundColumns.feature`; NaN where unknown.
+        """
         if not request_ids:
             return
+        if features is not None:
+            self._note_features(self._slot_list(request_ids), features)
         if self._rule is not None:
             self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
         if len(request_ids) <= _FEW_REQUESTS:
@@ -191,6 +203,14 @@ class Decider:
                 failures[slot] = failures[slot] * _REQUEST_DECAY + failed
                 successes[slot] = successes[slot] * _REQUEST_DECAY + self._success_odds[row][accepted]
 
+    def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
+        shown: Any = self._shown.data
+        num_shown: Any = self._num_shown.data
+        for slot, feature in zip(slots, features, strict=False):
+            if math.isfinite(feature):
+                shown[slot] += min(max(feature, -MOST_LOG_ODDS), MOST_LOG_ODDS)
+                num_shown[slot] += 1.0
+
     def _slots_of(self, request_ids: Sequence[str]) -> Ints:
         if request_ids == self._last_ids:
             return self._last_slots
@@ -214,7 +234,7 @@ class Decider:
             self.finish(next(iter(self._slots)))
             return self._free.pop()
         if used == len(self._label):
-            for name in ("_label", "_ceiling", "_failures", "_successes"):
+            for name in ("_label", "_ceiling", "_failures", "_successes", "_shown", "_num_shown"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         return used
@@ -283,9 +303,15 @@ class Decider:
         failures, successes, ceilings = self._failures.data, self._successes.data, self._ceiling.data
         label, row_of_label, constants = self._label.data, self._row_of_label.data, self._tables.constant.data
         curves: list[list[float]] = []
+        weights, means = self._tables.feature_weight, self._tables.feature_mean
+        shown, num_shown = self._shown.data, self._num_shown.data
         for slot in slots:
             row = row_of_label[label[slot]]
             theta = (constants[row] + failures[slot]) / (constants[row] + successes[slot])
+            if weights and weights[row]:
+                seen = num_shown[slot]
+                tilt = math.exp(-0.5 * weights[row] * (shown[slot] - seen * means[row]) / (seen + 1.0))
+                theta = (constants[row] * tilt + failures[slot]) / (constants[row] / tilt + successes[slot])
             step = min(max(int(math.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)), 0), NUM_THETAS - 1)
             curve = self._tables.curves[row * NUM_THETAS + step]
             most = min(ceilings[slot], limit)
@@ -297,7 +323,11 @@ class Decider:
     ) -> Choice:
         row = self._row_of_label[self._label[slots]]
         constant = self._tables.constant[row]
-        theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
+        tilt: Floats | float = 1.0
+        if self._tables.feature_weight:
+            seen, mean = self._num_shown[slots], np.array(self._tables.feature_mean)[row]
+            tilt = np.exp(-0.5 * np.array(self._tables.feature_weight)[row] * (self._shown[slots] - seen * mean) / (seen + 1.0))
+        theta = (constant * tilt + self._failures[slots]) / (constant / tilt + self._successes[slots])
         step = (np.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)).astype(np.int64)
         curve = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
         if not self._num_ceilings and not self._model.is_block_priced:

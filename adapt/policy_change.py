@@ -10,6 +10,8 @@ from honed.adapt.wire import Policy
 
 ACCEPTANCE_STEP = 0.005
 """A conditional acceptance that moved by more is material."""
+FEATURE_STEP = 0.03
+"""A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
 
@@ -47,6 +49,11 @@ def _acceptance(old: Policy, new: Policy) -> str:
             return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:
             return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
+        weights = before.feature_weight, prior.feature_weight
+        if abs(weights[0] - weights[1]) > FEATURE_STEP or (
+            weights[1] * abs(before.feature_mean - prior.feature_mean) > FEATURE_STEP
+        ):
+            return f"what drafts of {name} show: weight {weights[0]:.2f} -> {weights[1]:.2f}"
     return ""
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
 from honed.adapt.block_size import CurveTable, latency_gains
+from honed.adapt.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -35,6 +36,8 @@ class PolicyTables:
     constant: Floats  # [W] what the workload's curve weighs in a request's theta
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] what n accepted drafts add to the other
+    feature_weight: list[float]  # [W] see `draft_features`; empty when all are 0
+    feature_mean: list[float]  # [W]
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
@@ -49,6 +52,7 @@ class PolicyTables:
             by_theta = latency_gains(by_theta)
         by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
         none = np.zeros((len(acceptance), 1))
+        weights = [within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0) for prior in priors] or [0.0]
         return cls(
             policy,
             _usable_model(policy),
@@ -60,6 +64,8 @@ class PolicyTables:
             np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
+            weights if any(weights) else [],
+            [within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0],
         )
 
 

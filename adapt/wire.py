@@ -114,6 +114,8 @@ class RoundColumns(_Message, frozen=True):
     """Token ids emitted, concatenated; empty unless the engine is told to log token ids."""
     draft: list[int] = []
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
+    feature: list[float] = []
+    """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known."""
 
 
 class EventBatch(_Message, frozen=True):
@@ -219,6 +221,10 @@ class WorkloadPrior(_Message, frozen=True):
     """[K] conditional acceptance a_j: P(draft j accepted | drafts < j accepted)."""
     strength: float = 8.0
     """Pseudo-rounds that this prior weighs against the request's own rounds."""
+    feature_mean: float = 0.0
+    """What rounds of this workload show on average, see `RoundColumns.feature`."""
+    feature_weight: float = 0.0
+    """By how much a request's log-odds of acceptance are above its workload's per unit that its rounds show above the mean."""
 
 
 class StepTimePoint(_Message, frozen=True):
