@@ -3,11 +3,12 @@
     goodput   maximise (N + Σ_i Σ_{j ≤ k_i} S_i(j)) / T         tokens per second of the batch
     latency   maximise N / (T · Σ_i 1/E_i(k_i))                  tokens per second of a request (harmonic mean)
 
-with T = T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill) and E_i(k) = 1 + Σ_{j ≤ k} S_i(j). Either way a draft adds
-its gain to a sum: g = S_i(j), or g = 1/E_i(j−1) − 1/E_i(j), and g never grows with j. So for a given total and cap on the block
-it is best to admit the largest g anywhere in the batch, and what is admitted of a request is a prefix. The search therefore
-runs over two numbers: a threshold on g, and a cap b on the block. k = 0 for everybody is a candidate of its own, priced
-without the drafter.
+with T = T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill) less what the prompts of the step add to it without drafts:
+that has to be spent anyway, and in the ratio it would make drafts look cheap. E_i(k) = 1 + Σ_{j ≤ k} S_i(j). Either way a draft
+adds its gain to a sum: g = S_i(j), or g = 1/E_i(j−1) − 1/E_i(j), and g never grows with j. So for a given total and cap on the
+block it is best to admit the largest g anywhere in the batch, and what is admitted of a request is a prefix. The search
+therefore runs over two numbers: a threshold on g, and a cap b on the block. k = 0 for everybody is a candidate of its own,
+priced without the drafter.
 
 For a small batch each value is its own threshold and the answer is the optimum (`block_size_exact`). For a large one, here,
 values are sorted into `LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size
@@ -191,6 +192,7 @@ def _search(
     count, num_spec_tokens, is_latency = batch.num_requests, batch.num_spec_tokens, batch.is_latency
     is_block_priced = len(admitted) > 1
     fixed = model.fixed_seconds(count, batch.context_tokens, batch.num_prefill_tokens)
+    fixed -= model.prompt_seconds(count, batch.num_prefill_tokens)
     base_tokens = count + batch.num_prefill_tokens
     without = (1 if is_latency else count) / (fixed + model.seconds_of_tokens(base_tokens))
     nothing = _Found(-1, 0, OperatingPoint(1.0, 0), without, without, False)

@@ -72,7 +72,7 @@ def choose_exact(
     """
     count = len(gains)
     depth = max(map(len, gains), default=0)
-    fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens)
+    fixed = model.fixed_seconds(count, context_tokens, num_prefill_tokens) - model.prompt_seconds(count, num_prefill_tokens)
     base = count + num_prefill_tokens
     prices = model.token_prices(base, base + count * depth + 1)
     without = (1 if is_latency else count) / (fixed + prices[0])

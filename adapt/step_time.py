@@ -70,6 +70,13 @@ class StepTimeModel:
         p = self.parameters
         return p[0] + p[1] * num_requests + p[6] * context_tokens + p[7] * num_prefill_tokens + _LEAST_SECONDS
 
+    def prompt_seconds(self, num_requests: int, num_prefill_tokens: int) -> float:
+        """Price what prompts add to a step without drafts: it has to be spent whatever is drafted."""
+        if num_prefill_tokens <= 0:
+            return 0.0
+        tokens = self.seconds_of_tokens(num_requests + num_prefill_tokens) - self.seconds_of_tokens(num_requests)
+        return tokens + self.parameters[7] * num_prefill_tokens
+
     def token_seconds(self, tokens: Ints) -> Floats:
         """Price totals of scheduled tokens, element by element."""
         try:

@@ -21,7 +21,12 @@ def make_survival(seed, count, num_spec_tokens, low=0.2, high=0.98):
 def goodput(survival, lengths, model, prefill=0):
     expected = len(lengths) + sum(row[:k].sum() for row, k in zip(survival, lengths, strict=True))
     seconds = model.seconds(len(lengths), len(lengths) + prefill + int(sum(lengths)), 0, prefill, int(max(lengths)))
-    return expected / seconds
+    return expected / (seconds - prompt_seconds(len(lengths), model, prefill))
+
+
+def prompt_seconds(count, model, prefill):
+    with_prompts, without = (model.seconds(count, count + tokens, 0, tokens, 0) for tokens in (prefill, 0))
+    return with_prompts - without
 
 
 def brute_force(survival, model, ceilings=None, prefill=0):
@@ -42,6 +47,14 @@ def test_small_batches_get_the_optimum(seed, count, num_spec_tokens, model, pref
     survival = make_survival(seed, count, num_spec_tokens)
     lengths = allocate(survival, model, num_prefill_tokens=prefill)
     assert goodput(survival, lengths, model, prefill) == pytest.approx(brute_force(survival, model, None, prefill))
+
+
+def test_prompts_make_drafts_no_cheaper():
+    """Regression: with the prompts' time in the ratio, a step of 2,000 prompt tokens drafted as if tokens cost nothing."""
+    model, survival = make_model(base=2e-3, token=1e-3), make_survival(3, 4, 4)
+    assert list(allocate(survival, model, num_prefill_tokens=2000)) == list(allocate(survival, model))
+    many = make_survival(4, 128, 4)
+    assert list(allocate(many, model, num_prefill_tokens=2000)) == list(allocate(many, model))
 
 
 @given(seeds, models, st.lists(st.integers(0, 4), min_size=3, max_size=3))
