@@ -76,6 +76,8 @@ class ControllerSettings:
     table: tuple[tuple[int, int], ...] = ()
     """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
     max_workloads: int = 32
+    equal_lengths: bool = False
+    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2)."""
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
@@ -262,6 +264,7 @@ class EngineController:
             request_ceiling=settings.request_ceiling,
             capture_share=capture_share,
             table=list(settings.table),
+            equal_lengths=settings.equal_lengths,
             override=",".join(sorted({one.name for one in overrides})),
         )
 

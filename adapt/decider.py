@@ -29,7 +29,7 @@ import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.block_size import choose, choose_shared
-from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
+from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_equal, choose_exact, work
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.draft_features import MOST_LOG_ODDS
@@ -278,7 +278,7 @@ class Decider:
         else:
             lengths = self._best(request_ids, max(context_tokens, 0), max(num_prefill_tokens, 0), limit, policy)
         if is_exploring:
-            lengths = self._neighbour(lengths, static_k, limit)
+            lengths = self._neighbour(lengths, static_k, limit, policy.equal_lengths)
             if self._num_ceilings:
                 lengths = np.minimum(lengths, self._ceiling[self._slots_of(request_ids)]).tolist()
         return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
@@ -287,7 +287,15 @@ class Decider:
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
     ) -> list[int]:
         hysteresis = within(policy.hysteresis, 0.0, 10.0, 0.0)
-        if work(len(request_ids), limit, self._model) <= MOST_ENTRIES:
+        if policy.equal_lengths:
+            slots = self._slots_of(request_ids)
+            shared = min(limit, int(self._ceiling[slots].min())) if self._num_ceilings else limit
+            choice = choose_equal(
+                self._tables.by_depth[:shared, self._curve_of(slots)].sum(axis=1).tolist(), len(slots), self._model,
+                is_latency=self._tables.is_latency, context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
+                previous=self._point, hysteresis=hysteresis,
+            )  # fmt: skip
+        elif work(len(request_ids), limit, self._model) <= MOST_ENTRIES:
             choice = choose_exact(
                 self._curves_of(self._slot_list(request_ids), limit), self._model, is_latency=self._tables.is_latency,
                 context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
@@ -318,9 +326,7 @@ class Decider:
             curves.append(curve if most >= len(curve) else curve[:most])
         return curves
 
-    def _choose_many(
-        self, slots: Ints, context_tokens: int, num_prefill_tokens: int, limit: int, hysteresis: float
-    ) -> Choice:
+    def _curve_of(self, slots: Ints) -> Ints:
         row = self._row_of_label[self._label[slots]]
         constant = self._tables.constant[row]
         tilt: Floats | float = 1.0
@@ -329,7 +335,13 @@ class Decider:
             tilt = np.exp(-0.5 * np.array(self._tables.feature_weight)[row] * (self._shown[slots] - seen * mean) / (seen + 1.0))
         theta = (constant * tilt + self._failures[slots]) / (constant / tilt + self._successes[slots])
         step = (np.log(theta) * THETA_STEPS + (NUM_THETAS // 2 + 0.5)).astype(np.int64)
-        curve = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
+        curve: Ints = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
+        return curve
+
+    def _choose_many(
+        self, slots: Ints, context_tokens: int, num_prefill_tokens: int, limit: int, hysteresis: float
+    ) -> Choice:
+        curve = self._curve_of(slots)
         if not self._num_ceilings and not self._model.is_block_priced:
             return choose_shared(
                 self._tables.shared, curve, self._model, is_latency=self._tables.is_latency,
@@ -345,12 +357,12 @@ class Decider:
             previous=self._point, hysteresis=hysteresis,
         )  # fmt: skip
 
-    def _neighbour(self, lengths: list[int], static_k: int, limit: int) -> list[int]:
+    def _neighbour(self, lengths: list[int], static_k: int, limit: int, is_equal: bool) -> list[int]:
         """Try something else nearby, so that the prices and the acceptance of lengths that aren't in use stay known.
 
         In a large batch a few requests try it, else a step of exploring would cost as much as many steps of one request.
         """
-        move = self._random.choice(_EXPLORE_MOVES)
+        move = self._random.choice(_EXPLORE_MOVES[:3] if is_equal and self._model.is_ready else _EXPLORE_MOVES)
         if not any(lengths):
             few = (1, 2) if self._model.is_ready else (1, 2, max(static_k, 1))
             other = [min(self._random.choice(few), limit)] * len(lengths)
@@ -362,7 +374,7 @@ class Decider:
             other = [k // 2 for k in lengths]
         else:
             return [0] * len(lengths)
-        if not self._model.is_ready or len(lengths) <= _MOST_EXPLORING:
+        if is_equal or not self._model.is_ready or len(lengths) <= _MOST_EXPLORING:
             return other
         chosen = lengths.copy()
         for at in self._random.sample(range(len(lengths)), _MOST_EXPLORING):

@@ -14,6 +14,9 @@ FEATURE_STEP = 0.03
 """A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
+_LIMITS = (
+    "override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share", "equal_lengths",
+)  # fmt: skip
 
 
 def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
@@ -24,7 +27,7 @@ def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
 
 
 def _limits(old: Policy, new: Policy) -> str:
-    for name in ("override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share"):
+    for name in _LIMITS:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             return f"{name} {before!r} -> {after!r}"

@@ -268,6 +268,8 @@ class Policy(_Message, frozen=True):
     """Name of the operator override that made this policy what it is, "" when none did."""
     table: list[tuple[int, int]] = []
     """For kind "table": (largest batch in requests, draft tokens), ascending."""
+    equal_lengths: bool = False
+    """Every request of a step gets the same length: lengths that differ would lose the captured CUDA graph."""
 
 
 class Command(_Message, frozen=True):

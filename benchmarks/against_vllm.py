@@ -11,7 +11,8 @@ rounds or 20 simulated seconds, whichever ends later). What is given, as ratios 
 
 vLLM's rule sees the present drafts before it cuts them, honed's doesn't: it chooses before they are made. So `oracle` bounds
 honed where the drafter can't be shortened, and `sees` bounds vLLM. Where vLLM refuses adaptive verification, it is held at K
-drafts for everybody, and what the rule would give there nevertheless is printed as `anyway`. The last line of stdout is JSON.
+drafts for everybody, and what the rule would give there nevertheless is printed as `anyway`; honed is told of such a backend
+(`equal_lengths`). The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from regret import warm_up_work
 from vllm_adaptive import AdaptiveVerification
 
 from honed.adapt.contenders import make_contender
+from honed.adapt.controller import ControllerSettings
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.synthetic import Traffic
 from honed.adapt.synthetic_engine import Outcome, simulate
@@ -42,8 +44,8 @@ COLUMNS = ("blind", "with", "ahead", "oracle", "sees", "anyway")
 class Blind(Steered):
     """honed's loop on an engine that tells nothing of its drafts."""
 
-    def __init__(self, traffic: Traffic, seed: int) -> None:
-        super().__init__(traffic, seed=seed)
+    def __init__(self, traffic: Traffic, settings: ControllerSettings, seed: int) -> None:
+        super().__init__(traffic, settings, seed)
         observe = self.decider.observe
         self.observe = lambda ids, drafted, accepted, features=None: observe(ids, drafted, accepted)  # type: ignore[method-assign]
 
@@ -55,7 +57,9 @@ class Blind(Steered):
 
 def run_honed(traffic: Traffic, seed: int, is_blind: bool, is_pipelined: bool = False) -> Outcome:
     """Run honed's own loop."""
-    policy = Blind(traffic, seed) if is_blind else Steered(traffic, seed=seed)
+    cost = traffic.cost(0.0)
+    settings = ControllerSettings(captured_tokens=cost.captured_tokens, equal_lengths=cost.mixed_s > 0.0)
+    policy = (Blind if is_blind else Steered)(traffic, settings, seed)
     return simulate(traffic, policy, on_batch=policy.take, is_pipelined=is_pipelined)
 
 
