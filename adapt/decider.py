@@ -44,6 +44,8 @@ _FEW_REQUESTS = 64
 """Up to so many requests it pays to learn without numpy."""
 _MOST_EXPLORING = 16
 _EXPLORE_MOVES = ("less", "more", "half", "none")
+_EXPLORE_ALL_MOVES = ("less", "more", "less", "more", "less", "more", "half", "none")
+"""Where the whole batch moves: what is far from the best costs most, and is tried less."""
 
 
 class Decider:
@@ -362,7 +364,8 @@ class Decider:
 
         In a large batch a few requests try it, else a step of exploring would cost as much as many steps of one request.
         """
-        move = self._random.choice(_EXPLORE_MOVES[:3] if is_equal and self._model.is_ready else _EXPLORE_MOVES)
+        is_all = is_equal or len(lengths) <= _MOST_EXPLORING
+        move = self._random.choice(_EXPLORE_ALL_MOVES if is_all and self._model.is_ready else _EXPLORE_MOVES)
         if not any(lengths):
             few = (1, 2) if self._model.is_ready else (1, 2, max(static_k, 1))
             other = [min(self._random.choice(few), limit)] * len(lengths)
@@ -374,7 +377,7 @@ class Decider:
             other = [k // 2 for k in lengths]
         else:
             return [0] * len(lengths)
-        if is_equal or not self._model.is_ready or len(lengths) <= _MOST_EXPLORING:
+        if is_all or not self._model.is_ready:
             return other
         chosen = lengths.copy()
         for at in self._random.sample(range(len(lengths)), _MOST_EXPLORING):

@@ -72,8 +72,8 @@ def scenario(
 SCENARIOS = (
     scenario("holds-1", 1, 17_000, featured(), EIGHT_B),
     scenario("holds-16", 16, 220_000, featured(), EIGHT_B),
-    scenario("holds-64", 64, 550_000, featured(), EIGHT_B),
-    scenario("holds-256", 256, 1_100_000, featured(), EIGHT_B),
+    scenario("holds-64", 64, 400_000, featured(), EIGHT_B),
+    scenario("holds-256", 256, 500_000, featured(), EIGHT_B),
     scenario("costs-drift", 32, 300_000, featured(), EIGHT_B, SLOWED),
     scenario(
         "drafter-not-worth-it", 8, 30_000,
@@ -81,9 +81,9 @@ SCENARIOS = (
         is_block_shortened=True,
     ),
     scenario("equal-lengths-only", 32, 300_000, featured(), replace(EIGHT_B, mixed_s=3e-3), is_refused=True),
-    scenario("blind-features", 64, 550_000, featured(Feature(slope=0.0, noise=1.0)), EIGHT_B),
+    scenario("blind-features", 64, 400_000, featured(Feature(slope=0.0, noise=1.0)), EIGHT_B),
     scenario(
-        "features-differ", 64, 450_000,
+        "features-differ", 64, 350_000,
         (
             Workload("chat", FAIR, feature=SHOWN),
             Workload("code", GOOD, feature=Feature(slope=0.5, offset=-1.0)),
@@ -91,13 +91,13 @@ SCENARIOS = (
         ), EIGHT_B,
     ),
     scenario(
-        "beyond-graphs", 256, 1_000_000, featured(),
+        "beyond-graphs", 256, 500_000, featured(),
         replace(
             EIGHT_B, captured_tokens=GRAPHS, token_seconds=beyond_graphs(roofline(5.5e-3, 2.7e-5), GRAPHS[-1], 2.5e-3)
         ),
     ),
-    scenario("short-requests", 64, 450_000, featured(strength=5.0, output_tokens=(8, 48)), EIGHT_B),
-    scenario("shows-nothing-of-tokens", 64, 550_000, featured(Feature(0.0)), EIGHT_B),
-    scenario("shows-much-of-tokens", 64, 550_000, featured(Feature(2.0)), EIGHT_B),
+    scenario("short-requests", 64, 110_000, featured(strength=5.0, output_tokens=(8, 48)), EIGHT_B),
+    scenario("shows-nothing-of-tokens", 64, 400_000, featured(Feature(0.0)), EIGHT_B),
+    scenario("shows-much-of-tokens", 64, 400_000, featured(Feature(2.0)), EIGHT_B),
 )  # fmt: skip
 """`shows-*` and holds-64 are a row of informativeness: 0, 1 and 2 (σ of the token's part of the log-odds)."""
