@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.adapt.block_size import CurveTable, OperatingPoint, allocate, choose, choose_shared, latency_gains
+from honed.adapt.block_size_exact import choose_equal
 from honed.adapt.step_time import StepTimeModel
 
 
@@ -212,3 +213,13 @@ def test_tabulated_curves_give_the_same_answer(seed, model, num_curves, is_laten
     assert shared.num_draft_tokens == plain.num_draft_tokens
     assert shared.point == plain.point
     assert shared.rate == pytest.approx(plain.rate)
+
+
+@given(seeds, st.integers(1, 6), models, st.integers(0, 30))
+def test_one_length_for_everybody_is_the_best_of_those(seed, count, model, prefill):
+    survival = make_survival(seed, count, 4)
+    choice = choose_equal(survival.sum(axis=0).tolist(), count, model, num_prefill_tokens=prefill)
+    assert len(set(choice.num_draft_tokens)) == 1
+    best = max(goodput(survival, [k] * count, model, prefill) for k in range(5))
+    assert choice.rate == pytest.approx(best)
+    assert goodput(survival, choice.num_draft_tokens, model, prefill) == pytest.approx(best)

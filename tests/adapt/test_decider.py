@@ -267,3 +267,19 @@ def test_a_contender_decides_when_the_policy_names_it_and_knows_the_requests_tha
 
 def test_an_unknown_kind_of_policy_is_static():
     assert make_decider(make_policy(kind="of tomorrow")).decide(["a"], 10, 0, 0.0).num_draft_tokens == [4]
+
+
+@pytest.mark.parametrize("explore_share", [0.0, 1.0])
+def test_where_lengths_have_to_be_equal_they_are(explore_share):
+    decider = make_decider(make_policy(equal_lengths=True, explore_share=explore_share))
+    ids = [str(i) for i in range(40)]
+    for at, request_id in enumerate(ids):
+        decider.start(request_id, "good" if at % 2 else "bad")
+    seen = set()
+    for _ in range(50):
+        lengths = decider.decide(ids, 100, 0, 0.0).num_draft_tokens
+        assert len(set(lengths)) == 1
+        seen.add(lengths[0])
+    assert len(seen) > 1 if explore_share else len(seen) == 1
+    decider.start("short", "good", ceiling=1)
+    assert max(decider.decide([*ids, "short"], 100, 0, 0.0).num_draft_tokens) <= 1
