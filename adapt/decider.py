@@ -283,6 +283,8 @@ class Decider:
             lengths = self._neighbour(lengths, static_k, limit, policy.equal_lengths)
             if self._num_ceilings:
                 lengths = np.minimum(lengths, self._ceiling[self._slots_of(request_ids)]).tolist()
+                if policy.equal_lengths and request_ids:
+                    lengths = [min(lengths)] * len(lengths)
         return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
 
     def _best(
