@@ -98,6 +98,9 @@ SCENARIOS = (
         ),
     ),
     scenario("short-requests", 64, 110_000, featured(strength=5.0, output_tokens=(8, 48)), EIGHT_B),
+    scenario(
+        "scattered-requests", 64, 450_000, featured(strength=2.0, output_tokens=(16, 64), prompt_tokens=(8, 32)), EIGHT_B
+    ),
     scenario("shows-nothing-of-tokens", 64, 400_000, featured(Feature(0.0)), EIGHT_B),
     scenario("shows-much-of-tokens", 64, 400_000, featured(Feature(2.0)), EIGHT_B),
 )  # fmt: skip
