@@ -9,7 +9,8 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test lint typecheck dashboards bench bench-overhead bench-decide bench-adapt bench-regret bench-trees clean help
+.PHONY: setup demo test lint typecheck dashboards clean help
+.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -59,7 +60,7 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-regret bench-trees bench-overhead bench-adapt
+bench: bench-decide bench-regret bench-trees bench-against-vllm bench-overhead bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
@@ -76,6 +77,10 @@ bench-regret: setup
 bench-trees: setup
 	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/trees.py
+
+bench-against-vllm: setup
+	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/against_vllm.py
 
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"

@@ -112,6 +112,37 @@ def choose_exact(
     return Choice(_lengths(best_order[:best_num], count), point, best, without)
 
 
+def choose_equal(
+    gains: Sequence[float],
+    count: int,
+    model: StepTimeModel,
+    *,
+    is_latency: bool = False,
+    context_tokens: int = 0,
+    num_prefill_tokens: int = 0,
+    previous: OperatingPoint | None = None,
+    hysteresis: float = 0.0,
+) -> Choice:
+    """Choose one length for everybody, for engines on which lengths that differ lose the captured graph.
+
+    Args:
+        gains: Σ_i g_i(j) of the batch by depth, [k_max].
+        count: N.
+        previous: its cap is kept unless the best rate is more than `hysteresis` (relative) above that length's.
+    """
+    fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
+    base, rates = count + num_prefill_tokens, []
+    for k, gained in enumerate(accumulate(gains, initial=0.0)):
+        seconds = fixed + model.seconds_of_tokens(base + k * count) + (model.block_seconds(count, k) if k else 0.0)
+        rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)
+    best = held = rates.index(max(rates))
+    if previous is not None:
+        held = min(max(previous.cap, 0), len(gains))
+    is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
+    k = held if is_held else best
+    return Choice([k] * count, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held)
+
+
 def _lengths(entries: list[int], count: int) -> list[int]:
     lengths = [0] * count
     for entry in entries:

@@ -93,7 +93,11 @@ class Contender(ABC):
             self._num_ceilings -= request.ceiling < self.num_spec_tokens
 
     def observe(
-        self, request_ids: Sequence[str], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from the finished rounds of a step; those without drafts teach nothing."""
         most = self.num_spec_tokens

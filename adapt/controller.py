@@ -39,6 +39,7 @@ from honed.adapt.context_shift import (
     tilt,
     trials_design_effect,
 )
+from honed.adapt.draft_features import FeatureRegression
 from honed.adapt.drift import Alarm, DriftMonitor, DriftSettings
 from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_change import what_changed
@@ -89,6 +90,8 @@ class ControllerSettings:
     table: tuple[tuple[int, int], ...] = ()
     """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
     max_workloads: int = 32
+    equal_lengths: bool = False
+    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2)."""
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
@@ -133,6 +136,7 @@ class _Workload:
         self.requests = RequestTable(num_spec_tokens)
         self.calibration = Calibration()
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
+        self.features = FeatureRegression(forgetting_rounds)
 
 
 class EngineController:
@@ -193,6 +197,7 @@ class EngineController:
                 workload.counts.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
+                workload.features = FeatureRegression(self.settings.forgetting_rounds)
         self._drift.reset(version)
 
     def _observe_rounds(self, name: str, rounds: Rounds) -> list[Event]:
@@ -210,6 +215,8 @@ class EngineController:
             workload.calibration.observe(survival(shifted), verified[mine], accepted[mine])
         workload.contexts.observe(rounds.position, reached, accepted)
         design_effect = self._design_effect(workload)
+        if rounds.feature is not None:
+            workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         self._counts.observe(*columns, design_effect=design_effect)
         workload.counts.observe(*columns, design_effect=design_effect)
         workload.requests.observe(rounds.request, reached, accepted)
@@ -270,7 +277,9 @@ class EngineController:
             [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
         )
         priors = [_prior("", pooled, *self._shift(engine))]
-        priors += [_prior(name, strengths[name], *self._shift(self._curve(one, engine), one)) for name, one in workloads]
+        priors += [
+            _prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.features) for name, one in workloads
+        ]
         return Policy(
             engine_id=self.engine_id,
             generation=(self._policy.generation if self._policy else 0) + 1,
@@ -287,6 +296,7 @@ class EngineController:
             request_ceiling=settings.request_ceiling,
             capture_share=capture_share,
             table=list(settings.table),
+            equal_lengths=settings.equal_lengths,
             override=",".join(sorted({one.name for one in overrides})),
         )
 
@@ -382,8 +392,12 @@ def _step_rows(steps: StepColumns) -> list[tuple[int, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _prior(name: str, strength: float, curve: Floats, shift: list[float]) -> WorkloadPrior:
+def _prior(
+    name: str, strength: float, curve: Floats, shift: list[float], features: FeatureRegression | None = None
+) -> WorkloadPrior:
+    weight = round(features.weight, 3) if features is not None else 0.0
     return WorkloadPrior(
         workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
-        context_shift=shift,
+        context_shift=shift, feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
+        feature_weight=weight,
     )  # fmt: skip

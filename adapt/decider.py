@@ -32,10 +32,11 @@ import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.block_size import choose, choose_shared
-from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
+from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_equal, choose_exact, work
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.context_shift import NUM_BUCKETS, bucket_of, buckets_of
+from honed.adapt.draft_features import MOST_LOG_ODDS
 from honed.adapt.length_policy import Decision
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, limit_of, within
 from honed.adapt.wire import Policy
@@ -49,6 +50,8 @@ _MOST_EXPLORING = 16
 _COLD_EXPLORE_SHARE = 0.25
 """While there is no step-time model, unless exploring is switched off: not knowing costs more than finding out."""
 _EXPLORE_MOVES = ("less", "more", "half", "none")
+_EXPLORE_ALL_MOVES = ("less", "more", "less", "more", "less", "more", "half", "none")
+"""Where the whole batch moves: what is far from the best costs most, and is tried less."""
 
 
 class Decider:
@@ -66,6 +69,8 @@ class Decider:
         self._failures: Floats = np.zeros(size)
         self._successes: Floats = np.zeros(size)
         self._shift: Floats = np.zeros(size)  # steps of theta, for the length of the context
+        self._shown: Floats = np.zeros(size)  # sum of what earlier rounds' drafts showed
+        self._num_shown: Floats = np.zeros(size)
         self._num_ceilings = 0
         self._last_ids: list[str] = []
         self._last_slots: Ints = np.zeros(0, dtype=np.int64)
@@ -147,7 +152,7 @@ class Decider:
         slot = self._take_slot()
         self._slots[request_id] = slot
         self._label[slot] = self._label_of(workload)
-        self._failures[slot] = self._successes[slot] = self._shift[slot] = 0.0
+        self._failures[slot] = self._successes[slot] = self._shift[slot] = self._shown[slot] = self._num_shown[slot] = 0.0
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._ceiling[slot] = limit
         self._num_ceilings += limit < self.num_spec_tokens
@@ -165,11 +170,20 @@ class Decider:
             self._rule.finish(request_id)
 
     def observe(
-        self, request_ids: Sequence[str], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
     ) -> None:
-        """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out."""
+        """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out.
+
+        `features` is what each round's drafts showed, see `RoundColumns.feature`; NaN where unknown.
+        """
         if not request_ids:
             return
+        if features is not None:
+            self._note_features(self._slot_list(request_ids), features)
         if self._rule is not None:
             self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
         if len(request_ids) <= _FEW_REQUESTS:
@@ -204,6 +218,14 @@ class Decider:
                 failures[slot] = failures[slot] * _REQUEST_DECAY + failed / root
                 successes[slot] = successes[slot] * _REQUEST_DECAY + self._success_odds[row][accepted] * root
 
+    def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
+        shown: Any = self._shown.data
+        num_shown: Any = self._num_shown.data
+        for slot, feature in zip(slots, features, strict=False):
+            if math.isfinite(feature):
+                shown[slot] += min(max(feature, -MOST_LOG_ODDS), MOST_LOG_ODDS)
+                num_shown[slot] += 1.0
+
     def _slots_of(self, request_ids: Sequence[str]) -> Ints:
         if request_ids == self._last_ids:
             return self._last_slots
@@ -227,7 +249,7 @@ class Decider:
             self.finish(next(iter(self._slots)))
             return self._free.pop()
         if used == len(self._label):
-            for name in ("_label", "_ceiling", "_failures", "_successes", "_shift"):
+            for name in ("_label", "_ceiling", "_failures", "_successes", "_shift", "_shown", "_num_shown"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         return used
@@ -281,9 +303,11 @@ class Decider:
                 self._place(request_ids, contexts, self._tables.shift)
             lengths = self._best(request_ids, max(context_tokens, 0), max(num_prefill_tokens, 0), limit, policy)
         if is_exploring:
-            lengths = self._neighbour(lengths, static_k, limit)
+            lengths = self._neighbour(lengths, static_k, limit, policy.equal_lengths)
             if self._num_ceilings:
                 lengths = np.minimum(lengths, self._ceiling[self._slots_of(request_ids)]).tolist()
+                if policy.equal_lengths and request_ids:
+                    lengths = [min(lengths)] * len(lengths)
         return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
 
     def _place(self, request_ids: Sequence[str], contexts: Sequence[int] | None, shift: Floats) -> None:
@@ -304,7 +328,15 @@ class Decider:
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
     ) -> list[int]:
         hysteresis = within(policy.hysteresis, 0.0, 10.0, 0.0)
-        if work(len(request_ids), limit, self._model) <= MOST_ENTRIES:
+        if policy.equal_lengths:
+            slots = self._slots_of(request_ids)
+            shared = min(limit, int(self._ceiling[slots].min())) if self._num_ceilings else limit
+            choice = choose_equal(
+                self._tables.by_depth[:shared, self._curve_of(slots)].sum(axis=1).tolist(), len(slots), self._model,
+                is_latency=self._tables.is_latency, context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
+                previous=self._point, hysteresis=hysteresis,
+            )  # fmt: skip
+        elif work(len(request_ids), limit, self._model) <= MOST_ENTRIES:
             choice = choose_exact(
                 self._curves_of(self._slot_list(request_ids), limit), self._model, is_latency=self._tables.is_latency,
                 context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
@@ -321,9 +353,15 @@ class Decider:
         label, row_of_label, constants = self._label.data, self._row_of_label.data, self._tables.constant.data
         shift = None if self._tables.shift is None else self._shift.data
         curves: list[list[float]] = []
+        weights, means = self._tables.feature_weight, self._tables.feature_mean
+        shown, num_shown = self._shown.data, self._num_shown.data
         for slot in slots:
             row = row_of_label[label[slot]]
             theta = (constants[row] + failures[slot]) / (constants[row] + successes[slot])
+            if weights and weights[row]:
+                seen = num_shown[slot]
+                tilt = math.exp(-0.5 * weights[row] * (shown[slot] - seen * means[row]) / (seen + 1.0))
+                theta = (constants[row] * tilt + failures[slot]) / (constants[row] / tilt + successes[slot])
             middle = _MIDDLE if shift is None else _MIDDLE + shift[slot]
             step = min(max(int(math.log(theta) * THETA_STEPS + middle), 0), NUM_THETAS - 1)
             curve = self._tables.curves[row * NUM_THETAS + step]
@@ -331,15 +369,23 @@ class Decider:
             curves.append(curve if most >= len(curve) else curve[:most])
         return curves
 
+    def _curve_of(self, slots: Ints) -> Ints:
+        row = self._row_of_label[self._label[slots]]
+        constant = self._tables.constant[row]
+        tilt: Floats | float = 1.0
+        if self._tables.feature_weight:
+            seen, mean = self._num_shown[slots], np.array(self._tables.feature_mean)[row]
+            tilt = np.exp(-0.5 * np.array(self._tables.feature_weight)[row] * (self._shown[slots] - seen * mean) / (seen + 1.0))
+        theta = (constant * tilt + self._failures[slots]) / (constant / tilt + self._successes[slots])
+        middle = _MIDDLE if self._tables.shift is None else self._shift[slots] + _MIDDLE
+        step = (np.log(theta) * THETA_STEPS + middle).astype(np.int64)
+        curve: Ints = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
+        return curve
+
     def _choose_many(
         self, slots: Ints, context_tokens: int, num_prefill_tokens: int, limit: int, hysteresis: float
     ) -> Choice:
-        row = self._row_of_label[self._label[slots]]
-        constant = self._tables.constant[row]
-        theta = (constant + self._failures[slots]) / (constant + self._successes[slots])
-        middle = _MIDDLE if self._tables.shift is None else self._shift[slots] + _MIDDLE
-        step = (np.log(theta) * THETA_STEPS + middle).astype(np.int64)
-        curve = np.minimum(np.maximum(step, 0), NUM_THETAS - 1) + row * NUM_THETAS
+        curve = self._curve_of(slots)
         if not self._num_ceilings and not self._model.is_block_priced:
             return choose_shared(
                 self._tables.shared, curve, self._model, is_latency=self._tables.is_latency,
@@ -355,12 +401,13 @@ class Decider:
             previous=self._point, hysteresis=hysteresis,
         )  # fmt: skip
 
-    def _neighbour(self, lengths: list[int], static_k: int, limit: int) -> list[int]:
+    def _neighbour(self, lengths: list[int], static_k: int, limit: int, is_equal: bool) -> list[int]:
         """Try something else nearby, so that the prices and the acceptance of lengths that aren't in use stay known.
 
         In a large batch a few requests try it, else a step of exploring would cost as much as many steps of one request.
         """
-        move = self._random.choice(_EXPLORE_MOVES)
+        is_all = is_equal or len(lengths) <= _MOST_EXPLORING
+        move = self._random.choice(_EXPLORE_ALL_MOVES if is_all and self._model.is_ready else _EXPLORE_MOVES)
         if not any(lengths):
             few = (1, 2) if self._model.is_ready else (1, 2, max(static_k, 1))
             other = [min(self._random.choice(few), limit)] * len(lengths)
@@ -372,7 +419,7 @@ class Decider:
             other = [k // 2 for k in lengths]
         else:
             return [0] * len(lengths)
-        if not self._model.is_ready or len(lengths) <= _MOST_EXPLORING:
+        if is_all or not self._model.is_ready:
             return other
         chosen = lengths.copy()
         for at in self._random.sample(range(len(lengths)), _MOST_EXPLORING):

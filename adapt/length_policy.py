@@ -31,7 +31,11 @@ class LengthPolicy(Protocol):
         """Forget a request; an unknown one is fine."""
 
     def observe(
-        self, request_ids: Sequence[str], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from the finished rounds of a step, one per request; a round may have had no drafts."""
 

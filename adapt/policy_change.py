@@ -11,10 +11,15 @@ from honed.adapt.wire import Policy
 
 ACCEPTANCE_STEP = 0.005
 """A conditional acceptance that moved by more is material."""
+FEATURE_STEP = 0.03
+"""A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
 SHIFT_STEP = 0.05
 """A factor on the failure odds that moved by more (relative) is material."""
+_LIMITS = (
+    "override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share", "equal_lengths",
+)  # fmt: skip
 
 
 def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
@@ -25,7 +30,7 @@ def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
 
 
 def _limits(old: Policy, new: Policy) -> str:
-    for name in ("override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share"):
+    for name in _LIMITS:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             return f"{name} {before!r} -> {after!r}"
@@ -52,6 +57,11 @@ def _acceptance(old: Policy, new: Policy) -> str:
             return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:
             return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
+        weights = before.feature_weight, prior.feature_weight
+        if abs(weights[0] - weights[1]) > FEATURE_STEP or (
+            weights[1] * abs(before.feature_mean - prior.feature_mean) > FEATURE_STEP
+        ):
+            return f"what drafts of {name} show: weight {weights[0]:.2f} -> {weights[1]:.2f}"
     return ""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
 from honed.adapt.block_size import CurveTable, latency_gains
 from honed.adapt.context_shift import NUM_BUCKETS
+from honed.adapt.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -37,6 +38,8 @@ class PolicyTables:
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] what n accepted drafts add to the other
     shift: Floats | None  # [W * buckets] steps of theta by context length; None: it makes no difference
+    feature_weight: list[float]  # [W] see `draft_features`; empty when all are 0
+    feature_mean: list[float]  # [W]
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
@@ -51,6 +54,7 @@ class PolicyTables:
             by_theta = latency_gains(by_theta)
         by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
         none = np.zeros((len(acceptance), 1))
+        weights = [within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0) for prior in priors] or [0.0]
         return cls(
             policy,
             _usable_model(policy),
@@ -63,6 +67,8 @@ class PolicyTables:
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
             _usable_shift([prior.context_shift for prior in priors]),
+            weights if any(weights) else [],
+            [within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0],
         )
 
 

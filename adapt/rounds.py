@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance import Ints
+from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.wire import EventBatch
 
 
@@ -22,6 +22,8 @@ class Rounds:
     num_invalid_tokens: Ints
     position: Ints
     """Of the last verified token: about the length of the context."""
+    feature: Floats | None = None
+    """See `RoundColumns.feature`; None: never known."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -37,13 +39,15 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
     position = _ints(columns.position or [0] * count, "position", count)
     request = _hashes(columns.request, count)
+    feature = _floats(columns.feature, "feature", count) if columns.feature else None
     if count and not 0 <= label.min() <= label.max() < len(batch.workloads):
         raise ValueError("batch names a workload by an index that its list of workloads doesn't have")
     has_draft = drafted - np.maximum(invalid, 0) > 0
     for index, workload in enumerate(batch.workloads):
         mine = has_draft & (label == index)
         if mine.any():
-            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine])
+            shown = None if feature is None else feature[mine]
+            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine], shown)
 
 
 def _ints(values: Sequence[int], name: str, count: int) -> Ints:
@@ -53,6 +57,12 @@ def _ints(values: Sequence[int], name: str, count: int) -> Ints:
         return np.array(values, dtype=np.int64)
     except OverflowError as error:
         raise ValueError(f"batch column {name} has a figure that doesn't fit into 64 bits") from error
+
+
+def _floats(values: Sequence[float], name: str, count: int) -> Floats:
+    if len(values) != count:
+        raise ValueError(f"batch column {name} has {len(values)} entries, the others {count}")
+    return np.array(values, dtype=np.float64)
 
 
 def _hashes(values: Sequence[int], count: int) -> npt.NDArray[np.uint64]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from honed.adapt.acceptance import EDGE, Floats, Ints
 from honed.adapt.step_time import pad_tokens
+from honed.adapt.synthetic_features import DraftFeatures, Feature
 
 _NUM_RANKS = 2048
 """Beta variates per workload and position from which a request's acceptance is read off by its rank."""
@@ -48,6 +49,8 @@ class Cost:
     per_block_token_s: float = 0.0
     per_block_token_and_request_s: float = 0.0
     captured_tokens: tuple[int, ...] = ()
+    mixed_s: float = 0.0
+    """What a step takes longer when its requests' lengths differ, as where that loses the captured graph. Not in `seconds`."""
 
     def seconds(self, num_requests: int, num_tokens: Ints, context_tokens: int, num_prefill_tokens: int, block: Ints) -> Floats:
         """Price steps; totals of tokens and blocks are broadcast against each other."""
@@ -120,6 +123,8 @@ class Workload:
     decay: float = 0.0
     """Log-odds that acceptance loses with every doubling of the context beyond `decay_from` tokens."""
     decay_from: int = 512
+    feature: Feature | None = None
+    """What its drafts show; None: nothing, and all tokens of a request are alike."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,8 @@ class Traffic:
         self.luck: npt.NDArray[np.float32] = np.random.default_rng([trace.seed, 1]).random(int(room.sum()), dtype=np.float32)
         self.arrivals = self._draw_arrivals(np.random.default_rng([trace.seed, 2]))
         self.noise_seed = [trace.seed, 3]
+        features = [workload.feature for workload in trace.workloads]
+        self.draft_features = DraftFeatures(features, trace.seed, len(self.luck)) if any(features) else None
 
     def concurrency(self, work: float) -> int:
         """Requests that a closed loop keeps in the system."""
@@ -218,6 +225,9 @@ class Traffic:
     def _decay(self) -> tuple[Floats, Floats]:
         columns = np.array([(one.decay, one.decay_from) for one in self.trace.workloads], dtype=np.float64).T
         return columns[0], columns[1]
+    def typical(self, stage: int) -> Floats:
+        """Each workload's mean curve as log-odds, drift included, [W, K]."""
+        return _log_odds(self._base) + self.shift(stage)
 
     @cached_property
     def _is_drifting(self) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.length_policy import LengthPolicy
 from honed.adapt.synthetic import Cost, Traffic
+from honed.adapt.synthetic_features import Drafts
 from honed.adapt.synthetic_log import EventLog
 from honed.adapt.wire import EventBatch
 
@@ -37,6 +38,8 @@ class Truth:
     context_tokens: int
     num_prefill_tokens: int
     is_block_shortened: bool
+    drafts: Drafts | None = None
+    """The very drafts that can be verified; None where they show nothing. `survival` is that of drafts not seen yet."""
 
     @property
     def prompt_s(self) -> float:
@@ -132,6 +135,9 @@ class Engine:
         self._survival: Floats = np.zeros((0, traffic.trace.num_spec_tokens))
         self._acceptance: Floats = self._survival
         self._depth = np.arange(traffic.trace.num_spec_tokens)
+        self._log_odds: Floats = self._survival
+        self._typical: Floats = self._survival
+        self._centre: Floats = self._survival
 
     def run(self) -> Outcome:
         """Do the trace's work."""
@@ -158,13 +164,14 @@ class Engine:
         cost, prefill = traffic.cost(work), int(traffic.prompt_tokens[newcomers].sum())
         contexts = traffic.prompt_tokens[self._running] + self._emitted
         self._refresh(traffic.stage(work), contexts)
-        in_all = int(contexts.sum()) + prefill
-        truth = Truth(self._survival, cost, count + len(newcomers), in_all, prefill, trace.is_block_shortened)
+        in_all, drafts = int(contexts.sum()) + prefill, self._draft()
+        truth = Truth(self._survival, cost, count + len(newcomers), in_all, prefill, trace.is_block_shortened, drafts)
         lengths, block, reason = self._choose(truth, contexts, newcomers)
-        accepted = self._verify(lengths)
+        accepted = self._verify(lengths, self._acceptance if drafts is None else drafts.acceptance)
         drafted = int(lengths.sum())
         tokens = count + drafted + prefill
         true_s = float(cost.seconds(truth.num_requests, np.array(tokens), truth.context_tokens, prefill, np.array(block)))
+        true_s += cost.mixed_s * bool(count and lengths.min() != lengths.max())
         step = len(self._rows)
         if step % _CHUNK == 0:
             self._noise = _draw_noise(traffic, step // _CHUNK)
@@ -178,13 +185,18 @@ class Engine:
         work = self.num_emitted + self.skipped
         self._rows.append((num_emitted, true_s, true_s - truth.prompt_s, count, drafted, block, expected, best, work))
         self._reasons.append(reason)
+        # What the attachment could tell of a round: one figure, the mean over the drafts that were made.
+        features = None if drafts is None or not block else drafts.features[:, :block].mean(axis=1)
         if self._log is not None:
             row = (step + 1, round(self.now_s * 1e9), round(seconds * 1e6), truth.num_requests, tokens, prefill, drafted,
                    truth.context_tokens, block, reason)  # fmt: skip
-            self._log.add(row, (self._running, contexts - 1, lengths, accepted, emitted), self.now_s)
+            self._log.add(row, (self._running, contexts - 1, lengths, accepted, emitted), self.now_s, features)
         if count:
-            ids = self._ids
-            self.policy.observe(ids, lengths.tolist(), accepted.tolist())
+            columns = (self._ids, lengths.tolist(), accepted.tolist())
+            if features is None:
+                self.policy.observe(*columns)
+            else:
+                self.policy.observe(*columns, features.tolist())
         self._emitted = self._emitted + emitted
         self._finish_and_join(newcomers)
 
@@ -200,7 +212,7 @@ class Engine:
             in_all = truth.context_tokens - truth.num_prefill_tokens
             decision = self.policy.decide(self._ids, in_all, truth.num_prefill_tokens, self.now_s, contexts.tolist())
             lengths = np.array(decision.num_draft_tokens, dtype=np.int64)
-            return lengths, whole_block or int(lengths.max()), decision.reason
+            return lengths, whole_block or max(int(lengths.max()), decision.block), decision.reason
         lengths = self._pending
         ids = self._ids + [self.traffic.request_ids[index] for index in newcomers.tolist()]
         lengths_of_all = contexts.tolist() + self.traffic.prompt_tokens[newcomers].tolist()
@@ -208,12 +220,24 @@ class Engine:
         self._pending = np.array(decision.num_draft_tokens, dtype=np.int64)
         return lengths, whole_block or int(self._pending.max(initial=0)), decision.reason
 
-    def _verify(self, lengths: Ints) -> Ints:
+    def _at(self) -> Ints:
+        """Where the luck of each request's next tokens is, [n, K]."""
+        at: Ints = (self.traffic.luck_start[self._running] + self._emitted)[:, None] + self._depth
+        return at
+
+    def _draft(self) -> Drafts | None:
+        """Draft K tokens for everybody, where drafts show something."""
+        features = self.traffic.draft_features
+        if features is None:
+            return None
+        workload = self.traffic.workload[self._running]
+        return features.drafts(self._at(), workload, self._centre, self._log_odds, self._typical)
+
+    def _verify(self, lengths: Ints, acceptance: Floats) -> Ints:
         """Draw how many drafts of each request are accepted, [n]."""
         if not len(lengths):
             return lengths
-        at = self.traffic.luck_start[self._running] + self._emitted
-        passed = self.traffic.luck[at[:, None] + self._depth] < self._acceptance
+        passed = self.traffic.luck[self._at()] < acceptance
         run = np.where(passed.all(axis=1), len(self._depth), passed.argmin(axis=1))
         accepted: Ints = np.minimum(run, lengths)
         return accepted
@@ -267,6 +291,10 @@ class Engine:
             log_odds = log_odds - traffic.decay(self._running, contexts)[:, None]
         self._acceptance = 1.0 / (1.0 + np.exp(-log_odds))
         self._survival = np.cumprod(self._acceptance, axis=1, dtype=np.float64)
+        if traffic.draft_features is not None:
+            workload = traffic.workload[self._running]
+            self._log_odds, self._typical = log_odds, traffic.typical(stage)[workload]
+            self._centre = traffic.draft_features.centre(log_odds, workload)
 
 
 def simulate(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from honed.adapt.acceptance import Ints
+from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.synthetic import Traffic
 from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
 
@@ -22,11 +22,19 @@ class EventLog:
         self._seq, self._sent_s = 0, 0.0
         self._steps: list[tuple[int | str, ...]] = []
         self._rounds: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
+        self._features: list[Floats] = []
 
-    def add(self, step: tuple[int | str, ...], rounds: tuple[Ints, Ints, Ints, Ints, Ints], now_s: float) -> None:
-        """Note a step and its rounds (request, position, drafted, accepted, emitted)."""
+    def add(
+        self,
+        step: tuple[int | str, ...],
+        rounds: tuple[Ints, Ints, Ints, Ints, Ints],
+        now_s: float,
+        features: Floats | None = None,
+    ) -> None:
+        """Note a step and its rounds (request, position, drafted, accepted, emitted), and what their drafts showed."""
         self._steps.append(step)
         self._rounds.append(rounds)
+        self._features.append(np.full(len(rounds[0]), np.nan) if features is None else features)
         if now_s - self._sent_s >= BATCH_S:
             self.flush(now_s)
 
@@ -48,11 +56,12 @@ class EventLog:
             num_invalid_tokens=[0] * len(request),
             temperature=[1.0] * len(request),
             num_emitted=emitted.tolist(),
+            feature=np.concatenate(self._features).tolist() if self._traffic.draft_features is not None else [],
         )
         batch = EventBatch(
             engine_id="synthetic", boot_id=self._traffic.trace.name, seq=self._seq, sent_unix_ns=0,
             sent_mono_ns=round(now_s * 1e9), drafter_version="v1",
             workloads=[one.name for one in self._traffic.trace.workloads], steps=steps, rounds=rounds,
         )  # fmt: skip
-        self._steps, self._rounds = [], []
+        self._steps, self._rounds, self._features = [], [], []
         self._send(batch, now_s)

@@ -14,6 +14,7 @@ A rule's regret is 1 − its goodput / the oracle's on the same trace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,10 +46,30 @@ def best_lengths(truth: Truth) -> tuple[Ints, float]:
     nothing = np.array(0 if truth.is_block_shortened else num_spec_tokens)
     without = count / (float(cost.seconds(truth.num_requests, np.array(base), *shape, nothing)) - prompt_s)
     row, last = divmod(int(goodput.argmax()), len(flat))
+    if cost.mixed_s:
+        return _best_where_mixing_costs(truth, without)
     if goodput[row, last] <= without:
         return np.zeros(count, dtype=np.int64), without
     admitted = order[: last + 1][is_in[row, : last + 1]]
     return np.bincount(admitted // num_spec_tokens, minlength=count), float(goodput[row, last])
+
+
+def _best_where_mixing_costs(truth: Truth, without: float) -> tuple[Ints, float]:
+    """The same where unequal lengths cost `mixed_s`: also tries every length for everybody."""
+    plain = replace(truth, cost=replace(truth.cost, mixed_s=0.0))
+    lengths, _ = best_lengths(plain)
+    options = [lengths, *(np.full(len(lengths), k) for k in range(1, truth.survival.shape[1] + 1))]
+    depth = np.arange(truth.survival.shape[1])
+    best = (np.zeros(len(lengths), dtype=np.int64), without)
+    for option in options:
+        block = int(option.max()) if truth.is_block_shortened else truth.survival.shape[1]
+        tokens = len(option) + truth.num_prefill_tokens + int(option.sum())
+        shape = (truth.num_requests, np.array(tokens), truth.context_tokens, truth.num_prefill_tokens, np.array(block))
+        seconds = float(truth.cost.seconds(*shape)) - truth.prompt_s + truth.cost.mixed_s * (option.min() != option.max())
+        rate = float(len(option) + np.where(depth < option[:, None], truth.survival, 0.0).sum()) / seconds
+        if rate > best[1]:
+            best = option, rate
+    return best
 
 
 def judge(truth: Truth) -> float:
@@ -57,13 +78,16 @@ def judge(truth: Truth) -> float:
 
 
 class Oracle:
-    """A rule that is told the truth."""
+    """A rule that is told the truth; with `sees_drafts` also of the very drafts that it cuts."""
 
-    def __init__(self) -> None:
+    def __init__(self, sees_drafts: bool = False) -> None:
+        self._sees_drafts = sees_drafts
         self._truth: Truth | None = None
 
     def see(self, truth: Truth) -> None:
         """Take in the step that `decide` will be about."""
+        if self._sees_drafts and truth.drafts is not None:
+            truth = replace(truth, survival=np.cumprod(truth.drafts.acceptance, axis=1, dtype=np.float64))
         self._truth = truth
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
@@ -73,7 +97,11 @@ class Oracle:
         """Nothing to forget."""
 
     def observe(
-        self, request_ids: Sequence[str], num_draft_tokens: Sequence[int], num_accepted_tokens: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
     ) -> None:
         """Nothing to learn."""
 

@@ -14,13 +14,18 @@ from honed.adapt.step_time import PARAMETERS, StepTimeModel
 _CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
 TREE_COSTS: dict[str, StepTimeModel] = {
-    "cpu": StepTimeModel((8e-3, 2e-4, 2e-3, 0.0, 0.0, 0.0, 1e-7, 0.0, 3e-3, 1e-3, 0.0, 0.0)),
-    "gpu": StepTimeModel((5.2e-3, 1e-5, 2e-6, 2e-5, 2e-5, 0.0, 4e-8, 0.0, 9e-4, 2e-5, 0.0, 0.0), _CAPTURED),
+    "cpu": StepTimeModel.of(
+        base=8e-3, per_request=2e-4, per_token=2e-3, per_context_token=1e-7, drafting=3e-3, drafting_per_request=1e-3
+    ),
+    "gpu": StepTimeModel.of(
+        _CAPTURED, base=5.2e-3, per_request=1e-5, per_token=2e-6, per_token_above_64=2e-5, per_token_above_256=2e-5,
+        per_context_token=4e-8, drafting=9e-4, drafting_per_request=2e-5,
+    ),
 }
 
 
 def parse_cost(text: str) -> StepTimeModel:
-    """Read `cpu`, `gpu`, or the twelve figures of a step-time model (`PARAMETERS`), separated by commas.
+    """Read `cpu`, `gpu`, or the figures of a step-time model (`PARAMETERS`), separated by commas.
 
     Raises:
         ValueError: it is none of these.

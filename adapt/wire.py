@@ -114,6 +114,8 @@ class RoundColumns(_Message, frozen=True):
     """Token ids emitted, concatenated; empty unless the engine is told to log token ids."""
     draft: list[int] = []
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
+    feature: list[float] = []
+    """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known."""
 
 
 class EventBatch(_Message, frozen=True):
@@ -221,6 +223,10 @@ class WorkloadPrior(_Message, frozen=True):
     """Pseudo-rounds that this prior weighs against the request's own rounds."""
     context_shift: list[float] = []
     """[B] factor on the failure odds by context length, in the buckets of adapt.context_shift; empty: no difference."""
+    feature_mean: float = 0.0
+    """What rounds of this workload show on average, see `RoundColumns.feature`."""
+    feature_weight: float = 0.0
+    """By how much a request's log-odds of acceptance are above its workload's per unit that its rounds show above the mean."""
 
 
 class StepTimePoint(_Message, frozen=True):
@@ -264,6 +270,8 @@ class Policy(_Message, frozen=True):
     """Name of the operator override that made this policy what it is, "" when none did."""
     table: list[tuple[int, int]] = []
     """For kind "table": (largest batch in requests, draft tokens), ascending."""
+    equal_lengths: bool = False
+    """Every request of a step gets the same length: lengths that differ would lose the captured CUDA graph."""
 
 
 class Command(_Message, frozen=True):

@@ -22,12 +22,16 @@ import numpy as np
 from measured import commit, hardware
 
 from honed.adapt.decider import Decider
+from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior
 
 K = 15
 BATCHES = (16, 64, 256)
 STEPS_PER_POLICY = 200
-STEP_SECONDS = [5e-3, 1e-5, 2e-5, 0.0, 5e-5, 0.0, 1e-8, 2e-5, 5e-4, 0.0, 0.0, 0.0]
+MODEL = StepTimeModel.of(
+    base=5e-3, per_request=1e-5, per_token=2e-5, per_token_above_256=5e-5, per_context_token=1e-8, per_prefill_token=2e-5,
+    drafting=5e-4,
+)  # fmt: skip
 """A memory-bound target up to 256 tokens, dearer above; the drafter always drafts K, as on CUDA."""
 SHIFT = [0.5, 0.5, 0.6, 0.7, 0.8, 1.0, 1.3, 1.7, 2.0, 2.5, 3.0]
 """With --contexts: factors on the failure odds by context length; contexts are spread from 64 to 16,384 tokens."""
@@ -145,7 +149,7 @@ def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) ->
     ]  # fmt: skip
     return Policy(
         engine_id="bench", generation=generation, ttl_s=1e9, kind="goodput", static_k=K, max_k=K, priors=priors,
-        step_seconds=STEP_SECONDS, captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],
+        step_seconds=list(MODEL.parameters), captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],
     )  # fmt: skip
 
 

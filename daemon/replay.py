@@ -72,7 +72,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
     trees: Annotated[Path | None, typer.Option(help="Draft trees instead, on this log of candidates (JSON lines).")] = None,
-    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu, or a step-time model's twelve figures.")] = "gpu",
+    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu, or a step-time model's figures.")] = "gpu",
     batch: Annotated[list[int] | None, typer.Option(help="With --trees: requests at a time; may be repeated.")] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.adapt.block_size import CurveTable, OperatingPoint, allocate, choose, choose_shared, latency_gains
+from honed.adapt.block_size_exact import choose_equal
 from honed.adapt.step_time import StepTimeModel
 
 
@@ -20,10 +21,14 @@ def make_survival(seed, count, num_spec_tokens, low=0.2, high=0.98):
 
 def goodput(survival, lengths, model, prefill=0):
     expected = len(lengths) + sum(row[:k].sum() for row, k in zip(survival, lengths, strict=True))
-    count = len(lengths)
-    seconds = model.seconds(count, count + prefill + int(sum(lengths)), 0, prefill, int(max(lengths)))
-    prompts = model.seconds(count, count + prefill, 0, prefill, 0) - model.seconds(count, count, 0, 0, 0)
-    return expected / (seconds - prompts)  # they take that long whatever is drafted
+    seconds = model.seconds(len(lengths), len(lengths) + prefill + int(sum(lengths)), 0, prefill, int(max(lengths)))
+    return expected / (seconds - prompt_seconds(len(lengths), model, prefill))
+
+
+def prompt_seconds(count, model, prefill):
+    """What the prompts of a step take, whatever is drafted."""
+    with_prompts, without = (model.seconds(count, count + tokens, 0, tokens, 0) for tokens in (prefill, 0))
+    return with_prompts - without
 
 
 def brute_force(survival, model, ceilings=None, prefill=0):
@@ -44,6 +49,14 @@ def test_small_batches_get_the_optimum(seed, count, num_spec_tokens, model, pref
     survival = make_survival(seed, count, num_spec_tokens)
     lengths = allocate(survival, model, num_prefill_tokens=prefill)
     assert goodput(survival, lengths, model, prefill) == pytest.approx(brute_force(survival, model, None, prefill))
+
+
+def test_prompts_make_drafts_no_cheaper():
+    """Regression: with the prompts' time in the ratio, a step of 2,000 prompt tokens drafted as if tokens cost nothing."""
+    model, survival = make_model(base=2e-3, token=1e-3), make_survival(3, 4, 4)
+    assert list(allocate(survival, model, num_prefill_tokens=2000)) == list(allocate(survival, model))
+    many = make_survival(4, 128, 4)
+    assert list(allocate(many, model, num_prefill_tokens=2000)) == list(allocate(many, model))
 
 
 @given(seeds, models, st.lists(st.integers(0, 4), min_size=3, max_size=3))
@@ -208,3 +221,13 @@ def test_tabulated_curves_give_the_same_answer(seed, model, num_curves, is_laten
     assert shared.num_draft_tokens == plain.num_draft_tokens
     assert shared.point == plain.point
     assert shared.rate == pytest.approx(plain.rate)
+
+
+@given(seeds, st.integers(1, 6), models, st.integers(0, 30))
+def test_one_length_for_everybody_is_the_best_of_those(seed, count, model, prefill):
+    survival = make_survival(seed, count, 4)
+    choice = choose_equal(survival.sum(axis=0).tolist(), count, model, num_prefill_tokens=prefill)
+    assert len(set(choice.num_draft_tokens)) == 1
+    best = max(goodput(survival, [k] * count, model, prefill) for k in range(5))
+    assert choice.rate == pytest.approx(best)
+    assert goodput(survival, choice.num_draft_tokens, model, prefill) == pytest.approx(best)

@@ -282,7 +282,7 @@ def make_shifted_policy(shift=SHIFT, **changes):
 
 @pytest.mark.parametrize("count", [2, 200])
 def test_requests_of_long_contexts_get_what_their_factor_is_worth(count):
-    cheap = [5e-3, 0.0, 6e-4 / count, *STEP_SECONDS[3:]]
+    cheap = list(StepTimeModel.of(base=5e-3, per_token=6e-4 / count, drafting=5e-4, per_block_token=1e-4).parameters)
     decider, ids = make_decider(make_shifted_policy(step_seconds=cheap)), [f"r{i}" for i in range(count)]
     contexts = [100, 5000] * (count // 2)
     lengths = decider.decide(ids, sum(contexts), 0, 0.0, contexts).num_draft_tokens
@@ -350,3 +350,19 @@ def test_no_factor_and_no_context_however_odd_breaks_a_decision(shift, contexts,
         decider.observe(ids, lengths, lengths)
     assert np.isfinite(decider._failures).all()
     assert np.isfinite(decider._successes).all()
+
+
+@pytest.mark.parametrize("explore_share", [0.0, 1.0])
+def test_where_lengths_have_to_be_equal_they_are(explore_share):
+    decider = make_decider(make_policy(equal_lengths=True, explore_share=explore_share))
+    ids = [str(i) for i in range(40)]
+    for at, request_id in enumerate(ids):
+        decider.start(request_id, "good" if at % 2 else "bad")
+    seen = set()
+    for _ in range(50):
+        lengths = decider.decide(ids, 100, 0, 0.0).num_draft_tokens
+        assert len(set(lengths)) == 1
+        seen.add(lengths[0])
+    assert len(seen) > 1 if explore_share else len(seen) == 1
+    decider.start("short", "good", ceiling=1)
+    assert max(decider.decide([*ids, "short"], 100, 0, 0.0).num_draft_tokens) <= 1

@@ -6,8 +6,11 @@ from hypothesis import strategies as st
 from honed.adapt.candidate_log import CandidateRequest
 from honed.adapt.draft_tree import build_tree
 from honed.adapt.replay_trees import predict, speed_ratio
+from honed.adapt.step_time import PARAMETERS
 from honed.adapt.tree_costs import TREE_COSTS, parse_cost
 from honed.adapt.tree_policies import Round, parse_tree_policy, text_path
+
+P = len(PARAMETERS)
 
 GPU, CPU = TREE_COSTS["gpu"], TREE_COSTS["cpu"]
 POLICIES = ("none", "chain:2", "tree:4", "tree:16", "calibrated:8", "caddtree", "shared", "honed")
@@ -121,7 +124,7 @@ def test_an_unknown_policy_is_answered_with_those_there_are(name):
 
 def test_costs_by_name_or_by_figures():
     assert parse_cost("cpu") is CPU
-    assert parse_cost("1e-3,0,2e-5,0,0,0,0,0,0,0,0,0").parameters[2] == 2e-5
-    for text in ("tpu", "1,2,3", "nan,0,0,0,0,0,0,0,0,0,0,0", ",".join(["0"] * 12), ",".join(["-1"] * 12)):
+    assert parse_cost(",".join(["1e-3", "0", "2e-5", *["0"] * (P - 3)])).parameters[2] == 2e-5
+    for text in ("tpu", "1,2,3", ",".join(["nan", *["0"] * (P - 1)]), ",".join(["0"] * P), ",".join(["-1"] * P)):
         with pytest.raises(ValueError, match="12 figures"):
             parse_cost(text)

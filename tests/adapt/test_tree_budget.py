@@ -11,9 +11,11 @@ from honed.adapt.step_time import StepTimeModel
 from honed.adapt.tree_budget import TreeBudget, TreeBudgetSettings, TreeLimits, choose_nodes, stack_gains, sunk
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64)
-ROOFLINE = StepTimeModel((5e-3, 1e-5, 2e-5, 4e-5, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0, 0.0, 0.0))
-PADDED = StepTimeModel((2e-3, 0.0, 1e-4, 0.0, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0, 0.0, 0.0), CAPTURED)
-LINEAR = StepTimeModel((1e-3, 0.0, 1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, 5e-4, 1e-4, 1e-4, 1e-5))
+ROOFLINE = StepTimeModel.of(base=5e-3, per_request=1e-5, per_token=2e-5, per_token_above_64=4e-5, drafting=1e-3)
+PADDED = StepTimeModel.of(CAPTURED, base=2e-3, per_token=1e-4, drafting=1e-3)
+LINEAR = StepTimeModel.of(
+    base=1e-3, per_token=1e-3, drafting=5e-4, drafting_per_request=1e-4, per_block_token=1e-4, per_block_token_and_request=1e-5
+)
 models = st.sampled_from([ROOFLINE, PADDED, LINEAR])
 seeds = st.integers(0, 2**32 - 1)
 
@@ -80,7 +82,7 @@ def test_a_permutation_of_the_batch_permutes_the_answer(seed, count, model, is_l
 @given(seeds, st.integers(1, 20))
 def test_a_total_budget_is_spent_where_it_gains_most(seed, budget):
     gains = make_gains(seed, 6, 8)
-    free = StepTimeModel((1.0, *[0.0] * 11))
+    free = StepTimeModel.of(base=1.0)
     nodes = choose_nodes(gains, free, limits=TreeLimits(most_nodes=budget)).num_draft_tokens
     assert sum(nodes) == budget
     admitted = sum(float(row[:n].sum()) for row, n in zip(gains, nodes, strict=True))
@@ -89,8 +91,8 @@ def test_a_total_budget_is_spent_where_it_gains_most(seed, budget):
 
 def test_padding_up_to_a_captured_size_is_used():
     flat = np.full((1, 64), 0.02)
-    free_to_16 = StepTimeModel((1e-3, *[0.0] * 11), (16,))
-    nodes = choose_nodes(flat, StepTimeModel((1e-3, 0.0, 1e-3, *[0.0] * 9), (16,))).num_draft_tokens[0]
+    free_to_16 = StepTimeModel.of((16,), base=1e-3)
+    nodes = choose_nodes(flat, StepTimeModel.of((16,), base=1e-3, per_token=1e-3)).num_draft_tokens[0]
     assert nodes == 15
     assert choose_nodes(flat, free_to_16).num_draft_tokens == [64]
 
@@ -164,7 +166,7 @@ def test_the_drafter_is_skipped_once_its_trees_are_known_not_to_pay():
 def test_and_comes_back_when_they_do():
     budget = TreeBudget(7, SETTINGS)
     play(budget, 0.05, 60, LINEAR)
-    cheap = StepTimeModel((5e-3, 0.0, 1e-5, *[0.0] * 5, 1e-4, 0.0, 0.0, 0.0))
+    cheap = StepTimeModel.of(base=5e-3, per_token=1e-5, drafting=1e-4)
     drafted = play(budget, 0.9, 200, cheap)
     assert all(drafted[100:])
 

@@ -1,0 +1,147 @@
+"""honed against vLLM's adaptive verification, whose own code is run (`vllm_adaptive`), on the same simulated traffic and costs.
+
+Every rule does the same work with the same luck; goodput is tokens per simulated second after honed's warm-up (2,000 verify
+rounds or 20 simulated seconds, whichever ends later). What is given, as ratios of goodput, the first two and the last as
+medians over seeds (± half their range), the rest on the first seed:
+
+    blind       honed without features / vLLM
+    with        honed with features of earlier rounds / vLLM
+    ahead       as blind, with lengths chosen a step ahead, as the attachment has to; vLLM needn't
+    oracle      an oracle that knows requests and costs, but not the drafts / vLLM
+    sees        an oracle that also knows the drafts' own acceptance / vLLM
+
+vLLM's rule sees the present drafts before it cuts them, honed's doesn't: it chooses before they are made. So `oracle` bounds
+honed where the drafter can't be shortened, and `sees` bounds vLLM. Where vLLM refuses adaptive verification, it is held at K
+drafts for everybody, and what the rule would give there nevertheless is printed as `anyway`; honed is told of such a backend
+(`equal_lengths`). The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import msgspec
+from against_scenarios import SCENARIOS, Scenario
+from measured import commit
+from regret import warm_up_work
+from vllm_adaptive import AdaptiveVerification
+
+from honed.adapt.contenders import make_contender
+from honed.adapt.controller import ControllerSettings
+from honed.adapt.step_time import StepTimeModel
+from honed.adapt.synthetic import Traffic
+from honed.adapt.synthetic_engine import Outcome, simulate
+from honed.adapt.synthetic_oracle import Oracle, Steered
+from honed.adapt.wire import EventBatch
+
+COLUMNS = ("blind", "with", "ahead", "oracle", "sees", "anyway")
+
+
+class Blind(Steered):
+    """honed's loop on an engine that tells nothing of its drafts."""
+
+    def __init__(self, traffic: Traffic, settings: ControllerSettings, seed: int) -> None:
+        super().__init__(traffic, settings, seed)
+        observe = self.decider.observe
+        self.observe = lambda ids, drafted, accepted, features=None: observe(ids, drafted, accepted)  # type: ignore[method-assign]
+
+    def take(self, batch: EventBatch, now_s: float) -> None:
+        """Learn from a batch without its features."""
+        rounds = msgspec.structs.replace(batch.rounds, feature=[])
+        super().take(msgspec.structs.replace(batch, rounds=rounds), now_s)
+
+
+def run_honed(traffic: Traffic, seed: int, is_blind: bool, is_pipelined: bool = False) -> Outcome:
+    """Run honed's own loop."""
+    cost = traffic.cost(0.0)
+    settings = ControllerSettings(captured_tokens=cost.captured_tokens, equal_lengths=cost.mixed_s > 0.0)
+    policy = (Blind if is_blind else Steered)(traffic, settings, seed)
+    return simulate(traffic, policy, on_batch=policy.take, is_pipelined=is_pipelined)
+
+
+def run_all_drafts(traffic: Traffic) -> Outcome:
+    """Run vLLM without adaptive verification: K for everybody."""
+    k = traffic.trace.num_spec_tokens
+    rule = make_contender("static", k)
+    rule.set_limits(k, k, (), StepTimeModel())
+    return simulate(traffic, rule)
+
+
+def measure(scenario: Scenario, seed: int, is_bounded: bool) -> dict[str, float]:
+    """Run everything on a scenario's traffic of this seed; ratios to vLLM's goodput, and that itself as "vllm"."""
+    traffic = Traffic(replace(scenario.trace, seed=1000 + seed))
+    runs = {
+        "blind": run_honed(traffic, seed, is_blind=True),
+        "with": run_honed(traffic, seed, is_blind=False),
+        "anyway": simulate(traffic, AdaptiveVerification(traffic, seed)),
+    }
+    begin = max(warm_up_work(runs[name]) for name in ("blind", "with"))
+    if is_bounded:
+        runs["ahead"] = run_honed(traffic, seed, is_blind=True, is_pipelined=True)
+        runs["oracle"] = simulate(traffic, Oracle())
+        runs["sees"] = simulate(traffic, Oracle(sees_drafts=True))
+    vllm = run_all_drafts(traffic) if scenario.is_refused else runs["anyway"]
+    end = float(min(run.work[-1] for run in (*runs.values(), vllm)))
+    assert end > 1.2 * begin, f"{scenario.trace.name}: too little work is left after the warm-up"
+    seconds = vllm.seconds_between(begin, end)
+    ratios = {name: seconds / run.seconds_between(begin, end) for name, run in runs.items()}
+    lengths = {f"k_{name}": float(run.num_draft_tokens.sum() / run.num_requests.sum()) for name, run in runs.items()}
+    return ratios | lengths | {"vllm": (end - begin) / seconds}
+
+
+def main() -> int:
+    """Measure, print, and end with one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenarios", nargs="*", help="names; all of them when none is given")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    names = [one.trace.name for one in SCENARIOS]
+    if unknown := set(args.scenarios) - set(names):
+        parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    began_s, seeds = time.monotonic(), list(range(1, args.seeds + 1))
+    heads = " ".join(f"{name:>15s}" for name in COLUMNS[:2]) + "".join(f" {name:>7s}" for name in COLUMNS[2:])
+    print(f"{'scenario':24s} {'tokens/s':>8s}  k: vLLM honed {heads}")
+    found: dict[str, list[dict[str, float]]] = {}
+    for scenario in SCENARIOS:
+        if args.scenarios and scenario.trace.name not in args.scenarios:
+            continue
+        rows = found[scenario.trace.name] = [measure(scenario, seed, seed == seeds[0]) for seed in seeds]
+        shares = " ".join(f"{_median(rows, name):7.4f} ±{_spread(rows, name):.4f}" for name in COLUMNS[:2])
+        shares += "".join(f" {_median(rows, name):7.4f}" for name in COLUMNS[2:])
+        lengths = f"{_median(rows, 'k_anyway'):7.2f} {_median(rows, 'k_blind'):5.2f}"
+        print(f"{scenario.trace.name:24s} {_median(rows, 'vllm'):8.0f} {lengths}  {shares}", flush=True)
+    keys = {"without_features": "blind", "with_features": "with", "without_features_ahead": "ahead", "oracle": "oracle",
+            "oracle_that_sees_drafts": "sees", "vllm_rule_where_refused": "anyway"}  # fmt: skip
+    figures = {
+        "ratio": {name: {key: round(_median(rows, one), 4) for key, one in keys.items()} for name, rows in found.items()},
+        "half_range": {
+            name: {key: round(_spread(rows, one), 4) for key, one in keys.items() if one in ("blind", "with", "anyway")}
+            for name, rows in found.items()
+        },
+        "vllm_tokens_per_s": {name: round(_median(rows, "vllm"), 1) for name, rows in found.items()},
+        "refused_by_vllm": [one.trace.name for one in SCENARIOS if one.is_refused and one.trace.name in found],
+        "seeds": seeds,
+        "commit": commit(),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+    print(json.dumps(figures))
+    return 0
+
+
+def _median(rows: list[dict[str, float]], name: str) -> float:
+    return statistics.median(row[name] for row in rows if name in row)
+
+
+def _spread(rows: list[dict[str, float]], name: str) -> float:
+    """Half the distance between the extremes."""
+    values = [row[name] for row in rows if name in row]
+    return (max(values) - min(values)) / 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
