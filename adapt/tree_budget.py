@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -35,7 +35,7 @@ import numpy as np
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.block_size import latency_gains
 from honed.adapt.block_size_exact import Choice, OperatingPoint, nothing
-from honed.adapt.step_time import StepTimeModel
+from honed.adapt.step_time import PARAMETERS, StepTimeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,10 @@ _MOST_BATCHES = 32
 @lru_cache(maxsize=8)
 def sunk(model: StepTimeModel, num_depths: int) -> StepTimeModel:
     """The prices once a block of so many depths is drafted: drafting costs what it did, nodes or none."""
-    p = model.parameters
-    parameters = (
-        p[0] + p[8] + num_depths * p[10], p[1] + p[9] + num_depths * p[11], *p[2:8], 0.0, 0.0, 0.0, 0.0,
-    )  # fmt: skip
-    return replace(model, parameters=parameters)
+    p = dict(zip(PARAMETERS, model.parameters, strict=True))
+    base = p["base"] + p.pop("drafting") + num_depths * p.pop("per_block_token")
+    per_request = p["per_request"] + p.pop("drafting_per_request") + num_depths * p.pop("per_block_token_and_request")
+    return StepTimeModel.of(model.captured_tokens, **{**p, "base": base, "per_request": per_request})
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ def test_a_workload_and_a_packed_file(run: Run, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["tree:0"], "chain:1 … chain:4"), (["chain:9"], "unknown tree policy"), (["static:2"], "unknown tree policy"),
-        (["--cost", "tpu"], "cpu, gpu"), (["--cost", "1,2"], f"{len(PARAMETERS)} figures"), (["--batch", "0"], "at least one request"),
+        (["--cost", "tpu"], "cpu, gpu"), (["--cost", "1,2"], f"{len(PARAMETERS)} figures"),
+        (["--batch", "0"], "at least one request"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_ends_with_2(run: Run, log: Path, arguments: list[str], said: str) -> None:
