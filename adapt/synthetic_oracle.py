@@ -19,7 +19,8 @@ from dataclasses import replace
 import numpy as np
 
 from honed.adapt.acceptance import Ints
-from honed.adapt.controller import ControllerSettings, EngineController
+from honed.adapt.controller import EngineController
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
 from honed.adapt.length_policy import Decision
 from honed.adapt.synthetic import Traffic

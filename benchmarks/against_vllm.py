@@ -32,7 +32,7 @@ from regret import warm_up_work
 from vllm_adaptive import AdaptiveVerification
 
 from honed.adapt.contenders import make_contender
-from honed.adapt.controller import ControllerSettings
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.synthetic import Traffic
 from honed.adapt.synthetic_engine import Outcome, simulate

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from honed.adapt.acceptance import Floats
-from honed.adapt.controller import ControllerSettings
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.length_policy import Decision
 from honed.adapt.step_time import StepTimeModel, fit_parameters
 from honed.adapt.synthetic import Cost, Traffic

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from honed.adapt import wire
-from honed.adapt.controller import Override
+from honed.adapt.controller_settings import Override
 from honed.adapt.drift import Alarm
 from honed.daemon import capable
 from honed.daemon.engines import Engine

@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from honed.adapt.canary import CanarySettings
-from honed.adapt.controller import ControllerSettings
+from honed.adapt.controller_settings import ControllerSettings
 from honed.daemon import variables
 from honed.daemon.errors import SettingsError
 from honed.daemon.mistakes import Given, explain

@@ -14,7 +14,8 @@ from typing import Any
 import structlog
 
 from honed.adapt import wire
-from honed.adapt.controller import ControllerSettings, EngineController, Override
+from honed.adapt.controller import EngineController
+from honed.adapt.controller_settings import ControllerSettings, Override
 from honed.adapt.drift import Alarm
 from honed.daemon.engines import Engine
 

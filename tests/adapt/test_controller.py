@@ -8,7 +8,8 @@ from simulate import make_batch, simulate_rounds
 
 from honed.adapt import wire
 from honed.adapt.canary import CanarySettings, SwapWatch
-from honed.adapt.controller import ControllerSettings, EngineController, Override
+from honed.adapt.controller import EngineController
+from honed.adapt.controller_settings import ControllerSettings, Override
 from honed.adapt.decider import Decider
 
 K = 7

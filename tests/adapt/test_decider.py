@@ -164,8 +164,8 @@ def test_a_thousand_requests_and_none():
     assert decider.decide([], 0, 512, 0.0).num_draft_tokens == []
     for request_id in ids:
         decider.finish(request_id)
-    assert not decider._slots
-    assert sorted(decider._free) == list(range(1024))
+    assert not decider.requests.slot_of
+    assert sorted(decider.requests.free) == list(range(1024))
 
 
 def test_a_slot_that_is_used_again_knows_nothing_of_its_former_request():
@@ -241,8 +241,8 @@ def test_learning_from_few_rounds_at_a_time_is_the_same_as_from_many():
         together.observe(ids, drafted, accepted)
         for at in range(0, len(ids), 10):
             apart.observe(ids[at : at + 10], drafted[at : at + 10], accepted[at : at + 10])
-    np.testing.assert_allclose(apart._failures, together._failures)
-    np.testing.assert_allclose(apart._successes, together._successes)
+    np.testing.assert_allclose(apart.requests.failures, together.requests.failures)
+    np.testing.assert_allclose(apart.requests.successes, together.requests.successes)
     assert together.decide(ids, 1000, 0, 0.0) == apart.decide(ids, 1000, 0, 0.0)
 
 
@@ -303,7 +303,7 @@ def test_a_request_that_does_as_its_context_predicts_is_like_any_other_of_that_c
         drafted = [K] * len(ids)
         decider.observe(ids, drafted, simulate_rounds(rng, [truth] * K, drafted).tolist())
     constant = decider._tables.constant[0]
-    own = (constant + decider._failures[:200]) / (constant + decider._successes[:200])
+    own = (constant + decider.requests.failures[:200]) / (constant + decider.requests.successes[:200])
     assert np.exp(np.log(own).mean()) == pytest.approx(1.0, abs=0.1)
 
 
@@ -320,20 +320,20 @@ def test_with_contexts_too_learning_from_few_rounds_is_the_same_as_from_many():
             few = slice(at, at + 10)
             apart.decide(ids[few], 0, 0, 0.0, contexts[few])
             apart.observe(ids[few], drafted[few], accepted[few])
-        np.testing.assert_allclose(apart._shift[:100], together._shift[:100])
-    np.testing.assert_allclose(apart._failures, together._failures)
-    np.testing.assert_allclose(apart._successes, together._successes)
+        np.testing.assert_allclose(apart.requests.shift[:100], together.requests.shift[:100])
+    np.testing.assert_allclose(apart.requests.failures, together.requests.failures)
+    np.testing.assert_allclose(apart.requests.successes, together.requests.successes)
 
 
 def test_a_slot_that_is_used_again_has_the_context_of_its_new_request():
     decider = make_decider(make_shifted_policy())
     decider.decide(["long"], 5000, 0, 0.0, [5000])
-    slot = decider._slots["long"]
-    assert decider._shift[slot] > 0.0
+    slot = decider.requests.slot_of["long"]
+    assert decider.requests.shift[slot] > 0.0
     decider.finish("long")
     decider.start("new")
-    assert decider._slots["new"] == slot
-    assert decider._shift[slot] == 0.0
+    assert decider.requests.slot_of["new"] == slot
+    assert decider.requests.shift[slot] == 0.0
 
 
 @given(
@@ -348,8 +348,8 @@ def test_no_factor_and_no_context_however_odd_breaks_a_decision(shift, contexts,
         assert len(lengths) == len(ids)
         assert all(0 <= k <= K for k in lengths)
         decider.observe(ids, lengths, lengths)
-    assert np.isfinite(decider._failures).all()
-    assert np.isfinite(decider._successes).all()
+    assert np.isfinite(decider.requests.failures).all()
+    assert np.isfinite(decider.requests.successes).all()
 
 
 @pytest.mark.parametrize("explore_share", [0.0, 1.0])

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from honed.adapt.canary import CanarySettings
-from honed.adapt.controller import ControllerSettings
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.drift import DriftSettings
 from honed.adapt.ranges import Range
 from honed.adapt.step_time import StepTimeSettings

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from honed.adapt import wire
 from honed.adapt.contenders import make_contender
-from honed.adapt.controller import ControllerSettings, EngineController
+from honed.adapt.controller import EngineController
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
 from honed.adapt.replay import Replay
 from honed.adapt.replay_log import Log, LogBuilder

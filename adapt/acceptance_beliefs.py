@@ -1,0 +1,174 @@
+"""What is believed of an engine's acceptance: curves of the engine and its workloads, what contexts and drafts make of them.
+
+A workload's curve is its own right-censored hazard, drawn to the engine's; a request's (in the engine, `request_beliefs`) is
+drawn to its workload's. Drift tests run beside.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from honed.adapt.acceptance import (
+    Floats,
+    RequestTable,
+    chain_estimate,
+    reached_and_accepted,
+    scale_odds,
+    shrunk_estimate,
+    survival,
+)
+from honed.adapt.beliefs import describe
+from honed.adapt.calibration import Calibration
+from honed.adapt.canary import Baseline
+from honed.adapt.context_shift import (
+    NUM_BUCKETS,
+    ContextCounts,
+    estimate_effect,
+    shift_for,
+    shifted_curves,
+    tilt,
+    trials_design_effect,
+)
+from honed.adapt.controller_settings import ControllerSettings
+from honed.adapt.draft_features import FeatureRegression
+from honed.adapt.drift import Alarm, DriftMonitor
+from honed.adapt.forgetting import AdaptiveCounts
+from honed.adapt.rounds import Rounds
+from honed.adapt.wire import WorkloadPrior
+
+_KEPT_AFTER_SWAP = 0.02
+"""Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
+_MOST_DESIGN_EFFECT = 8.0
+
+
+class _Workload:
+    def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
+        self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
+        self.requests = RequestTable(num_spec_tokens)
+        self.calibration = Calibration()
+        self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
+        self.features = FeatureRegression(forgetting_rounds)
+
+
+class AcceptanceBeliefs:
+    """Learns from the verify rounds of one engine."""
+
+    def __init__(self, num_spec_tokens: int, settings: ControllerSettings) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.settings = settings
+        self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
+        self._workloads: dict[str, _Workload] = {}
+        self._drift = DriftMonitor(num_spec_tokens, settings.drift)
+        self._context_effect: Floats = np.zeros(NUM_BUCKETS)
+
+    def take_new_weights(self, version: str, is_swap: bool) -> None:
+        """Forget most of what the drafter's old weights taught, unless these are the same under a name."""
+        if is_swap:
+            self._counts.forget(_KEPT_AFTER_SWAP)
+            for workload in self._workloads.values():
+                workload.counts.forget(_KEPT_AFTER_SWAP)
+                workload.requests.clear()
+                workload.contexts.forget(_KEPT_AFTER_SWAP)
+                workload.features = FeatureRegression(self.settings.forgetting_rounds)
+        self._drift.reset(version)
+
+    def observe(self, name: str, rounds: Rounds) -> list[Alarm]:
+        """Fold in rounds of a workload; return what drift was found."""
+        workload = self._workloads.pop(name, None) or _Workload(self.num_spec_tokens, self.settings.forgetting_rounds)
+        if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
+            stalest = next(iter(self._workloads))
+            del self._workloads[stalest]
+            self._drift.forget(stalest)
+        self._workloads[name] = workload
+        columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
+        reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
+        verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
+        curve, shift = self._shift(self._curve(workload, self.engine_curve()), workload)
+        for mine, shifted in shifted_curves(curve, shift, rounds.position):
+            workload.calibration.observe(survival(shifted), verified[mine], accepted[mine])
+        workload.contexts.observe(rounds.position, reached, accepted)
+        design_effect = self._design_effect(workload)
+        if rounds.feature is not None:
+            workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
+        self._counts.observe(*columns, design_effect=design_effect)
+        workload.counts.observe(*columns, design_effect=design_effect)
+        workload.requests.observe(rounds.request, reached, accepted)
+        return self._drift.observe(name, *columns, design_effect=self._design_effect(workload))
+
+    def priors(self) -> list[WorkloadPrior]:
+        """What the engine is to start requests from: the engine's own curve, then every workload's."""
+        engine = self.engine_curve()
+        strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
+        pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0
+        workloads = self._workloads.items()
+        self._context_effect = estimate_effect(
+            [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
+        )
+        priors = [_prior("", pooled, *self._shift(engine))]
+        return priors + [
+            _prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.features) for name, one in workloads
+        ]
+
+    def baseline(self) -> dict[str, Baseline]:
+        """Return every workload's counts with the present weights, for a SwapWatch; take them just before the swap."""
+        return {
+            name: Baseline(
+                tuple(one.counts.trials.tolist()), tuple(one.counts.successes.tolist()), self._design_effect(one)
+            )
+            for name, one in self._workloads.items()
+        }
+
+    def describe_engine(self) -> dict[str, object]:
+        """Plain figures of the engine as a whole, for JSON."""
+        engine = self.engine_curve()
+        return describe(self._counts, engine, self._shift(engine)[1])
+
+    def describe_workloads(self) -> dict[str, dict[str, object]]:
+        """Plain figures of every workload, for JSON."""
+        engine = self.engine_curve()
+        return {
+            name: {
+                **describe(one.counts, self._curve(one, engine), self._shift(engine, one)[1]),
+                "request_strength": round(self._request_strength(one), 2),
+                "design_effect": round(self._design_effect(one), 3),
+                "drift": self._drift.figures(name),
+                "calibration": {
+                    "expected_calibration_error": one.calibration.error,
+                    "bins": one.calibration.bins(),
+                },
+            }
+            for name, one in self._workloads.items()
+        }
+
+    def engine_curve(self) -> Floats:
+        """Conditional acceptance over all workloads, [K]."""
+        return chain_estimate(self._counts.trials, self._counts.successes)
+
+    def _curve(self, workload: _Workload, engine: Floats) -> Floats:
+        counts = workload.counts
+        return shrunk_estimate(counts.trials, counts.successes, engine, self.settings.workload_strength)
+
+    def _shift(self, curve: Floats, workload: _Workload | None = None) -> tuple[Floats, list[float]]:
+        """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""
+        if not self._context_effect.any():
+            return curve, []
+        contexts = [one.contexts for one in (self._workloads.values() if workload is None else [workload])]
+        shift = shift_for(self._context_effect, np.sum([one.weight for one in contexts], axis=0))
+        return (scale_odds(curve, tilt(shift, np.sum([one.recent for one in contexts], axis=0))) if shift else curve), shift
+
+    def _request_strength(self, workload: _Workload) -> float:
+        return self.settings.request_strength or workload.requests.strength()
+
+    def _design_effect(self, workload: _Workload) -> float:
+        return min(workload.requests.design_effect(workload.requests.strength()), _MOST_DESIGN_EFFECT)
+
+
+def _prior(
+    name: str, strength: float, curve: Floats, shift: list[float], features: FeatureRegression | None = None
+) -> WorkloadPrior:
+    weight = round(features.weight, 3) if features is not None else 0.0
+    return WorkloadPrior(
+        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
+        context_shift=shift, feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
+        feature_weight=weight,
+    )  # fmt: skip

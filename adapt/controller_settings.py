@@ -1,0 +1,81 @@
+"""How an engine is steered: the settings, and what an operator may put over them for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from honed.adapt.contenders import CONTENDERS
+from honed.adapt.drift import DriftSettings
+from honed.adapt.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges, check_ranges
+from honed.adapt.step_time import StepTimeSettings
+
+MODES = ("goodput", "latency", "off", *CONTENDERS)
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """How an engine is steered."""
+
+    mode: str = "goodput"
+    """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only) or a rule
+    of adapt.contenders ("static", …)."""
+    static_k: int = -1
+    """Draft tokens of mode "static" and of every fallback; −1: all the engine was configured for."""
+    max_k: int = -1
+    """Never draft more than this; −1: no limit but the engine's."""
+    request_ceiling: int = -1
+    hysteresis: float = 0.02
+    explore_share: float = 0.02
+    """0 also keeps the step-time model from getting ready on an engine whose draft lengths never vary."""
+    forgetting_rounds: float = 4000.0
+    request_strength: float = 0.0
+    """Pseudo-rounds of a workload's curve against a request's own; 0: estimated from how much requests differ."""
+    workload_strength: float = 24.0
+    """Pseudo-rounds of the engine's curve against a workload's own."""
+    policy_ttl_s: float = 10.0
+    capture_share: float = 0.25
+    """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of the captured CUDA graphs; empty: none, or unknown."""
+    table: tuple[tuple[int, int], ...] = ()
+    """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
+    max_workloads: int = 32
+    equal_lengths: bool = False
+    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2)."""
+    drift: DriftSettings = field(default_factory=DriftSettings)
+    step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
+
+    RANGES: ClassVar[Ranges] = {
+        "mode": OneOf(MODES),
+        **dict.fromkeys(("static_k", "max_k", "request_ceiling"), DRAFT_TOKENS),
+        **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
+        **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
+        **dict.fromkeys(("request_strength", "workload_strength"), Range(0)),
+        "policy_ttl_s": Range(0, 3600, excludes_low=True),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.mode == "table" and not self.table:
+            raise ValueError('mode "table" needs a table: rows (largest batch in requests, draft tokens)')
+        if any(len(row) != 2 or row[0] < 1 or row[1] < 0 for row in self.table):
+            raise ValueError(f"table takes rows (largest batch >= 1, draft tokens >= 0), not {self.table!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """An operator's order, in force until `until_s` on the clock of `propose`."""
+
+    name: str
+    """"draft_tokens" (that many for everybody), "capture_share" (0 … 1) or "policy" (a mode)."""
+    value: int | float | str
+    until_s: float
+
+    def __post_init__(self) -> None:
+        if self.name not in ("draft_tokens", "capture_share", "policy"):
+            raise ValueError(f"there is no override {self.name!r}")
+        if self.name == "policy" and self.value not in MODES:
+            raise ValueError(f"policy must be one of {', '.join(MODES)}, not {self.value!r}")
+        if self.name != "policy" and not (isinstance(self.value, int | float) and self.value >= 0):
+            raise ValueError(f"{self.name} must be a number ≥ 0, not {self.value!r}")
