@@ -181,7 +181,14 @@ class AdaptiveVerification:
         if request_id in self._newcomers:
             self._newcomers.remove(request_id)
 
-    def decide(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, now_s: float) -> Decision:
+    def decide(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
+    ) -> Decision:
         """Cut the drafts that were seen last."""
         assert self._features is not None
         here = set(request_ids)

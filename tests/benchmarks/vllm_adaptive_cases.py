@@ -60,7 +60,7 @@ def test_its_slope_grows_with_what_features_tell():
 
 def test_budgets_come_from_the_drafts_before():
     manager = Manager(K, N, 512)
-    manager.set_cost_curves([(1, 1.0), (N, 1.0)], [(1, 1.0), (2, 1.1), (4, 1.2), (8, 1.5), (512, 60.0)])
+    manager.set_cost_curves([(1, 1.0), (N, 1.0)], [(1, 1.0), (4, 1.2), (8, 1.5), (16, 2.0), (512, 60.0)])
     slots = np.arange(N)
     manager.req_states.req_id_to_index.update({str(i): i for i in range(N)})
     tokens, drafts = {str(i): 1 + K for i in range(N)}, {str(i): [0] * K for i in range(N)}
