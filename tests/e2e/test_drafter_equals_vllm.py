@@ -141,5 +141,5 @@ def test_one_key_norm_serves_all_layers_of_the_pair() -> None:
 def test_each_sequence_was_seen_whole(requests: dict[str, Request]) -> None:
     """Recorded rows leave no gap, else the replay would prove nothing."""
     for request in requests.values():
-        last = max(position for position, _, _ in request.rounds)
-        assert set(request.aux) == set(range(last))
+        assert set(request.aux) == set(range(len(request.aux)))
+        assert len(request.aux) >= max(position for position, _, _ in request.rounds)  # idle steps may follow the last round
