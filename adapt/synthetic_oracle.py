@@ -36,19 +36,19 @@ def best_lengths(truth: Truth) -> tuple[Ints, float]:
     survival, cost = truth.survival, truth.cost
     count, num_spec_tokens = survival.shape
     base, prompt_s = count + truth.num_prefill_tokens, truth.prompt_s
+    shape = (truth.context_tokens, truth.num_prefill_tokens)
+    nothing = np.array(0 if truth.is_block_shortened else num_spec_tokens)
+    without = count / (float(cost.seconds(truth.num_requests, np.array(base), *shape, nothing)) - prompt_s)
+    if cost.mixed_s:
+        return _best_where_mixing_costs(truth, without)
     flat = survival.ravel()
     order = np.argsort(-flat, kind="stable")
     caps = np.arange(1, num_spec_tokens + 1) if truth.is_block_shortened else np.array([num_spec_tokens])
     is_in = (order % num_spec_tokens) < caps[:, None]  # [caps, n·K]
     mass = count + np.cumsum(np.where(is_in, flat[order], 0.0), axis=1)
     totals = base + np.cumsum(is_in, axis=1)
-    shape = (truth.context_tokens, truth.num_prefill_tokens)
     goodput = mass / (cost.seconds(truth.num_requests, totals, *shape, caps[:, None]) - prompt_s)
-    nothing = np.array(0 if truth.is_block_shortened else num_spec_tokens)
-    without = count / (float(cost.seconds(truth.num_requests, np.array(base), *shape, nothing)) - prompt_s)
     row, last = divmod(int(goodput.argmax()), len(flat))
-    if cost.mixed_s:
-        return _best_where_mixing_costs(truth, without)
     if goodput[row, last] <= without:
         return np.zeros(count, dtype=np.int64), without
     admitted = order[: last + 1][is_in[row, : last + 1]]

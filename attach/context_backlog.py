@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from honed.attach.runner import Runner
+
 MOST_ROWS = 512
 PADDING_SLOT_ID = -1
 """vLLM's: a row with this slot is not stored."""
@@ -49,10 +51,10 @@ class ContextBacklog:
         """Store what was kept."""
         if not self._rows:
             return
-        rows, self._rows, self._num_rows = self._rows, [], 0
+        rows, num_rows, self._rows, self._num_rows = self._rows, self._num_rows, [], 0
         if len(rows) == 1:
             self._store(*rows[0])
-        elif sum(len(one[0]) for one in rows) > 2 * MOST_ROWS:  # a long prompt among them: comparing all pairs would cost more
+        elif num_rows > 2 * MOST_ROWS:  # a long prompt among them: comparing all pairs would cost more
             for one in rows:
                 self._store(*one)
         else:
@@ -66,9 +68,11 @@ def latest_only(slots: torch.Tensor) -> torch.Tensor:
     return slots.masked_fill(is_same.triu_(1).any(dim=1), PADDING_SLOT_ID)
 
 
-def skip_idle_drafts(drafter: Any, device: torch.device) -> bool:
-    """Wrap a V1 `DFlashProposer.propose`; False, with nothing changed, for a drafter that isn't known to allow it."""
-    model = drafter.model.unwrap() if hasattr(drafter.model, "unwrap") else drafter.model
+def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
+    """Wrap the `propose` of a V1 runner's DFlash drafter; False, with nothing changed, where that isn't known to be allowed."""
+    if runner.name != "v1":
+        return False
+    drafter, model = runner.drafter, runner.draft_model
     if getattr(drafter, "method", "") != "dflash" or any(not hasattr(drafter, name) for name in _NEEDED):
         return False
     if drafter.vllm_config.parallel_config.data_parallel_size > 1:

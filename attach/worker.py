@@ -31,8 +31,7 @@ class _WorkerSide:
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
         self.num_errors = 0
-        if self.runner.name == "v1":
-            skip_idle_drafts(self.runner.drafter, torch.device(worker.device))
+        skip_idle_drafts(self.runner, torch.device(worker.device))
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm

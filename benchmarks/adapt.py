@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -253,18 +254,14 @@ class Bench:
         return {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft, "extra_layers": layers}
 
 
+@functools.cache
 def pin_target() -> dict[str, str]:
     """Keep this process, and what it starts, off the first core it may use; the environment that gives it to the target."""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2 and not _target_core:
+    if len(cores) < 2:
         return {}
-    if not _target_core:
-        _target_core.append(cores[0])
-        os.sched_setaffinity(0, cores[1:])
-    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(_target_core[0])}
-
-
-_target_core: list[int] = []
+    os.sched_setaffinity(0, cores[1:])
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cores[0])}
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from honed.attach.context_backlog import skip_idle_drafts
+from honed.attach.runner import runner_of
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.drafter import DFlashDrafter
 
@@ -90,7 +91,7 @@ def requests(request: pytest.FixtureRequest) -> Iterator[dict[str, Request]]:
     )
     recorded: dict[str, Request] = defaultdict(Request)
     if is_idling:
-        assert llm.collective_rpc(lambda worker: skip_idle_drafts(worker.model_runner.drafter, worker.device)) == [True]
+        assert llm.collective_rpc(lambda worker: skip_idle_drafts(runner_of(worker.model_runner), worker.device)) == [True]
     llm.collective_rpc(lambda worker: record(worker.model_runner, recorded, is_idling))
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     llm.generate(prompts[:4], greedy, use_tqdm=False)
