@@ -54,9 +54,9 @@ RULES = ("none", *STATICS, "table", "threshold", "kelly", "goodput")
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 7, 4: 20, 16: 40}
+REQUESTS = {1: 4, 4: 12, 16: 32}
 """Requests of a run, by concurrency."""
-SHIFT_REQUESTS = {1: 4, 4: 12, 16: 32}
+SHIFT_REQUESTS = {1: 3, 4: 9, 16: 24}
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 MIN_COST_RATIO = 8.0
@@ -269,7 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
     parser.add_argument("--extra-layers", type=int, default=100, help="layers without effect added to the target")
-    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of every request")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()
