@@ -23,6 +23,8 @@ class Plan(NamedTuple):
     reason: str
     block: int
     context_tokens: int
+    drafter_version: str = ""
+    """Whose drafts the step verifies."""
 
 
 class StepRecorder:
@@ -95,7 +97,7 @@ class StepRecorder:
         )  # fmt: skip
         return True
 
-    def end(self, plan: Plan, drafter_version: str) -> None:
+    def end(self, plan: Plan) -> None:
         """The step is over: log it. A step without tokens isn't one."""
         began_ns = time.perf_counter_ns()
         output, rounds = self._output, self._rounds
@@ -118,7 +120,7 @@ class StepRecorder:
                     context_tokens=plan.context_tokens,
                     num_drafting=plan.block,
                     decision=plan.reason,
-                    drafter_version=drafter_version,
+                    drafter_version=plan.drafter_version,
                     rounds=rounds,
                 )
             )
