@@ -32,25 +32,20 @@ DAEMON_STEPS = [
     # The trainer has saved; the candidate gets its alias.
     ("honed.daemon.lifecycle.Lifecycle.try_out", "before", 1),
     ("honed.recalib.registry.replace_file", "before", 1),
-    ("honed.recalib.registry.replace_file", "after", 1),
     # The trial begins.
     ("honed.daemon.canary_tables.save", "before", 1),
     ("honed.daemon.canary_tables.save", "after", 1),
     # Swaps, and the windows between them.
     ("honed.daemon.swaps.Swaps.begin", "before", 1),
-    ("honed.daemon.swaps.Swaps.begin", "after", 1),
     ("honed.daemon.swaps.Swaps.on_result", "before", 1),
-    ("honed.daemon.swaps.Swaps.on_result", "after", 2),
     ("honed.daemon.swaps.Swaps.begin", "after", 3),
     ("honed.daemon.canary_tables.save_points", "after", 2),
     # The verdict: aliases previous, active, candidate; then the engines; then it is written down.
     ("honed.daemon.lifecycle.Lifecycle._make_active", "before", 1),
     ("honed.recalib.registry.replace_file", "after", 2),
     ("honed.recalib.registry.replace_file", "after", 3),
-    ("honed.daemon.lifecycle.Lifecycle._make_active", "after", 1),
     ("honed.daemon.lifecycle.Lifecycle._send_home", "before", 1),
     ("honed.daemon.lifecycle.Lifecycle._send_home", "after", 1),
-    ("honed.daemon.lifecycle.Lifecycle._sent_home", "before", 1),
 ]
 SAVE_STEPS = [
     ("honed.recalib.registry.fsync_path", "before", 1),
