@@ -121,6 +121,7 @@ class TrainerView(BaseModel):
     loss: float
     train_seconds: float
     preemptions: int
+    preemption_s_p50: float
     preemption_s_p99: float
     idle_ratio: float
 

@@ -133,6 +133,7 @@ class Recalibration:
             yield "collecting"
         yield "training"
         drafter = self._load(parent_dir)
+        yield "training"
         before_training = self._load(parent_dir)
         yield from self._train(drafter, before_training, is_usable)
         held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
@@ -142,6 +143,7 @@ class Recalibration:
             self.progress.blend = blend
             _blend(drafter, before_training, trained, blend)
             _round_weights(drafter, _stored_dtype(parent_dir))
+            yield "gating"
             after = yield from self._evaluate(drafter, held_out)
             verdict = judge(before, after, self.request.workloads, self._gate)
             self.progress.gate = verdict.figures
@@ -151,6 +153,7 @@ class Recalibration:
             return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
         if self.request.dry_run:
             return self._result(ok=True)
+        yield "gating"
         return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
 
     def _train(
