@@ -2,10 +2,10 @@
 
 One real server of the tiny pair with honed attached (two would take each other's cores), 16 requests at a time, the draft
 length pinned. Blocks of three runs, one at each share in an order drawn at random; a run's share is set by an operator's
-override, and requests keep what was decided when they came, so a run begins when the server is idle. The ratio of a block is its
-run's tokens/s over that of its run without capture; given are medians and 95 % bootstrap intervals over the blocks. The vLLM counters of a
-block's runs are compared (the same work), and the rows that were captured are counted: none at share 0, all tokens at share 1.
-The last line of stdout is JSON.
+override, and requests keep what was decided when they came, so a run begins when the server is idle. The ratio of a block is
+its run's tokens/s over that of its run without capture; given are medians and 95 % bootstrap intervals over the blocks. The
+vLLM counters of a block's runs are compared (the same work), and the rows that were captured are counted: none at share 0, all
+tokens at share 1. The last line of stdout is JSON.
 """
 
 from __future__ import annotations

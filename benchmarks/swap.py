@@ -1,8 +1,8 @@
 """What a swap of the drafter's weights costs a server that is serving: pause by pause, under 16 streams.
 
 A real server of the tiny pair with honed attached generates for 16 clients at a time without a break, while an operator
-promotes two versions in turn (`honed promote --force`), each from the registry: staged beside the running steps, then copied in between
-two of them. Two figures for each swap:
+promotes two versions in turn (`honed promote --force`), each from the registry: staged beside the running steps, then copied in
+between two of them. Two figures for each swap:
 
     pause   how long the engine's thread was held by the copy, by its own clock, and that in steps: over the median of the
             decode steps before and after

@@ -1,11 +1,12 @@
 """What training costs the users of a server: latency with the trainer at work and without, and how fast it yields.
 
 A real server of the tiny pair with honed attached, and the real trainer process beside it, on the same cores. Bursts of
-requests arrive as a Poisson process; in between the server is idle and the trainer trains (a recalibration that is never over). Phases
-with training and phases in which it is paused alternate, with the same arrivals in both; the ratio is of the p99 of the gaps
-between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as vLLM's own benchmark counts it) over
-all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption delay is the trainer's own figure:
-from the moment that the engine's busy flag went up until the trainer had stopped; in the worst case a whole unit of training.
+requests arrive as a Poisson process; in between the server is idle and the trainer trains (a recalibration that is never over).
+Phases with training and phases in which it is paused alternate, with the same arrivals in both; the ratio is of the p99 of the
+gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as vLLM's own benchmark counts it)
+over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption delay is the trainer's own
+figure: from the moment that the engine's busy flag went up until the trainer had stopped; in the worst case a whole unit of
+training.
 
 The same is measured again with the trainer pinned to one core and the server to the other (`--pinned` in the result): what is
 left then is not the trainer's doing. The last line of stdout is JSON.
