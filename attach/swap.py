@@ -199,8 +199,11 @@ def _unpack(layer: Any) -> None:
     from vllm.model_executor.parameter import ModelWeightParameter
 
     is_v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED and hasattr(layer, "weight_loader_v2")
+    # Every name was checked to be in the checkpoint, so all of it is overwritten: what was packed needn't be recovered.
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    outputs = getattr(layer, "output_size_per_partition", layer.output_size)
     layer.weight = ModelWeightParameter(
-        data=_dense_weight(layer),
+        data=torch.empty(outputs, inputs, dtype=layer.params_dtype),
         input_dim=1,
         output_dim=0,
         weight_loader=layer.weight_loader_v2 if is_v2 else layer.weight_loader,

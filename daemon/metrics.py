@@ -222,8 +222,8 @@ class LiveCollector:
             if engine.status is not None:
                 generation.add_metric(self._engine(engine.engine_id), engine.status.drafter_generation)
         yield generation
-        swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result.", labels=["result"])
-        for result in ("ok", "failed"):
+        swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result; turn: in a trial.", labels=["result"])
+        for result in ("ok", "turn", "failed"):
             swaps.add_metric([result], service.swaps.results[result])
         yield swaps
         yield gauge("honed_swap_pause_seconds", "How long the latest swap held the engine.", service.swaps.last_pause_s)

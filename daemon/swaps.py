@@ -49,6 +49,8 @@ class Swap:
     figures: dict[str, float] = field(default_factory=dict)
     """Worst of the engines: pause_ms, stage_ms."""
     waiting: set[str] = field(default_factory=set)
+    is_turn: bool = False
+    """One of many, while two versions take turns."""
 
 
 @dataclass(slots=True)
@@ -98,7 +100,7 @@ class Swaps:
             args |= {"beside_version": beside.version, "beside_path": str(self._drafters.path(beside.version))}
             args |= {"beside_sha256": self._drafters.manifest(beside.version).sha256}
             args |= {"home_version": beside.home, "lease_s": f"{beside.lease_s:g}"}
-        swap = Swap(version, [engine.engine_id for engine in engines], on_done)
+        swap = Swap(version, [engine.engine_id for engine in engines], on_done, is_turn=beside is not None)
         swap.waiting.update(swap.engine_ids)
         for engine in engines:
             self._drop(engine.engine_id)
@@ -180,7 +182,8 @@ class Swaps:
 
     def _settle(self, sent: _Sent, failure: str, is_replaced: bool = False) -> None:
         swap = sent.swap
-        self.results["replaced" if is_replaced else "failed" if failure else "ok"] += 1
+        result = "replaced" if is_replaced else "failed" if failure else "turn" if swap.is_turn else "ok"
+        self.results[result] += 1
         if failure:
             swap.failures[sent.engine_id] = failure
         if failure and not is_replaced:
