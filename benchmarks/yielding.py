@@ -8,7 +8,7 @@ over all phases of either kind, with a bootstrap interval over pairs of phases. 
 figure: from the moment that the engine's busy flag went up until the trainer had stopped; in the worst case a whole unit of
 training.
 
-The same is measured again with the trainer pinned to one core and the server to the other (`--pinned` in the result): what is
+The same is measured again with the trainer pinned to one core and the server to the other (`itl_p99_ratio_pinned`): what is
 left then is not the trainer's doing. The last line of stdout is JSON.
 """
 
@@ -112,7 +112,6 @@ async def run(plan: Plan, logs: Path) -> Document:
             raise ProcessError(f"nothing was trained meanwhile: {trainer}")
     return {
         "preempt_ms": {p: round(1e3 * trainer_shared[f"preemption_s_{p}"], 3) for p in ("p50", "p99")},
-        "preempt_ms_pinned": {p: round(1e3 * trainer[f"preemption_s_{p}"], 3) for p in ("p50", "p99")},
         "preemptions": trainer_shared["preemptions"],
         "itl_p99_ratio": shared["itl_p99_ratio"],
         "itl_p99_ratio_pinned": apart["itl_p99_ratio"],
