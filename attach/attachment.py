@@ -58,6 +58,8 @@ class Attachment:
         self._pending_policy: PolicyTables | None = None
         self._policy: wire.Policy | None = None
         self._drafter_version = ""
+        self._drafting_version = ""
+        """Version whose drafts the next step verifies: a swap comes between a draft pass and its verification."""
         self._drafter_generation = 0
         self._step = 0
         self._began_ns = 0
@@ -140,7 +142,8 @@ class Attachment:
         else:
             self._lengths = {}
         self._block = block
-        output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context)
+        drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context, drafted_by)
         self._decide_ns = time.perf_counter_ns() - began_ns
 
     def length_of(self, request_id: str) -> int:
@@ -160,7 +163,8 @@ class Attachment:
         """The step is over: log it, learn from it."""
         recorder = self._recorder
         verified, invalid = recorder.verified, recorder.invalid
-        recorder.end(self._plan or Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, 0), self._drafter_version)
+        cold = Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, 0, self._drafting_version)
+        recorder.end(self._plan or cold)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
         if verified:
@@ -238,7 +242,7 @@ class Attachment:
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         self._recorder.is_logging_token_ids = welcome.log_token_ids
         if welcome.drafter_version and not self._drafter_generation:
-            self._drafter_version = welcome.drafter_version
+            self._drafter_version = self._drafting_version = welcome.drafter_version
 
     def _on_policy(self, policy: wire.Policy) -> None:
         self._pending_policy = self._decider.tabulate(policy)

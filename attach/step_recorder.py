@@ -25,6 +25,8 @@ class Plan(NamedTuple):
     reason: str
     block: int
     context_tokens: int
+    drafter_version: str = ""
+    """Whose drafts the step verifies."""
 
 
 class StepRecorder:
@@ -72,7 +74,7 @@ class StepRecorder:
         self._output, self._runner_output = output, runner_output
         self.spent_ns = time.perf_counter_ns() - began_ns
 
-    def end(self, plan: Plan, drafter_version: str) -> None:
+    def end(self, plan: Plan) -> None:
         """The step is over: log it. A step without tokens isn't one."""
         began_ns = time.perf_counter_ns()
         output = self._output
@@ -84,7 +86,7 @@ class StepRecorder:
             self._log.append(
                 Step(
                     plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.context_tokens, plan.block,
-                    plan.reason, drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
+                    plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
                     self._runner_output.req_id_to_index, self.invalid, self.is_logging_token_ids,
                 )
             )  # fmt: skip

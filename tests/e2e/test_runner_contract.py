@@ -7,6 +7,7 @@ everything some hundred times slower: fewer and shorter requests there.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -193,13 +194,13 @@ def perturbed_drafter(folder: Path) -> Path:
     return folder
 
 
-def swap(running: TestEngine, version: str, folder: Path, sha256: str = "") -> wire.CommandResult:
+def swap(running: TestEngine, version: str, folder: Path, sha256: str = "", **more: str) -> wire.CommandResult:
     """Ask for a swap as the daemon does, and let the engine's thread get on with it."""
     results: list[wire.CommandResult] = []
     commands = running.honed.commands
     commands._report = results.append
-    args = {"version": version, "path": str(folder), "sha256": sha256}
-    commands.put(wire.Command(command_id=f"swap-{version}", kind="swap", args=args))
+    args = {"version": version, "path": str(folder), "sha256": sha256, **more}
+    commands.put(wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args))
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         running.honed.before_schedule()
@@ -263,6 +264,26 @@ def worker_of(running: TestEngine) -> Any:
 
 def target_parameters(running: TestEngine) -> list[tuple[str, torch.Tensor]]:
     return list(worker_of(running).model_runner.get_model().named_parameters())
+
+
+def test_versions_that_take_turns_are_held_and_exact(attached: TestEngine, tmp_path: Path) -> None:
+    folders = {"stock": DRAFTER, "other": perturbed_drafter(tmp_path / "other")}
+    plain = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
+    sums: dict[str, str] = {}
+    for number, version in enumerate(("other", "stock", "other", "stock")):
+        beside = "stock" if version == "other" else "other"
+        turns = {"beside_version": beside, "beside_path": str(folders[beside]), "home_version": "stock", "lease_s": "600"}
+        result = swap(attached, version, folders[version], drops_cache="1", **turns)
+        assert result.ok, result.error
+        assert (result.figures["stage_ms"] > 0) == (number == 0)  # read once, both of them
+        assert attached.rpc("honed_checksum") == sums.setdefault(version, attached.rpc("honed_checksum"))
+        assert attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == plain
+    assert sums["stock"] != sums["other"]
+    swapper = worker_of(attached)._honed_side.swapper
+    assert set(swapper._held) == {"stock", "other"}
+    assert swap(attached, "stock", DRAFTER).ok
+    assert not swapper._held  # the last swap lets go of the memory
+    assert attached.rpc("honed_checksum") == sums["stock"]
 
 
 def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_path: Path) -> None:
