@@ -58,8 +58,10 @@ class Lifecycle:
 
     # --- what operators (and drift) ask for -----------------------------------------------------------------------------
 
-    def promote(self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None) -> Operation:
-        """Make a version the active one. `force` does so also while no engine is there to take it.
+    def promote(
+        self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None, dry_run: bool = False
+    ) -> Operation:
+        """Make a version the active one. `force` does so also while no engine is there to take it; `dry_run` only checks.
 
         Raises:
             UnknownError, ConflictError
@@ -78,6 +80,9 @@ class Lifecycle:
                 capable.why_none(service, version),
                 cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
             )
+        if dry_run:
+            takers = [engine.engine_id for engine in engines]
+            return service.operations.planned("promote", reason, actor, version=version, engines=takers)
         operation = service.operations.create("promote", "swapping", reason, actor, key, version=version)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
         if engines:
@@ -87,7 +92,9 @@ class Lifecycle:
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def roll_back(self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None) -> Operation:
+    def roll_back(
+        self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
+    ) -> Operation:
         """Go back to the previous version. Raises ConflictError when there is none."""
         service = self._service
         aliases = service.drafters.aliases()
@@ -98,6 +105,9 @@ class Lifecycle:
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
         self.check_no_swap()
+        if dry_run:
+            takers = [engine.engine_id for engine in self._swappable(target)]
+            return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
         if self.watch is not None:

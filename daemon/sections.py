@@ -135,12 +135,18 @@ class HttpSettings(Section):
 
     metrics_listen: str = "127.0.0.1:9464"
     """host:port of /metrics, /healthz, /readyz; "" for none. Only loopback addresses."""
+    admin_listen: str = ""
+    """host:port of the admin API beside its unix socket, with tokens; "" for none. Only loopback addresses."""
+    read_token_file: Path | None = None
+    """File of the token that reads; default: systemd's credential honed-read-token, else nobody only reads."""
+    admin_token_file: Path | None = None
+    """File of the token that changes things; default: systemd's credential honed-admin-token."""
     max_body_bytes: int = 64 << 10
     mutations_per_minute: int = 120
 
     RANGES: ClassVar[Ranges] = {"max_body_bytes": Range(1024, 1 << 30), "mutations_per_minute": Range(1, 1_000_000)}
 
-    @field_validator("metrics_listen")
+    @field_validator("metrics_listen", "admin_listen")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         if value:
