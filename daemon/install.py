@@ -184,10 +184,21 @@ def has_unit(place: Place, name: str) -> bool:
 def obstacles(place: Place) -> Iterator[str]:
     """Why services would not start once the files are in place."""
     command = place.prefix / "bin" / "honed"
-    if any(place.prefix.is_relative_to(folder) for folder in HIDDEN_FROM_UNITS):
+    python = (place.at(str(place.prefix)) / "bin" / "python").resolve()
+    if is_hidden(place.prefix):
         yield f"{place.prefix} is hidden from the services (ProtectHome, PrivateTmp): install honed into {DEFAULT_PREFIX}"
     elif not place.at(str(command)).exists():
         yield f"{command} does not exist: install honed there (`python3 -m venv {place.prefix}`), or give --prefix"
+    elif place.is_live and is_hidden(python):
+        yield (
+            f"the Python of {place.prefix} is {python}, which is hidden from the services (ProtectHome): make the environment "
+            f"with the system's (`/usr/bin/python3 -m venv {place.prefix}`)"
+        )
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a service that is set up as ours can't see a path."""
+    return any(path.is_relative_to(folder) for folder in HIDDEN_FROM_UNITS)
 
 
 def read_record(place: Place) -> dict[str, str]:

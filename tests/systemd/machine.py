@@ -10,11 +10,12 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from honed.daemon.install import is_hidden
 from tests.build_wheel import ROOT, build_wheel
 
 BOOT = Path(__file__).with_name("boot.sh")
@@ -30,7 +31,16 @@ def why_not() -> str:
         return "systemd-nspawn is not installed (package systemd-container); HONED_TEST_NSPAWN may name one"
     if shutil.which("nsenter") is None or not Path("/lib/systemd/systemd").exists():
         return "systemd or nsenter is not installed"
+    if not interpreter():
+        return f"Python is in {sys.base_prefix}, which services don't see; python3.{sys.version_info[1]} of the system would do"
     return ""
+
+
+def interpreter() -> str:
+    """A Python of this release that a service with ProtectHome can run; "" where there is none."""
+    own = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info[1]}"
+    found = [own, Path("/usr/bin") / own.name]
+    return next((str(path) for path in found if path.exists() and not is_hidden(path)), "")
 
 
 def nspawn() -> str:
@@ -81,14 +91,17 @@ class Machine:
                 return int(pid)
         return 0
 
-    def run(self, *command: str, check: bool = True, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        """Run a command in the container."""
+    def run(
+        self, *command: str, check: bool = True, timeout_s: float = 120.0, units: Iterable[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in the container; if it fails, the journal of these units is shown."""
         enter = ["nsenter", f"--target={self._init}", "--mount", "--uts", "--ipc", "--net", "--pid", "--"]
         env = {"PATH": "/opt/honed/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LC_ALL": "C.UTF-8"}
         given: dict[str, Any] = {"env": env | {"SYSTEMD_PAGER": ""}, "stdin": subprocess.DEVNULL, "timeout": timeout_s}
         done = subprocess.run([*enter, *command], capture_output=True, text=True, check=False, **given)
         if check and done.returncode:
-            raise AssertionError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+            said = "\n".join([done.stdout, done.stderr, *map(self.journal, units)])
+            raise AssertionError(f"{' '.join(command)} ended with {done.returncode}\n{said}")
         return done
 
     def honed(self, *arguments: str, timeout_s: float = 120.0) -> Any:
@@ -151,7 +164,7 @@ def booted(folder: Path) -> Iterator[Machine]:
     space, log = folder / "space", folder / "boot.log"
     space.mkdir()
     site = sysconfig.get_paths()["purelib"]
-    arguments = [str(space), str(stuff(folder)), sys.executable, site, nspawn()]
+    arguments = [str(space), str(stuff(folder)), interpreter(), sys.executable, site, nspawn()]
     command = ["unshare", "--mount", "--propagation", "private", "sh", str(BOOT), *arguments]
     with log.open("wb") as output:
         popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

@@ -126,7 +126,7 @@ def test_services_become_ready_and_say_what_they_do(machine: Machine) -> None:
     machine.write("/etc/honed/honed.env", ENVIRONMENT)
     machine.write("/etc/credstore/honed-read-token", READ_TOKEN, "0600")
     machine.write("/etc/credstore/honed-admin-token", ADMIN_TOKEN, "0600")
-    machine.run("systemctl", "enable", "--now", *SERVICES)
+    machine.run("systemctl", "enable", "--now", *SERVICES, units=SERVICES)
     for unit in SERVICES:
         found = machine.show(unit, "ActiveState", "SubState", "Type", "User", "NRestarts")
         assert found == {"ActiveState": "active", "SubState": "running", "Type": "notify", "User": "honed", "NRestarts": "0"}
