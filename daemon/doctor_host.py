@@ -27,12 +27,9 @@ def check_host(settings: Settings) -> Iterator[Check]:
     yield from check_in_memory(paths.runtime_dir)
     yield from check_engines_folder(paths.runtime_dir / "engines")
     yield from check_room(paths.state_dir, settings.store.max_raw_bytes, _size(paths.database))
-    for name, path, kind in (
-        ("admin socket", paths.admin_socket, socket.SOCK_STREAM),
-        ("engine socket", paths.engine_socket, socket.SOCK_STREAM),
-    ):
-        yield from check_socket(name, path, kind)
-    yield from check_torch(settings.trainer.model_dump().get("device", "cpu"))
+    yield from check_socket("admin socket", paths.admin_socket)
+    yield from check_socket("engine socket", paths.engine_socket)
+    yield from check_torch(settings.trainer_settings().device)
 
 
 def check_sqlite() -> Iterator[Check]:
@@ -114,7 +111,7 @@ def check_room(state_dir: Path, max_raw_bytes: int, used_bytes: int) -> Iterator
         yield Check("disk", "ok", gib)
 
 
-def check_socket(subject: str, path: Path, kind: int) -> Iterator[Check]:
+def check_socket(subject: str, path: Path) -> Iterator[Check]:
     """Whether somebody listens on a socket, and who may connect."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -129,7 +126,7 @@ def check_socket(subject: str, path: Path, kind: int) -> Iterator[Check]:
         yield Check(subject, "error", f"{path} has mode {mode:04o}: everybody may use it", f"chmod 0660 {path}")
         return
     try:
-        with socket.socket(socket.AF_UNIX, kind) as probe:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(2.0)
             probe.connect(str(path))
     except PermissionError:

@@ -54,7 +54,7 @@ def top(
 ) -> None:
     """Everything live on one screen; q ends it. With --json a line each time; without a terminal one look, as text."""
     with connect(context) as client:
-        frame = read(client, Frame())  # a daemon that isn't there at the start is an error as elsewhere
+        frame = read(client)  # a daemon that isn't there at the start is an error as elsewhere
         if as_json:
             for shown in _frames(client, frame, interval, count):
                 print_json({"status": shown.status, "workloads": shown.workloads, "trouble": shown.trouble})
@@ -65,7 +65,7 @@ def top(
             _live(client, frame, interval, count)
 
 
-def read(client: AdminClient, before: Frame) -> Frame:
+def read(client: AdminClient) -> Frame:
     """Look once. Raises AdminError."""
     status = client.get("/v1/status")
     since = time.time() - SECONDS_BACK
@@ -187,7 +187,7 @@ def _frames(client: AdminClient, first: Frame, interval_s: float, count: int) ->
 
 def _next(client: AdminClient, frame: Frame) -> Frame:
     try:
-        return read(client, frame)
+        return read(client)
     except Unreachable as error:
         return Frame(frame.status, frame.workloads, frame.timeline, frame.operations, str(error))
 
