@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import structlog
-from fastapi import APIRouter, FastAPI, Query, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Response
+from fastapi.responses import PlainTextResponse
 
 from honed.daemon import models, views
 from honed.daemon.access import Authenticate, Tokens, needs
@@ -18,13 +19,14 @@ from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.metrics import CONTENT_TYPE, render
 from honed.daemon.plain_json import finite
 from honed.daemon.problems import finish
+from honed.daemon.queries import only_known_parameters
 from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.api")
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"model": models.Problem, "content": {"application/problem+json": {}}}
-    for code in (401, 403, 404, 409, 412, 413, 421, 422, 429, 503)
+    for code in (400, 401, 403, 404, 409, 412, 413, 421, 422, 429, 503)
 }
 
 
@@ -38,7 +40,9 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     app = FastAPI(
         title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    reading, changing = APIRouter(dependencies=[needs("read")]), APIRouter(dependencies=[needs("admin")])
+    known = Depends(only_known_parameters)
+    reading = APIRouter(dependencies=[needs("read"), known])
+    changing = APIRouter(dependencies=[needs("admin"), known])
     add_health(reading, service)
     add_reading(reading, service)
     add_changes(changing, service)
@@ -86,7 +90,7 @@ def add_health(app: APIRouter, service: Service) -> None:
         response.status_code = 503 if problems else 200
         return models.Health(status="not ready" if problems else "ready", problems=problems)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         """Everything that Prometheus scrapes."""
         return Response(render(service), media_type=CONTENT_TYPE)

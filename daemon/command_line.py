@@ -41,6 +41,7 @@ for name, path, render, text in (
     ("engines", "/v1/engines", show.engines, "Engines that have attached."),
     ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
     ("audit", "/v1/audit", show.audit, "Who changed what, and why."),
+    ("config", "/v1/config", show.config, "The settings that the daemon runs with."),
 ):
     app.command(name, help=text)(listing(path, render))
 for module in (changes, replay, doctor_command, top, install_commands):

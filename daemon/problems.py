@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from honed.daemon import models
 from honed.daemon.errors import (
@@ -84,9 +84,7 @@ def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
 
 
 def methods_of(app: FastAPI, request: Request) -> set[str]:
-    """All methods that a path takes."""
-    found: set[str] = set()
-    for route in app.routes:
-        if route.matches(request.scope)[0] is not Match.NONE:
-            found |= getattr(route, "methods", None) or set()
-    return found
+    """All methods that a path takes. Of two templates that fit ({id} and {id}:cancel), the longer one is meant."""
+    fitting = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
+    meant = max((route.path for route in fitting), key=len, default="")
+    return {method for route in fitting if route.path == meant for method in route.methods or ()}

@@ -70,7 +70,12 @@ def test_engines_folders_must_hand_on_their_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("free", "limit", "used", "level"),
-    [(100 * GIB, 4 * GIB, 0, "ok"), (2 * GIB, 4 * GIB, 0, "warning"), (2 * GIB, 4 * GIB, 4 * GIB, "ok"), (GIB // 2, 0, 0, "error")],
+    [
+        (100 * GIB, 4 * GIB, 0, "ok"),
+        (2 * GIB, 4 * GIB, 0, "warning"),
+        (2 * GIB, 4 * GIB, 4 * GIB, "ok"),
+        (GIB // 2, 0, 0, "error"),
+    ],
 )
 def test_room_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, limit: int, used: int, level: str
@@ -232,7 +237,9 @@ def test_beside_a_sound_daemon_there_are_only_warnings(paths: dict[str, Path]) -
     assert {"SQLite", "admin socket", "engine socket", "metrics", "daemon"} <= set(of(result, "ok"))
 
 
-def test_wrong_settings_are_said_and_the_command_is_still_judged(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_are_said_and_the_command_is_still_judged(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HONED_STORE__MAX_RAW_BITES", "1")
     result = run("--json", "--", "vllm", "serve", "m")
     assert result.exit_code == 1
@@ -247,7 +254,9 @@ def test_a_command_is_judged_before_it_is_run(paths: dict[str, Path]) -> None:
     assert "    → Use --scheduler-cls honed.attach.scheduler.make_scheduler" in result.stdout
 
 
-@pytest.mark.parametrize(("found", "code"), [(["ok"], 0), (["ok", "unknown"], 0), (["warning", "ok"], 4), (["warning", "error"], 1)])
+@pytest.mark.parametrize(
+    ("found", "code"), [(["ok"], 0), (["ok", "unknown"], 0), (["warning", "ok"], 4), (["warning", "error"], 1)]
+)
 def test_exit_codes(found: list[Any], code: int) -> None:
     checks = [Check("x", level, "") for level in found]
     assert exit_code(checks) == code
