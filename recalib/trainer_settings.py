@@ -58,7 +58,7 @@ class TrainerSettings(SampleSettings):
     made 300 micro-steps take over two minutes instead of twelve seconds."""
 
     loss: Literal["ce", "dpace", "acceptance"] = "ce"
-    """Cross-entropy, "dpace" (weights by how likely a position is reached) or "acceptance" (the expected acceptance length itself)."""
+    """Cross-entropy, "dpace" (weighted by how likely a position is reached) or "acceptance" (the expected length itself)."""
     learning_rate: float = 5e-4
     """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
