@@ -15,6 +15,7 @@ from fastapi.responses import PlainTextResponse
 from honed.daemon import models, views
 from honed.daemon.access import Authenticate, Tokens, needs
 from honed.daemon.api_changes import Name, add_changes
+from honed.daemon.follow import add_follow
 from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.metrics import CONTENT_TYPE, render
 from honed.daemon.plain_json import finite
@@ -45,6 +46,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     changing = APIRouter(dependencies=[needs("admin"), known])
     add_health(reading, service)
     add_reading(reading, service)
+    add_follow(reading, service)
     add_changes(changing, service)
     app.include_router(reading)
     app.include_router(changing)

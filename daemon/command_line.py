@@ -5,6 +5,7 @@ Nothing heavy is imported before it's needed: `honed status` must be quick also 
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon import changes, doctor_command, install_commands, replay, show, top
+from honed.daemon import cells, changes, doctor_command, install_commands, replay, show, top
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
@@ -166,6 +167,22 @@ def explain(
         names = [engine_id] if engine_id else [e["engine_id"] for e in client.get("/v1/engines")]
         found = {name: client.get(f"/v1/engines/{part(name)}/beliefs") for name in names}
         emit(found, as_json, _beliefs)
+
+
+@events.command("follow")
+def follow_events(
+    context: typer.Context,
+    after: Annotated[int, typer.Option(min=-1, help="Those after this number, too; 0: all there are; -1: only new ones.")] = -1,
+    as_json: JsonFlag = False,
+) -> None:
+    """What happens, as it happens: drift, swaps, promotions, roll-backs, overrides. Until Ctrl-C."""
+    with connect(context) as client, suppress(KeyboardInterrupt):
+        for mark in client.events(after):
+            if as_json:
+                print_json(mark)
+            else:
+                typer.echo(f"{cells.moment(mark['t'])}  {mark['kind']}  {mark['text']}")
+            sys.stdout.flush()
 
 
 @events.command("export")
