@@ -70,9 +70,11 @@ class Lifecycle:
 
     # --- what operators, recalibrations and drift ask for -----------------------------------------------------------------
 
-    def promote(self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None) -> Operation:
+    def promote(
+        self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None, dry_run: bool = False
+    ) -> Operation:
         """Make a version the active one. `force` does so also while no engine is there to take it, when it failed before, and
-        without watching it.
+        without watching it; `dry_run` only checks.
 
         Raises:
             UnknownError, ConflictError
@@ -95,6 +97,9 @@ class Lifecycle:
                 capable.why_none(service, version),
                 cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
             )
+        if dry_run:
+            takers = [engine.engine_id for engine in engines]
+            return service.operations.planned("promote", reason, actor, version=version, engines=takers)
         operation = service.operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
         self.swapping = operation  # the engines aren't sent home first
@@ -107,11 +112,15 @@ class Lifecycle:
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def roll_back(self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None) -> Operation:
+    def roll_back(
+        self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
+    ) -> Operation:
         """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
         service, trial = self._service, self.canaries.trial
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
+            if dry_run:
+                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new)
             operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
             service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
             self.canaries.fail(f"rolled back by {actor}: {reason}")
@@ -125,6 +134,9 @@ class Lifecycle:
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
         self.check_no_swap()
+        if dry_run:
+            takers = [engine.engine_id for engine in capable.swappable(service, target)]
+            return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
         # Aliases first: from here on every engine is brought to the old version, even if we are killed now.

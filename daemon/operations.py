@@ -17,6 +17,8 @@ log = structlog.get_logger("honed.operations")
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 KEPT_IN_MEMORY = 500
+PLANNED = "planned"
+"""Stage, and id, of an operation that a dry run asked for."""
 
 
 @dataclass(slots=True)
@@ -34,14 +36,21 @@ class Operation:
     idempotency_key: str | None = None
     detail: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    request_hash: str = ""
+    """Of the request that began it, so that its key can't stand for another one."""
 
     @property
     def is_finished(self) -> bool:
         return self.state in FINISHED
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether it was only asked what would be done."""
+        return self.stage == PLANNED
+
     def view(self) -> dict[str, Any]:
         """As the API shows it."""
-        return {name: getattr(self, name) for name in Operation.__slots__ if name != "idempotency_key"}
+        return {name: getattr(self, name) for name in Operation.__slots__ if name not in ("idempotency_key", "request_hash")}
 
 
 class Operations:
@@ -78,6 +87,16 @@ class Operations:
             self._by_id.pop(next(iter(self._by_id)))
         self._save(operation)
         return operation
+
+    def planned(self, kind: str, reason: str, actor: str, **detail: Any) -> Operation:
+        """What a dry run is answered with: nothing of it is kept."""
+        now = self._clock()
+        return Operation(PLANNED, kind, "succeeded", PLANNED, now, reason, actor, now, detail=detail | {"dry_run": True})
+
+    def note_request(self, operation: Operation, request_hash: str) -> None:
+        """Which request began it."""
+        operation.request_hash = request_hash
+        self._save(operation)
 
     def by_key(self, key: str | None) -> Operation | None:
         """The operation that an earlier request with the same idempotency key began."""
