@@ -50,6 +50,8 @@ class Lifecycle:
         self.swapping: Operation | None = None
         self.watch: Watch | None = None
         self.rollbacks: Counter[str] = Counter()
+        self.promotions: Counter[str] = Counter()
+        """Versions made active, by the kind of operation."""
 
     @property
     def current(self) -> Operation | None:
@@ -83,7 +85,7 @@ class Lifecycle:
         if engines:
             self.swap_in(operation, version, engines)
         else:
-            self._make_active(version)
+            self._make_active(version, operation.kind)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
@@ -161,7 +163,7 @@ class Lifecycle:
             service.journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
             return
         try:
-            self._make_active(swap.version)
+            self._make_active(swap.version, operation.kind)
         except HonedError as error:
             service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
             return
@@ -172,10 +174,11 @@ class Lifecycle:
         self.watch = watch
         service.operations.finish(operation, "succeeded", stage="watching", version=swap.version, **swaps.figures(swap))
 
-    def _make_active(self, version: str) -> None:
+    def _make_active(self, version: str, kind: str) -> None:
         old = self._service.drafters.active
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
         self._service.drafters.move(changes | {"active": version, "candidate": None})
+        self.promotions[kind] += 1
 
     def _rolled_back(self, operation: Operation, swap: Swap) -> None:
         self.swapping = None
