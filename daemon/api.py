@@ -21,6 +21,7 @@ from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.metrics import CONTENT_TYPE, render
 from honed.daemon.operations import Operation
+from honed.daemon.page import add_page
 from honed.daemon.plain_json import finite
 from honed.daemon.problems import finish
 from honed.daemon.recalibrations import START_TRAINER
@@ -67,14 +68,15 @@ def make_app(service: Service) -> FastAPI:
 
 
 def make_read_only_app(service: Service) -> FastAPI:
-    """/metrics, /healthz and /readyz, for the loopback listener."""
+    """The status page, /metrics, /healthz and /readyz, for the loopback listener."""
     app = FastAPI(title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, openapi_url=None)
     add_health(app, service)
+    add_page(app, service)
     socket = service.settings.paths.admin_socket
     finish(
         app,
         service,
-        other_routes="This is honed's port for metrics: /metrics, /healthz and /readyz. "
+        other_routes="This is honed's port for metrics: /metrics, /healthz, /readyz, and a status page at /. "
         f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
     )
     app.add_middleware(Limits, max_body_bytes=1024, hosts=LOCAL_HOSTS)

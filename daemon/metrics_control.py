@@ -109,9 +109,7 @@ def _beliefs(service: Service) -> Iterator[Metric]:
 
 def _overrides(service: Service) -> Iterator[Metric]:
     active = GaugeMetricFamily("honed_override_active", "1 while an operator's override is in force.", labels=["name"])
-    changes = CounterMetricFamily(
-        "honed_override_changes", "Overrides set, cleared and expired.", labels=["name", "change"]
-    )
+    changes = CounterMetricFamily("honed_override_changes", "Overrides set, cleared and expired.", labels=["name", "change"])
     in_force = {one["name"] for one in service.overrides.listing()}
     for name in NAMES:
         active.add_metric([name], name in in_force)

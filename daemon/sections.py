@@ -134,7 +134,7 @@ class HttpSettings(Section):
     """The read-only listener and limits of the admin API."""
 
     metrics_listen: str = "127.0.0.1:9464"
-    """host:port of /metrics, /healthz, /readyz; "" for none. Only loopback addresses."""
+    """host:port of the status page, /metrics, /healthz and /readyz; "" for none. Only loopback addresses."""
     max_body_bytes: int = 64 << 10
     mutations_per_minute: int = 120
 

@@ -158,9 +158,14 @@ def total_counts(service: Service) -> Counts:
     return total
 
 
-def workloads(service: Service, window_s: float) -> list[dict[str, Any]]:
-    """Sums by engine, workload and drafter version over the last `window_s` seconds; 0: all time."""
-    resolution = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
+def workloads(service: Service, window_s: float, resolution_s: int = 0) -> list[dict[str, Any]]:
+    """Sums by engine, workload and drafter version over the last `window_s` seconds (0: all time).
+
+    Args:
+        resolution_s: of the roll-ups that are read; 0: the finest that are kept for so long.
+    """
+    finest = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
+    resolution = resolution_s or finest
     since = int(service.clock() - window_s) // resolution * resolution if window_s else 0
     sums: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
     rows = service.store.read(

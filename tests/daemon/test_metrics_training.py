@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from honed.adapt import wire
 from honed.daemon.metrics_training import TRAINER_STATES
@@ -24,8 +25,12 @@ def test_without_a_trainer_it_is_absent_and_says_nothing_of_it(service: Service)
 
 
 def test_a_trainers_figures(service: Service, settings: Settings) -> None:
-    trainer = FakeTrainer(settings.paths.engine_socket)
-    trainer.introduce()
+    with closing(FakeTrainer(settings.paths.engine_socket)) as trainer:
+        trainer.introduce()
+        check_figures(service, trainer)
+
+
+def check_figures(service: Service, trainer: FakeTrainer) -> None:
     status = {"operation_id": "op-1", "state": "training", "steps": 30, "tokens": 600, "preemptions": 2, "loss": 1.5}
     figures = {"samples_bytes": 4096, "idle_ratio": 0.75, "preemption_s_p99": 0.02}
     trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **figures))
@@ -43,7 +48,6 @@ def test_a_trainers_figures(service: Service, settings: Settings) -> None:
     assert found["honed_training_steps_total"] == {"": 35}
     assert found["honed_training_tokens_total"] == {"": 1200}
     assert found["honed_training_preemptions_total"] == {"": 4}
-    trainer.close()
 
 
 def test_what_an_engine_captured(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
