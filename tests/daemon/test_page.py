@@ -200,16 +200,16 @@ def test_what_operators_write_stays_out(stage: Stage) -> None:  # noqa: F811
 
 
 def test_versions_and_the_watch(stage: Stage) -> None:  # noqa: F811
-    for seq in range(1, 11):
+    for seq in range(1, 101):
         stage.engine.send(stage.engine.batch(seq, drafter_version=stage.first))
-    stage.engine.wait_acked(10)
+    stage.engine.wait_acked(100)
     wait_for(lambda: not stage.service.steering._waiting, "the controller")
     second = stage.version(1.0)
     answer = stage.client.post(f"/v1/drafters/{second}:promote", json={}).json()
     stage.engine.answer_swap()
     stage.wait_state(answer["operation_id"], "succeeded")
-    stage.engine.send(stage.engine.batch(11, drafter_version=second))
-    stage.engine.wait_acked(11)
+    stage.engine.send(stage.engine.batch(101, drafter_version=second))
+    stage.engine.wait_acked(101)
     found = page_document.document(stage.service, "5min")
     assert [(one["version"], one["roles"]) for one in found["versions"]] == [
         (second, ["active"]), (stage.first, ["previous", "floor"]),
