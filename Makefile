@@ -9,12 +9,13 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test lint typecheck dashboards clean help
+.PHONY: setup demo test test-observability lint typecheck dashboards clean help
 .PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
+	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make lint typecheck the other checks"
 	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
 
@@ -47,6 +48,13 @@ demo: setup
 test: setup
 	@echo "== tests (the real engine included: some 8 minutes on two cores)"
 	@$(BIN)/python -m pytest
+
+# Everything real: vLLM, honed, Prometheus, Alertmanager, Chromium. What the machine lacks is unpacked into build/tools.
+PICTURES ?= docs/pictures
+test-observability: setup
+	@echo "== dashboards, rules, alerts and the status page on a running vLLM with honed (some 8 minutes on two cores)"
+	@$(BIN)/python tests/observability/fetch_tools.py build/tools
+	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
 lint: setup
 	@echo "== ruff"

@@ -58,12 +58,14 @@ function frame(host, spec) {
     root.append(svg("text", { x: x(tick), y: height - 6, "text-anchor": anchor }, spec.x_text(tick)));
   }
   root.append(svg("line", { class: "axis", x1: box.left, x2: width - box.right, y1: y(spec.y0), y2: y(spec.y0) }));
+  let taken = -Infinity; // names that would overlap are left out; the list of what happened has them all
   for (const mark of spec.marks || []) {
     if (mark.t < spec.x0 || mark.t > spec.x1) continue;
-    const group = svg("g", {});
-    group.append(svg("line", { class: "mark", x1: x(mark.t), x2: x(mark.t), y1: box.top, y2: height - box.bottom }));
-    group.append(svg("text", { x: x(mark.t), y: box.top - 2, "text-anchor": "middle" }, mark.kind));
-    root.append(group);
+    const at = x(mark.t), is_late = at > width - 60;
+    root.append(svg("line", { class: "mark", x1: at, x2: at, y1: box.top, y2: height - box.bottom }));
+    if (at - taken < 64) continue;
+    taken = at;
+    root.append(svg("text", { x: at, y: box.top - 2, "text-anchor": is_late ? "end" : "middle" }, mark.kind));
   }
   chart.append(root);
   host.append(chart);

@@ -128,6 +128,7 @@ def series(service: Service, window: Window, times: list[int]) -> Document:
             "length": [points[i].acceptance_length or None if i in points else None for i in range(len(times))],
             "draft_tokens": [points[i].draft_tokens_per_round or None if i in points else None for i in range(len(times))],
             "positions": by_position(points, len(times)),
+            "by_position": mean_by_position(points),
         }
         for workload, points in merged.items()
     ]
@@ -154,6 +155,15 @@ def by_position(points: dict[int, Counts], length: int) -> list[list[float | Non
             if tried := int(counts.tried[position]):
                 table[position][index] = round(int(counts.accepted[position]) / tried, 4)
     return table
+
+
+def mean_by_position(points: dict[int, Counts]) -> list[float | None]:
+    """The same over all times."""
+    total = Counts()
+    for counts in points.values():
+        total.add(counts)
+    pairs = zip(total.accepted.tolist(), total.tried.tolist(), strict=False)
+    return [round(accepted / tried, 4) if tried else None for accepted, tried in pairs][:MOST_POSITIONS]
 
 
 def load(service: Service, engine_id: str, since: float) -> Document:

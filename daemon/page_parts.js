@@ -70,18 +70,7 @@ function show_positions(found) {
   const host = by_id("positions");
   view.workload = choose("workload", found.acceptance.map((one) => one.workload), view.workload);
   const one = found.acceptance.find((a) => a.workload === view.workload);
-  const rows = one ? one.positions : [];
-  // The mean over the whole span comes from the same view as the API's.
-  const sums = found.workloads.filter((w) => w.workload === view.workload);
-  const mean = (j) => {
-    let accepted = 0, tried = 0;
-    for (const w of sums) {
-      const a = w.accepted_by_position[j], share = w.by_position[j];
-      if (a && share) { accepted += a; tried += a / share; }
-    }
-    return tried ? accepted / tried : null;
-  };
-  const means = rows.map((_, j) => mean(j));
+  const rows = one ? one.positions : [], means = one ? one.by_position : [];
   keep_open(host, () => {
     const plot = make("div", "");
     host.replaceChildren(plot);
@@ -234,7 +223,7 @@ function show_marks({ marks }) {
   by_id("marks").replaceChildren(...[...marks].reverse().slice(0, 12).map((mark) => {
     const line = make("li", ""), when = make("time", "", new Date(mark.t * 1000).toLocaleString("en-GB"));
     when.dateTime = new Date(mark.t * 1000).toISOString();
-    line.append(when, make("b", "", mark.kind), ` ${mark.text} ${mark.engine_id}`);
+    line.append(when, make("b", "", mark.kind), ` ${mark.text}${mark.engine_id ? ` (${mark.engine_id})` : ""}`);
     return line;
   }));
   if (!marks.length) by_id("marks").append(make("li", "none", "No swap, promotion, roll-back, drift or override in this span."));

@@ -39,16 +39,8 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="honed-chromium-", ignore_cleanup_errors=True)
         read, self._write = os.pipe()
         self._read, write = os.pipe()
-        command = [
-            sys.executable,
-            "-c",
-            LAUNCH,
-            str(read),
-            str(write),
-            program,
-            *FLAGS,
-            f"--user-data-dir={self._profile.name}",
-        ]
+        launch = [sys.executable, "-c", LAUNCH, str(read), str(write)]
+        command = [*launch, program, *FLAGS, f"--user-data-dir={self._profile.name}"]
         self._log = Path(self._profile.name) / "chromium.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, pass_fds=(read, write), stdout=log, stderr=log)
@@ -118,9 +110,8 @@ class Browser:
         """The whole page, as PNG."""
         size = self.page("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        return base64.b64decode(
-            self.page("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
-        )
+        shot = self.page("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(shot["data"])
 
     # --- the protocol ---------------------------------------------------------------------------------------------------
 

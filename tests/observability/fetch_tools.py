@@ -74,9 +74,25 @@ def wrap(tool: str, bin_folder: Path, root: Path) -> None:
         raise FetchError(f"the package {PACKAGES[tool]} has no {' or '.join(NAMES.get(tool, (tool,)))}")
     libraries = [path for pattern in ("*-linux-gnu", "*-linux-gnu/pulseaudio") for path in root.glob(f"usr/lib/{pattern}")]
     path = ":".join(map(str, libraries))
+    folder = relocate(found[0], root) if tool == "alertmanager" else ""
     script = bin_folder / tool
-    script.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH="{path}" exec "{found[0]}" "$@"\n')
+    script.write_text(f'#!/bin/sh\n{folder}LD_LIBRARY_PATH="{path}" exec "{found[0]}" "$@"\n')
     script.chmod(0o755)
+
+
+def relocate(program: Path, root: Path) -> str:
+    """Let an unpacked Alertmanager find its templates; returns the command that has to precede it. Raises FetchError.
+
+    Debian's has their absolute folder built in. A path of the same length, the working directory, replaces it.
+    """
+    built_in = b"/usr/share/prometheus/alertmanager"
+    working_directory = b"/proc/self/cwd".ljust(len(built_in), b"/")
+    data = program.read_bytes()
+    if built_in in data:
+        program.write_bytes(data.replace(built_in, working_directory))
+    elif working_directory not in data:
+        raise FetchError(f"{program} looks for its templates somewhere else: install the package {PACKAGES['alertmanager']}")
+    return f'cd "{root}{built_in.decode()}" && '
 
 
 def run(command: list[str], folder: Path) -> str:

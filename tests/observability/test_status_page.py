@@ -20,7 +20,7 @@ from tests.observability.stack import Stack
 from tests.tools import path_of
 
 SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-SHOWN = "document.body.dataset.shown"
+SHOWN = "document.body?.dataset.shown"
 FIGURE = "[...document.querySelectorAll('[data-figure=\"{}\"]')].map((node) => node.firstChild.textContent)"
 
 
