@@ -10,7 +10,7 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test test-observability lint typecheck dashboards clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm
+.PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -68,11 +68,15 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-regret bench-trees bench-against-vllm bench-overhead bench-adapt
+bench: bench-decide bench-scrape bench-regret bench-trees bench-against-vllm bench-overhead bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
 	@$(BIN)/python benchmarks/overhead.py
+
+bench-scrape: setup
+	@echo "== what a scrape and the status page cost the daemon (a few minutes of one core)"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/scrape.py
 
 bench-decide: setup
 	@echo "== how long deciding a step takes"

@@ -85,6 +85,7 @@ def document(service: Service, name: str) -> Document:
     status = views.status(service)
     engines = status["engines"][:MOST_ENGINES]
     since = times[0]
+    believed = views.beliefs(service, [engine["engine_id"] for engine in engines])
     return {
         "t": service.clock(),
         "window": name,
@@ -95,9 +96,9 @@ def document(service: Service, name: str) -> Document:
         "engines": [{field: engine[field] for field in ENGINE_FIELDS} for engine in engines],
         "operation": page_weights.progress(status["operation"]),
         "overrides": [{field: one[field] for field in ("name", "value", "ttl_s")} for one in status["overrides"]],
-        "workloads": views.workloads(service, float(window.span_s), window.resolution_s),
+        "workloads": views.workloads(service, float(window.span_s), window.resolution_s, believed),
         **series(service, window, times),
-        "load": [load(service, engine["engine_id"], since) for engine in engines],
+        "load": [load(service, engine_id, since, beliefs) for engine_id, beliefs in believed.items()],
         **page_weights.weights(service),
         "marks": marks(service, since),
     }
@@ -166,15 +167,13 @@ def mean_by_position(points: dict[int, Counts]) -> list[float | None]:
     return [round(accepted / tried, 4) if tried else None for accepted, tried in pairs][:MOST_POSITIONS]
 
 
-def load(service: Service, engine_id: str, since: float) -> Document:
+def load(service: Service, engine_id: str, since: float, beliefs: Document) -> Document:
     """Draft length against load: what was, in slots, and what the controller would choose, by batch size."""
     with service.lock:
-        engine = service.engines.by_id.get(engine_id)
         slots = [
             (slot.t, round(slot.requests_per_step, 2), round(slot.draft_tokens_per_request, 3), slot.budget)
             for slot in service.load.slots(engine_id, since)
         ]
-        beliefs = service.steering.beliefs(engine) if engine is not None else {}
     step_time = beliefs.get("step_time") or {}
     return {
         "engine_id": engine_id,

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 import vllm_server
 from client_load import Prompt, play, read_prompts
 from demo_figures import toml
 from honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
 from processes import ROOT, Processes, free_port
-from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file, save_file
 from vllm_server import Server
 
 from honed.daemon.client import AdminClient
@@ -66,13 +66,14 @@ class Stack:
         return found
 
     def spoilt_version(self) -> str:
-        """Register a version of the drafter whose last layer is noise: as large, as fast, and hardly ever accepted."""
+        """Register a version of the drafter whose layers write noise: as large, as fast, hardly ever accepted."""
         folder = self.folder / "spoilt"
         shutil.copytree(DRAFTER, folder)
         tensors = load_file(folder / "model.safetensors")
-        noise = np.random.default_rng(0)
-        for name in [name for name in tensors if name.endswith("o_proj.weight") or name.endswith("down_proj.weight")]:
-            tensors[name] = (noise.standard_normal(tensors[name].shape) * 0.5).astype(tensors[name].dtype)
+        noise = torch.Generator().manual_seed(0)
+        for name, weight in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = (0.5 * torch.randn(weight.shape, generator=noise)).to(weight.dtype)
         save_file(tensors, folder / "model.safetensors")
         target = self.client.get("/v1/engines")[0]["target_path"]
         registry = Registry(self.folder / "state" / "registry")
