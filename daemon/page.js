@@ -15,7 +15,7 @@ function tell() {
   const age = Date.now() - view.at;
   const late = view.error || age > LATE_MS;
   by_id("updated").className = late ? "bad" : "";
-  by_id("updated").textContent = view.error ? `Not up to date: ${view.error}` : `Updated ${seconds(Math.round(age / 1000) || 0.001)} ago.`;
+  by_id("updated").textContent = view.error ? `Not up to date: ${view.error}` : age < 1500 ? "Updated just now." : `Updated ${Math.round(age / 1000)} s ago.`;
 }
 
 /** Somebody points at a plot or reads a table of figures: it mustn't be redrawn under them. */

@@ -4,10 +4,11 @@ const view = { window: "1h", workload: "", engine: "", found: null, at: 0, error
 
 function show_state({ status, findings, engines, load }) {
   const lines = findings.length ? findings : [{ level: "fine", text: "Nothing is wrong." }];
-  const words = { error: "Error", warning: "Note", fine: "Well" };
+  const words = { error: "Error", warning: "Warning", fine: "Well" };
   by_id("findings").replaceChildren(...lines.map((one) => {
     const line = make("li", `finding ${one.level}`);
-    line.append(make("b", "", words[one.level]), one.text);
+    // What stands between backticks is to be typed.
+    line.append(make("b", "", words[one.level]), ...one.text.split("`").map((part, i) => (i % 2 ? make("code", "", part) : part)));
     return line;
   }));
   const recent = status.acceptance.last_minute, is_fresh = recent.rounds > 0;

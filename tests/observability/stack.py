@@ -93,6 +93,7 @@ class Traffic:
     def __init__(self, url: str) -> None:
         self._url = url
         self._prompts = {name: read_prompts(TINY / f"traffic_{name}.jsonl", 200) for name in ("a", "b")}
+        self._source = {name: name for name in self._prompts}
         self._stop, self._may_go = threading.Event(), threading.Event()
         self._is_quiet = threading.Event()
         self.workloads = ["a"]
@@ -110,8 +111,8 @@ class Traffic:
         self._thread.join(120)
 
     def turn(self, workload: str, into: str) -> None:
-        """From now on requests of one workload are like another's."""
-        self._prompts[workload] = self._prompts[into]
+        """From now on requests with one workload's label are like another's (or, with its own name, like themselves again)."""
+        self._source[workload] = into
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -132,7 +133,7 @@ class Traffic:
                 self._may_go.wait()
                 continue
             workload = self.workloads[number % len(self.workloads)]
-            prompts, size = self._prompts[workload], (2, 8, 4)[number % 3]
+            prompts, size = self._prompts[self._source[workload]], (2, 8, 4)[number % 3]
             burst = [prompts[(number * 8 + i) % len(prompts)] for i in range(size)]
             self._play(workload, burst)
             number += 1

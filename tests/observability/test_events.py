@@ -46,6 +46,15 @@ def test_a_training_shows(stack: Stack) -> None:
     assert operation["detail"]["steps"] > 50, operation
 
 
+def test_a_change_of_traffic_is_noticed(stack: Stack) -> None:
+    # The drafter was made for workload a. Under one label, traffic that turns into b's is drift.
+    stack.traffic.turn("a", into="b")
+    stack.wait_for(lambda: now(stack, "honed_drift_detections_total") >= 1, "a drift alarm", 240.0)
+    stack.traffic.turn("a", into="a")
+    stack.traffic.workloads = ["a", "b"]
+    stack.wait_for(lambda: now(stack, 'honed_verify_rounds_total{workload="b"}') > 50, "the second workload")
+
+
 def test_bad_weights_are_rolled_back_and_alertmanager_hears_of_it(stack: Stack) -> None:
     version = stack.spoilt_version()
     promoted = stack.operation(f"/v1/drafters/{version}:promote", {"reason": "a test"})
@@ -59,11 +68,3 @@ def test_bad_weights_are_rolled_back_and_alertmanager_hears_of_it(stack: Stack) 
     assert alerts[0]["labels"]["reason"] == "canary"
     assert alerts[0]["annotations"]["runbook"].startswith("1. ")
     assert alerts[0]["status"]["state"] == "active"
-
-
-def test_a_change_of_traffic_is_noticed(stack: Stack) -> None:
-    # The drafter was made for workload a. Under one label, traffic that turns into b's is drift.
-    stack.traffic.turn("a", into="b")
-    stack.wait_for(lambda: now(stack, "honed_drift_detections_total") >= 1, "a drift alarm", 240.0)
-    stack.traffic.workloads = ["a", "b"]
-    stack.wait_for(lambda: now(stack, 'honed_verify_rounds_total{workload="b"}') > 50, "the second workload")
