@@ -26,9 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """Traffic, then a day's events in a few minutes: override, training, a bad version that is rolled back, drift."""
-    # A short path: a socket's may have 107 bytes.
+    # In memory, as honed wants its runtime directory; a short path, since a socket's may have 107 bytes.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with (
+        tempfile.TemporaryDirectory(prefix="honed-", dir=memory, ignore_cleanup_errors=True) as runtime_dir,
         tempfile.TemporaryDirectory(prefix="honed-o-", ignore_cleanup_errors=True) as folder,
-        stack_module.running(Path(folder)) as running,
+        stack_module.running(Path(folder), Path(runtime_dir)) as running,
     ):
         yield running

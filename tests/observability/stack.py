@@ -146,12 +146,12 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Stack]:
+def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
     """Start all of it, in the order in which an operator would; end it in the opposite one."""
     listen = f"127.0.0.1:{free_port()}"
     config = folder / "honed.toml"
     settings = {
-        "paths": {"state_dir": folder / "state", "runtime_dir": folder / "run"},
+        "paths": {"state_dir": folder / "state", "runtime_dir": runtime_dir},
         "http": {"metrics_listen": listen},
         "controller": {"capture_share": 1.0},
         "recalibration": {"automatic": False, "max_seconds": 60.0, "grace_s": 60.0},
@@ -160,7 +160,7 @@ def running(folder: Path) -> Iterator[Stack]:
     config.write_text(toml(settings))
     start_s = time.time()
     plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    with Processes(folder / "logs") as processes, AdminClient(folder / "run" / "admin.sock") as client:
+    with Processes(folder / "logs") as processes, AdminClient(runtime_dir / "admin.sock") as client:
         _, environment = start_daemon(processes, config, client)
         args = vllm_args(environment)
         server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=args["environment"])

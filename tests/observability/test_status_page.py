@@ -146,5 +146,5 @@ def save_picture(browser: Browser, name: str) -> None:
     if not folder:
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    picture = Image.open(io.BytesIO(browser.picture())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    picture = Image.open(io.BytesIO(browser.picture())).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     picture.save(Path(folder) / name, optimize=True)
