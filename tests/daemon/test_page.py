@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from honed.adapt import wire
 from honed.daemon import page_document, views
 from honed.daemon.api import make_app, make_read_only_app
+from honed.daemon.errors import StoreError
 from honed.daemon.page import FOLDER, page
 from honed.daemon.page_document import CACHE_S, MOST_WORKLOADS, OTHERS, PageDocuments
 from honed.daemon.service import Service
@@ -156,6 +157,18 @@ def test_every_window_has_the_same_rounds(client: TestClient, engine: FakeEngine
 def test_odd_windows_are_refused(client: TestClient) -> None:
     assert client.get("/page.json?window=1y").status_code == 422
     assert client.get("/page.json?window=5min&window=x").status_code == 422
+
+
+def test_a_database_that_refuses_is_a_problem_document(
+    client: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("database: disk I/O error")
+
+    monkeypatch.setattr(service.store, "read", refuse)
+    answer = client.get("/page.json")
+    assert (answer.status_code, answer.json()["detail"]) == (503, "database: disk I/O error")
+    assert client.get("/").status_code == 200, "the page itself says so"
 
 
 def test_it_says_what_is_wrong(client: TestClient) -> None:
