@@ -44,6 +44,8 @@ class Lifecycle:
         self.canaries = Canaries(service, self._on_trial_end)
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
+        self.promotions: Counter[str] = Counter()
+        """Versions made active, by the kind of operation."""
 
     @property
     def current(self) -> Operation | None:
@@ -108,7 +110,7 @@ class Lifecycle:
             service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
             self.swapping = None
-            self._make_active(version)
+            self._make_active(version, operation.kind)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
@@ -201,7 +203,7 @@ class Lifecycle:
             return
         old = service.drafters.active
         try:
-            self._make_active(swap.version)
+            self._make_active(swap.version, operation.kind)
         except HonedError as error:
             service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
             return
@@ -233,8 +235,8 @@ class Lifecycle:
         is_valid = service.drafters.active == old
         try:
             if decision == "better" and is_valid:
-                self._make_active(new)
-                service.journal.mark("swap", f"{old} -> {new}")
+                self._make_active(new, operation.kind if operation is not None else "recalibrate")
+                service.journal.mark("promote", f"{old} -> {new}")
             else:
                 service.drafters.move({"candidate": None})
         except HonedError as error:
@@ -282,10 +284,11 @@ class Lifecycle:
             figures = swaps.figures(swap) | {"version": swap.version}
             self._service.operations.finish(operation, "succeeded", **figures)
 
-    def _make_active(self, version: str) -> None:
+    def _make_active(self, version: str, kind: str) -> None:
         old = self._service.drafters.active
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
         self._service.drafters.move(changes | {"active": version, "candidate": None})
+        self.promotions[kind] += 1
 
     def check_no_swap(self) -> None:
         """Raises ConflictError while another swap is under way."""
