@@ -10,7 +10,7 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test lint typecheck dashboards clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm
+.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture
 
 help:
@@ -61,12 +61,16 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
+bench: bench-decide bench-hotpath bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
        bench-overhead bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
 	@$(BIN)/python benchmarks/overhead.py
+
+bench-hotpath: setup
+	@echo "== what honed adds to vLLM's engine thread in a step"
+	@$(BIN)/python benchmarks/hotpath.py
 
 bench-decide: setup
 	@echo "== how long deciding a step takes"

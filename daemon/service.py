@@ -31,6 +31,7 @@ from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.operations import Operations
 from honed.daemon.overrides import Overrides
 from honed.daemon.recalibrations import Recalibrations
+from honed.daemon.recall import recall
 from honed.daemon.rollups import Counts
 from honed.daemon.router import Router
 from honed.daemon.settings import Settings
@@ -189,6 +190,9 @@ class Service:
             lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns)
         )
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
+        if engine.controller is None and not engine.is_recalling:
+            engine.is_recalling = True
+            self._background.submit(self._recall, engine, hello)
         if engine.live_version:
             self._welcome(engine)
         else:
@@ -204,6 +208,17 @@ class Service:
             if engine.live_version == "":
                 engine.live_version = version
             self._welcome(engine)
+
+    def _recall(self, engine: Engine, hello: wire.EngineHello) -> None:
+        controller = self.steering.new_controller(hello)
+        try:
+            learned = recall(self.settings.paths.database, hello, controller) if controller is not None else 0
+            log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
+        except Exception as error:
+            log.exception("nothing could be learned from the stored log", error=str(error))
+        with self.lock:
+            engine.controller, engine.is_recalling = controller, False
+            self.steer(self.monotonic())
 
     def _welcome(self, engine: Engine) -> None:
         boot = engine.boot
