@@ -49,10 +49,11 @@ class Lifecycle:
 
     @property
     def current(self) -> Operation | None:
-        """The operation that is under way: a swap before a trial before a training."""
+        """The operation that is under way: a swap before a canary before a training. A watch is nobody's: it may be ended."""
         trial = self.canaries.trial
         tried = self._service.operations.find(trial.operation_id) if trial is not None else None
-        return self.swapping or tried or self._service.recalibrations.training
+        is_running = tried is not None and not tried.is_finished
+        return self.swapping or (tried if is_running else None) or self._service.recalibrations.training
 
     @property
     def is_quiet(self) -> bool:

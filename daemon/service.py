@@ -213,6 +213,9 @@ class Service:
 
     def _recall(self, engine: Engine, hello: wire.EngineHello) -> None:
         controller = self.steering.new_controller(hello)
+        with self.lock:
+            if controller is not None and (trial := self.lifecycle.canaries.trial) is not None:
+                controller.take_turns(trial.versions)
         try:
             learned = recall(self.settings.paths.database, hello, controller) if controller is not None else 0
             log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
