@@ -12,7 +12,7 @@ import structlog
 from fastapi import APIRouter, Depends, FastAPI, Query, Response
 from fastapi.responses import PlainTextResponse
 
-from honed.daemon import models, views
+from honed.daemon import canary_tables, models, views
 from honed.daemon.access import Authenticate, Tokens, needs
 from honed.daemon.api_changes import Name, add_changes
 from honed.daemon.follow import add_follow
@@ -153,6 +153,16 @@ def add_reading(app: APIRouter, service: Service) -> None:
         """One of them in full."""
         with service.lock:
             return finite(service.operations.get(operation_id).view())
+
+    @app.get("/v1/canaries", response_model=list[models.CanaryRow])
+    def canaries(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Any:
+        """Trials of candidates on live traffic, newest first."""
+        return finite(canary_tables.listing(service.store, limit))
+
+    @app.get("/v1/canaries/{operation_id}", response_model=models.CanaryView)
+    def canary(operation_id: Name) -> Any:
+        """One of them, with its evidence."""
+        return finite(views.canary(service, operation_id))
 
     @app.get("/v1/overrides", response_model=list[models.OverrideView])
     def overrides() -> Any:

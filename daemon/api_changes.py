@@ -151,6 +151,17 @@ def add_changes(router: APIRouter, service: Service) -> None:
             lambda: lifecycle.roll_back(reason=asked.reason, actor=ACTOR, key=key, dry_run=asked.dry_run),
         )
 
+    @router.post("/v1/engines/{engine_id}:verify", status_code=202, response_model=models.OperationView)
+    def verify(engine_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+        """Compare the checksum of an engine's live weights with the registry's."""
+        reason = body.reason if body else ""
+        return changes.operation(
+            generation,
+            key,
+            fingerprint("verify", engine_id, reason),
+            lambda: service.checksums.verify(engine_id, reason=reason, actor=ACTOR, key=key),
+        )
+
     def accept(generation: int | None, key: str | None, action: str, body: BaseModel | None, act: Callable[[], object]) -> Any:
         reason = str(getattr(body, "reason", ""))
 
