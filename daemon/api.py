@@ -20,7 +20,7 @@ from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.metrics import CONTENT_TYPE, render
 from honed.daemon.page import add_page
 from honed.daemon.plain_json import finite
-from honed.daemon.problems import finish
+from honed.daemon.problems import METHODS, finish
 from honed.daemon.queries import only_known_parameters
 from honed.daemon.service import Service
 
@@ -55,7 +55,12 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=settings.max_body_bytes, bucket=bucket, hosts=hosts)
-    app.add_middleware(Authenticate, tokens=tokens)  # the last added is the first asked: strangers use up no rate
+
+    def count_stranger(method: str) -> None:
+        service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
+
+    # The last added is the first asked: strangers use up no rate.
+    app.add_middleware(Authenticate, tokens=tokens, on_refused=count_stranger)
     return app
 
 

@@ -123,7 +123,8 @@ class Lifecycle:
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
             if dry_run:
-                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new)
+                takers = [engine.engine_id for engine in capable.swappable(service, old)]
+                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
             operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
             service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
             self.canaries.fail(f"rolled back by {actor}: {reason}")
