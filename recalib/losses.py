@@ -59,6 +59,16 @@ def kl_tv_hybrid(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K,
     return share * forward_kl(logits, target_logits) + (1.0 - share) * (1.0 - alpha)
 
 
+def hybrid_on_labels(surprise: Tensor) -> Tensor:  # [N, K] -> [N, K]
+    """`kl_tv_hybrid` against the emitted token alone, from `surprise` = -log q(label): KL is the surprise, TV is 1 - q(label).
+
+    Exact where the target is greedy, and what can be had where its distribution was not captured.
+    """
+    right = torch.exp(-surprise)
+    share = torch.exp(-3.0 * right.detach())
+    return share * surprise + (1.0 - share) * (1.0 - right)
+
+
 def dpace_weights(accept_probabilities: Tensor, smoothing: float = 0.5) -> Tensor:  # [N, K] -> [N, K]
     """D-PACE: w_j = sum over m >= j of prod over i <= m of ((1 - a) * q_i + a), a = `smoothing`.
 

@@ -101,3 +101,10 @@ def test_unknown_labels_are_neither_tried_nor_accepted() -> None:
     counts = losses.count_acceptance(labels, labels, is_valid)
     assert (counts.trials, counts.successes) == ((1, 0, 0), (1, 0, 0))
     assert losses.accepted_prefix(labels, labels, is_valid).tolist() == [1]
+
+
+def test_the_hybrid_on_labels_is_the_hybrid_against_a_certain_target() -> None:
+    logits, labels = some_logits(0), torch.arange(12).view(3, 4) % 6
+    certain = torch.nn.functional.one_hot(labels, 6).double() * 1000.0
+    on_labels = losses.hybrid_on_labels(losses.cross_entropy(logits, labels))
+    assert torch.allclose(on_labels, losses.kl_tv_hybrid(logits, certain), atol=1e-5)
