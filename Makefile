@@ -11,7 +11,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 
 .PHONY: setup demo test lint typecheck dashboards clean help
 .PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
-.PHONY: bench-canary bench-swap bench-yield bench-capture
+.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -62,7 +62,7 @@ dashboards: setup
 	@$(BIN)/python dashboards/make_dashboards.py
 
 bench: bench-decide bench-hotpath bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
-       bench-overhead bench-adapt
+       bench-overhead bench-recalib bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
@@ -107,6 +107,10 @@ bench-capture: setup
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"
 	@$(BIN)/python benchmarks/adapt.py
+
+bench-recalib: setup
+	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (some 25 minutes)"
+	@$(BIN)/python benchmarks/recalib.py
 
 clean:
 	rm -rf $(VENV) build demo-out

@@ -1,6 +1,6 @@
 """Losses for a block drafter, and its figures as sums and counts.
 
-Every per-token loss maps `[N, K, V]` logits to `[N, K]`; `weighted_mean` reduces it. Position j of a block matters only
+Every per-token loss maps `[N, K, V]` logits to `[N, K]`; `shares` of weights reduce it. Position j of a block matters only
 when all before it were accepted, so weights fall with j.
 """
 
@@ -23,9 +23,9 @@ def position_weights(num_draft_tokens: int, decay_tokens: float) -> Tensor:  # [
     return torch.exp(-torch.arange(num_draft_tokens, dtype=torch.float32) / decay_tokens)
 
 
-def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:  # 2 x [N, K] -> []
-    """Sum of w * loss / sum of w; 0 where nothing has weight."""
-    return (losses * weights).sum() / weights.sum().clamp_min(1e-12)
+def shares(weights: Tensor, dim: tuple[int, ...]) -> Tensor:  # [N, K] -> [N, K]
+    """w / sum of w over `dim`, so that a sum of share * loss is a weighted mean; 0 where nothing has weight."""
+    return weights / weights.sum(dim, keepdim=True).clamp_min(1e-12)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # [N, K, V], [N, K] -> [N, K]
@@ -57,6 +57,16 @@ def kl_tv_hybrid(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K,
     alpha = overlap(logits, target_logits)
     share = torch.exp(-3.0 * alpha.detach())
     return share * forward_kl(logits, target_logits) + (1.0 - share) * (1.0 - alpha)
+
+
+def hybrid_on_labels(surprise: Tensor) -> Tensor:  # [N, K] -> [N, K]
+    """`kl_tv_hybrid` against the emitted token alone, from `surprise` = -log q(label): KL is the surprise, TV is 1 - q(label).
+
+    Exact where the target is greedy, and what can be had where its distribution was not captured.
+    """
+    right = torch.exp(-surprise)
+    share = torch.exp(-3.0 * right.detach())
+    return share * surprise + (1.0 - share) * (1.0 - right)
 
 
 def dpace_weights(accept_probabilities: Tensor, smoothing: float = 0.5) -> Tensor:  # [N, K] -> [N, K]

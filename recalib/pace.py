@@ -8,6 +8,10 @@ sized for `SHARE` of the budget, since work that arrives during one makes it slo
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from typing import TypeVar
+
+R = TypeVar("R")
 
 SHARE = 0.5
 _FORGETTING = 0.97
@@ -58,3 +62,13 @@ class Pace:
             return 0.0, s / n
         block_s = max((ns - n * s / weight) / scatter, 0.0)
         return max((s - block_s * n) / weight, 0.0), block_s
+
+
+def run_through(parts: Generator[None, None, R]) -> R:
+    """All parts of some work in one go; what the generator returns."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: R = end.value
+            return result

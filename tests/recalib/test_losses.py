@@ -22,10 +22,12 @@ def test_position_weights_decay_from_one() -> None:
     assert weights[4] == pytest.approx(math.exp(-1.0))
 
 
-def test_weighted_mean_ignores_what_has_no_weight() -> None:
+def test_a_mean_by_shares_ignores_what_has_no_weight() -> None:
     values = torch.tensor([[1.0, 100.0], [3.0, 100.0]])
-    assert losses.weighted_mean(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]])) == 2.0
-    assert losses.weighted_mean(values, torch.zeros(2, 2)) == 0.0
+    weights = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+    assert (values * losses.shares(weights, (0, 1))).sum() == 2.5
+    assert (values * losses.shares(weights, (1,))).sum(1).tolist() == [1.0, 3.0]
+    assert (values * losses.shares(torch.zeros(2, 2), (0, 1))).sum() == 0.0
 
 
 def test_forward_kl_is_zero_only_for_equal_distributions() -> None:
@@ -101,3 +103,10 @@ def test_unknown_labels_are_neither_tried_nor_accepted() -> None:
     counts = losses.count_acceptance(labels, labels, is_valid)
     assert (counts.trials, counts.successes) == ((1, 0, 0), (1, 0, 0))
     assert losses.accepted_prefix(labels, labels, is_valid).tolist() == [1]
+
+
+def test_the_hybrid_on_labels_is_the_hybrid_against_a_certain_target() -> None:
+    logits, labels = some_logits(0), torch.arange(12).view(3, 4) % 6
+    certain = torch.nn.functional.one_hot(labels, 6).double() * 1000.0
+    on_labels = losses.hybrid_on_labels(losses.cross_entropy(logits, labels))
+    assert torch.allclose(on_labels, losses.kl_tv_hybrid(logits, certain), atol=1e-5)
