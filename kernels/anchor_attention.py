@@ -1,0 +1,183 @@
+"""Attention of packed anchor blocks over a shared context, forward and backward.
+
+Computes: reference_training.anchor_attention. Block n sees the context rows begins[n] … ends[n] − 1 (an interval: from its sample's
+    first row, or a window's, to just before its anchor) and itself, both ways; blocks don't see each other.
+Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the matmuls,
+    4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
+Layout: contiguous, heads before width as the projections leave them; on a GPU context and blocks become one K/V sequence, the
+    context padded to whole tiles.
+On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal, so which tiles are
+    empty, full or partial is arithmetic on [N] numbers: no [N·B, T + N·B] mask is ever evaluated (`create_block_mask` would).
+    What is wasted are the partial tiles: one on each interval's end and the diagonal's. A kernel of our own could save those and
+    little else, and attention is a tenth of a drafter's training FLOPs at 4k context; so FlexAttention it is, with its backward
+    pass, kept up by PyTorch.
+On a CPU: the plain twin (FlexAttention has no backward pass there), over parts of the blocks where its scores would take more than
+    SCORES_BYTES; each part reads only the rows that it can see.
+Source: arXiv 2602.06036, section 3 (the packed blocks); FlexAttention, arXiv 2412.05496.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from honed.kernels import reference_training
+
+SCORES_BYTES = 64 << 20
+TILE = 128
+FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+def anchor_attention(
+    q: torch.Tensor,  # [N, B, Q, D]
+    own_k: torch.Tensor,  # [N, B, G, D]
+    own_v: torch.Tensor,  # [N, B, G, D]
+    context_k: torch.Tensor,  # [T, G, D]
+    context_v: torch.Tensor,  # [T, G, D]
+    begins: torch.Tensor,  # [N] first context row that a block sees
+    ends: torch.Tensor,  # [N] one past the last, ≤ T; begins ≥ ends: the block sees itself only
+    scale: float | None = None,  # 1 / √D
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Every token of a block attends to the block's context rows and to the whole block.
+
+    Sorted anchors are not needed, but make for fewer tiles on a GPU and shorter parts on a CPU.
+
+    Raises:
+        ValueError: shapes don't fit each other.
+    """
+    _check(q, own_k, own_v, context_k, context_v, begins, ends)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    arguments = (q, own_k, own_v, context_k, context_v, begins, ends, scale)
+    if not q.numel():
+        return torch.zeros_like(q)
+    if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
+        return by_flex(*arguments, attend=_compiled_flex())
+    return _in_parts(*arguments)
+
+
+def by_flex(
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+    attend: Callable[..., Any] = flex_attention,
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Run FlexAttention: compiled on a GPU; as it is on any device, for tests (its dense form, forward only on a CPU)."""
+    n, b, num_heads, d = q.shape
+    padding = context_k.new_zeros((-len(context_k) % TILE, *context_k.shape[1:]))
+    k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
+    v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
+    mask = block_mask(begins, ends, b, len(context_k) + len(padding))
+    out = attend(
+        q.reshape(1, n * b, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
+        block_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
+    )  # fmt: skip
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+def block_mask(begins: torch.Tensor, ends: torch.Tensor, block_tokens: int, context_rows: int) -> BlockMask:
+    """Which tiles of [N·B queries, context rows + N·B own rows] are empty, full or partial, without evaluating the mask.
+
+    Args:
+        context_rows: a whole number of tiles.
+    """
+    assert context_rows % TILE == 0, "pad the context to whole tiles"
+    num_queries = len(begins) * block_tokens
+    starts = torch.arange(0, num_queries, TILE, device=begins.device)  # [tiles of queries]
+    first = starts // block_tokens
+    last = (starts + TILE - 1).clamp(max=num_queries - 1) // block_tokens
+    span = (TILE - 1) // block_tokens + 2  # blocks that a tile of queries can touch
+    members = torch.minimum(first[:, None] + torch.arange(span, device=first.device), last[:, None])
+    low, high = begins[members], ends[members]  # [tiles, span]; the last block may be repeated
+    is_blind = high <= low
+    outer_low = low.masked_fill(is_blind, context_rows).amin(1, keepdim=True)
+    outer_high = high.masked_fill(is_blind, 0).amax(1, keepdim=True)
+    column = torch.arange(0, context_rows, TILE, device=first.device)
+    is_touched = (column < outer_high) & (column + TILE > outer_low)
+    is_full = (column >= low.amax(1, keepdim=True)) & (column + TILE <= high.amin(1, keepdim=True))
+    own = (first[:, None] <= last) & (first <= last[:, None])  # tiles that share a block
+    partial = torch.cat((is_touched & ~is_full, own), dim=1)
+    full = torch.cat((is_full, torch.zeros_like(own)), dim=1)
+
+    def is_visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        block = query // block_tokens
+        in_context = (row >= begins[block]) & (row < ends[block])
+        return in_context | ((row >= context_rows) & ((row - context_rows) // block_tokens == block))
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=is_visible,
+        seq_lengths=(num_queries, context_rows + num_queries),
+    )  # fmt: skip
+
+
+def _ordered(is_set: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [1, 1, rows], [1, 1, rows, columns], int32
+    """How many columns of each row are set, and which, those first."""
+    order = is_set.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return is_set.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _in_parts(
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Run the twin on as many blocks at a time as SCORES_BYTES allow, nearest anchors together."""
+    size = max(1, SCORES_BYTES // max(1, q[0].numel() // q.shape[-1] * len(context_k) * q.itemsize))
+    if size >= len(q):
+        return reference_training.anchor_attention(q, own_k, own_v, context_k, context_v, begins, ends, scale)
+    order = ends.argsort()
+    outs = []
+    for part in order.split(size):
+        low, high = int(begins[part].min()), int(ends[part].max())
+        rows = slice(low, max(low, high))
+        outs.append(
+            reference_training.anchor_attention(
+                q[part], own_k[part], own_v[part], context_k[rows], context_v[rows], begins[part] - low, ends[part] - low, scale
+            )
+        )
+    return torch.cat(outs)[order.argsort()]
+
+
+def _check(
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+) -> None:
+    is_right = (
+        q.dim() == own_k.dim() == 4
+        and own_k.shape == own_v.shape
+        and context_k.shape == context_v.shape
+        and own_k.shape[:2] == q.shape[:2]
+        and context_k.shape[1:] == own_k.shape[2:]
+        and q.shape[3] == own_k.shape[3]
+        and q.shape[2] % max(1, own_k.shape[2]) == 0
+        and begins.shape == ends.shape == q.shape[:1]
+    )
+    if not is_right:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, own_k, own_v, context_k, context_v, begins, ends))
+        raise ValueError(
+            f"anchor_attention: {shapes} don't fit: they are q [N, B, Q, D], own K and V [N, B, G, D], context K and V "
+            "[T, G, D], begins and ends [N], with Q a multiple of G"
+        )
