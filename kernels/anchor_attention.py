@@ -1,33 +1,35 @@
 """Attention of packed anchor blocks over a shared context, forward and backward.
 
-Computes: reference_training.anchor_attention. Block n sees the context rows begins[n] … ends[n] − 1 (an interval: from its sample's
-    first row, or a window's, to just before its anchor) and itself, both ways; blocks don't see each other.
-Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the matmuls,
-    4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
+Computes: reference_training.anchor_attention. Block n sees the context rows begins[n] … ends[n] − 1 (an interval: from its
+    sample's first row, or a window's, to just before its anchor) and itself, both ways; blocks don't see each other.
+Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the
+    matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
 Layout: contiguous, heads before width as the projections leave them; on a GPU context and blocks become one K/V sequence, the
     context padded to whole tiles.
-On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal, so which tiles are
-    empty, full or partial is arithmetic on [N] numbers: no [N·B, T + N·B] mask is ever evaluated (`create_block_mask` would).
-    What is wasted are the partial tiles: one on each interval's end and the diagonal's. A kernel of our own could save those and
-    little else, and attention is a tenth of a drafter's training FLOPs at 4k context; so FlexAttention it is, with its backward
-    pass, kept up by PyTorch.
-On a CPU: the plain twin (FlexAttention has no backward pass there), over parts of the blocks where its scores would take more than
-    SCORES_BYTES; each part reads only the rows that it can see.
+On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal, so which tiles
+    are empty, full or partial is arithmetic on [N] numbers: no [N·B, T + N·B] mask is evaluated (`create_block_mask` would).
+    What is wasted are the partial tiles: one on each interval's end and the diagonal's. A kernel of our own could save those
+    and little else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context); so FlexAttention it is, with its
+    backward pass, kept up by PyTorch. Not measured on a GPU.
+On a CPU: PyTorch's masked attention (FlexAttention has no backward pass there) on parts of PART_QUERIES queries, each with the
+    rows that its blocks see: packed samples cost nothing against each other, of the diagonal little is wasted, and no part's
+    scores are kept. One to four times as fast as the plain twin here, forward and backward.
 Source: arXiv 2602.06036, section 3 (the packed blocks); FlexAttention, arXiv 2412.05496.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from honed.kernels import reference_training
 
-SCORES_BYTES = 64 << 20
+PART_QUERIES = 64
 TILE = 128
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
 
@@ -53,9 +55,11 @@ def anchor_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     arguments = (q, own_k, own_v, context_k, context_v, begins, ends, scale)
     if not q.numel():
-        return torch.zeros_like(q)
+        return q.clone()
     if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
         return by_flex(*arguments, attend=_compiled_flex())
+    if torch.compiler.is_compiling():  # parts depend on values: what is traced is the whole
+        return reference_training.anchor_attention(*arguments)
     return _in_parts(*arguments)
 
 
@@ -76,7 +80,7 @@ def by_flex(
     k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
     v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
     mask = block_mask(begins, ends, b, len(context_k) + len(padding))
-    out = attend(
+    out: torch.Tensor = attend(
         q.reshape(1, n * b, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
         block_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
     )  # fmt: skip
@@ -139,21 +143,43 @@ def _in_parts(
     ends: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Run the twin on as many blocks at a time as SCORES_BYTES allow, nearest anchors together."""
-    size = max(1, SCORES_BYTES // max(1, q[0].numel() // q.shape[-1] * len(context_k) * q.itemsize))
-    if size >= len(q):
-        return reference_training.anchor_attention(q, own_k, own_v, context_k, context_v, begins, ends, scale)
-    order = ends.argsort()
-    outs = []
-    for part in order.split(size):
-        low, high = int(begins[part].min()), int(ends[part].max())
-        rows = slice(low, max(low, high))
-        outs.append(
-            reference_training.anchor_attention(
-                q[part], own_k[part], own_v[part], context_k[rows], context_v[rows], begins[part] - low, ends[part] - low, scale
-            )
-        )
-    return torch.cat(outs)[order.argsort()]
+    """Run PyTorch's masked attention on parts of the blocks, each on the context rows that its blocks see."""
+    n, b, num_heads, d = q.shape
+    outs, order = [], []
+    for blocks, rows in parts_of(begins.tolist(), ends.tolist(), max(1, PART_QUERIES // b)):
+        some = torch.tensor(blocks, device=q.device)
+        of_query = torch.arange(len(blocks), device=q.device).repeat_interleave(b)
+        row = torch.arange(rows.start, rows.stop, device=q.device)
+        in_context = (row >= begins[some, None]) & (row < ends[some, None])  # [part, rows]
+        mask = torch.cat((in_context[of_query], of_query[:, None] == of_query), dim=1)
+        k, v = (torch.cat((c[rows], own[some].flatten(0, 1))) for c, own in ((context_k, own_k), (context_v, own_v)))
+        out = F.scaled_dot_product_attention(
+            q[some].reshape(1, -1, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
+            attn_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
+        )  # fmt: skip
+        outs.append(out.transpose(1, 2).reshape(-1, b, num_heads, d))
+        order += blocks
+    return torch.cat(outs)[torch.tensor(order, device=q.device).argsort()]
+
+
+def parts_of(begins: list[int], ends: list[int], size: int) -> Iterator[tuple[list[int], slice]]:
+    """Blocks that are computed together, at most `size`, and the context rows that they see among them.
+
+    Blocks go by the end of what they see. A part also ends where the next block sees none of its rows: so packed samples
+    aren't computed against each other.
+    """
+    blocks: list[int] = []
+    low = high = 0
+    for i in sorted(range(len(ends)), key=ends.__getitem__):
+        begin, end = (begins[i], ends[i]) if begins[i] < ends[i] else (low, high)
+        outer = min(low, begin) if high > low else begin
+        if blocks and (begin >= high > low or len(blocks) == size):
+            yield blocks, slice(low, high)
+            blocks, outer = [], begin
+        blocks.append(i)
+        low, high = outer, end
+    if blocks:
+        yield blocks, slice(low, high)
 
 
 def _check(

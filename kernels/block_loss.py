@@ -7,10 +7,11 @@ Moves: the head and the hidden states once for the logits and once for the gradi
     "ce" (logits, gradient) and 6·M·V·H for the others (the target's logits as well), at the matmul rate. Peak memory is a tile
     of scores, not [M, V]: `block_loss_labels`, `block_loss_goal` say which.
 Layout: hidden [M, H] and head [V, H] with unit stride in H; half-precision operands, float32 scores and sums.
-Source: the gradient in the forward pass as in Liger's fused linear cross-entropy, arXiv 2410.10989, section 3.2; the losses as in
-    `reference_training`. Why not Liger itself (0.8.5): its kernels need a GPU; its chunks are of M·H/V rows, 7 at the trainer's
-    240 rows of a 152k vocabulary, and every chunk reads the whole head; with `reduction="none"` it recomputes the loss in the
-    backward pass; its linear KL wants the target's probabilities [M, V], and there is no linear TV.
+Source: the gradient in the forward pass as in Liger's fused linear cross-entropy, arXiv 2410.10989, section 3.2; the losses as
+    in `reference_training`. Why not Liger itself (0.8.5): its kernels need a GPU; its chunks are of some M·H/V rows, 8 of the
+    trainer's 240 at H = 4,096 and a 152k vocabulary, and every chunk reads the whole head; one loss a row (`reduction="none"`)
+    is computed a second time in the backward pass; the linear KL wants the target's probabilities [M, V], the linear JSD gives
+    one sum for all rows, and there is no linear TV.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def block_loss(
         ValueError: shapes don't fit, what the kind needs is missing, or the head wants a gradient.
     """
     _check(hidden, head, labels, goal, goal_head, kind)
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype == torch.float32:
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     if kind == "ce":
         assert labels is not None
@@ -65,7 +68,8 @@ def block_loss(
 @torch.library.custom_op("honed::label_loss", mutates_args=())
 def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Three:
     """Losses, top tokens and gradients [M, H] (or none); `block_loss` is the door."""
-    return fold_labels(hidden, head, labels, with_gradient, is_triton=hidden.is_cuda)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return fold_labels(hidden, head, labels, with_gradient, is_triton=hidden.is_cuda)
 
 
 @torch.library.custom_op("honed::goal_loss", mutates_args=())
@@ -73,7 +77,8 @@ def goal_loss(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
 ) -> Three:
     """Losses, top tokens and gradients [M, H] (or none); `block_loss` is the door."""
-    return fold_goal(hidden, head, goal, goal_head, kind, with_gradient, is_triton=hidden.is_cuda)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return fold_goal(hidden, head, goal.to(hidden.dtype), goal_head, kind, with_gradient, is_triton=hidden.is_cuda)
 
 
 def _fake(hidden: torch.Tensor, with_gradient: bool) -> Three:

@@ -3,23 +3,23 @@
 Computes: with z = head·h and t = goal_head·g, p = softmax(t), q = softmax(z), α = Σ min(p, q):
     KL = Σ p (log p − log q), dKL/dz = q − p;  TV = 1 − α, dTV/dz = q · (s − 1[q < p]), s = Σ q · 1[q < p], where 1[·] is ½ at
     equality;  hybrid = λ KL + (1 − λ) TV, λ = exp(−3α) taken as a constant. Then dℓ/dh = dℓ/dz · head.
-    The difference is taken before it is rounded: folding q and p apart, as for labels, would cost a fourth matmul, lose the small
-    differences of a drafter that is nearly right, and couldn't give TV, which compares normalised q and p.
+    The difference is taken before it is rounded: folding q and p apart, as for labels, would cost a fourth matmul, lose the
+    small differences of a drafter that is nearly right, and couldn't give TV, which compares normalised q and p.
 Moves: both heads once for the scores and one of them again for the gradient, per chunk of rows; a score of each side is written
     once and read twice (KL) or three times, a gradient written and read once. Floor: 6·M·V·H FLOPs.
-    Peak: BUFFER_BYTES of scores, gradients and what the plain version needs beside them; one row at least.
-Layout: scores and goal scores [rows, V] float32, contiguous, gradients [rows, V] in the head's dtype; one program of the kernel
-    takes one row.
+    Peak: BUFFER_BYTES of scores, a quarter of that for gradients on a GPU; one row at least.
+Layout: scores and goal scores [rows, V] float32, contiguous, gradients [rows, V] in the hidden states' dtype; one program of
+    the kernel takes one row.
+Not measured on a GPU; compiled for one, and run under the interpreter.
 Source: the formulas in `reference_training`; chunks of rows as in Liger's linear losses, arXiv 2410.10989.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from honed.kernels.wide_matmul import add_weighted, scores_into, tiles, wide_dtype
+from honed.kernels.block_loss_labels import first_best
+from honed.kernels.wide_matmul import add_weighted, scores_into, slices, wide_dtype
 
 try:
     import triton
@@ -28,22 +28,23 @@ except ImportError:
     triton = None
 
 KINDS = {"kl": 0, "tv": 1, "hybrid": 2}
-BUFFER_BYTES = 256 << 20
-BUFFERS = 4
-"""Of [rows, V]: scores, goal scores, gradients, and one that the plain version needs for sums."""
+BUFFER_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+"""Of scores and goal scores. A chunk's products want some hundred rows on a GPU; a CPU is content with a few."""
+CACHED_BYTES = 1 << 20
+"""Of scores that the plain version takes through its steps at a time."""
 HYBRID_DECAY = 3.0
 
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _distance_kernel(
-        scores_ptr: Any,
-        goal_scores_ptr: Any,
-        gradient_ptr: Any,
-        losses_ptr: Any,
-        top_ptr: Any,
-        vocabulary: Any,
-        decay: Any,
+        scores_ptr: tl.tensor,
+        goal_scores_ptr: tl.tensor,
+        gradient_ptr: tl.tensor,
+        losses_ptr: tl.tensor,
+        top_ptr: tl.tensor,
+        vocabulary: tl.tensor,
+        decay: tl.tensor,
         KIND: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -59,7 +60,7 @@ if triton is not None:
             m_v = o_v < vocabulary
             b_z = tl.load(p_z + o_v, mask=m_v, other=float("-inf"))
             b_t = tl.load(p_t + o_v, mask=m_v, other=float("-inf"))
-            best_z, where = tl.max(b_z, axis=0, return_indices=True)
+            best_z, where = tl.max(tl.where(b_z == b_z, b_z, float("-inf")), axis=0, return_indices=True)
             if best_z > peak_z:
                 top = where.to(tl.int64) + i_v
             new_z, new_t = tl.maximum(peak_z, best_z), tl.maximum(peak_t, tl.max(b_t, axis=0))
@@ -69,11 +70,12 @@ if triton is not None:
             sum_t = sum_t * rescale + tl.sum(b_p, axis=0)
             cross = cross * rescale + tl.sum(tl.where(m_v, b_p * (b_t - b_z), 0.0), axis=0)
             peak_z, peak_t = new_z, new_t
-        log_z, log_t = peak_z + tl.log(sum_z), peak_t + tl.log(sum_t)
+        rest_z, rest_t = tl.log(sum_z), tl.log(sum_t)
+        log_z, log_t = peak_z + rest_z, peak_t + rest_t
         tl.store(top_ptr + i_m, top)
 
         share = zero + 1.0
-        loss = cross / sum_t - log_t + log_z
+        loss = cross / sum_t + (peak_z - peak_t) + (rest_z - rest_t)
         below = zero  # Σ q where q is the smaller
         if KIND != 0:
             alpha = zero
@@ -82,7 +84,7 @@ if triton is not None:
                 m_v = o_v < vocabulary
                 b_q = tl.exp(tl.load(p_z + o_v, mask=m_v, other=float("-inf")) - log_z)
                 b_p = tl.exp(tl.load(p_t + o_v, mask=m_v, other=float("-inf")) - log_t)
-                alpha += tl.sum(tl.where(b_q < b_p, b_q, b_p), axis=0)
+                alpha += tl.sum(tl.where((b_q < b_p) | (b_q != b_q), b_q, b_p), axis=0)  # NaN stays NaN
                 below += tl.sum(b_q * tl.where(b_q < b_p, 1.0, tl.where(b_q == b_p, 0.5, 0.0)), axis=0)
             share = tl.exp(-decay * alpha) if KIND == 2 else zero
             loss = share * loss + (1.0 - share) * (1.0 - alpha) if KIND == 2 else 1.0 - alpha
@@ -117,10 +119,10 @@ def fold_goal(
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
-    step = max(1, min(len(hidden), BUFFER_BYTES // (BUFFERS * vocabulary * wide.itemsize)))
+    step = max(1, min(len(hidden), BUFFER_BYTES[hidden.device.type] // (2 * vocabulary * wide.itemsize)))
     buffers = torch.empty((2, step, vocabulary), dtype=wide, device=hidden.device)
-    narrow = torch.empty((step, vocabulary), dtype=head.dtype, device=head.device) if is_triton and with_gradient else None
-    for part in tiles(len(hidden), step):
+    narrow = torch.empty((step, vocabulary), dtype=hidden.dtype, device=hidden.device) if is_triton and with_gradient else None
+    for part in slices(len(hidden), step):
         rows = part.stop - part.start
         scores, goal_scores = buffers[0, :rows], buffers[1, :rows]
         scores_into(scores, hidden[part], head)
@@ -133,7 +135,10 @@ def fold_goal(
                 BLOCK=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8,
             )  # fmt: skip
         else:
-            losses[part], top[part], by_score = _distance(scores, goal_scores, kind, with_gradient)
+            by_score = scores
+            for some in slices(rows, max(1, CACHED_BYTES // (vocabulary * wide.itemsize))):
+                here = slice(part.start + some.start, part.start + some.stop)
+                losses[here], top[here] = _distance(scores[some], goal_scores[some], kind)
         if with_gradient:
             sums = torch.zeros((rows, width), dtype=wide, device=hidden.device)
             add_weighted(sums, by_score, head)
@@ -141,28 +146,29 @@ def fold_goal(
     return losses, top, gradients
 
 
-def _distance(
-    scores: torch.Tensor, goal_scores: torch.Tensor, kind: str, with_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [m], [m], [m, V]
-    """Losses, top tokens and dℓ/dz, in the memory of both arguments and one more of their size."""
-    top = scores.argmax(-1)
-    log_q = scores.sub_(scores.logsumexp(-1, keepdim=True))
-    log_p = goal_scores.sub_(goal_scores.logsumexp(-1, keepdim=True))
-    p = log_p.exp()
-    kl = _row_dot(p, log_p.sub_(log_q)) if kind != "tv" else None
-    q = log_q.exp_()
-    if kl is not None and kind == "kl":
-        return kl, top, q.sub_(p) if with_gradient else q
-    is_below = torch.lt(q, p, out=goal_scores).add_(q == p, alpha=0.5)
-    alpha = torch.minimum(q, p).sum(-1)
-    share = torch.exp(-HYBRID_DECAY * alpha) if kl is not None else torch.zeros_like(alpha)
-    losses = (1.0 - share) * (1.0 - alpha) + (share * kl if kl is not None else 0.0)
-    if not with_gradient:
-        return losses, top, q
+def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:  # [m], [m]
+    """Losses and top tokens; dℓ/dz takes the place of the scores, and the goal's are lost."""
+    peak_z, top = first_best(scores)
+    peak_t = goal_scores.amax(-1)
+    z, t = scores.sub_(peak_z[:, None]), goal_scores.sub_(peak_t[:, None])
+    p = t.exp()
+    cross = _row_dot(p, t.sub_(z))
+    q = z.exp_()
+    sum_p, sum_q = p.sum(-1), q.sum(-1)
+    kl = cross / sum_p + sum_q.log() - sum_p.log()
+    q.div_(sum_q[:, None])
+    p.div_(sum_p[:, None])
+    if kind == "kl":
+        q.sub_(p)
+        return kl, top
+    alpha = torch.minimum(q, p, out=t).sum(-1)
+    is_below = torch.lt(q, p, out=t).add_(q == p, alpha=0.5)
+    share = torch.exp(-HYBRID_DECAY * alpha) if kind == "hybrid" else torch.zeros_like(alpha)
     below = _row_dot(q, is_below)
-    by_tv = is_below.neg_().add_(below[:, None]).mul_(q)
-    by_tv.mul_((1.0 - share)[:, None])
-    return losses, top, by_tv.add_(q.sub_(p).mul_(share[:, None])) if kl is not None else by_tv
+    by_q = is_below.neg_().add_(below[:, None]).mul_((1.0 - share)[:, None]).add_(share[:, None])
+    q.mul_(by_q).sub_(p.mul_(share[:, None]))
+    losses = (1.0 - share) * (1.0 - alpha)
+    return losses + share * kl if kind == "hybrid" else losses, top
 
 
 def _row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # 2 x [m, V] -> [m]

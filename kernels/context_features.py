@@ -9,8 +9,6 @@ Source: RMSNorm, arXiv 1910.07467; where it stands in DFlash: arXiv 2602.06036, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from honed.kernels import reference
@@ -27,13 +25,13 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _context_features_kernel(
-        states_ptr: Any,
-        rows_ptr: Any,
-        weight_ptr: Any,
-        out_ptr: Any,
-        states_stride: Any,
-        hidden: Any,
-        eps: Any,
+        states_ptr: tl.tensor,
+        rows_ptr: tl.tensor,
+        weight_ptr: tl.tensor,
+        out_ptr: tl.tensor,
+        states_stride: tl.tensor,
+        hidden: tl.tensor,
+        eps: tl.tensor,
         BLOCK: tl.constexpr,
     ) -> None:
         i_n = tl.program_id(0).to(tl.int64)

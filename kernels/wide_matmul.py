@@ -1,7 +1,7 @@
-"""Matrix products with the operands' dtype and sums of float32, in the caller's memory.
+"""Matrix products with the hidden states' dtype and sums of float32, in the caller's memory.
 
-On a GPU the tensor cores do just that (`out_dtype`); a CPU would round every score to bfloat16 on the way out, so there a
-narrow head is widened tile by tile.
+On a GPU the tensor cores do just that (`out_dtype`); a CPU would round every score to bfloat16 on the way out, so there both
+sides are widened. A head of another dtype is converted part by part, never as a whole.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-TILE = 8192
-"""Rows of the head (tokens of the vocabulary) at a time; the Triton kernels want a power of two."""
+CONVERTED_ROWS = 8192
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
@@ -19,29 +18,36 @@ def wide_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def tiles(length: int, size: int = TILE) -> Iterator[slice]:
-    """Slices that cover range(length)."""
+def slices(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover range(length)."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def scores_into(out: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor) -> None:  # [M, V], [M, H], [V, H]
     """out = hidden @ headᵀ; `out` is wide."""
-    if hidden.dtype == head.dtype == out.dtype:
-        torch.mm(hidden, head.T, out=out)
-    elif hidden.is_cuda and hidden.dtype == head.dtype:
-        torch.mm(hidden, head.T, out_dtype=out.dtype, out=out)
-    else:
-        wide = hidden.to(out.dtype)
-        for tile in tiles(len(head)):
-            out[:, tile] = wide @ head[tile].to(out.dtype).T
+    dtype = hidden.dtype if hidden.is_cuda else out.dtype
+    hidden = hidden.to(dtype)
+    for part in _parts(head, dtype):
+        right = head[part].to(dtype).T
+        target = out[:, part]
+        if dtype == out.dtype:
+            torch.mm(hidden, right, out=target)
+        elif target.is_contiguous():
+            torch.mm(hidden, right, out_dtype=out.dtype, out=target)
+        else:
+            target.copy_(torch.mm(hidden, right, out_dtype=out.dtype))
 
 
 def add_weighted(out: torch.Tensor, weights: torch.Tensor, head: torch.Tensor) -> None:  # [M, H], [M, V], [V, H]
     """out += weights @ head; `out` is wide."""
-    if weights.dtype == head.dtype == out.dtype:
-        out.addmm_(weights, head)
-    elif weights.is_cuda and weights.dtype == head.dtype:
-        torch.addmm(out, weights, head, out_dtype=out.dtype, out=out)
-    else:
-        for tile in tiles(len(head)):
-            out.addmm_(weights[:, tile].to(out.dtype), head[tile].to(out.dtype))
+    dtype = weights.dtype if weights.is_cuda else out.dtype
+    for part in _parts(head, dtype):
+        left, right = weights[:, part].to(dtype), head[part].to(dtype)
+        if dtype == out.dtype:
+            out.addmm_(left, right)
+        else:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+
+
+def _parts(head: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    return slices(len(head), len(head) if head.dtype == dtype else CONVERTED_ROWS)

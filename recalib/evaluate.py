@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from honed.kernels.block_loss import block_loss
 from honed.recalib.blocks import block_labels, eligible_anchors
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.losses import AcceptanceCounts, accepted_prefix, count_acceptance
@@ -72,7 +73,7 @@ def expected_acceptance_length(
         drafter: the drafter to judge; it is not changed.
         samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
         num_draft_tokens: k, by default the drafter's full block.
-        max_anchors_per_pass: bounds memory: a pass holds that many blocks' logits.
+        max_anchors_per_pass: bounds memory: a pass holds that many blocks' activations.
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
@@ -105,10 +106,11 @@ def draft_blocks(
     features = packed.features.float()
     context = features if packed.is_fused else drafter.fuse(features)
     parts = [anchors[i : i + max_anchors_per_pass] for i in range(0, len(anchors), max_anchors_per_pass)]
-    drafts = [
-        drafter(context, packed.positions, packed.token_ids, part, packed.segments, num_draft_tokens).argmax(-1)
-        for part in parts
-    ]
+    drafts = []
+    for part in parts:
+        wanted = block_labels(packed.token_ids, part, num_draft_tokens)
+        hidden = drafter.draft_hidden(context, packed.positions, packed.token_ids, part, packed.segments, num_draft_tokens)
+        drafts.append(block_loss(hidden.flatten(0, 1), drafter.lm_head, labels=wanted.flatten()).top.view(wanted.shape))
     return torch.cat(drafts), block_labels(packed.token_ids, anchors, num_draft_tokens)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from honed.kernels.block_loss import block_loss
 from honed.recalib import losses
 from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
 from honed.recalib.drafter import KV_PATH, DFlashDrafter
@@ -24,7 +24,7 @@ from honed.recalib.sample import PackedSamples, TrainingSample, pack
 Scope = Literal["kv-frozen", "full"]
 Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
 
-# Letters: N blocks, K draft positions, V vocabulary.
+# Letters: N blocks, K draft positions, H width.
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,14 @@ class MicroTrainer:
         anchors = self._choose(packed, samples, preferred_anchors)
         labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
         context = self._context(packed)
-        logits = self.drafter(context, packed.positions, packed.token_ids, anchors, packed.segments)
+        hidden = self.drafter.draft_hidden(context, packed.positions, packed.token_ids, anchors, packed.segments)
         is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
-        loss = self._mixed_loss(logits, labels, packed, anchors, is_kept, context)
+        loss, drafts = self._mixed_loss(hidden, labels, packed, anchors, is_kept, context)
         (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
         self._progress.micro_steps += 1
         is_update = self._progress.micro_steps % self.settings.micro_steps_per_update == 0
         grad_norm = self._update(remaining) if is_update else None
-        return _figures(logits.detach(), labels, float(loss.detach()), is_update, grad_norm, began_s)
+        return _figures(drafts, labels, float(loss.detach()), is_update, grad_norm, began_s)
 
     def _check_features(self, packed: PackedSamples) -> None:
         if self.settings.scope == "full" and packed.is_fused:
@@ -154,41 +154,53 @@ class MicroTrainer:
         return features if packed.is_fused else self.drafter.fuse(features)
 
     def _mixed_loss(
-        self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor, is_kept: Tensor, context: Tensor
-    ) -> Tensor:
-        """Mean over blocks: the chosen loss on fresh ones, the distance to the parent on kept ones."""
+        self, hidden: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor, is_kept: Tensor, context: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [], [N, K]
+        """Mean over blocks of the chosen loss on fresh ones, the distance to the parent on kept ones; and the drafts."""
         num_kept = int(is_kept.sum())
-        total = logits.new_zeros(())
+        total, drafts = hidden.new_zeros(()), torch.empty_like(labels)
         if num_kept:
             if self._parent is None:
                 raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
             with torch.no_grad():
                 features = context if packed.is_fused else self._parent.fuse(packed.features.float())
-                goal = self._parent(features, packed.positions, packed.token_ids, anchors[is_kept], packed.segments)
-            weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(num_kept, -1)
-            distance = losses.weighted_mean(losses.forward_kl(logits[is_kept], goal), weights)
-            total = total + self.settings.keep_weight * num_kept * distance
+                goal = self._parent.draft_hidden(
+                    features, packed.positions, packed.token_ids, anchors[is_kept], packed.segments
+                )
+            distance, drafts[is_kept] = self._distances("kl", hidden[is_kept], goal, self._parent.lm_head)
+            total = total + self.settings.keep_weight * num_kept * losses.weighted_mean(distance, self._weights(distance))
         if num_kept < len(anchors):
             fresh = ~is_kept
-            total = total + (len(anchors) - num_kept) * self._loss(logits[fresh], labels[fresh], packed, anchors[fresh])
-        return total / len(anchors)
+            loss, drafts[fresh] = self._loss(hidden[fresh], labels[fresh], packed, anchors[fresh])
+            total = total + (len(anchors) - num_kept) * loss
+        return total / len(anchors), drafts
 
-    def _loss(self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor) -> Tensor:
-        """The weighted mean of the chosen loss over the blocks; `losses` has the formulas."""
-        weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(labels.shape)
+    def _loss(
+        self, hidden: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [], [N, K]
+        """The weighted mean of the chosen loss over the blocks, and the drafts; `losses` has the formulas."""
         name = self.settings.loss
-        if name == "ce":
-            return losses.weighted_mean(losses.cross_entropy(logits, labels), weights)
         if name in ("kl", "hybrid"):
             assert packed.target_hidden is not None
             rows = anchors[:, None] + torch.arange(labels.shape[1])  # the target at row i tells token i + 1
-            target_logits = F.linear(packed.target_hidden[rows].float(), self.drafter.lm_head)
-            per_token = losses.forward_kl if name == "kl" else losses.kl_tv_hybrid
-            return losses.weighted_mean(per_token(logits, target_logits), weights)
-        right = torch.exp(-losses.cross_entropy(logits, labels))
+            distance, drafts = self._distances(name, hidden, packed.target_hidden[rows].float(), self.drafter.lm_head)
+            return losses.weighted_mean(distance, self._weights(distance)), drafts
+        made = block_loss(hidden.flatten(0, 1), self.drafter.lm_head, labels=labels.flatten())
+        surprise, drafts = made.losses.view(labels.shape), made.top.view(labels.shape)
+        if name == "ce":
+            return losses.weighted_mean(surprise, self._weights(surprise)), drafts
+        right = torch.exp(-surprise)
         if name == "dpace":
-            return losses.weighted_mean(losses.cross_entropy(logits, labels), losses.dpace_weights(right))
-        return losses.negative_acceptance_length(right).mean()
+            return losses.weighted_mean(surprise, losses.dpace_weights(right)), drafts
+        return losses.negative_acceptance_length(right).mean(), drafts
+
+    def _distances(self, kind: str, hidden: Tensor, goal: Tensor, goal_head: Tensor) -> tuple[Tensor, Tensor]:  # [N, K], [N, K]
+        """How far each draft's distribution is from its goal's, and the drafts."""
+        made = block_loss(hidden.flatten(0, 1), self.drafter.lm_head, goal=goal.flatten(0, 1), goal_head=goal_head, kind=kind)
+        return made.losses.view(hidden.shape[:2]), made.top.view(hidden.shape[:2])
+
+    def _weights(self, per_token: Tensor) -> Tensor:  # [N, K]
+        return losses.position_weights(per_token.shape[1], self.settings.decay_tokens).expand(per_token.shape)
 
     def _update(self, remaining: float) -> float:
         """Clip, warm up or cool down, step."""
@@ -215,9 +227,8 @@ def is_kv_path(name: str) -> bool:
 
 
 def _figures(
-    logits: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, began_s: float
+    drafts: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, began_s: float
 ) -> StepFigures:
-    drafts = logits.argmax(-1)  # [N, K]
     return StepFigures(
         loss=loss,
         num_anchors=len(labels),
