@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from honed.kernels.block_loss_labels import first_best
-from honed.kernels.wide_matmul import add_weighted, scores_into, slices, wide_dtype
+from honed.kernels.wide_matmul import add_weighted, even_size, scores_into, slices, wide_dtype
 
 try:
     import triton
@@ -28,7 +28,7 @@ except ImportError:
     triton = None
 
 KINDS = {"kl": 0, "tv": 1, "hybrid": 2}
-BUFFER_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+BUFFER_BYTES = {"cuda": 256 << 20, "cpu": 96 << 20}
 """Of scores and goal scores. A chunk's products want some hundred rows on a GPU; a CPU is content with a few."""
 CACHED_BYTES = 1 << 20
 """Of scores that the plain version takes through its steps at a time."""
@@ -119,7 +119,7 @@ def fold_goal(
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
-    step = max(1, min(len(hidden), BUFFER_BYTES[hidden.device.type] // (2 * vocabulary * wide.itemsize)))
+    step = even_size(len(hidden), max(1, BUFFER_BYTES[hidden.device.type] // (2 * vocabulary * wide.itemsize)))
     buffers = torch.empty((2, step, vocabulary), dtype=wide, device=hidden.device)
     narrow = torch.empty((step, vocabulary), dtype=hidden.dtype, device=hidden.device) if is_triton and with_gradient else None
     for part in slices(len(hidden), step):

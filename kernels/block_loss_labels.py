@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from honed.kernels.wide_matmul import add_weighted, scores_into, slices, wide_dtype
+from honed.kernels.wide_matmul import add_weighted, even_size, scores_into, slices, wide_dtype
 
 try:
     import triton
@@ -128,10 +128,10 @@ def fold_labels(
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
-    step = min(ROWS, max(1, len(hidden)))
+    step = even_size(len(hidden), ROWS)
     buffer = torch.empty(step * min(TILE, len(head)), dtype=wide, device=hidden.device)
     narrow = torch.empty_like(buffer, dtype=hidden.dtype) if is_triton and with_gradient else buffer
-    for part in slices(len(hidden), ROWS):
+    for part in slices(len(hidden), step):
         some = hidden[part]
         sums = torch.zeros(some.shape if with_gradient else (0, some.shape[1]), dtype=wide, device=hidden.device)
         rows = _Rows.begin(labels[part].contiguous(), sums)

@@ -23,6 +23,11 @@ def slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
+def even_size(length: int, most: int) -> int:
+    """The size of the fewest equal parts of at most `most`; 1 of nothing."""
+    return -(-length // max(1, -(-length // most))) or 1
+
+
 def scores_into(out: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor) -> None:  # [M, V], [M, H], [V, H]
     """out = hidden @ headᵀ; `out` is wide."""
     dtype = hidden.dtype if hidden.is_cuda else out.dtype
