@@ -155,3 +155,82 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 def unpack_bits(words: torch.Tensor) -> torch.Tensor:
     """Undo `pack_bits`: int32 words [..., W] to booleans [..., 32·W]."""
     return ((words[..., None] >> torch.arange(32, device=words.device)) & 1).bool().flatten(-2)
+
+
+class PagedPrefix(NamedTuple):
+    """What every row of a request attends to, in a paged cache of vLLM's layout."""
+
+    k_cache: torch.Tensor  # [P, page, H_kv, E]; float8_e4m3fn: times `k_scale`
+    v_cache: torch.Tensor  # [P, page, H_kv, E]
+    block_table: torch.Tensor  # [B, pages of the longest prefix] int32; what lies past a prefix isn't looked at
+    lengths: torch.Tensor  # [B] int32, tokens
+    k_scale: torch.Tensor | None = None  # [] or [1] float32
+    v_scale: torch.Tensor | None = None
+
+
+class AttendedPrefix(NamedTuple):
+    """The same, after another kernel attended to it."""
+
+    out: torch.Tensor  # [R, H, E]
+    lse: torch.Tensor  # [R, H] float32, natural log of Σ exp(score); −inf: there was nothing, and `out` isn't looked at
+
+
+def tree_attention(
+    q: torch.Tensor,  # [R, H, E]
+    k: torch.Tensor,  # [R, H_kv, E]
+    v: torch.Tensor,  # [R, H_kv, E]
+    row_starts: torch.Tensor,  # [B + 1]
+    row_masks: torch.Tensor,  # [B, ≥ max_rows, W] int32
+    max_rows: int,
+    scale: float,
+    prefix: PagedPrefix | AttendedPrefix | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [R, H, E] in q's type, [R, H] float32
+    """Let every row attend to its request's prefix and to those rows of its request that its mask names.
+
+    A row that may attend to nothing gets 0 and −inf, as does one past the last request's. Sums are in float32.
+    """
+    num_rows, num_heads, _ = q.shape
+    group = num_heads // k.shape[1]
+    o_i, o_r = torch.arange(max_rows, device=q.device), torch.arange(num_rows, device=q.device)
+    starts = row_starts.long()
+    at = (starts[:-1, None] + o_i).clamp(max=max(num_rows - 1, 0))  # [B, I]
+    is_row = o_i < (starts[1:] - starts[:-1])[:, None]
+    b_q = q.float()[at].unflatten(2, (-1, group))  # [B, I, H_kv, G, E]
+    keys, values = [k.float()[at]], [torch.where(is_row[:, :, None, None], v.float()[at], 0.0)]
+    may = [unpack_bits(row_masks[:, :max_rows])[:, :, :max_rows] & is_row[:, None, :]]  # [B, I, J]
+    if isinstance(prefix, PagedPrefix):
+        pages = prefix.block_table.long().clamp(0, max(len(prefix.k_cache) - 1, 0))
+        is_token = torch.arange(pages.shape[1] * prefix.k_cache.shape[1], device=q.device) < prefix.lengths[:, None]  # [B, L]
+        for held, cache, factor in ((keys, prefix.k_cache, prefix.k_scale), (values, prefix.v_cache, prefix.v_scale)):
+            tokens = cache[pages].flatten(1, 2).float() * (1.0 if factor is None else factor)
+            held.append(torch.where(is_token[:, :, None, None], tokens, 0.0))
+        may.append(is_token[:, None, :].expand(-1, max_rows, -1))
+    scores = torch.einsum("bihge,bjhe->bihgj", b_q, torch.cat(keys, 1)) * scale
+    scores = torch.where(torch.cat(may, 2)[:, :, None, None, :], scores, float("-inf"))
+    lse = scores.logsumexp(-1)  # [B, I, H_kv, G]
+    weights = (scores - torch.where(lse > float("-inf"), lse, 0.0)[..., None]).exp()
+    out = torch.einsum("bihgj,bjhe->bihge", weights, torch.cat(values, 1))
+    request = torch.searchsorted(starts[1:].contiguous(), o_r, right=True)
+    is_held = request < len(starts) - 1
+    request = request.clamp(max=max(len(starts) - 2, 0))
+    place = (o_r - starts[request]).clamp(0, max_rows - 1)
+    out = torch.where(is_held[:, None, None], out.flatten(2, 3)[request, place], 0.0)
+    lse = torch.where(is_held[:, None], lse.flatten(2, 3)[request, place], float("-inf"))
+    if isinstance(prefix, AttendedPrefix):
+        out, lse = merge(out, lse, prefix.out.float(), prefix.lse.float())
+    return out.to(q.dtype), lse
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join what was attended to in two parts: [..., E] and [...] of each; a part whose lse is −inf isn't looked at.
+
+    Source: arXiv 2501.01005 (FlashInfer), section 2.2.
+    """
+    both = torch.logaddexp(lse, other_lse)
+    base = torch.where(both > float("-inf"), both, 0.0)
+    joined = torch.zeros_like(out)
+    for part, own in ((out, lse), (other_out, other_lse)):
+        joined += torch.where((own > float("-inf"))[..., None], part * (own - base).exp()[..., None], 0.0)
+    return joined, both
