@@ -24,7 +24,7 @@ if triton is not None:
         b_q, b_k, b_v, b_may, b_high, b_sum, b_acc, scale, IS_MASKED: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr
     ):
         """Take a tile of K/V into a running softmax; `scale` brings q·k to base 2."""
-        b_s = tl.dot(b_q, tl.trans(b_k.to(KIND).to(DOT)), input_precision="ieee") * scale
+        b_s = tl.dot(b_q, tl.trans(b_k.to(KIND).to(DOT)), input_precision="tf32x3") * scale
         if IS_MASKED:
             b_s = tl.where(b_may, b_s, float("-inf"))
         b_new = tl.maximum(b_high, tl.max(b_s, axis=1))
@@ -32,7 +32,7 @@ if triton is not None:
         b_p = tl.exp2(b_s - b_base[:, None])
         b_fade = tl.exp2(b_high - b_base)
         b_sum = b_sum * b_fade + tl.sum(b_p, axis=1)
-        b_acc = tl.dot(b_p.to(KIND).to(DOT), b_v.to(KIND).to(DOT), b_acc * b_fade[:, None], input_precision="ieee")
+        b_acc = tl.dot(b_p.to(KIND).to(DOT), b_v.to(KIND).to(DOT), b_acc * b_fade[:, None], input_precision="tf32x3")
         return b_new, b_sum, b_acc
 
     @triton.jit  # type: ignore[untyped-decorator]

@@ -5,12 +5,14 @@ that K/V are read once for all of them (once per 128 of them). Where there are p
 tree, division. Else (few requests, long prefixes) programs share a prefix, each leaves (out, log-sum-exp) in float32, and a
 second launch attends to the tree and merges; the same launch takes the (out, log-sum-exp) of another kernel's prefix pass.
 Moves: Σ prefix tokens · H_kv · E · 2 · sizeof(K/V) bytes, and for each further split R·H·E·8. The floor is the first term at
-copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs.
+copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs. Tiles are of at
+most 128: 32 rows of four heads fill one, 33 need two, of which the second is nearly empty and costs the same.
 Layout: q, k, v, out [R, H or H_kv, E] with unit stride in E; E 16 … 256, a power of two; a cache [P, page, H_kv, E] with unit
 stride in E and any other, so K and V may be halves of one tensor; pages of any length (one table look-up a tile where a page
 holds whole tiles); K/V of the cache in q's type or float8_e4m3fn. Rows of a request may stand in any order.
 Not measured: any time on a GPU, so neither tile sizes nor `choose_plan`'s constants are tuned. Checked without one: that it
-compiles for sm_90, and what it computes, under the interpreter.
+compiles for sm_90 (wgmma, asynchronous copies, nothing spilled at the plans for 16-bit types and E ≤ 128), and what it computes,
+under the interpreter. Known limits: a prefix far longer than the others of a large batch isn't split; float32 is for checking.
 Source: arXiv 2205.14135 (FlashAttention), 2501.01005 (FlashInfer; merging), Flash-Decoding (splits).
 """
 
@@ -23,7 +25,7 @@ import torch
 
 from honed.kernels import reference_trees as reference
 from honed.kernels.reference_trees import AttendedPrefix, PagedPrefix
-from honed.kernels.tree_attention_plan import LEAST_TILES, Plan, choose_plan
+from honed.kernels.tree_attention_plan import LEAST_TILES, Device, Plan, choose_plan
 
 try:
     import triton
@@ -267,8 +269,11 @@ def _(*_: Any) -> None:
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+def _limits(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device()
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 65_536))
 
 
 def launch(
@@ -285,14 +290,14 @@ def launch(
     paged = prefix if isinstance(prefix, PagedPrefix) else PagedPrefix(q, q, row_starts, row_starts)  # not looked at
     is_paged, has_scales = paged is prefix, paged.k_scale is not None
     if plan is None:
-        sizes = (q.element_size(), paged.k_cache.element_size(), _num_sms(q.device))
+        sizes = (q.element_size(), paged.k_cache.element_size(), _limits(q.device))
         plan = choose_plan(num_requests, num_kv_heads, group, max_rows, head_size, max_prefix, *sizes)
     assert lse.is_contiguous() and out.stride(2) == 1 and row_masks.stride(2) == 1, "the kernel writes rows without gaps"
     row_starts, lengths = row_starts.contiguous(), paged.lengths.contiguous()
     caches = (paged.k_cache, paged.v_cache, paged.block_table, lengths, paged.k_scale, paged.v_scale)
     caches = tuple(q if part is None else part for part in caches)
     cache_strides = (*paged.k_cache.stride()[:3], *paged.v_cache.stride()[:3], paged.block_table.stride(0))
-    dot = _TYPES[q.dtype] if q.is_cuda else tl.float32
+    dot = _TYPES[q.dtype] if isinstance(_tree_kernel, triton.JITFunction) else tl.float32  # else it is interpreted
     sizes = {"G": group, "E": head_size, "PAGE": paged.k_cache.shape[1], "BLOCK_N": plan.block_n, "HAS_SCALES": has_scales}
     options = {"DOT": dot, "SPLITS": plan.num_splits if is_paged else 1}
 
