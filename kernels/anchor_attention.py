@@ -144,7 +144,7 @@ def _in_parts(
     scale: float,
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Run PyTorch's masked attention on parts of the blocks, each on the context rows that its blocks see."""
-    n, b, num_heads, d = q.shape
+    _, b, num_heads, d = q.shape
     outs, order = [], []
     for blocks, rows in parts_of(begins.tolist(), ends.tolist(), max(1, PART_QUERIES // b)):
         some = torch.tensor(blocks, device=q.device)

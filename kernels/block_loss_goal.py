@@ -37,18 +37,10 @@ HYBRID_DECAY = 3.0
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _distance_kernel(
-        scores_ptr: tl.tensor,
-        goal_scores_ptr: tl.tensor,
-        gradient_ptr: tl.tensor,
-        losses_ptr: tl.tensor,
-        top_ptr: tl.tensor,
-        vocabulary: tl.tensor,
-        decay: tl.tensor,
-        KIND: tl.constexpr,
-        WITH_GRADIENT: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ) -> None:
+    def _distance_kernel(  # type: ignore[no-untyped-def]
+        scores_ptr, goal_scores_ptr, gradient_ptr, losses_ptr, top_ptr, vocabulary, decay,
+        KIND: tl.constexpr, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         i_m = tl.program_id(0).to(tl.int64)
         p_z, p_t = scores_ptr + i_m * vocabulary, goal_scores_ptr + i_m * vocabulary
         low = tl.full((), float("-inf"), dtype=scores_ptr.dtype.element_ty)

@@ -39,24 +39,11 @@ SLACK = 8.0
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _fold_tile_kernel(
-        scores_ptr: tl.tensor,
-        weights_ptr: tl.tensor,
-        gradient_ptr: tl.tensor,
-        labels_ptr: tl.tensor,
-        reference_ptr: tl.tensor,
-        peak_ptr: tl.tensor,
-        total_ptr: tl.tensor,
-        top_ptr: tl.tensor,
-        label_score_ptr: tl.tensor,
-        start: tl.tensor,
-        width: tl.tensor,
-        hidden: tl.tensor,
-        slack: tl.tensor,
-        WITH_GRADIENT: tl.constexpr,
-        TILE: tl.constexpr,
-        BLOCK_H: tl.constexpr,
-    ) -> None:
+    def _fold_tile_kernel(  # type: ignore[no-untyped-def]
+        scores_ptr, weights_ptr, gradient_ptr, labels_ptr, reference_ptr, peak_ptr, total_ptr, top_ptr, label_score_ptr,
+        start, width, hidden, slack,
+        WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+    ):  # fmt: skip
         i_m = tl.program_id(0).to(tl.int64)
         o_v = tl.arange(0, TILE)
         m_v = o_v < width
@@ -169,7 +156,7 @@ def _fold(rows: _Rows, scores: torch.Tensor, start: int, with_gradient: bool) ->
 
 
 def first_best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [m, V] -> [m], [m]
-    """Maximum of each row and its first place; in two steps, since a maximum alone is ten times as fast as one with its place."""
+    """Maximum of each row and its first place, in two steps: a maximum alone is ten times as fast as one with its place."""
     if scores.shape[1] % GROUP:
         return scores.max(dim=-1)
     groups = scores.view(len(scores), -1, GROUP)

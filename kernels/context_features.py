@@ -24,16 +24,9 @@ MAX_HIDDEN = 16_384
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _context_features_kernel(
-        states_ptr: tl.tensor,
-        rows_ptr: tl.tensor,
-        weight_ptr: tl.tensor,
-        out_ptr: tl.tensor,
-        states_stride: tl.tensor,
-        hidden: tl.tensor,
-        eps: tl.tensor,
-        BLOCK: tl.constexpr,
-    ) -> None:
+    def _context_features_kernel(  # type: ignore[no-untyped-def]
+        states_ptr, rows_ptr, weight_ptr, out_ptr, states_stride, hidden, eps, BLOCK: tl.constexpr
+    ):
         i_n = tl.program_id(0).to(tl.int64)
         o_h = tl.arange(0, BLOCK)
         m_h = o_h < hidden

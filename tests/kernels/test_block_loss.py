@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from case_process import run_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from honed.kernels import block_loss as op
 from honed.kernels import block_loss_goal, block_loss_labels
 from honed.kernels import reference_training as reference
 from honed.kernels.block_loss import block_loss
+from tests.kernels.own_process import run_cases
 
 KINDS = ["ce", "kl", "tv", "hybrid"]
 M, H, V = 6, 5, 150
@@ -21,13 +21,13 @@ M, H, V = 6, 5, 150
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_equal_their_twin_under_the_interpreter() -> None:
-    run_cases("block_loss_cases.py", "cpu")
+    run_cases("block_loss_cases.py", "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_equal_their_twin_on_a_gpu() -> None:
-    run_cases("block_loss_cases.py", "cuda")
+    run_cases("block_loss_cases.py", "cuda", TRITON_INTERPRET="0")
 
 
 @pytest.fixture(autouse=True)
