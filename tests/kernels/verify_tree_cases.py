@@ -1,0 +1,193 @@
+"""The Triton kernels of verify_tree against their plain twin, in a process of its own: see interpreting.py.
+
+HONED_TEST_DEVICE says where: "cpu" (under Triton's interpreter) or "cuda".
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from verify_oracle import FALSE_ALARM, outcomes, p_value, softmax, tree_law
+
+from honed.kernels import reference_verify as reference
+from honed.kernels import verify_tree as kernel
+from honed.kernels.verify_tree import TreeVerdict
+
+DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
+ON_GPU = DEVICE == "cuda"
+CHUNK = 32
+
+
+def random_trees(num: int, nodes: int, vocab: int, make: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, parents, depths of trees in which siblings have different tokens; the last nodes of some don't exist."""
+    tokens = torch.randint(vocab, (num, nodes), generator=make)
+    parents, depths = torch.full((num, nodes), -1), torch.zeros((num, nodes), dtype=torch.int64)
+    for b in range(num):
+        taken = set()
+        for n in range(1, nodes - b % 3):
+            parent = int(torch.randint(n, (1,), generator=make))
+            if (parent and parents[b, parent] < 0) or (parent, int(tokens[b, n])) in taken:
+                continue
+            taken.add((parent, int(tokens[b, n])))
+            parents[b, n], depths[b, n] = parent, depths[b, parent] + 1
+    return tokens, parents, depths
+
+
+class Round:
+    """Inputs of a batch: temperatures 0, 0.7, 1 and 1.6 in turn; the children's tokens are likely."""
+
+    def __init__(self, num: int, nodes: int, vocab: int, dtype: torch.dtype = torch.float32) -> None:
+        make = torch.Generator().manual_seed(1000 * num + 100 * nodes + vocab)
+        self.tokens, self.parents, self.depths = random_trees(num, nodes, vocab, make)
+        logits = torch.randn(num, nodes, vocab, generator=make)
+        for b in range(num):
+            for n in range(1, nodes):
+                if self.parents[b, n] >= 0:
+                    logits[b, self.parents[b, n], self.tokens[b, n]] += 4.0
+        self.logits = logits.to(dtype)
+        self.temperature = torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(num)[:num]
+        self.seeds = torch.arange(num) * 7919 - 5
+        self.positions = torch.arange(num) * 2**31
+        self.max_depth = nodes - 1
+        self.first_rows: torch.Tensor | None = None
+
+    def arguments(self) -> list[Any]:
+        parts = [self.logits, self.tokens, self.parents, self.depths, self.temperature, self.seeds, self.positions]
+        first_rows = None if self.first_rows is None else self.first_rows.to(DEVICE)
+        return [*(x.to(DEVICE) for x in parts), self.max_depth, first_rows]
+
+
+def launched(arguments: list[Any], chunk: int = CHUNK) -> TreeVerdict:
+    num, longest = arguments[1].shape[0], arguments[7]
+    shapes = ((num,), (num, longest), (num, longest + 1), (num,))
+    out = TreeVerdict(*(torch.full(shape, -9, dtype=torch.int32, device=DEVICE) for shape in shapes))
+    kernel.launch(*arguments, out, chunk)
+    return out
+
+
+def check(round_: Round, chunk: int = CHUNK) -> TreeVerdict:
+    arguments = round_.arguments()
+    made = launched(arguments, chunk)
+    for got, wanted in zip(made, reference.verify_tree(*arguments, chunk), strict=True):
+        assert torch.equal(got, wanted)
+    tokens, parents = arguments[1:3]
+    for b, accepted in enumerate(made.num_accepted.tolist()):
+        path = made.path[b, :accepted].long()
+        assert (made.path[b, accepted:] == -1).all()
+        assert parents[b, path].tolist() == [0, *path.tolist()][:accepted]
+        assert made.tokens[b, :accepted].tolist() == tokens[b, path].tolist()
+        assert made.tokens[b, accepted] == made.bonus_token_ids[b]
+    assert ((made.bonus_token_ids >= 0) & (made.bonus_token_ids < round_.logits.shape[-1])).all()
+    return made
+
+
+@pytest.mark.parametrize(("num", "nodes", "vocab"), [(1, 1, 1), (4, 2, 5), (8, 9, 7), (7, 17, 70), (3, 33, 12)])
+def test_odd_shapes(num: int, nodes: int, vocab: int) -> None:
+    check(Round(num, nodes, vocab))
+
+
+def test_walks_are_of_some_length() -> None:
+    assert check(Round(12, 12, 7)).num_accepted.max() >= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits(dtype: torch.dtype) -> None:
+    check(Round(8, 6, 50, dtype))
+
+
+def test_empty_batch() -> None:
+    assert [list(x.shape) for x in launched(Round(0, 4, 7).arguments())] == [[0], [0, 3], [0, 4], [0]]
+
+
+def test_no_nodes_but_the_root_samples_a_token_each() -> None:
+    round_ = Round(8, 5, 50)
+    round_.parents.fill_(-1)
+    assert not check(round_).num_accepted.any()
+
+
+@pytest.mark.parametrize("longest", [0, 1, 2])
+def test_walks_end_at_the_depth_that_is_asked_for(longest: int) -> None:
+    round_ = Round(12, 12, 7)
+    round_.max_depth = longest
+    assert check(round_).num_accepted.max() == longest
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite(bad: float) -> None:
+    round_ = Round(8, 6, 50)
+    round_.logits[:, 0, ::3] = bad
+    round_.logits[4:, 1:3] = bad
+    check(round_)
+
+
+def test_parents_that_do_not_precede_are_no_parents() -> None:
+    round_ = Round(4, 6, 50)
+    round_.parents[0, 2], round_.parents[1, 2], round_.parents[2, 0] = 2, 5, 0
+    check(round_)
+
+
+def test_of_equal_siblings_the_first_counts() -> None:
+    round_ = Round(1, 4, 7)
+    round_.logits.zero_()
+    round_.logits[0, :, 3] = 9.0
+    round_.tokens[:], round_.parents[:] = torch.tensor([0, 3, 3, 3]), torch.tensor([-1, 0, 0, 1])
+    assert check(round_).path.tolist() == [[1, 3, -1]]
+
+
+def test_a_request_draws_the_same_whatever_its_batch() -> None:
+    round_ = Round(9, 8, 70)
+    together, arguments = launched(round_.arguments()), round_.arguments()
+    for b in (1, 5, 8):
+        alone = launched([x[b : b + 1] if isinstance(x, torch.Tensor) else x for x in arguments])
+        assert [x[0].tolist() for x in alone] == [x[b].tolist() for x in together]
+
+
+def test_ragged_rows_are_the_dense_ones() -> None:
+    round_ = Round(9, 8, 70)
+    dense = check(round_)
+    counts = 8 - torch.arange(9) % 3
+    round_.first_rows = counts.cumsum(0) - counts
+    round_.logits = torch.cat([round_.logits[b, : counts[b]] for b in range(9)])
+    for got, wanted in zip(check(round_), dense, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_inputs_with_strides() -> None:
+    round_ = Round(6, 8, 70)
+    wanted = check(round_)
+    wide = torch.full((12, 9, 96), float("nan"))
+    wide[::2, :8, 10:80] = round_.logits
+    round_.logits = wide[::2, :8, 10:80]
+    round_.parents = torch.stack((round_.parents, round_.tokens), dim=2)[..., 0]
+    assert torch.equal(check(round_).tokens, wanted.tokens)
+
+
+def test_the_law_of_what_is_emitted() -> None:
+    # 120 samples at a false-alarm rate of 1e-6: finds 40 % of the mass moved; the twin's test has the samples for 1 %.
+    num, vocab = (200_000 if ON_GPU else 120), 4
+    target = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3))
+    tokens, parents, depths = [0, 1, 2, 3], [-1, 0, 0, 1], [0, 1, 1, 2]
+    spread = [torch.tensor(x, device=DEVICE).expand(num, 4) for x in (tokens, parents, depths)]
+    made = launched([
+        target[tokens].to(DEVICE).expand(num, 4, vocab), *spread, torch.ones(num, device=DEVICE),
+        torch.arange(num, device=DEVICE), torch.zeros(num, dtype=torch.int64, device=DEVICE), 2, None,
+    ])  # fmt: skip
+    assert p_value(outcomes(made.tokens), tree_law(softmax(target.numpy()), tokens, parents)) > FALSE_ALARM
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
+def test_in_a_cuda_graph() -> None:
+    arguments = Round(9, 12, 20_000, torch.bfloat16).arguments()
+    wanted = launched(arguments, kernel.VOCAB_CHUNK)
+    out = TreeVerdict(*(torch.zeros_like(x) for x in wanted))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.verify_tree(*arguments[:8], out=out)
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(got, want) for got, want in zip(out, wanted, strict=True))
+        for x in out:
+            x.zero_()
