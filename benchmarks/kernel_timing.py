@@ -1,11 +1,13 @@
 """Times, peak memory, and what a device can do at best: copy bandwidth and matrix products, measured in the same run.
 
 Candidates take turns, round by round, and ratios are taken within a round: a machine that slows down slows both sides. On a
-GPU the L2 cache is emptied before each turn.
+GPU the L2 cache is emptied before each turn; on a CPU it is the process's own time that counts, so that a machine with other
+work to do says the same.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,18 +56,18 @@ def take_turns(device: torch.device, candidates: Mapping[str, Run], rounds: int)
     times = {name: np.zeros(rounds) for name in candidates}
     for i in range(rounds):
         for name, run in candidates.items():
-            began_s = time.perf_counter()
+            began_s = time.process_time()
             for _ in range(inner[name]):
                 run()
-            times[name][i] = (time.perf_counter() - began_s) / inner[name]
+            times[name][i] = (time.process_time() - began_s) / inner[name]
     return times
 
 
 def _repeats(run: Run) -> int:
     run()
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     run()
-    return max(1, int(SHORTEST_S / max(time.perf_counter() - began_s, 1e-7)))
+    return max(1, math.ceil(SHORTEST_S / max(time.process_time() - began_s, 1e-6)))
 
 
 def _turns_on_gpu(device: torch.device, candidates: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
