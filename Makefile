@@ -10,7 +10,7 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test lint typecheck dashboards clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-kernels
+.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-recalib bench-kernels
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -60,7 +60,7 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-regret bench-trees bench-kernels bench-against-vllm bench-overhead bench-adapt
+bench: bench-decide bench-regret bench-trees bench-kernels bench-against-vllm bench-overhead bench-recalib bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
@@ -89,6 +89,10 @@ bench-against-vllm: setup
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"
 	@$(BIN)/python benchmarks/adapt.py
+
+bench-recalib: setup
+	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (some 25 minutes)"
+	@$(BIN)/python benchmarks/recalib.py
 
 clean:
 	rm -rf $(VENV) build demo-out

@@ -369,6 +369,8 @@ class TrainerStatus(_Message, frozen=True):
     idle_ratio: float = 0.0
     ring_lost_records: int = 0
     gate: list[GateFigures] = []
+    memory_bytes: int = 0
+    """What the training was estimated to take on its device; 0 before it is known."""
 
 
 class TrainResult(_Message, frozen=True):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernel_case import Case, Goal, Run, Work
 
 from honed.kernels import reference_training as reference
-from honed.kernels.anchor_attention import anchor_attention
+from honed.kernels.anchor_attention import Visible, anchor_attention
 from honed.kernels.block_loss import block_loss
 
 QWEN_VOCABULARY = 151_936
@@ -79,7 +79,7 @@ def attention_work(n: int, b: int, q: int, g: int, d: int, t: int, device: torch
     weights = torch.randn(sizes[0], device=device, dtype=dtype)
 
     def ours() -> object:
-        return torch.autograd.grad(anchor_attention(*tensors, begins, anchors), tensors, weights)
+        return torch.autograd.grad(anchor_attention(*tensors, Visible(begins, anchors)), tensors, weights)
 
     def naive() -> torch.Tensor:
         return reference.anchor_attention(*tensors, begins, anchors, d**-0.5)

@@ -112,7 +112,8 @@ def block_loss(
     labels = token_ids.gather(1, (anchors[:, :, None] + offsets).flatten(1)).view(logits.shape[:2])
     weights = losses.position_weights(labels.shape[1], decay_tokens).expand(labels.shape)
     is_right = (logits.detach().argmax(-1) == labels).float().mean(0)
-    return losses.weighted_mean(losses.cross_entropy(logits, labels), weights), is_right
+    surprise = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
+    return losses.weighted_mean(surprise, weights), is_right
 
 
 def train_drafter(

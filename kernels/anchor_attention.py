@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,33 +34,81 @@ TILE = 128
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
+class Part(NamedTuple):
+    """Blocks that are computed together on a CPU, and what they see."""
+
+    blocks: torch.Tensor  # [P]
+    rows: slice
+    mask: torch.Tensor  # [P·B, rows + P·B], 0 or −inf
+
+
+class Visible:
+    """Which context rows each block sees; made once a step, since what follows from it is the same in every layer.
+
+    Args:
+        begins: [N] the first row that a block sees.
+        ends: [N] one past the last, at most T; begins ≥ ends: the block sees itself only.
+    """
+
+    def __init__(self, begins: torch.Tensor, ends: torch.Tensor) -> None:
+        if begins.shape != ends.shape or begins.dim() != 1:
+            raise ValueError(f"anchor_attention: begins {list(begins.shape)} and ends {list(ends.shape)} must both be [N]")
+        self.begins, self.ends = begins, ends
+        self._parts: dict[tuple[int, torch.dtype], list[Part]] = {}
+        self._block_masks: dict[tuple[int, int], BlockMask] = {}
+
+    def parts(self, block_tokens: int, dtype: torch.dtype) -> list[Part]:
+        """Parts of at most PART_QUERIES queries; looks at the values, so a GPU would be waited for."""
+        key = (block_tokens, dtype)
+        if key not in self._parts:
+            cuts = parts_of(self.begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // block_tokens))
+            self._parts[key] = [self._part(blocks, rows, block_tokens, dtype) for blocks, rows in cuts]
+        return self._parts[key]
+
+    def block_mask(self, block_tokens: int, context_rows: int) -> BlockMask:
+        """FlexAttention's mask; see the function of the same name."""
+        key = (block_tokens, context_rows)
+        if key not in self._block_masks:
+            self._block_masks[key] = block_mask(self.begins, self.ends, *key)
+        return self._block_masks[key]
+
+    def _part(self, blocks: list[int], rows: slice, block_tokens: int, dtype: torch.dtype) -> Part:
+        device = self.begins.device
+        some = torch.tensor(blocks, device=device)
+        of_query = torch.arange(len(blocks), device=device).repeat_interleave(block_tokens)
+        row = torch.arange(rows.start, rows.stop, device=device)
+        in_context = (row >= self.begins[some, None]) & (row < self.ends[some, None])  # [P, rows]
+        is_seen = torch.cat((in_context[of_query], of_query[:, None] == of_query), dim=1)
+        return Part(some, rows, torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, float("-inf")))
+
+
 def anchor_attention(
     q: torch.Tensor,  # [N, B, Q, D]
     own_k: torch.Tensor,  # [N, B, G, D]
     own_v: torch.Tensor,  # [N, B, G, D]
     context_k: torch.Tensor,  # [T, G, D]
     context_v: torch.Tensor,  # [T, G, D]
-    begins: torch.Tensor,  # [N] first context row that a block sees
-    ends: torch.Tensor,  # [N] one past the last, ≤ T; begins ≥ ends: the block sees itself only
+    visible: Visible,
     scale: float | None = None,  # 1 / √D
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Every token of a block attends to the block's context rows and to the whole block.
 
-    Sorted anchors are not needed, but make for fewer tiles on a GPU and shorter parts on a CPU.
+    Sorted anchors are not needed, but make for fewer tiles on a GPU.
 
     Raises:
         ValueError: shapes don't fit each other.
     """
-    _check(q, own_k, own_v, context_k, context_v, begins, ends)
+    _check(q, own_k, own_v, context_k, context_v, visible)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    arguments = (q, own_k, own_v, context_k, context_v, begins, ends, scale)
     if not q.numel():
         return q.clone()
     if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
-        return by_flex(*arguments, attend=_compiled_flex())
+        return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
     if torch.compiler.is_compiling():  # parts depend on values: what is traced is the whole
-        return reference_training.anchor_attention(*arguments)
-    return _in_parts(*arguments)
+        return reference_training.anchor_attention(
+            q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale
+        )
+    return _in_parts(q, own_k, own_v, context_k, context_v, visible, scale)
 
 
 def by_flex(
@@ -69,8 +117,7 @@ def by_flex(
     own_v: torch.Tensor,
     context_k: torch.Tensor,
     context_v: torch.Tensor,
-    begins: torch.Tensor,
-    ends: torch.Tensor,
+    visible: Visible,
     scale: float,
     attend: Callable[..., Any] = flex_attention,
 ) -> torch.Tensor:  # [N, B, Q, D]
@@ -79,10 +126,9 @@ def by_flex(
     padding = context_k.new_zeros((-len(context_k) % TILE, *context_k.shape[1:]))
     k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
     v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
-    mask = block_mask(begins, ends, b, len(context_k) + len(padding))
     out: torch.Tensor = attend(
         q.reshape(1, n * b, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
-        block_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
+        block_mask=visible.block_mask(b, len(context_k) + len(padding)), scale=scale, enable_gqa=num_heads != own_k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2).reshape(q.shape)
 
@@ -139,27 +185,21 @@ def _in_parts(
     own_v: torch.Tensor,
     context_k: torch.Tensor,
     context_v: torch.Tensor,
-    begins: torch.Tensor,
-    ends: torch.Tensor,
+    visible: Visible,
     scale: float,
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Run PyTorch's masked attention on parts of the blocks, each on the context rows that its blocks see."""
     _, b, num_heads, d = q.shape
-    outs, order = [], []
-    for blocks, rows in parts_of(begins.tolist(), ends.tolist(), max(1, PART_QUERIES // b)):
-        some = torch.tensor(blocks, device=q.device)
-        of_query = torch.arange(len(blocks), device=q.device).repeat_interleave(b)
-        row = torch.arange(rows.start, rows.stop, device=q.device)
-        in_context = (row >= begins[some, None]) & (row < ends[some, None])  # [part, rows]
-        mask = torch.cat((in_context[of_query], of_query[:, None] == of_query), dim=1)
+    parts = visible.parts(b, q.dtype)
+    outs = []
+    for some, rows, mask in parts:
         k, v = (torch.cat((c[rows], own[some].flatten(0, 1))) for c, own in ((context_k, own_k), (context_v, own_v)))
         out = F.scaled_dot_product_attention(
             q[some].reshape(1, -1, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
             attn_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
         )  # fmt: skip
         outs.append(out.transpose(1, 2).reshape(-1, b, num_heads, d))
-        order += blocks
-    return torch.cat(outs)[torch.tensor(order, device=q.device).argsort()]
+    return torch.cat(outs)[torch.cat([part.blocks for part in parts]).argsort()]
 
 
 def parts_of(begins: list[int], ends: list[int], size: int) -> Iterator[tuple[list[int], slice]]:
@@ -188,8 +228,7 @@ def _check(
     own_v: torch.Tensor,
     context_k: torch.Tensor,
     context_v: torch.Tensor,
-    begins: torch.Tensor,
-    ends: torch.Tensor,
+    visible: Visible,
 ) -> None:
     is_right = (
         q.dim() == own_k.dim() == 4
@@ -199,10 +238,10 @@ def _check(
         and context_k.shape[1:] == own_k.shape[2:]
         and q.shape[3] == own_k.shape[3]
         and q.shape[2] % max(1, own_k.shape[2]) == 0
-        and begins.shape == ends.shape == q.shape[:1]
+        and visible.begins.shape == q.shape[:1]
     )
     if not is_right:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, own_k, own_v, context_k, context_v, begins, ends))
+        shapes = ", ".join(str(list(x.shape)) for x in (q, own_k, own_v, context_k, context_v, visible.begins))
         raise ValueError(
             f"anchor_attention: {shapes} don't fit: they are q [N, B, Q, D], own K and V [N, B, G, D], context K and V "
             "[T, G, D], begins and ends [N], with Q a multiple of G"

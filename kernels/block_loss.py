@@ -23,7 +23,7 @@ import torch
 from honed.kernels.block_loss_goal import KINDS, fold_goal
 from honed.kernels.block_loss_labels import fold_labels
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockLoss(NamedTuple):
@@ -31,6 +31,7 @@ class BlockLoss(NamedTuple):
 
     losses: torch.Tensor  # [M], float32 (float64 of float64); has the gradient
     top: torch.Tensor  # [M] int64, the token that the row's logits favour
+    top_log_probs: torch.Tensor  # [M] its log-probability, without gradient
 
 
 def block_loss(
@@ -57,17 +58,24 @@ def block_loss(
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     if kind == "ce":
         assert labels is not None
-        losses, top, _ = label_loss(hidden, head.detach(), labels, with_gradient)
+        losses, top, log_probs, _ = label_loss(hidden, head.detach(), labels, with_gradient)
     else:
         assert goal is not None
         goal_head = head if goal_head is None else goal_head
-        losses, top, _ = goal_loss(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
-    return BlockLoss(losses, top)
+        losses, top, log_probs, _ = goal_loss(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
+    return BlockLoss(losses, top, log_probs.detach())
+
+
+def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [..., H] -> 2 x [...]
+    """Each row's favourite token and its log-probability, without the logits and without gradient."""
+    rows = hidden.detach().flatten(0, -2)
+    made = block_loss(rows, head.detach(), labels=torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
+    return made.top.view(hidden.shape[:-1]), made.top_log_probs.view(hidden.shape[:-1])
 
 
 @torch.library.custom_op("honed::label_loss", mutates_args=())
-def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Three:
-    """Losses, top tokens and gradients [M, H] (or none); `block_loss` is the door."""
+def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
+    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); `block_loss` is the door."""
     with torch.autocast(hidden.device.type, enabled=False):
         return fold_labels(hidden, head, labels, with_gradient, is_triton=hidden.is_cuda)
 
@@ -75,32 +83,33 @@ def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, w
 @torch.library.custom_op("honed::goal_loss", mutates_args=())
 def goal_loss(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
-) -> Three:
-    """Losses, top tokens and gradients [M, H] (or none); `block_loss` is the door."""
+) -> Four:
+    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); `block_loss` is the door."""
     with torch.autocast(hidden.device.type, enabled=False):
         return fold_goal(hidden, head, goal.to(hidden.dtype), goal_head, kind, with_gradient, is_triton=hidden.is_cuda)
 
 
-def _fake(hidden: torch.Tensor, with_gradient: bool) -> Three:
+def _fake(hidden: torch.Tensor, with_gradient: bool) -> Four:
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    gradient = hidden.new_empty(hidden.shape if with_gradient else (0, hidden.shape[1]))
-    return hidden.new_empty(len(hidden), dtype=wide), hidden.new_empty(len(hidden), dtype=torch.int64), gradient
+    losses, log_probs = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
+    top = hidden.new_empty(len(hidden), dtype=torch.int64)
+    return losses, top, log_probs, hidden.new_empty(hidden.shape if with_gradient else (0, hidden.shape[1]))
 
 
 @label_loss.register_fake
-def _(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Three:
+def _(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
     return _fake(hidden, with_gradient)
 
 
 @goal_loss.register_fake
 def _(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
-) -> Three:
+) -> Four:
     return _fake(hidden, with_gradient)
 
 
-def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Three) -> None:
-    ctx.save_for_backward(output[2])
+def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Four) -> None:
+    ctx.save_for_backward(output[3])
     ctx.num_inputs = len(inputs)  # type: ignore[attr-defined]
 
 

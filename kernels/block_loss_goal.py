@@ -38,7 +38,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _distance_kernel(  # type: ignore[no-untyped-def]
-        scores_ptr, goal_scores_ptr, gradient_ptr, losses_ptr, top_ptr, vocabulary, decay,
+        scores_ptr, goal_scores_ptr, gradient_ptr, losses_ptr, top_ptr, log_prob_ptr, vocabulary, decay,
         KIND: tl.constexpr, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         i_m = tl.program_id(0).to(tl.int64)
@@ -65,6 +65,7 @@ if triton is not None:
         rest_z, rest_t = tl.log(sum_z), tl.log(sum_t)
         log_z, log_t = peak_z + rest_z, peak_t + rest_t
         tl.store(top_ptr + i_m, top)
+        tl.store(log_prob_ptr + i_m, -rest_z)
 
         share = zero + 1.0
         loss = cross / sum_t + (peak_z - peak_t) + (rest_z - rest_t)
@@ -103,12 +104,12 @@ def fold_goal(
     with_gradient: bool,
     *,
     is_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [M], [M], [M, H] or [0, H]
-    """Losses, top tokens and gradients."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # 3 x [M], [M, H] or [0, H]
+    """Losses, top tokens, their log-probabilities, gradients."""
     if is_triton and triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
     wide, (vocabulary, width) = wide_dtype(hidden), head.shape
-    losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    losses, log_probs = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
     top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
     step = even_size(len(hidden), max(1, BUFFER_BYTES[hidden.device.type] // (2 * vocabulary * wide.itemsize)))
@@ -122,7 +123,7 @@ def fold_goal(
         if is_triton:
             by_score = scores if narrow is None else narrow[:rows]
             _distance_kernel[(rows,)](
-                scores, goal_scores, by_score, losses[part], top[part], vocabulary, HYBRID_DECAY,
+                scores, goal_scores, by_score, losses[part], top[part], log_probs[part], vocabulary, HYBRID_DECAY,
                 KIND=KINDS[kind], WITH_GRADIENT=with_gradient,
                 BLOCK=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8,
             )  # fmt: skip
@@ -130,16 +131,16 @@ def fold_goal(
             by_score = scores
             for some in slices(rows, max(1, CACHED_BYTES // (vocabulary * wide.itemsize))):
                 here = slice(part.start + some.start, part.start + some.stop)
-                losses[here], top[here] = _distance(scores[some], goal_scores[some], kind)
+                losses[here], top[here], log_probs[here] = _distance(scores[some], goal_scores[some], kind)
         if with_gradient:
             sums = torch.zeros((rows, width), dtype=wide, device=hidden.device)
             add_weighted(sums, by_score, head)
             gradients[part] = sums
-    return losses, top, gradients
+    return losses, top, log_probs, gradients
 
 
-def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:  # [m], [m]
-    """Losses and top tokens; dℓ/dz takes the place of the scores, and the goal's are lost."""
+def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:  # 3 x [m]
+    """Losses, top tokens and their log-probabilities; dℓ/dz takes the place of the scores, and the goal's are lost."""
     peak_z, top = first_best(scores)
     peak_t = goal_scores.amax(-1)
     z, t = scores.sub_(peak_z[:, None]), goal_scores.sub_(peak_t[:, None])
@@ -152,7 +153,7 @@ def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tup
     p.div_(sum_p[:, None])
     if kind == "kl":
         q.sub_(p)
-        return kl, top
+        return kl, top, -sum_q.log()
     alpha = torch.minimum(q, p, out=t).sum(-1)
     is_below = torch.lt(q, p, out=t).add_(q == p, alpha=0.5)
     share = torch.exp(-HYBRID_DECAY * alpha) if kind == "hybrid" else torch.zeros_like(alpha)
@@ -160,7 +161,7 @@ def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tup
     by_q = is_below.neg_().add_(below[:, None]).mul_((1.0 - share)[:, None]).add_(share[:, None])
     q.mul_(by_q).sub_(p.mul_(share[:, None]))
     losses = (1.0 - share) * (1.0 - alpha)
-    return losses + share * kl if kind == "hybrid" else losses, top
+    return losses + share * kl if kind == "hybrid" else losses, top, -sum_q.log()
 
 
 def _row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # 2 x [m, V] -> [m]

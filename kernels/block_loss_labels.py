@@ -94,10 +94,6 @@ class _Rows:
         low = float("-inf")
         return cls(labels, filled(low), filled(low), filled(0.0), torch.zeros_like(labels), filled(low), gradient)
 
-    @property
-    def losses(self) -> torch.Tensor:  # [m]
-        return self.reference + self.total.log() - self.label_score
-
 
 def fold_labels(
     hidden: torch.Tensor,  # [M, H]
@@ -106,13 +102,17 @@ def fold_labels(
     with_gradient: bool,
     *,
     is_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [M], [M], [M, H] or [0, H]
-    """Losses, top tokens and gradients; a label outside the vocabulary is an IndexError (on a GPU an assertion there)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # 3 x [M], [M, H] or [0, H]
+    """Losses, top tokens, their log-probabilities, gradients.
+
+    Raises:
+        IndexError: a label is outside the vocabulary; on a GPU an assertion fails there.
+    """
     if is_triton and triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
     wide, labels = wide_dtype(hidden), labels.long()
     labelled = F.embedding(labels, head)  # [M, H]; also checks the labels
-    losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    losses, log_probs = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
     top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
     step = even_size(len(hidden), ROWS)
@@ -133,10 +133,11 @@ def fold_labels(
                 _fold(rows, scores, tile.start, with_gradient)
             if with_gradient:
                 add_weighted(rows.gradient, weights, head[tile])
-        losses[part], top[part] = rows.losses, rows.top
+        lse = rows.reference + rows.total.log()
+        losses[part], top[part], log_probs[part] = lse - rows.label_score, rows.top, rows.peak - lse
         if with_gradient:
             gradients[part] = rows.gradient.div_(rows.total[:, None]).sub_(labelled[part])
-    return losses, top, gradients
+    return losses, top, log_probs, gradients
 
 
 def _fold(rows: _Rows, scores: torch.Tensor, start: int, with_gradient: bool) -> None:

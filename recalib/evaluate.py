@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from honed.kernels.block_loss import block_loss
+from honed.kernels.block_loss import top_tokens
 from honed.recalib.blocks import block_labels, eligible_anchors
+from honed.recalib.denoising import ONE_PASS, Denoising, draft_in_steps
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.losses import AcceptanceCounts, accepted_prefix, count_acceptance
+from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
 
 # Letters: N anchors, K draft positions.
@@ -66,6 +68,7 @@ def expected_acceptance_length(
     samples: Iterable[TrainingSample],
     num_draft_tokens: int | None = None,
     max_anchors_per_pass: int = 256,
+    denoising: Denoising = ONE_PASS,
 ) -> Evaluation:
     """Replay the emitted text of every sample, block by block.
 
@@ -74,6 +77,7 @@ def expected_acceptance_length(
         samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
         num_draft_tokens: k, by default the drafter's full block.
         max_anchors_per_pass: bounds memory: a pass holds that many blocks' activations.
+        denoising: how many passes draft a block; a server has one.
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
@@ -84,7 +88,7 @@ def expected_acceptance_length(
         anchors = anchors[anchors >= sample.num_prompt_tokens]
         if not len(anchors):
             continue
-        drafts, labels = draft_blocks(drafter, packed, anchors, k, max_anchors_per_pass)
+        drafts, labels = draft_blocks(drafter, packed, anchors, k, max_anchors_per_pass, denoising)
         is_valid = torch.ones_like(labels, dtype=torch.bool)
         accepted = accepted_prefix(drafts, labels, is_valid).tolist()
         rounds = walk(accepted)
@@ -100,18 +104,31 @@ def expected_acceptance_length(
 
 
 def draft_blocks(
-    drafter: DFlashDrafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int, max_anchors_per_pass: int
+    drafter: DFlashDrafter,
+    packed: PackedSamples,
+    anchors: Tensor,
+    num_draft_tokens: int,
+    max_anchors_per_pass: int,
+    denoising: Denoising = ONE_PASS,
 ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]: drafted, emitted
     """Greedy drafts from every anchor, and what the target emitted there."""
-    features = packed.features.float()
-    context = features if packed.is_fused else drafter.fuse(features)
-    parts = [anchors[i : i + max_anchors_per_pass] for i in range(0, len(anchors), max_anchors_per_pass)]
+    labels = block_labels(packed.token_ids, anchors, num_draft_tokens)
+    device = drafter.norm.weight.device
+    packed = packed.to(device)
     drafts = []
-    for part in parts:
-        wanted = block_labels(packed.token_ids, part, num_draft_tokens)
-        hidden = drafter.draft_hidden(context, packed.positions, packed.token_ids, part, packed.segments, num_draft_tokens)
-        drafts.append(block_loss(hidden.flatten(0, 1), drafter.lm_head, labels=wanted.flatten()).top.view(wanted.shape))
-    return torch.cat(drafts), block_labels(packed.token_ids, anchors, num_draft_tokens)
+    with computing(device, compute_dtype(device, "auto")):
+        features = packed.features.float()
+        context = features if packed.is_fused else drafter.fuse(features)
+        given = (context, packed.positions, packed.token_ids)
+        for part in torch.split(anchors.to(device), max_anchors_per_pass):
+
+            def best_of(tokens: Tensor, part: Tensor = part) -> tuple[Tensor, Tensor]:
+                hidden = drafter.draft_hidden(*given, part, packed.segments, num_draft_tokens, tokens)
+                return top_tokens(hidden, drafter.lm_head)
+
+            mask = drafter.config.mask_token_id
+            drafts.append(draft_in_steps(best_of, len(part), num_draft_tokens, mask, denoising, device).cpu())
+    return torch.cat(drafts), labels
 
 
 def walk(accepted: Sequence[int]) -> list[int]:

@@ -3,6 +3,9 @@
 With scope "kv-frozen" everything the context keys and values depend on stays as it is (`KV_PATH`), so every row in vLLM's
 paged cache stays exact for the new weights. With "full" everything trains, from unfused features, and a swap has to drop
 the cache.
+
+Everything random comes from one generator, so the same seed and the same samples give the same weights, also when the
+training was broken off between two updates and taken up again from `state`.
 """
 
 from __future__ import annotations
@@ -10,57 +13,38 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from honed.kernels.block_loss import block_loss
 from honed.recalib import losses
 from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
+from honed.recalib.denoising import Denoising, reveal_randomly
 from honed.recalib.drafter import KV_PATH, DFlashDrafter
+from honed.recalib.ema import WeightAverage
+from honed.recalib.objective import Blocks, Objective
+from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
+from honed.recalib.training_settings import Loss, Scope, TrainingSettings
 
-Scope = Literal["kv-frozen", "full"]
-Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
+__all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "is_kv_path", "set_scope"]
 
-# Letters: N blocks, K draft positions, H width.
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How to train on. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
-
-    scope: Scope = "kv-frozen"
-    loss: Loss = "ce"
-    learning_rate: float = 5e-4
-    warmup_updates: int = 20
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    decay_tokens: float = 4.0
-    anchors_per_micro_step: int = 32
-    micro_steps_per_update: int = 2
-    break_share: float = 0.5
-    keep_weight: float = 3.0
-    """Weight of a kept block beside a fresh one."""
-    cooldown_share: float = 0.25
-    """Last part of the training, over which the learning rate falls to zero; needs `remaining` in `step`."""
-    seed: int = 0
+# Letters: N blocks, K draft positions.
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one micro-step did, as sums and counts."""
+    """What one micro-step did, as sums and counts; the last three are of blocks of masks only, as servers draft them."""
 
     loss: float
     num_anchors: int
     num_tokens: int
-    correct: tuple[int, ...]  # [K] right at each position, whatever came before
-    counted: tuple[int, ...]  # [K]
-    acceptance: losses.AcceptanceCounts
     is_update: bool
     grad_norm: float | None
     seconds: float
+    correct: tuple[int, ...]  # [K] right at each position, whatever came before
+    counted: tuple[int, ...]  # [K]
+    acceptance: losses.AcceptanceCounts
 
 
 @dataclass
@@ -81,13 +65,19 @@ class MicroTrainer:
         self, drafter: DFlashDrafter, settings: TrainingSettings | None = None, parent: DFlashDrafter | None = None
     ) -> None:
         self.drafter = drafter
-        self._parent = parent
         self.settings = settings or TrainingSettings()
         set_scope(drafter, self.settings.scope)
+        drafter.recomputes_layers = self.settings.gradient_checkpointing
+        self._device = drafter.norm.weight.device
+        self._dtype = compute_dtype(self._device, self.settings.precision)
+        self._objective = Objective(drafter, parent, self.settings)
+        self._denoising = Denoising(self.settings.denoising_steps, self.settings.mask_schedule)
+        self._names = [name for name, p in drafter.named_parameters() if p.requires_grad]
         self._trained = [p for p in drafter.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._trained, lr=self.settings.learning_rate, weight_decay=self.settings.weight_decay, fused=True
         )
+        self._average = WeightAverage(self._trained, self.settings.ema_decay) if self.settings.ema_decay else None
         self._progress = _Progress()
         self._progress.generator.manual_seed(self.settings.seed)
 
@@ -95,6 +85,11 @@ class MicroTrainer:
     def num_updates(self) -> int:
         """Optimizer updates so far."""
         return self._progress.updates
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no gradients are gathered: the moment for `state`."""
+        return self._progress.micro_steps % self.settings.micro_steps_per_update == 0
 
     def step(
         self,
@@ -120,90 +115,94 @@ class MicroTrainer:
         began_s = time.perf_counter()
         packed = pack(list(samples))
         self._check_features(packed)
-        anchors = self._choose(packed, samples, preferred_anchors)
-        labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
-        context = self._context(packed)
-        hidden = self.drafter.draft_hidden(context, packed.positions, packed.token_ids, anchors, packed.segments)
-        is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
-        loss, drafts = self._mixed_loss(hidden, labels, packed, anchors, is_kept, context)
+        blocks = self._choose(packed, samples, preferred_anchors, kept)
+        packed = blocks.packed
+        with computing(self._device, self._dtype):
+            context = self._context(packed)
+            hidden = self.drafter.draft_hidden(
+                context, packed.positions, packed.token_ids, blocks.anchors, packed.segments, block_tokens=blocks.tokens
+            )
+            loss, drafts = self._objective(hidden, blocks, context)
         (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
         self._progress.micro_steps += 1
-        is_update = self._progress.micro_steps % self.settings.micro_steps_per_update == 0
+        is_update = self.is_between_updates
         grad_norm = self._update(remaining) if is_update else None
-        return _figures(drafts, labels, float(loss.detach()), is_update, grad_norm, began_s)
+        return _figures(drafts, blocks, float(loss.detach()), is_update, grad_norm, began_s)
+
+    def finish(self) -> None:
+        """Leave the result in the drafter: the average of the weights where one was kept."""
+        if self._average is not None and self._progress.updates:
+            self._average.copy_to_parameters()
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next step depends on, beside the samples; only between two updates.
+
+        The tensors are the trainer's own: to be written away before the next step.
+        """
+        assert self.is_between_updates
+        progress = self._progress
+        counts = torch.tensor([progress.micro_steps, progress.updates])
+        state = {"counts": counts, "generator": progress.generator.get_state()}
+        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+            state[f"weights/{name}"] = parameter.detach()
+            state |= {f"adam/{key}/{name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
+            if self._average is not None:
+                state[f"average/{name}"] = self._average.shadow[i]
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on where `state` was taken, with the same settings and a drafter of the same shape.
+
+        Raises:
+            KeyError, RuntimeError: it was taken with other settings or of another drafter.
+        """
+        self._progress.micro_steps, self._progress.updates = (int(n) for n in state["counts"])
+        self._progress.generator.set_state(state["generator"])
+        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+            parameter.copy_(state[f"weights/{name}"])
+            if self._progress.updates:
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                self._optimizer.state[parameter] = {k: state[f"adam/{k}/{name}"].to(parameter.device) for k in keys}
+            if self._average is not None:
+                self._average.shadow[i].copy_(state[f"average/{name}"])
 
     def _check_features(self, packed: PackedSamples) -> None:
         if self.settings.scope == "full" and packed.is_fused:
             raise ValueError("scope 'full' trains fc and needs unfused features; capture them, or use 'kv-frozen'")
-        if self.settings.loss in ("kl", "hybrid") and packed.target_hidden is None:
-            raise ValueError(f"loss {self.settings.loss!r} needs target_hidden in every sample; capture it, or use 'ce'")
+        if self.settings.loss == "kl" and packed.target_hidden is None:
+            raise ValueError("loss 'kl' needs target_hidden in every sample; capture it, or use 'ce' or 'hybrid'")
 
     def _choose(
-        self, packed: PackedSamples, samples: Sequence[TrainingSample], preferred: Sequence[int] | None
-    ) -> Tensor:  # [N]
-        num_draft_tokens = self.drafter.config.num_draft_tokens
-        eligible = eligible_anchors(packed, num_draft_tokens)
+        self,
+        packed: PackedSamples,
+        samples: Sequence[TrainingSample],
+        preferred: Sequence[int] | None,
+        kept: Sequence[bool],
+    ) -> Blocks:
+        config, settings, generator = self.drafter.config, self.settings, self._progress.generator
+        k = config.num_draft_tokens
+        eligible = eligible_anchors(packed, k)
         if not len(eligible):
-            raise ValueError(f"no sample has {num_draft_tokens + 2} tokens, so none holds a whole block")
-        rows = break_anchors(samples, num_draft_tokens) if preferred is None else preferred
-        settings = self.settings
-        return choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, self._progress.generator)
+            raise ValueError(f"no sample has {k + 2} tokens, so none holds a whole block")
+        rows = break_anchors(samples, k) if preferred is None else preferred
+        anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
+        labels = block_labels(packed.token_ids, anchors, k)
+        is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        tokens, is_masked = None, torch.ones_like(labels, dtype=torch.bool)
+        if self._denoising.steps > 1:
+            tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
+            is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a block that is partly revealed
+            tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
+        anchors, labels, is_kept = (tensor.to(self._device) for tensor in (anchors, labels, is_kept))
+        return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked.to(self._device))
 
     def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
         features = packed.features.float()
         return features if packed.is_fused else self.drafter.fuse(features)
 
-    def _mixed_loss(
-        self, hidden: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor, is_kept: Tensor, context: Tensor
-    ) -> tuple[Tensor, Tensor]:  # [], [N, K]
-        """Mean over blocks of the chosen loss on fresh ones, the distance to the parent on kept ones; and the drafts."""
-        num_kept = int(is_kept.sum())
-        total, drafts = hidden.new_zeros(()), torch.empty_like(labels)
-        if num_kept:
-            if self._parent is None:
-                raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
-            with torch.no_grad():
-                features = context if packed.is_fused else self._parent.fuse(packed.features.float())
-                goal = self._parent.draft_hidden(
-                    features, packed.positions, packed.token_ids, anchors[is_kept], packed.segments
-                )
-            distance, drafts[is_kept] = self._distances("kl", hidden[is_kept], goal, self._parent.lm_head)
-            total = total + self.settings.keep_weight * num_kept * losses.weighted_mean(distance, self._weights(distance))
-        if num_kept < len(anchors):
-            fresh = ~is_kept
-            loss, drafts[fresh] = self._loss(hidden[fresh], labels[fresh], packed, anchors[fresh])
-            total = total + (len(anchors) - num_kept) * loss
-        return total / len(anchors), drafts
-
-    def _loss(
-        self, hidden: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor
-    ) -> tuple[Tensor, Tensor]:  # [], [N, K]
-        """The weighted mean of the chosen loss over the blocks, and the drafts; `losses` has the formulas."""
-        name = self.settings.loss
-        if name in ("kl", "hybrid"):
-            assert packed.target_hidden is not None
-            rows = anchors[:, None] + torch.arange(labels.shape[1])  # the target at row i tells token i + 1
-            distance, drafts = self._distances(name, hidden, packed.target_hidden[rows].float(), self.drafter.lm_head)
-            return losses.weighted_mean(distance, self._weights(distance)), drafts
-        made = block_loss(hidden.flatten(0, 1), self.drafter.lm_head, labels=labels.flatten())
-        surprise, drafts = made.losses.view(labels.shape), made.top.view(labels.shape)
-        if name == "ce":
-            return losses.weighted_mean(surprise, self._weights(surprise)), drafts
-        right = torch.exp(-surprise)
-        if name == "dpace":
-            return losses.weighted_mean(surprise, losses.dpace_weights(right)), drafts
-        return losses.negative_acceptance_length(right).mean(), drafts
-
-    def _distances(self, kind: str, hidden: Tensor, goal: Tensor, goal_head: Tensor) -> tuple[Tensor, Tensor]:  # [N, K], [N, K]
-        """How far each draft's distribution is from its goal's, and the drafts."""
-        made = block_loss(hidden.flatten(0, 1), self.drafter.lm_head, goal=goal.flatten(0, 1), goal_head=goal_head, kind=kind)
-        return made.losses.view(hidden.shape[:2]), made.top.view(hidden.shape[:2])
-
-    def _weights(self, per_token: Tensor) -> Tensor:  # [N, K]
-        return losses.position_weights(per_token.shape[1], self.settings.decay_tokens).expand(per_token.shape)
-
     def _update(self, remaining: float) -> float:
-        """Clip, warm up or cool down, step."""
+        """Clip, warm up or cool down, step, average."""
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         self._progress.updates += 1
         warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
@@ -212,6 +211,8 @@ class MicroTrainer:
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmth
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._average is not None:
+            self._average.update(self._progress.updates)
         return float(norm)
 
 
@@ -227,16 +228,18 @@ def is_kv_path(name: str) -> bool:
 
 
 def _figures(
-    drafts: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, began_s: float
+    drafts: Tensor, blocks: Blocks, loss: float, is_update: bool, grad_norm: float | None, began_s: float
 ) -> StepFigures:
+    is_whole = blocks.is_masked.all(-1)  # [N]
+    drafts, labels = drafts[is_whole], blocks.labels[is_whole]
     return StepFigures(
         loss=loss,
-        num_anchors=len(labels),
-        num_tokens=labels.numel(),
-        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
-        counted=(len(labels),) * labels.shape[1],
-        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
+        num_anchors=len(blocks.labels),
+        num_tokens=int(blocks.is_masked.sum()),
         is_update=is_update,
         grad_norm=grad_norm,
         seconds=time.perf_counter() - began_s,
+        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
+        counted=(len(labels),) * labels.shape[1],
+        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
     )

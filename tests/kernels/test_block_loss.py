@@ -56,6 +56,8 @@ def test_losses_and_gradients_are_those_of_the_full_logits(dtype: torch.dtype, k
     assert made.losses.dtype == wanted[0].dtype
     torch.testing.assert_close(made.losses, wanted[0])
     assert torch.equal(made.top, wanted[1])
+    logits = hidden.to(weights.dtype) @ head.to(weights.dtype).T
+    torch.testing.assert_close(made.top_log_probs, logits.log_softmax(-1).amax(-1))
     gradients = [torch.autograd.grad((losses * weights).sum(), hidden)[0] for losses in (made.losses, wanted[0])]
     torch.testing.assert_close(*gradients)
 
@@ -76,6 +78,15 @@ def test_weights_that_depend_on_the_losses_get_their_gradient() -> None:
 
     made, wanted = (expected(f(hidden, head, **rest)[0]) for f in (block_loss, reference.block_loss))
     torch.testing.assert_close(*(torch.autograd.grad(x, hidden)[0] for x in (made, wanted)))
+
+
+def test_favourite_tokens_of_many_dimensions() -> None:
+    hidden, head, _ = inputs("ce")
+    top, log_probs = op.top_tokens(hidden.view(2, 3, H), head)
+    wanted = (hidden.view(2, 3, H) @ head.T).log_softmax(-1).max(-1)
+    assert torch.equal(top, wanted.indices)
+    torch.testing.assert_close(log_probs, wanted.values.detach())
+    assert not log_probs.requires_grad
 
 
 def test_the_goal_may_have_a_head_of_its_own() -> None:
