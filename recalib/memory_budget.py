@@ -148,7 +148,8 @@ def _loss_bytes(config: DrafterConfig, blocks: int) -> int:
     """Kept blocks are held to the parent's distribution whatever the loss of fresh ones, and that takes most."""
     tokens, h, v = blocks * config.num_draft_tokens, config.hidden_size, config.vocab_size
     by_labels = min(tokens, ROWS) * (min(TILE, v) + h)
-    by_goal = min(2 * tokens * v, max(max(BUFFER_BYTES.values()) // FLOAT, 2 * v)) * 5 // 4 + 3 * min(tokens * v, CACHED_BYTES // FLOAT)
+    scores = min(2 * tokens * v, max(max(BUFFER_BYTES.values()) // FLOAT, 2 * v))
+    by_goal = scores * 5 // 4 + 3 * min(tokens * v, CACHED_BYTES // FLOAT)
     return FLOAT * (max(by_labels, by_goal) + 5 * tokens * h)
 
 
