@@ -20,7 +20,7 @@ def philox(
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     key_0, key_1 = seed & WORD, (seed >> 32) & WORD
-    c_0, c_1, c_2, c_3 = torch.broadcast_tensors(index, low, high, purpose)
+    c_0, c_1, c_2, c_3 = torch.broadcast_tensors(index, low, high, purpose)  # type: ignore[no-untyped-call]
     for _ in range(10):
         high_a, low_a = _multiply(c_0, 0xD2511F53)
         high_b, low_b = _multiply(c_2, 0xCD9E8D57)
@@ -154,27 +154,26 @@ def verify_tree(
     """Accepted counts [B], path [B, max_depth], tokens [B, max_depth + 1] and bonus tokens [B], int32: see verify_tree.py."""
     num_requests, num_nodes = tokens.shape
     logits = rows_of(target_logits, first_rows, num_requests, num_nodes)
-    clean = clean_logits(logits, temperature.float()[:, None].expand(-1, num_nodes))
-    place = positions.long()[:, None] + depths.long()
-    spread = seeds.long()[:, None].expand(-1, num_nodes)
-    drawn = draw(softmax(clean).flatten(0, 1), spread.flatten(), place.flatten(), chunk).view(num_requests, num_nodes)
-    choice = torch.where((temperature >= GREEDY_BELOW)[:, None], drawn, clean.argmax(-1))
-
     node = torch.arange(num_nodes, device=tokens.device)
     requests = torch.arange(num_requests, device=tokens.device)
+    is_node = (parents >= 0) & (parents < node) & (node > 0)
     current = torch.zeros_like(requests)
-    is_walking = torch.ones_like(requests, dtype=torch.bool)
     path = torch.full((num_requests, max_depth), -1, device=tokens.device)
     emitted = torch.full((num_requests, max_depth + 1), -1, device=tokens.device)
-    for depth in range(max_depth):
-        is_child = (parents == current[:, None]) & (tokens == choice[requests, current][:, None]) & (parents < node)
-        is_child[:, 0] = False
-        is_walking = is_walking & is_child.any(-1)
+    is_walking = torch.ones_like(requests, dtype=torch.bool)
+    choice = bonus = current
+    for depth in range(max_depth + 1):
+        clean = clean_logits(logits[requests, current], temperature.float())
+        place = positions.long() + depths[requests, current].long()
+        drawn = draw(softmax(clean), seeds.long(), place, chunk)
+        choice = torch.where(temperature >= GREEDY_BELOW, drawn, clean.argmax(-1))
+        bonus = torch.where(is_walking, choice, bonus)
+        emitted[:, depth] = torch.where(is_walking, choice, -1)
+        if depth == max_depth:
+            break
+        is_child = (parents == current[:, None]) & (tokens == choice[:, None]) & is_node
         child = is_child.int().argmax(-1)
+        is_walking = is_walking & is_child.any(-1)
         path[:, depth] = torch.where(is_walking, child, -1)
-        emitted[:, depth] = torch.where(is_walking, choice[requests, current], -1)
         current = torch.where(is_walking, child, current)
-    accepted = (path >= 0).sum(-1)
-    bonus = choice[requests, current]
-    emitted[requests, accepted] = bonus
-    return accepted.int(), path.int(), emitted.int(), bonus.int()
+    return (path >= 0).sum(-1).int(), path.int(), emitted.int(), bonus.int()

@@ -49,11 +49,10 @@ class TreeVerdict(NamedTuple):
 
 if triton is not None:
     from honed.kernels.sampling import (
-        C_CHUNK,
         C_GREEDY_BELOW,
         clean_logits,
         peak_and_mass,
-        race,
+        race_of_chunks,
         race_within,
         total_of,
     )
@@ -109,10 +108,10 @@ if triton is not None:
             seed = tl.load(seed_ptr + i_b)
             position = tl.load(position_ptr + i_b).to(tl.int64) + tl.load(depth_ptr + node).to(tl.int64)
             base, _ = total_of(b_peak, b_mass)
-            first = race(b_mass * tl.exp(b_peak - base), seed, position, o_c, C_CHUNK) * CHUNK
-            o_v = first + tl.arange(0, CHUNK)
-            b_x = clean_logits(logits_ptr + row, o_v, o_v < vocab, inverse)
-            token = first + race_within(b_x, o_v, seed, position)
+            winner, top = race_of_chunks(b_peak, b_mass * tl.exp(b_peak - base), seed, position, o_c)
+            token = race_within(
+                logits_ptr + row, winner * CHUNK, vocab, -1, inverse, top, seed, position, CHUNK, min(CHUNK, 1024)
+            )
         else:
             token = tl.max(tl.where(o_c == tl.argmax(b_peak, axis=0), b_mass, 0.0), axis=0).to(tl.int32)
         tl.store(posted_ptr + node, token + 1)

@@ -84,18 +84,18 @@ def check(round_: Round, chunk: int = CHUNK) -> TreeVerdict:
     return made
 
 
-@pytest.mark.parametrize(("num", "nodes", "vocab"), [(1, 1, 1), (4, 2, 5), (8, 9, 7), (7, 17, 70), (3, 33, 12)])
+@pytest.mark.parametrize(("num", "nodes", "vocab"), [(1, 1, 1), (4, 2, 5), (5, 9, 70), (2, 33, 12)])
 def test_odd_shapes(num: int, nodes: int, vocab: int) -> None:
     check(Round(num, nodes, vocab))
 
 
 def test_walks_are_of_some_length() -> None:
-    assert check(Round(12, 12, 7)).num_accepted.max() >= 2
+    assert check(Round(8, 9, 7)).num_accepted.max() >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits(dtype: torch.dtype) -> None:
-    check(Round(8, 6, 50, dtype))
+    check(Round(4, 5, 50, dtype))
 
 
 def test_empty_batch() -> None:
@@ -108,18 +108,18 @@ def test_no_nodes_but_the_root_samples_a_token_each() -> None:
     assert not check(round_).num_accepted.any()
 
 
-@pytest.mark.parametrize("longest", [0, 1, 2])
+@pytest.mark.parametrize("longest", [0, 2])
 def test_walks_end_at_the_depth_that_is_asked_for(longest: int) -> None:
-    round_ = Round(12, 12, 7)
+    round_ = Round(8, 9, 7)
     round_.max_depth = longest
     assert check(round_).num_accepted.max() == longest
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_not_finite(bad: float) -> None:
-    round_ = Round(8, 6, 50)
+    round_ = Round(4, 4, 50)
     round_.logits[:, 0, ::3] = bad
-    round_.logits[4:, 1:3] = bad
+    round_.logits[2:, 1:3] = bad
     check(round_)
 
 
@@ -138,29 +138,29 @@ def test_of_equal_siblings_the_first_counts() -> None:
 
 
 def test_a_request_draws_the_same_whatever_its_batch() -> None:
-    round_ = Round(9, 8, 70)
+    round_ = Round(6, 5, 70)
     together, arguments = launched(round_.arguments()), round_.arguments()
-    for b in (1, 5, 8):
+    for b in (1, 5):
         alone = launched([x[b : b + 1] if isinstance(x, torch.Tensor) else x for x in arguments])
         assert [x[0].tolist() for x in alone] == [x[b].tolist() for x in together]
 
 
 def test_ragged_rows_are_the_dense_ones() -> None:
-    round_ = Round(9, 8, 70)
+    round_ = Round(5, 6, 70)
     dense = check(round_)
-    counts = 8 - torch.arange(9) % 3
+    counts = 6 - torch.arange(5) % 3
     round_.first_rows = counts.cumsum(0) - counts
-    round_.logits = torch.cat([round_.logits[b, : counts[b]] for b in range(9)])
+    round_.logits = torch.cat([round_.logits[b, : counts[b]] for b in range(5)])
     for got, wanted in zip(check(round_), dense, strict=True):
         assert torch.equal(got, wanted)
 
 
 def test_inputs_with_strides() -> None:
-    round_ = Round(6, 8, 70)
+    round_ = Round(4, 5, 70)
     wanted = check(round_)
-    wide = torch.full((12, 9, 96), float("nan"))
-    wide[::2, :8, 10:80] = round_.logits
-    round_.logits = wide[::2, :8, 10:80]
+    wide = torch.full((8, 6, 96), float("nan"))
+    wide[::2, :5, 10:80] = round_.logits
+    round_.logits = wide[::2, :5, 10:80]
     round_.parents = torch.stack((round_.parents, round_.tokens), dim=2)[..., 0]
     assert torch.equal(check(round_).tokens, wanted.tokens)
 
