@@ -1,6 +1,6 @@
 """Plain PyTorch twins of `verify_chain` and `verify_tree`, the noise included: same seeds, same tokens.
 
-Letters: B = requests, K = draft tokens at most, N = tree nodes with the root, V = vocabulary, R = rows of logits.
+Letters: B = requests, K = draft tokens at most, N = tree nodes, V = vocabulary, R = rows of logits.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ def verify_chain(
 
 
 def verify_tree(
-    target_logits: torch.Tensor,  # [B, N, V], or [R, V] with first_rows
+    target_logits: torch.Tensor,  # [B, N + 1, V], or [R, V] with first_rows
     tokens: torch.Tensor,  # [B, N]
-    parents: torch.Tensor,  # [B, N]
-    depths: torch.Tensor,  # [B, N]
+    parents: torch.Tensor,  # [B, N], −1: the anchor
+    depths: torch.Tensor,  # [B, N], 0: no node
     temperature: torch.Tensor,  # [B]
     seeds: torch.Tensor,  # [B] int64
     positions: torch.Tensor,  # [B] int64
@@ -153,10 +153,11 @@ def verify_tree(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted counts [B], path [B, max_depth], tokens [B, max_depth + 1] and bonus tokens [B], int32: see verify_tree.py."""
     num_requests, num_nodes = tokens.shape
-    logits = rows_of(target_logits, first_rows, num_requests, num_nodes)
-    node = torch.arange(num_nodes, device=tokens.device)
+    logits = rows_of(target_logits, first_rows, num_requests, num_nodes + 1)
+    row = torch.arange(num_nodes + 1, device=tokens.device)
     requests = torch.arange(num_requests, device=tokens.device)
-    is_node = (parents >= 0) & (parents < node) & (node > 0)
+    token_of, parent_row, depth_of = (torch.nn.functional.pad(x.long(), (1, 0)) for x in (tokens, parents + 1, depths))
+    is_node = (depth_of > 0) & (parent_row >= 0) & (parent_row < row)
     current = torch.zeros_like(requests)
     path = torch.full((num_requests, max_depth), -1, device=tokens.device)
     emitted = torch.full((num_requests, max_depth + 1), -1, device=tokens.device)
@@ -164,14 +165,14 @@ def verify_tree(
     choice = bonus = current
     for depth in range(max_depth + 1):
         clean = clean_logits(logits[requests, current], temperature.float())
-        place = positions.long() + depths[requests, current].long()
+        place = positions.long() + depth_of[requests, current]
         drawn = draw(softmax(clean), seeds.long(), place, chunk)
         choice = torch.where(temperature >= GREEDY_BELOW, drawn, clean.argmax(-1))
         bonus = torch.where(is_walking, choice, bonus)
         emitted[:, depth] = torch.where(is_walking, choice, -1)
         if depth == max_depth:
             break
-        is_child = (parents == current[:, None]) & (tokens == choice[:, None]) & is_node
+        is_child = (parent_row == current[:, None]) & (token_of == choice[:, None]) & is_node
         child = is_child.int().argmax(-1)
         is_walking = is_walking & is_child.any(-1)
         path[:, depth] = torch.where(is_walking, child, -1)

@@ -112,7 +112,7 @@ def rows_kernel(
                 p_q = draft_logits_ptr + i_b * draft_stride_b + i_r * draft_stride_r
                 own_q = tl.exp(clean_logits(p_q, draft, is_token, warm) - q_base)
                 # u < p / q; what q says can't be is accepted wherever p > 0.
-                is_accepted = (u * own_q * rest < own * q_total) & (own > 0.0)
+                is_accepted = ((u * own_q * rest < own * q_total) | (own_q == 0.0)) & (own > 0.0)
     else:
         is_accepted = tl.max(tl.where(o_c == tl.argmax(b_peak, axis=0), b_mass, -1.0), axis=0).to(tl.int64) == draft
     if is_accepted == 0:

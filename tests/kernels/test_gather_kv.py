@@ -58,14 +58,6 @@ def test_the_hadamard_is_undone(head_size: int) -> None:
     assert (undo.abs()[undo != 0] == 1.0 / width).all()
 
 
-def test_the_hadamard_is_vllm_s() -> None:
-    int4 = pytest.importorskip("vllm.v1.attention.ops.int4_per_token_head", reason="vLLM isn't installed")
-    for head_size in (64, 96, 128):
-        rows = torch.randn(7, head_size, generator=torch.Generator().manual_seed(1))
-        undo = hadamard_unrotation(head_size, int4._get_rht_signs(head_size & -head_size, 0, torch.device("cpu")))
-        torch.testing.assert_close(int4.single_rht(rows) @ undo.float(), rows, rtol=1e-5, atol=1e-5)
-
-
 def arguments() -> dict[str, Any]:
     return {
         "plane": PagedPlane(rows_of(6)), "block_table": torch.tensor([[2, 0, 1]]), "starts": torch.tensor([0]),

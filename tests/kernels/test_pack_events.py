@@ -57,7 +57,7 @@ def test_what_a_chain_emitted() -> None:
 def test_what_a_tree_emitted() -> None:
     layout = EventLayout(1, 4, max_depth=3)
     inputs = [torch.tensor([1]), torch.tensor([1]), torch.tensor([4]), torch.tensor([2]), torch.tensor([99])]
-    tree = [torch.tensor([[11, 12, 13, 14]]), torch.tensor([[0, 0, 2, 3]]), torch.tensor([[2, 3, -1]])]
+    tree = [torch.tensor([[11, 12, 13, 14]]), torch.tensor([[-1, -1, 1, 2]]), torch.tensor([[2, 3, -1]])]
     packet = packed(layout, [*inputs, *tree, None, None])
     assert packet.emitted(0).tolist() == [12, 13, 99]
 

@@ -119,6 +119,7 @@ def test_logits_that_are_not_finite(bad: float, full_q: bool) -> None:
     round_.logits[2:, 1] = bad  # a row without a finite logit
     if round_.draft_logits is not None:
         round_.draft_logits[:, 0, ::2] = bad
+        round_.draft_logits[1] = bad  # no law at all
     check(round_)
 
 
@@ -143,6 +144,20 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     round_.draft.fill_(70)
     round_.lengths.fill_(1)
     assert check(round_).tokens.tolist() == [[40, -1]]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the order of programs is the GPU's")
+def test_rows_after_a_break_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the interpreter's order a request's rows follow one another: what is counted is rows that were read to the end.
+    counters: list[torch.Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: counters.append(zeros(*size, **options)) or counters[-1])
+    round_ = Round(8, 4, 20)
+    round_.lengths.fill_(4)
+    made = launched(round_.arguments())
+    assert 0 < made.num_accepted.max() < 4
+    read = counters[0][8:].view(8, 4).sum(1)
+    assert read.tolist() == (made.num_accepted + 1).tolist()
 
 
 @pytest.mark.parametrize("full_q", [False, True])
