@@ -16,8 +16,9 @@ No [B, K, V] probabilities exist anywhere.
 Moves: one-hot q: (Σ rows, k + 1 each)·V·sizeof(logits) at most, + B·8,192·sizeof for step 3; full q: twice that + 2·B·V·sizeof
 for step 2. The floor is the rows up to each request's break, once, at copy bandwidth. How near to it the early exit comes
 depends on how the GPU orders programs: not measured, and neither is the time.
-Layout: unit stride in V; target logits [B, K + 1, V], or [R, V] with request b's rows at first_rows[b] … + k_b (vLLM's ragged
-batch); logits after penalties and top-k/top-p masks (−inf), before the temperature.
+Layout: unit stride in V (16 bytes a load where V and the other strides are multiples of 16, else one number); target logits
+[B, K + 1, V], or [R, V] with request b's rows at first_rows[b] … + k_b (vLLM's ragged batch); logits after penalties and
+top-k/top-p masks (−inf), before the temperature.
 Seeds: row i draws from (seed, positions[b] + i): see sampling.py. A request's result doesn't depend on its batch.
 CUDA graphs: grids depend on shapes only, nothing is read back; give `out` for fixed addresses.
 Source: arXiv 2211.17192, algorithm 1; arXiv 2302.01318, algorithm 2; vLLM's v1/sample/rejection_sampler.py, read for its rules.

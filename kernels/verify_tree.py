@@ -13,8 +13,9 @@ is skipped; what isn't costs time only. (2) One program a request walks.
 Moves: at most B·(N + 1)·(V + 8,192)·sizeof(logits), less what is skipped; the floor is the rows of the path and the anchor's,
 once, at copy bandwidth. How near to it the skipping comes depends on how the GPU orders programs: not measured, and neither
 is the time.
-Layout: unit stride in V; logits [B, N + 1, V] or [R, V] with request b's rows from first_rows[b] on; row 0 is the anchor's, row
-n + 1 node n's; logits after penalties and masks, before the temperature. Trees as tree_build makes them: parents of nodes, −1
+Layout: unit stride in V (16 bytes a load where V and the other strides are multiples of 16, else one number); logits
+[B, N + 1, V] or [R, V] with request b's rows from first_rows[b] on; row 0 is the anchor's, row n + 1 node n's; logits after
+penalties and masks, before the temperature. Trees as tree_build makes them: parents of nodes, −1
 for children of the anchor; depths from 1, 0 where there is no node. A parent that isn't an earlier node makes its child none.
 Of siblings with equal tokens the first counts.
 Seeds: a row's draw takes (seed, positions[b] + depth), so the text that comes out is the one that plain sampling with the same

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiling import machine_code
 from interpreting import needs_gpu, needs_triton, run_cases
 from verify_oracle import FALSE_ALARM, Law, chain_law, first_token, outcomes, p_value, shifted, softmax
 
 from honed.kernels import reference_verify as reference
 from honed.kernels import verify_chain as kernel
-from honed.kernels import verify_chain_device as device
 from honed.kernels.verify_chain import ChainVerdict, verify_chain
 
 SAMPLES, PIECE = 300_000, 20_000
@@ -170,26 +168,6 @@ def test_shapes_that_do_not_fit_are_refused(index: int, wrong: torch.Tensor, mes
 def test_draft_logits_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="draft_logits"):
         verify_chain(*arguments(), draft_logits=torch.zeros(3, 3, 7))
-
-
-POINTERS = {
-    "draft_ptr": "*i64", "num_draft_ptr": "*i32", "temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64",
-    "stat_ptr": "*fp32", "arrived_ptr": "*i32", "break_ptr": "*i32", "residual_ptr": "*fp32", "num_accepted_ptr": "*i32",
-    "token_ptr": "*i32", "bonus_ptr": "*i32",
-}  # fmt: skip
-
-
-@needs_triton
-@pytest.mark.parametrize("is_full", [False, True])
-def test_the_kernels_compile_for_hopper(is_full: bool) -> None:
-    kernels = [(device.rows_kernel, {"IS_FULL_Q": is_full}), (device.emit_kernel, {"IS_FULL_Q": is_full, "TOKENS": 16})]
-    for one, own in kernels + ([(device.residual_kernel, {})] if is_full else []):
-        constants = {"CHUNK": 2048, "CHUNKS": 128, "IS_RAGGED": is_full, **own}
-        types = POINTERS | {"logits_ptr": "*bf16", "draft_logits_ptr": "*bf16", "warmth_ptr": "*fp32", "first_row_ptr": "*i32"}
-        nothing = () if is_full else ("draft_logits_ptr", "warmth_ptr", "first_row_ptr", "residual_ptr")
-        constants |= {name: None for name in nothing if name in one.arg_names}
-        rest = {name: types.get(name, "i32") for name in one.arg_names if name not in constants}
-        assert machine_code(one, constants, 4, **rest)
 
 
 @needs_triton

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiling import machine_code
 from interpreting import needs_gpu, needs_triton, run_cases
 from verify_oracle import FALSE_ALARM, first_token, outcomes, p_value, shifted, softmax, tree_law
 
@@ -126,22 +125,6 @@ def test_shapes_that_do_not_fit_are_refused(index: int, wrong: Any, message: str
     given[index] = wrong
     with pytest.raises(ValueError, match=message):
         verify_tree(*given)
-
-
-@needs_triton
-@pytest.mark.parametrize("is_ragged", [False, True])
-def test_the_kernels_compile_for_hopper(is_ragged: bool) -> None:
-    words = ("token_ptr", "parent_ptr", "depth_ptr", "first_row_ptr", "arrived_ptr", "posted_ptr", "num_accepted_ptr")
-    types = dict.fromkeys((*words, "path_ptr", "out_ptr", "bonus_ptr"), "*i32") | {
-        "logits_ptr": "*bf16", "temperature_ptr": "*fp32", "seed_ptr": "*i64", "position_ptr": "*i64", "stat_ptr": "*fp32",
-    }  # fmt: skip
-    for one, num_warps, constants in (
-        (kernel._rows_kernel, 4, {"CHUNK": 2048, "CHUNKS": 128, "IS_RAGGED": is_ragged}),
-        (kernel._walk_kernel, 1, {"ROWS": 256, "PATH": 16}),
-    ):
-        absent = {} if is_ragged or one is kernel._walk_kernel else {"first_row_ptr": None}
-        rest = {name: types.get(name, "i32") for name in one.arg_names if name not in {*constants, *absent}}
-        assert machine_code(one, constants | absent, num_warps, **rest)
 
 
 @needs_triton
