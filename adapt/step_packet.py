@@ -34,9 +34,9 @@ class StepPacket:
     num_draft_tokens: npt.NDArray[np.int16]  # [B]
     num_accepted: npt.NDArray[np.int16]  # [B] bonus token excluded
     bonus_token_ids: npt.NDArray[np.int32]  # [B]
-    draft_tokens: npt.NDArray[np.int32]  # [B, K], −1 past a request's number; of a tree: tokens of nodes 1 …
-    parents: npt.NDArray[np.int16] | None  # [B, K] of nodes 1 …, node 0 the root; None: chains
-    path: npt.NDArray[np.int16] | None  # [B, P] accepted nodes, −1 past them; None: chains
+    draft_tokens: npt.NDArray[np.int32]  # [B, K], −1 past a request's number; of a tree: its nodes' tokens
+    parents: npt.NDArray[np.int16] | None  # [B, K] parent nodes; −1: the anchor, and past a request's number; None: chains
+    path: npt.NDArray[np.int16] | None  # [B, P] rows of the accepted nodes (node n's is n + 1), −1 past them; None: chains
     candidates: npt.NDArray[np.int32] | None  # [B, D, m]
     log_probs: npt.NDArray[np.float16] | None  # [B, D, m]
 

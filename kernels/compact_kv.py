@@ -1,7 +1,8 @@
 """Move the accepted path's K/V rows to the slots that follow the anchor's, in place, all layers in one launch.
 
-Computes: reference_kv.compact_kv. Node n of a request's tree wrote its K/V at slots[b, n]; after the walk the i-th accepted
-node path[b, i − 1] is to be at slots[b, i]. Rows that are there already aren't touched (a chain moves nothing).
+Computes: reference_kv.compact_kv. Row r of a request's step (0 the anchor's, n + 1 its tree's node n) wrote its K/V at
+slots[b, r]; after the walk the i-th accepted row path[b, i − 1] is to be at slots[b, i]. Rows that are there already aren't
+touched (a chain moves nothing).
 
 Why in place is safe: parents precede children, so a path rises and path[i − 1] ≥ i: a row never moves up, and the row that
 step i overwrites is at or below every source of the steps after it. Steps run in groups of GROUP from the front: all loads
@@ -15,7 +16,7 @@ Layout: planes [num_blocks, kv_block_size, H, W], unit stride in W and any other
 of each layer, or whole rows of caches that keep K, V and scales beside each other; slot = block · kv_block_size + offset.
 The type doesn't matter: words are moved. Scales kept in tensors of their own are planes of another shape: a call of their own.
 CUDA graphs: the grid depends on shapes only, nothing is read back; pointers are in a table that is made once (KvPlanes).
-Source: DDTree, arXiv 2604.12989, section 4 (cache compaction); slots as in vLLM's v1/attention backends.
+Source: DDTree, arXiv 2604.12989; slots as in vLLM's v1/attention backends.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _compact_kernel(
         like_ptr: tl.tensor, table_ptr: tl.tensor, slot_ptr: tl.tensor, path_ptr: tl.tensor, num_accepted_ptr: tl.tensor,
-        num_nodes: tl.tensor, max_depth: tl.tensor, kv_block_size: tl.tensor, stride_block: tl.tensor, stride_slot: tl.tensor,
+        num_rows: tl.tensor, max_depth: tl.tensor, kv_block_size: tl.tensor, stride_block: tl.tensor, stride_slot: tl.tensor,
         stride_head: tl.tensor, row_words: tl.tensor, HEAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
         IS_FLAT: tl.constexpr, IS_ALIGNED: tl.constexpr,
     ) -> None:  # fmt: skip
@@ -58,10 +59,10 @@ if triton is not None:
             o_row = (o_c // HEAD_WORDS).to(tl.int64) * stride_head + o_c % HEAD_WORDS
         for i_g in range(0, accepted, GROUP):
             o_i = i_g + tl.arange(0, GROUP)
-            b_node = tl.load(path_ptr + i_b * max_depth + o_i, mask=o_i < accepted, other=0).to(tl.int32)
-            m_i = (b_node > o_i + 1) & (b_node < num_nodes)
-            b_from = tl.load(slot_ptr + i_b * num_nodes + b_node, mask=m_i, other=-1).to(tl.int64)
-            b_to = tl.load(slot_ptr + i_b * num_nodes + o_i + 1, mask=m_i, other=-1).to(tl.int64)
+            b_source = tl.load(path_ptr + i_b * max_depth + o_i, mask=o_i < accepted, other=0).to(tl.int32)
+            m_i = (b_source > o_i + 1) & (b_source < num_rows)
+            b_from = tl.load(slot_ptr + i_b * num_rows + b_source, mask=m_i, other=-1).to(tl.int64)
+            b_to = tl.load(slot_ptr + i_b * num_rows + o_i + 1, mask=m_i, other=-1).to(tl.int64)
             m_row = ((b_from >= 0) & (b_to >= 0))[:, None] & m_c[None, :]
             b_from = (b_from // kv_block_size) * stride_block + (b_from % kv_block_size) * stride_slot
             b_to = (b_to // kv_block_size) * stride_block + (b_to % kv_block_size) * stride_slot
@@ -105,8 +106,8 @@ class KvPlanes:
 
 def compact_kv(
     planes: KvPlanes,
-    slots: torch.Tensor,  # [B, N] integers: slot of each node, the root's first; −1: none
-    path: torch.Tensor,  # [B, P] integers: accepted nodes, rising
+    slots: torch.Tensor,  # [B, R] integers: slot of each row, the anchor's first; −1: none
+    path: torch.Tensor,  # [B, P] integers: accepted rows, rising
     num_accepted: torch.Tensor,  # [B] integers
 ) -> None:
     """Move accepted rows to slots[:, 1 …] of every plane, in place; Triton on a GPU, its plain twin elsewhere.
@@ -117,7 +118,7 @@ def compact_kv(
     if slots.dim() != 2 or path.dim() != 2 or num_accepted.dim() != 1 or not len(slots) == len(path) == len(num_accepted):
         raise ValueError(
             f"compact_kv: slots {list(slots.shape)}, path {list(path.shape)} and num_accepted {list(num_accepted.shape)} "
-            "don't fit: they are [B, N], [B, P] and [B]"
+            "don't fit: they are [B, R], [B, P] and [B]"
         )
     _compact_kv(list(planes.tensors), planes.table, list(planes.pointers), slots, path, num_accepted)
 
@@ -156,11 +157,11 @@ def launch(
         raise RuntimeError("Triton is not installed: pip install triton")
     if any(x.data_ptr() != pointer for x, pointer in zip(planes, pointers, strict=True)):
         raise ValueError("compact_kv: a plane has moved in memory since its address was taken: make KvPlanes anew")
-    num_requests, num_nodes = slots.shape
+    num_requests, num_rows = slots.shape
     max_depth = path.shape[1]
     words = _as_words(planes[0], pointers)
     heads, head_words = words.shape[2:]
-    if not (num_requests and max_depth and num_nodes and words.numel()):
+    if not (num_requests and max_depth and num_rows and words.numel()):
         return
     slots, path, num_accepted = slots.contiguous(), path.contiguous(), num_accepted.contiguous()
     row_words = heads * head_words
@@ -169,7 +170,7 @@ def launch(
     is_flat = heads == 1 or words.stride(2) == head_words
     grid = (triton.cdiv(row_words, columns), num_requests, len(planes))
     _compact_kernel[grid](
-        words, table, slots, path, num_accepted, num_nodes, max_depth, words.shape[1], *words.stride()[:3], row_words,
+        words, table, slots, path, num_accepted, num_rows, max_depth, words.shape[1], *words.stride()[:3], row_words,
         HEAD_WORDS=head_words, COLUMNS=columns, GROUP=group, IS_FLAT=is_flat,
         IS_ALIGNED=all(number % 16 == 0 for number in [*pointers, *byte_strides]), num_warps=max(1, min(4, columns // 128)),
     )  # fmt: skip

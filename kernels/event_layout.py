@@ -8,12 +8,12 @@ Version 1, little-endian. A header of 32 int32 words, then columns, each at a mu
          16 … 23 offsets of the columns in bytes, 0 where a column isn't there;   24 … 31 zero
 
     column              type      shape        meaning
-    num_draft_tokens    int16     [B]          scheduled drafts; of a tree its nodes without the root
+    num_draft_tokens    int16     [B]          scheduled drafts; of a tree its nodes
     num_accepted        int16     [B]          bonus token excluded
     bonus_token_ids     int32     [B]
-    draft_tokens        int32     [B, K]       −1 past a request's number; of a tree: tokens of nodes 1 …
-    parents             int16     [B, K]       trees only: of nodes 1 …, node 0 the root; −1: no node
-    path                int16     [B, P]       trees only: accepted nodes, −1 past them
+    draft_tokens        int32     [B, K]       −1 past a request's number; of a tree: its nodes' tokens
+    parents             int16     [B, K]       trees only: parent nodes; −1: the anchor, and past a request's number
+    path                int16     [B, P]       trees only: rows of the accepted nodes (node n's is n + 1), −1 past them
     candidates          int32     [B, D, m]    ids, where m > 0
     log_probs           float16   [B, D, m]    of the candidates, as the drafter says them; −inf below −65,504
 

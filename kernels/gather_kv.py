@@ -114,7 +114,8 @@ def hadamard_unrotation(head_size: int, signs: torch.Tensor) -> torch.Tensor:  #
     while block.shape[0] < width:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
     block = block * signs.float() / width
-    return torch.block_diag(*[block] * (head_size // width)).to(torch.float16)
+    whole: torch.Tensor = torch.block_diag(*[block] * (head_size // width))  # type: ignore[no-untyped-call]
+    return whole.to(torch.float16)
 
 
 def gather_kv(

@@ -6,8 +6,8 @@ adapt/step_packet.py, which needs no torch.
 Moves: every input once and the buffer once; at B = 64, K = 15, 15 depths of 8 candidates 64·(8 + 4·15 + 6·120) = 50 kB of
 buffer: a launch's time is the floor. Copied one by one, seven inputs of a few kilobytes would cost a call on the host each.
 Time: not measured.
-Layout: event_layout.py; inputs of any integer type (log-probabilities: any float type), contiguous but for the rows of draft
-tokens and parents, which may be columns 1 … of a tree's tensors.
+Layout: event_layout.py; inputs of any integer type (log-probabilities: any float type); rows of draft tokens and parents may be
+part of wider ones.
 CUDA graphs: the grid depends on shapes only, nothing is read back; the buffer's address is fixed. The copy is
 `pinned.copy_(buffer.data, non_blocking=True)` on the same stream; take buffers in turn where it may outlast the next step.
 Source: this project's own.
@@ -93,10 +93,10 @@ def pack_events(
     num_draft_tokens: torch.Tensor,  # [B] integers
     num_accepted: torch.Tensor,  # [B] integers
     bonus_token_ids: torch.Tensor,  # [B] integers
-    draft_tokens: torch.Tensor,  # [B, K] integers; of a tree: tokens[:, 1:]
+    draft_tokens: torch.Tensor,  # [B, K] integers; of a tree: its nodes
     *,
-    parents: torch.Tensor | None = None,  # [B, K] integers; of a tree: parents[:, 1:]
-    path: torch.Tensor | None = None,  # [B, P] integers
+    parents: torch.Tensor | None = None,  # [B, K] integers, −1: the anchor
+    path: torch.Tensor | None = None,  # [B, P] integers: rows, as verify_tree says them
     candidates: torch.Tensor | None = None,  # [B, D, m] integers
     log_probs: torch.Tensor | None = None,  # [B, D, m] floats
 ) -> None:

@@ -1,6 +1,7 @@
 """Plain PyTorch twins of `compact_kv` and `gather_kv`.
 
-Letters: B = requests, N = tree nodes with the root, P = longest path, H = K/V heads, D = head size, T = rows of the output.
+Letters: B = requests, R = rows of a step (anchor and tree), P = longest path, H = K/V heads, D = head size, T = rows of the
+output.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import torch
 
 def compact_kv(
     planes: Sequence[torch.Tensor],  # each [num_blocks, kv_block_size, H, W]
-    slots: torch.Tensor,  # [B, N]
+    slots: torch.Tensor,  # [B, R]
     path: torch.Tensor,  # [B, P]
     num_accepted: torch.Tensor,  # [B]
 ) -> None:
     """Move the row of path[b, i − 1] to slots[b, i] for i = 1 … num_accepted[b], in place: read all, then write all."""
     step = torch.arange(path.shape[1], device=path.device)
-    node = path.long()
-    is_moved = (step < num_accepted[:, None]) & (node > step + 1) & (node < slots.shape[1])
+    row = path.long()
+    is_moved = (step < num_accepted[:, None]) & (row > step + 1) & (row < slots.shape[1])
     request, i = is_moved.nonzero(as_tuple=True)
-    source, target = slots[request, node[request, i]].long(), slots[request, i + 1].long()
+    source, target = slots[request, row[request, i]].long(), slots[request, i + 1].long()
     is_there = (source >= 0) & (target >= 0)
     source, target = source[is_there], target[is_there]
     for plane in planes:

@@ -1,6 +1,6 @@
 """Plain PyTorch twins of `verify_chain` and `verify_tree`, the noise included: same seeds, same tokens.
 
-Letters: B = requests, K = draft tokens at most, N = tree nodes with the root, V = vocabulary, R = rows of logits.
+Letters: B = requests, K = draft tokens at most, N = tree nodes, V = vocabulary, R = rows of logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def philox(
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     key_0, key_1 = seed & WORD, (seed >> 32) & WORD
-    c_0, c_1, c_2, c_3 = torch.broadcast_tensors(index, low, high, purpose)
+    c_0, c_1, c_2, c_3 = torch.broadcast_tensors(index, low, high, purpose)  # type: ignore[no-untyped-call]
     for _ in range(10):
         high_a, low_a = _multiply(c_0, 0xD2511F53)
         high_b, low_b = _multiply(c_2, 0xCD9E8D57)
@@ -140,10 +140,10 @@ def verify_chain(
 
 
 def verify_tree(
-    target_logits: torch.Tensor,  # [B, N, V], or [R, V] with first_rows
+    target_logits: torch.Tensor,  # [B, N + 1, V], or [R, V] with first_rows
     tokens: torch.Tensor,  # [B, N]
-    parents: torch.Tensor,  # [B, N]
-    depths: torch.Tensor,  # [B, N]
+    parents: torch.Tensor,  # [B, N], −1: the anchor
+    depths: torch.Tensor,  # [B, N], 0: no node
     temperature: torch.Tensor,  # [B]
     seeds: torch.Tensor,  # [B] int64
     positions: torch.Tensor,  # [B] int64
@@ -153,28 +153,28 @@ def verify_tree(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted counts [B], path [B, max_depth], tokens [B, max_depth + 1] and bonus tokens [B], int32: see verify_tree.py."""
     num_requests, num_nodes = tokens.shape
-    logits = rows_of(target_logits, first_rows, num_requests, num_nodes)
-    clean = clean_logits(logits, temperature.float()[:, None].expand(-1, num_nodes))
-    place = positions.long()[:, None] + depths.long()
-    spread = seeds.long()[:, None].expand(-1, num_nodes)
-    drawn = draw(softmax(clean).flatten(0, 1), spread.flatten(), place.flatten(), chunk).view(num_requests, num_nodes)
-    choice = torch.where((temperature >= GREEDY_BELOW)[:, None], drawn, clean.argmax(-1))
-
-    node = torch.arange(num_nodes, device=tokens.device)
+    logits = rows_of(target_logits, first_rows, num_requests, num_nodes + 1)
+    row = torch.arange(num_nodes + 1, device=tokens.device)
     requests = torch.arange(num_requests, device=tokens.device)
+    token_of, parent_row, depth_of = (torch.nn.functional.pad(x.long(), (1, 0)) for x in (tokens, parents + 1, depths))
+    is_node = (depth_of > 0) & (parent_row >= 0) & (parent_row < row)
     current = torch.zeros_like(requests)
-    is_walking = torch.ones_like(requests, dtype=torch.bool)
     path = torch.full((num_requests, max_depth), -1, device=tokens.device)
     emitted = torch.full((num_requests, max_depth + 1), -1, device=tokens.device)
-    for depth in range(max_depth):
-        is_child = (parents == current[:, None]) & (tokens == choice[requests, current][:, None]) & (parents < node)
-        is_child[:, 0] = False
-        is_walking = is_walking & is_child.any(-1)
+    is_walking = torch.ones_like(requests, dtype=torch.bool)
+    choice = bonus = current
+    for depth in range(max_depth + 1):
+        clean = clean_logits(logits[requests, current], temperature.float())
+        place = positions.long() + depth_of[requests, current]
+        drawn = draw(softmax(clean), seeds.long(), place, chunk)
+        choice = torch.where(temperature >= GREEDY_BELOW, drawn, clean.argmax(-1))
+        bonus = torch.where(is_walking, choice, bonus)
+        emitted[:, depth] = torch.where(is_walking, choice, -1)
+        if depth == max_depth:
+            break
+        is_child = (parent_row == current[:, None]) & (token_of == choice[:, None]) & is_node
         child = is_child.int().argmax(-1)
+        is_walking = is_walking & is_child.any(-1)
         path[:, depth] = torch.where(is_walking, child, -1)
-        emitted[:, depth] = torch.where(is_walking, choice[requests, current], -1)
         current = torch.where(is_walking, child, current)
-    accepted = (path >= 0).sum(-1)
-    bonus = choice[requests, current]
-    emitted[requests, accepted] = bonus
-    return accepted.int(), path.int(), emitted.int(), bonus.int()
+    return (path >= 0).sum(-1).int(), path.int(), emitted.int(), bonus.int()

@@ -74,14 +74,37 @@ if triton is not None:
         return base, tl.sum(b_mass * tl.exp(b_peak - base), axis=0)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def race(b_weight: tl.tensor, seed: tl.tensor, position: tl.tensor, o_i: tl.tensor, purpose: tl.constexpr) -> tl.tensor:
-        """Index within the block of the winner; weights of 0 never win against others."""
-        b_noise = exponential(uniform(seed, position, o_i, purpose))
-        return tl.argmax(tl.where(b_weight > 0.0, b_weight / b_noise, -1.0), axis=0)
+    def race_keys(
+        b_weight: tl.tensor, seed: tl.tensor, position: tl.tensor, o_i: tl.tensor, purpose: tl.constexpr
+    ) -> tl.tensor:
+        """Who has the greatest key wins; weights of 0 never do against others."""
+        return tl.where(b_weight > 0.0, b_weight / exponential(uniform(seed, position, o_i, purpose)), -1.0)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def race_within(b_x: tl.tensor, o_v: tl.tensor, seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-        """Index within the block of a token drawn by its clean logits."""
-        peak = tl.max(b_x, axis=0)
+    def race_of_chunks(
+        b_peak: tl.tensor, b_weight: tl.tensor, seed: tl.tensor, position: tl.tensor, o_c: tl.tensor
+    ) -> tl.tensor:
+        """The winning chunk and its peak."""
+        winner = tl.argmax(race_keys(b_weight, seed, position, o_c, C_CHUNK), axis=0)
+        return winner, tl.max(tl.where(o_c == winner, b_peak, float("-inf")), axis=0)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def race_within(
+        p_row: tl.tensor, first: tl.tensor, vocab: tl.tensor, hidden: tl.tensor, inverse_temperature: tl.tensor,
+        peak: tl.tensor, seed: tl.tensor, position: tl.tensor, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    ) -> tl.tensor:  # fmt: skip
+        """The token drawn by the clean logits of the chunk from `first` on, whose maximum is `peak`; never `hidden` (−1: none).
+
+        By steps, so that a kernel that streams logits needn't keep registers for a whole chunk's noise.
+        """
         base = tl.where(peak > float("-inf"), peak, 0.0)
-        return race(tl.exp(b_x - base), seed, position, o_v, C_TOKEN)
+        winner, best = first, first * 0.0 - 1.0
+        for start in range(0, CHUNK, STEP):
+            o_v = first + start + tl.arange(0, STEP)
+            b_x = clean_logits(p_row, o_v, o_v < vocab, inverse_temperature)
+            b_weight = tl.where(o_v == hidden, 0.0, tl.exp(b_x - base))
+            b_key = race_keys(b_weight, seed, position, o_v, C_TOKEN)
+            key = tl.max(b_key, axis=0)
+            winner = tl.where(key > best, first + start + tl.argmax(b_key, axis=0), winner)
+            best = tl.maximum(best, key)
+        return winner

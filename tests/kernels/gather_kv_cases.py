@@ -6,6 +6,8 @@ HONED_TEST_DEVICE says where: "cpu" (under Triton's interpreter) or "cuda".
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +127,27 @@ def test_scales_inside_the_rows() -> None:
     inside = torch.as_strided(raw.contiguous().view(torch.float32), stored.scale.shape, (BLOCK_SIZE * 36, 36, 18), 17)
     assert torch.equal(inside, stored.scale)
     check(PagedPlane(raw[..., 36:68], inside, has_hidden_zero=True))
+
+
+def test_vllm_s_own_writer_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.syspath_prepend(Path(__file__).parents[1] / "e2e")
+        import_module("triton_on_cpu").install()
+    vllm = pytest.importorskip("vllm.v1.attention.ops.int4_per_token_head", reason="vLLM isn't installed")
+    make = torch.Generator().manual_seed(6)
+    keys, values = (torch.randn(40, 2, 96, generator=make).to(DEVICE) for _ in range(2))
+    slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=make)[:40].to(DEVICE)
+    raw = torch.zeros(BLOCKS, BLOCK_SIZE, 2, 2 * 52, dtype=torch.uint8, device=DEVICE)
+    stored, scales = (raw[..., :48], raw[..., 52:100]), (raw.view(torch.float32)[..., 12], raw.view(torch.float32)[..., 25])
+    vllm.reshape_and_cache_int4(keys, values, *stored, slots, k_scale_cache=scales[0], v_scale_cache=scales[1])
+    undo = kernel.hadamard_unrotation(96, vllm._get_rht_signs(32, 0, torch.device(DEVICE)))
+    for rows, data, scale in zip((keys, values), stored, scales, strict=True):
+        made = torch.empty(40, 2, 96, device=DEVICE)
+        # One request of one row for each slot.
+        table, place = (slots // BLOCK_SIZE)[:, None], slots % BLOCK_SIZE
+        plane = PagedPlane(data, scale, has_hidden_zero=True, unrotate=undo)
+        kernel.launch(plane, table, place, torch.arange(41, device=DEVICE), made, 1)
+        assert (made - rows).square().mean().sqrt() / rows.square().mean().sqrt() < 0.13
 
 
 def test_what_is_not_finite_stays_where_it_is() -> None:

@@ -21,11 +21,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def run_cases(name: str, device: str) -> None:
-    """Run NAME_cases.py with HONED_TEST_DEVICE set; on the "cpu" under the interpreter."""
+    """Run NAME_cases.py with HONED_TEST_DEVICE set; on the "cpu" under the interpreter, elsewhere with the compiler."""
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(FOLDER / f"{name}_cases.py")]
     environ = os.environ | {"HONED_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environ["TRITON_INTERPRET"] = "1"
+    environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
     done = subprocess.run(command, cwd=FOLDER.parents[1], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert " passed" in done.stdout

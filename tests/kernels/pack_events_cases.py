@@ -29,7 +29,7 @@ def test_the_same_bytes(layout: EventLayout, dtype: torch.dtype) -> None:
     assert torch.equal(made, wanted)
 
 
-def test_columns_of_a_tree_s_tensors() -> None:
+def test_rows_that_are_part_of_wider_ones() -> None:
     layout = EventLayout(3, 4, max_depth=2)
     inputs = step_inputs(layout, torch.float32)
     wide = [torch.cat((torch.full((3, 1), 99), x), dim=1).to(DEVICE)[:, 1:] if x is not None else None for x in inputs[5:7]]

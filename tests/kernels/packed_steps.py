@@ -19,7 +19,7 @@ def step_inputs(layout: EventLayout, dtype: torch.dtype) -> list[torch.Tensor | 
     lengths = torch.randint(drafts + 1, (room,), generator=make)
     most = lengths.clamp(max=longest) if longest else lengths
     accepted = (torch.rand(room, generator=make) * (most + 1)).long()
-    parents = torch.arange(drafts).expand(room, drafts)
+    parents = torch.arange(-1, drafts - 1).expand(room, drafts)
     path = torch.where(torch.arange(longest) < accepted[:, None], torch.arange(1, longest + 1), -1)
     cells = (room, layout.depths, layout.candidates)
     log_probs = (-1e5 * torch.rand(cells, generator=make) ** 9).to(dtype)

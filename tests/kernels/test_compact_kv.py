@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiling import machine_code
 from interpreting import needs_gpu, needs_triton, run_cases
 
 from honed.kernels import compact_kv as kernel
@@ -50,15 +49,6 @@ def test_planes_that_are_not_alike_are_refused() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="don't fit"):
         compact_kv(KvPlanes.of(planes()), torch.zeros(2, 3).long(), torch.zeros(1, 2).long(), torch.zeros(2).long())
-
-
-@needs_triton
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_the_kernel_compiles_for_hopper(is_flat: bool) -> None:
-    constants = {"HEAD_WORDS": 64, "COLUMNS": 512, "GROUP": 8, "IS_FLAT": is_flat, "IS_ALIGNED": is_flat}
-    types = {"like_ptr": "*i32", "table_ptr": "*i64", "slot_ptr": "*i64", "path_ptr": "*i32", "num_accepted_ptr": "*i32"}
-    one = kernel._compact_kernel
-    assert machine_code(one, constants, 4, **{name: types.get(name, "i32") for name in one.arg_names if name not in constants})
 
 
 @needs_triton

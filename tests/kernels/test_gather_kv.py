@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import machine_code
 from interpreting import needs_gpu, needs_triton, run_cases
 from quantised_cache import four_bits, fp8, signed_hadamard
 
@@ -58,14 +57,6 @@ def test_the_hadamard_is_undone(head_size: int) -> None:
     assert (undo.abs()[undo != 0] == 1.0 / width).all()
 
 
-def test_the_hadamard_is_vllm_s() -> None:
-    int4 = pytest.importorskip("vllm.v1.attention.ops.int4_per_token_head", reason="vLLM isn't installed")
-    for head_size in (64, 96, 128):
-        rows = torch.randn(7, head_size, generator=torch.Generator().manual_seed(1))
-        undo = hadamard_unrotation(head_size, int4._get_rht_signs(head_size & -head_size, 0, torch.device("cpu")))
-        torch.testing.assert_close(int4.single_rht(rows) @ undo.float(), rows, rtol=1e-5, atol=1e-5)
-
-
 def arguments() -> dict[str, Any]:
     return {
         "plane": PagedPlane(rows_of(6)), "block_table": torch.tensor([[2, 0, 1]]), "starts": torch.tensor([0]),
@@ -98,24 +89,6 @@ def test_the_op_is_registered_as_it_should_be() -> None:
     plane = four_bits(rows_of(64), signed_hadamard(64))
     rest = (torch.tensor([[2, 0, 1]]), torch.tensor([0]), torch.tensor([0, 12]), torch.zeros(12, 2, 64), 12)
     torch.library.opcheck(kernel._gather_kv, (plane.data, plane.scale, None, plane.unrotate, True, *rest))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("dtype", "is_rotated"), [("bf16", False), ("fp8e4nv", False), ("fp8e5", True), ("bf16", True), ("u8", False), ("u8", True)]
-)
-def test_the_kernel_compiles_for_hopper(dtype: str, is_rotated: bool) -> None:
-    has_scale, is_packed = dtype != "bf16", dtype == "u8"
-    constants: dict[str, object] = {
-        "HEAD_SIZE": 128, "WIDTH": 128, "ROWS": 64, "IS_PACKED": is_packed, "HAS_SCALE": has_scale, "HAS_ZERO": False,
-        "HAS_HIDDEN_ZERO": is_packed, "IS_ROTATED": is_rotated, "zero_ptr": None,
-    }  # fmt: skip
-    constants |= {} if has_scale else {"scale_ptr": None}
-    constants |= {} if is_rotated else {"unrotate_ptr": None}
-    types = {"data_ptr": f"*{dtype}", "scale_ptr": "*fp32", "unrotate_ptr": "*fp16", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("table_ptr", "start_ptr", "row_start_ptr"), "*i32")
-    one = kernel._gather_kernel
-    assert machine_code(one, constants, 4, **{name: types.get(name, "i32") for name in one.arg_names if name not in constants})
 
 
 @needs_triton

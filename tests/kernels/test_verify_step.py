@@ -16,12 +16,12 @@ from honed.kernels.pack_events import EventBuffer, pack_events
 from honed.kernels.reference_kv import PagedPlane
 from honed.kernels.verify_tree import TreeVerdict, verify_tree
 
-NUM, NODES, VOCAB, DEPTH, KV_BLOCK = 5, 8, 300, 4, 16
+NUM, NODES, VOCAB, DEPTH, KV_BLOCK = 5, 7, 300, 4, 16
 
 
 @dataclass
 class Step:
-    """Five requests with the same tree; a K/V row holds its node's number and request."""
+    """Five requests with the same tree; a K/V row holds its number and its request's."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -36,20 +36,19 @@ class Step:
     @classmethod
     def on(cls, device: str) -> Step:
         make = torch.Generator().manual_seed(9)
-        tokens = torch.randint(VOCAB, (NUM, NODES), generator=make)
-        tokens[:, 1:] = torch.arange(NODES - 1) + 10 * torch.arange(NUM)[:, None]
-        parents = torch.tensor([-1, 0, 0, 1, 2, 2, 4, 6]).expand(NUM, NODES).clone()
-        depths = torch.tensor([0, 1, 1, 2, 2, 2, 3, 4]).expand(NUM, NODES).clone()
-        logits = torch.randn(NUM, NODES, VOCAB, generator=make)
-        for node in (2, 4, 6, 7):
-            logits[torch.arange(NUM), parents[:, node], tokens[:, node]] += 9.0
+        tokens = torch.arange(NODES) + 10 * torch.arange(NUM)[:, None]
+        parents = torch.tensor([-1, -1, 0, 1, 1, 3, 5]).expand(NUM, NODES)
+        depths = torch.tensor([1, 1, 2, 2, 2, 3, 4]).expand(NUM, NODES)
+        logits = torch.randn(NUM, NODES + 1, VOCAB, generator=make)
+        for node in (1, 3, 5, 6):
+            logits[torch.arange(NUM), parents[:, node] + 1, tokens[:, node]] += 9.0
         names = (torch.arange(NUM)[:, None] * 100 + torch.arange(KV_BLOCK)).float()
         rows = names[..., None, None].expand(NUM, KV_BLOCK, 2, 4).to(device)
         planes = [rows + 1000.0 * i for i in range(4)]
         shapes = ((NUM,), (NUM, DEPTH), (NUM, DEPTH + 1), (NUM,))
         return cls(
             logits.to(device), tokens.to(device), parents.to(device), depths.to(device), KvPlanes.of(planes),
-            torch.arange(NUM, device=device)[:, None], EventBuffer.of(EventLayout(NUM, NODES - 1, max_depth=DEPTH), device),
+            torch.arange(NUM, device=device)[:, None], EventBuffer.of(EventLayout(NUM, NODES, max_depth=DEPTH), device),
             TreeVerdict(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)),
             torch.zeros(NUM * (DEPTH + 1), 2, 4, device=device),
         )  # fmt: skip
@@ -60,8 +59,8 @@ class Step:
         return [
             torch.tensor([0.0, 1.0, 0.7, 1.0, 0.0], device=device), torch.arange(NUM, device=device),
             torch.arange(NUM, device=device) + 50,
-            torch.arange(NUM, device=device)[:, None] * KV_BLOCK + 3 + torch.arange(NODES, device=device),
-            torch.full((NUM,), NODES - 1, device=device), torch.tensor([77], device=device), torch.tensor([NUM], device=device),
+            torch.arange(NUM, device=device)[:, None] * KV_BLOCK + 3 + torch.arange(NODES + 1, device=device),
+            torch.full((NUM,), NODES, device=device), torch.tensor([77], device=device), torch.tensor([NUM], device=device),
             torch.full((NUM,), 3, device=device), torch.arange(NUM + 1, device=device) * (DEPTH + 1),
         ]  # fmt: skip
 
@@ -72,8 +71,8 @@ class Step:
         compact_kv(self.planes, slots, out.path, out.num_accepted)
         gather_kv(PagedPlane(self.planes.tensors[1]), self.table, starts, row_starts, self.rows, DEPTH + 1)
         pack_events(
-            self.buffer, step, live, lengths, out.num_accepted, out.bonus_token_ids, self.tokens[:, 1:],
-            parents=self.parents[:, 1:], path=out.path,
+            self.buffer, step, live, lengths, out.num_accepted, out.bonus_token_ids, self.tokens,
+            parents=self.parents, path=out.path,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -86,7 +85,7 @@ class Step:
             accepted = int(self.out.num_accepted[b])
             assert packet.emitted(b).tolist() == self.out.tokens[b, : accepted + 1].tolist()
             wanted = [0, *self.out.path[b, :accepted].tolist()]
-            assert rows[b, : accepted + 1].tolist() == [[1000.0 + 100 * b + 3 + node] * 8 for node in wanted]
+            assert rows[b, : accepted + 1].tolist() == [[1000.0 + 100 * b + 3 + row] * 8 for row in wanted]
 
 
 def test_a_step_of_trees() -> None:

@@ -71,14 +71,14 @@ def check(round_: Round, chunk: int = CHUNK) -> ChainVerdict:
 
 
 @pytest.mark.parametrize("full_q", [False, True])
-@pytest.mark.parametrize(("num", "depth", "vocab"), [(1, 0, 1), (1, 1, 1), (6, 3, 7), (9, 4, 32), (9, 2, 33), (5, 3, 133)])
+@pytest.mark.parametrize(("num", "depth", "vocab"), [(1, 0, 1), (1, 1, 1), (5, 4, 32), (6, 2, 33), (4, 2, 133)])
 def test_odd_shapes(num: int, depth: int, vocab: int, full_q: bool) -> None:
     check(Round(num, depth, vocab, full_q=full_q))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits(dtype: torch.dtype) -> None:
-    check(Round(8, 3, 50, dtype, full_q=True))
+    check(Round(4, 2, 50, dtype, full_q=True))
 
 
 def test_empty_batch() -> None:
@@ -102,9 +102,9 @@ def test_certain_drafts_are_all_accepted() -> None:
 
 
 def test_impossible_drafts_are_never_accepted_nor_drawn() -> None:
-    round_ = Round(12, 3, 50)
-    round_.lengths.fill_(3)
-    round_.logits[torch.arange(12), 0, round_.draft[:, 0]] = float("-inf")
+    round_ = Round(8, 2, 50)
+    round_.lengths.fill_(2)
+    round_.logits[torch.arange(8), 0, round_.draft[:, 0]] = float("-inf")
     made = check(round_)
     assert not made.num_accepted.any()
     assert (made.bonus_token_ids.cpu() != round_.draft[:, 0]).all()
@@ -113,18 +113,20 @@ def test_impossible_drafts_are_never_accepted_nor_drawn() -> None:
 @pytest.mark.parametrize("full_q", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_not_finite(bad: float, full_q: bool) -> None:
-    round_ = Round(8, 3, 50, full_q=full_q)
+    round_ = Round(4, 1, 50, full_q=full_q)
+    round_.lengths.fill_(1)
     round_.logits[:, 0, ::3] = bad
-    round_.logits[4:, 1] = bad  # a row without a finite logit
+    round_.logits[2:, 1] = bad  # a row without a finite logit
     if round_.draft_logits is not None:
-        round_.draft_logits[:, 1, ::2] = bad
+        round_.draft_logits[:, 0, ::2] = bad
+        round_.draft_logits[1] = bad  # no law at all
     check(round_)
 
 
 @pytest.mark.parametrize("draft", [-1, 50, 2**31 - 1])
 def test_drafts_that_are_no_tokens(draft: int) -> None:
-    round_ = Round(8, 3, 50, full_q=True)
-    round_.lengths.fill_(3)
+    round_ = Round(4, 2, 50, full_q=True)
+    round_.lengths.fill_(2)
     round_.draft[:, 1] = draft
     assert (check(round_).num_accepted <= 1).all()
 
@@ -144,29 +146,43 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert check(round_).tokens.tolist() == [[40, -1]]
 
 
+@pytest.mark.skipif(ON_GPU, reason="the order of programs is the GPU's")
+def test_rows_after_a_break_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the interpreter's order a request's rows follow one another: what is counted is rows that were read to the end.
+    counters: list[torch.Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: counters.append(zeros(*size, **options)) or counters[-1])
+    round_ = Round(8, 4, 20)
+    round_.lengths.fill_(4)
+    made = launched(round_.arguments())
+    assert 0 < made.num_accepted.max() < 4
+    read = counters[0][8:].view(8, 4).sum(1)
+    assert read.tolist() == (made.num_accepted + 1).tolist()
+
+
 @pytest.mark.parametrize("full_q", [False, True])
 def test_a_request_draws_the_same_whatever_its_batch(full_q: bool) -> None:
-    round_ = Round(9, 3, 70, full_q=full_q)
+    round_ = Round(6, 2, 70, full_q=full_q)
     together = launched(round_.arguments())
-    for b in (1, 5, 8):
+    for b in (1, 5):
         alone = launched([None if x is None else x[b : b + 1] for x in round_.arguments()])
         assert [x[0].tolist() for x in alone] == [x[b].tolist() for x in together]
 
 
 def test_ragged_rows_are_the_dense_ones() -> None:
-    round_ = Round(9, 3, 70)
+    round_ = Round(6, 3, 70)
     dense = check(round_)
     counts = round_.lengths + 1
     round_.first_rows = counts.cumsum(0) - counts
-    round_.logits = torch.cat([round_.logits[b, : counts[b]] for b in range(9)])
+    round_.logits = torch.cat([round_.logits[b, : counts[b]] for b in range(6)])
     for got, wanted in zip(check(round_), dense, strict=True):
         assert torch.equal(got, wanted)
 
 
 def test_inputs_with_strides() -> None:
-    round_ = Round(6, 3, 70)
+    round_ = Round(4, 3, 70)
     wanted = check(round_)
-    wide = torch.full((12, 5, 96), float("nan"))
+    wide = torch.full((8, 5, 96), float("nan"))
     wide[::2, :4, 10:80] = round_.logits
     round_.logits = wide[::2, :4, 10:80]
     round_.draft = torch.stack((round_.draft, -round_.draft), dim=2)[..., 0]
@@ -177,7 +193,7 @@ def test_inputs_with_strides() -> None:
     assert torch.equal(check(round_).tokens, wanted.tokens)
 
 
-@pytest.mark.parametrize("full_q", [False, True])
+@pytest.mark.parametrize("full_q", [False, True] if ON_GPU else [False])
 def test_the_law_of_what_is_emitted(full_q: bool) -> None:
     # 120 samples at a false-alarm rate of 1e-6: finds 40 % of the mass moved; the twin's test has the samples for 1 %.
     num, vocab = (200_000 if ON_GPU else 120), 4

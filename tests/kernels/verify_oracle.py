@@ -45,13 +45,13 @@ def chain_law(target: Any, q: Any, previous: int) -> Law:
     return law
 
 
-def tree_law(target: Any, tokens: Sequence[int], parents: Sequence[int], node: int = 0) -> Law:
-    """Law of the tokens emitted by the walk from `node`, whose token is tokens[node]."""
+def tree_law(target: Any, previous: int, tokens: Sequence[int], parents: Sequence[int], node: int = -1) -> Law:
+    """Law of the tokens emitted after `previous`, the token of `node`, where the walk is (−1: the anchor)."""
     law: Law = {}
-    children = {tokens[i]: i for i in reversed(range(1, len(tokens))) if parents[i] == node}
-    for token, share in enumerate(target[tokens[node]]):
+    children = {tokens[i]: i for i in reversed(range(len(tokens))) if parents[i] == node}
+    for token, share in enumerate(target[previous]):
         if token in children:
-            for tail, rest in tree_law(target, tokens, parents, children[token]).items():
+            for tail, rest in tree_law(target, token, tokens, parents, children[token]).items():
                 _add(law, (token, *tail), float(share) * rest)
         else:
             _add(law, (token,), float(share))
