@@ -35,7 +35,8 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("vocabulary", "num", "lanes", "num_splits"), [(16, 16, 16, 1), (37, 5, 16, 2), (100, 1, 32, 3), (300, 8, 64, 4), (40, 3, 16, 7)]
+    ("vocabulary", "num", "lanes", "num_splits"),
+    [(16, 16, 16, 1), (37, 5, 16, 2), (100, 1, 32, 3), (300, 8, 64, 4), (40, 3, 16, 7)],
 )
 def test_odd_shapes(vocabulary: int, num: int, lanes: int, num_splits: int, dtype: torch.dtype) -> None:
     # bfloat16 has few values, so ties are common, and lanes that lose a candidate too.

@@ -38,9 +38,7 @@ def check(
     for part in made:
         part.fill_(77)  # what isn't written shows
     kernel.launch(log_probs, ids, torch.tensor(budgets, device=DEVICE), made, off_chain, is_chain_first)
-    wanted = reference.tree_build(
-        log_probs, ids, torch.tensor(budgets, device=DEVICE), max_nodes, off_chain, is_chain_first
-    )
+    wanted = reference.tree_build(log_probs, ids, torch.tensor(budgets, device=DEVICE), max_nodes, off_chain, is_chain_first)
     for name, got, want in zip(DraftTrees._fields, made, wanted, strict=True):
         assert got.dtype == want.dtype, name
         assert torch.equal(got, want), name
