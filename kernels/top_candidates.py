@@ -1,9 +1,9 @@
 """Each depth's most likely tokens and their log-probabilities, from draft logits that are read once.
 
-Computes: reference_trees.top_candidates. A row of logits is shared by `num_splits` programs, a program's part by its lanes, each of
-which keeps the best logit it meets and a running Σ exp: no reduction while reading. The m best of a part are in the m lanes
-whose best are the best (any other candidate has m better ones above it), so only those are looked at again, m·V / (splits ·
-lanes) logits; and the lanes that are even with the last of them. A second launch merges a row's parts and subtracts log Σ exp.
+Computes: reference_trees.top_candidates. A row of logits is shared by `num_splits` programs, a program's part by its lanes,
+each of which keeps the best logit it meets and a running Σ exp: no reduction while reading. The m best of a part are in the m
+lanes whose best are the best (any other candidate has m better ones above it), so only those are looked at again, and the lanes
+that are even with the last of them. A second launch merges the parts of a row and subtracts log Σ exp.
 Moves: B·D·V·sizeof(logits) bytes, once, and some hundredths of that again; a part's candidates are 8·m + 8 bytes. The floor is
 the logits at copy bandwidth. The compiled loop has nine instructions a bf16 element, 1.25 of them exp2: on an H200 some four
 fifths of the time that the bytes take, by count.
