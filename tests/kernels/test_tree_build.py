@@ -75,6 +75,13 @@ def test_it_is_the_tree_of_adapt_ties_included(
         assert (made.scores[b, num:] == -np.inf).all()
 
 
+def test_paths_with_high_ranks_are_compared_as_in_adapt() -> None:
+    log_probs = np.full((3, 16), -np.inf)
+    log_probs[0, :2], log_probs[1], log_probs[2, 0] = 0.0, 0.0, 0.0
+    made = kernel.tree_build(torch.tensor(log_probs[None]), torch.zeros(1, 3, 16).int(), torch.tensor([66]), 66)
+    assert made.parents[0].tolist() == build_tree(log_probs, 66).parent.tolist()
+
+
 def test_from_logits_to_the_tree_of_their_distribution() -> None:
     logits = 3.0 * torch.randn(2, 5, 200, generator=torch.Generator().manual_seed(0))
     temperature = torch.tensor([0.0, 0.6])

@@ -57,6 +57,16 @@ def test_ties_go_to_the_lower_id() -> None:
     assert ids.tolist() == [[[0, 1, 2, 3, 4]] * 2]
 
 
+@pytest.mark.parametrize("num_even", [1, 5, 16])
+def test_ties_whose_lower_ids_are_in_higher_lanes(num_even: int) -> None:
+    # Of lanes that are even, the lower ones come first, whose best came in the second round here.
+    logits = torch.zeros(1, 1, 128, device=DEVICE)
+    logits[0, 0, 32:36] = 1.0
+    logits[0, 0, 10 : 10 + num_even] = 1.0
+    _, ids = check(logits, 4, lanes=32, num_splits=1)
+    assert ids[0, 0].tolist() == sorted([*range(10, 10 + num_even), *range(32, 36)])[:4]
+
+
 def test_what_is_not_finite() -> None:
     logits = logits_of(2, (1, 7, 70))
     logits[0, 0] = float("nan")

@@ -102,8 +102,12 @@ def test_double_precision_tables_and_strides() -> None:
     check(wide[:, ::2], [12, 12], 12, off_chain=wide[:, ::2] - 0.125)
 
 
-def test_masks_of_several_words() -> None:
-    check(table_of(6, (1, 2, 16)), [66], 66)
+def test_ties_of_paths_with_high_ranks_and_masks_of_several_words() -> None:
+    # Two children, of sixteen children each, of one child each, all as likely: path (0, 15) stands before path (1, 0).
+    log_probs = torch.full((1, 3, 16), -INFINITY, device=DEVICE)
+    log_probs[0, 0, :2], log_probs[0, 1], log_probs[0, 2, 0] = 0.0, 0.0, 0.0
+    made = check(log_probs, [66], 66)
+    assert made.parents[0, 34:].tolist() == list(range(2, 34))
 
 
 def test_no_requests() -> None:
