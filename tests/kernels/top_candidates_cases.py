@@ -57,14 +57,14 @@ def test_ties_go_to_the_lower_id() -> None:
     assert ids.tolist() == [[[0, 1, 2, 3, 4]] * 2]
 
 
-@pytest.mark.parametrize("num_even", [1, 5, 16])
-def test_ties_whose_lower_ids_are_in_higher_lanes(num_even: int) -> None:
-    # Of lanes that are even, the lower ones come first, whose best came in the second round here.
+@pytest.mark.parametrize("num_even", [4, 6, 12])  # none is left, few are, so many that all is read again
+def test_ties_whose_lowest_id_is_in_the_highest_lane(num_even: int) -> None:
+    # Of lanes that are even the lower ones come first; here they have met their best in the second round only.
     logits = torch.zeros(1, 1, 128, device=DEVICE)
-    logits[0, 0, 32:36] = 1.0
-    logits[0, 0, 10 : 10 + num_even] = 1.0
+    logits[0, 0, 32 : 32 + num_even] = 1.0
+    logits[0, 0, 20] = 1.0
     _, ids = check(logits, 4, lanes=32, num_splits=1)
-    assert ids[0, 0].tolist() == sorted([*range(10, 10 + num_even), *range(32, 36)])[:4]
+    assert ids[0, 0].tolist() == [20, 32, 33, 34]
 
 
 def test_what_is_not_finite() -> None:
