@@ -35,7 +35,7 @@ if triton is not None:
         b_acc = tl.dot(b_p.to(KIND).to(DOT), b_v.to(KIND).to(DOT), b_acc * b_fade[:, None], input_precision="tf32x3")
         return b_new, b_sum, b_acc
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def fold_part(b_part, b_part_high, b_high, b_sum, b_acc):  # type: ignore[no-untyped-def]
         """Take what was attended to elsewhere, already divided, into a running softmax; its log-sum-exp is in base 2 too."""
         b_new = tl.maximum(b_high, b_part_high)

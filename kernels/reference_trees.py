@@ -1,8 +1,8 @@
-"""Plain PyTorch twins of the tree ops: what each means, and what runs where there is no Triton. None of them syncs with a device.
+"""Plain PyTorch twins of the tree ops: what each means, and what runs without Triton. None of them waits for a device.
 
-Letters: B = requests, D = depths (draft tokens of a block), m = candidates a depth, V = vocabulary, N = nodes that there is room
-for, W = 32-bit words of a mask row, R = rows of all requests (the anchor, then its nodes), H = heads, H_kv = K/V heads,
-E = head size, L = tokens of the longest prefix, X = partial results.
+Letters: B = requests, D = depths (draft tokens of a block), m = candidates a depth, V = vocabulary, N = nodes that there is
+room for, W = 32-bit words of a mask row, R = rows of all requests (the anchor, then its nodes), I = rows of the largest,
+J = the rows attended to, H = heads, H_kv = K/V heads, G = heads of a K/V head, E = head size, L = tokens of the longest prefix.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from honed.kernels.tree_attention_inputs import AttendedPrefix, PagedPrefix
 
 FORBIDDEN = -1e30
 """Logits at or under it count as −inf: masks are often written as the lowest finite number."""
@@ -44,7 +46,7 @@ def top_candidates(
     num_candidates: int,
     temperature: torch.Tensor | None = None,  # [B]
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, D, m] float32, [B, D, m] int32
-    """Take each depth's most likely tokens and their log-probabilities, softmax(logits / temperature), over the whole vocabulary.
+    """Take each depth's most likely tokens and their log-probabilities under softmax(logits / temperature) of all tokens.
 
     Equal logits go by token id, the lower first. NaN and what is at or under FORBIDDEN count as −inf; a candidate of −inf has
     id 0. A depth with a logit of +inf has no distribution: all of its candidates are −inf. A temperature that is NaN, infinite
@@ -74,7 +76,7 @@ def tree_build(
     off_chain: torch.Tensor | None = None,  # [B, D, m]
     is_chain_first: bool = False,
 ) -> DraftTrees:
-    """Build every request's best tree of at most min(its budget, N) nodes, as `adapt.draft_tree.build_tree` does, ties included.
+    """Build every request's best tree of at most min(its budget, N) nodes: that of `adapt.draft_tree`, ties included.
 
     Every admitted node, and the anchor, has exactly one child that may come next: the heap is one slot a node. Slots are
     compared by score, then by a key, their node's depth and path of ranks, four bits each: (depth − 8)·2^60 + path. A score
@@ -119,7 +121,8 @@ def tree_build(
         is_new = (score > float("-inf")) & (n < budgets)
         own_key, rank = key.gather(1, slot)[:, 0], rank_of.gather(1, slot)[:, 0]
         depth, path = (own_key >> 60) + 8, own_key & (2**60 - 1)
-        found = ids[torch.arange(num_requests, device=device), depth.clamp(max=num_depths - 1), rank.clamp(max=num_candidates - 1)]
+        place = depth.clamp(max=num_depths - 1) * num_candidates + rank.clamp(max=num_candidates - 1)
+        found = ids.flatten(1).gather(1, place[:, None])[:, 0]
         for column, value in ((tokens, found), (ranks, rank), (parents, slot[:, 0] - 1), (depths, depth + 1)):
             column[:, n] = torch.where(is_new, value, column[:, n])
         scores[:, n] = torch.where(is_new, score, scores[:, n])
@@ -137,8 +140,8 @@ def tree_build(
         above[:, n + 1] = score
         key[:, n + 1] = ((depth - 7) << 60) + longer
 
-    columns = (column.int() for column in (tokens, ranks, parents, depths))
-    return DraftTrees(*columns, scores, pack_bits(attends), num_nodes.int())
+    tokens, ranks, parents, depths = nodes.int().unbind()
+    return DraftTrees(tokens, ranks, parents, depths, scores, pack_bits(attends), num_nodes.int())
 
 
 def words_of(max_nodes: int) -> int:
@@ -148,31 +151,14 @@ def words_of(max_nodes: int) -> int:
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """Pack booleans [..., 32·W] into int32 words [..., W], the first in the lowest bit."""
-    words = (bits.unflatten(-1, (-1, 32)).long() << torch.arange(32, device=bits.device)).sum(-1)
+    words = (bits.view(*bits.shape[:-1], bits.shape[-1] // 32, 32).long() << torch.arange(32, device=bits.device)).sum(-1)
     return (words - ((words >> 31) << 32)).int()
 
 
 def unpack_bits(words: torch.Tensor) -> torch.Tensor:
     """Undo `pack_bits`: int32 words [..., W] to booleans [..., 32·W]."""
-    return ((words[..., None] >> torch.arange(32, device=words.device)) & 1).bool().flatten(-2)
-
-
-class PagedPrefix(NamedTuple):
-    """What every row of a request attends to, in a paged cache of vLLM's layout."""
-
-    k_cache: torch.Tensor  # [P, page, H_kv, E]; float8_e4m3fn: times `k_scale`
-    v_cache: torch.Tensor  # [P, page, H_kv, E]
-    block_table: torch.Tensor  # [B, pages of the longest prefix] int32; what lies past a prefix isn't looked at
-    lengths: torch.Tensor  # [B] int32, tokens
-    k_scale: torch.Tensor | None = None  # [] or [1] float32
-    v_scale: torch.Tensor | None = None
-
-
-class AttendedPrefix(NamedTuple):
-    """The same, after another kernel attended to it."""
-
-    out: torch.Tensor  # [R, H, E]
-    lse: torch.Tensor  # [R, H] float32, natural log of Σ exp(score); −inf: there was nothing, and `out` isn't looked at
+    bits: torch.Tensor = ((words[..., None] >> torch.arange(32, device=words.device)) & 1).bool().flatten(-2)
+    return bits
 
 
 def tree_attention(
@@ -195,7 +181,7 @@ def tree_attention(
     starts = row_starts.long()
     at = (starts[:-1, None] + o_i).clamp(max=max(num_rows - 1, 0))  # [B, I]
     is_row = o_i < (starts[1:] - starts[:-1])[:, None]
-    b_q = q.float()[at].unflatten(2, (-1, group))  # [B, I, H_kv, G, E]
+    b_q = q.float()[at].view(*at.shape, k.shape[1], group, q.shape[2])  # [B, I, H_kv, G, E]
     keys, values = [k.float()[at]], [torch.where(is_row[:, :, None, None], v.float()[at], 0.0)]
     may = [unpack_bits(row_masks[:, :max_rows])[:, :, :max_rows] & is_row[:, None, :]]  # [B, I, J]
     if isinstance(prefix, PagedPrefix):

@@ -1,12 +1,12 @@
 """Each depth's most likely tokens and their log-probabilities, from draft logits that are read once.
 
-Computes: reference_trees.top_candidates. A row of logits is shared by `num_splits` programs. In one pass every lane of a program
-keeps the best of the logits it has met, its place, the best of the others, and a running Σ exp; so the loop has one exp an
-element and no reduction. The candidates of a split are the best of its lanes, unless a lane has lost one that belongs among
-them: then the best of the others tells, and the program reads its part a second time (a few splits in a hundred at m = 8,
-1,024 lanes and random places). A second launch merges the splits of each row and subtracts log Σ exp.
-Moves: B·D·V·sizeof(logits) bytes, once; the splits' candidates are 8·m + 8 bytes each. The floor is the logits at copy
-bandwidth. About 12 instructions an element: as much as bf16 logits take to arrive on an H200 by count, half of that for float32.
+Computes: reference_trees.top_candidates. A row of logits is shared by `num_splits` programs, a program's part by its lanes,
+each of which keeps the best logit it meets and a running Σ exp: no reduction while reading. The m best of a part are in the m
+lanes whose best are the best (any other candidate has m better ones above it), so only those are looked at again, and the lanes
+that are even with the last of them. A second launch merges the parts of a row and subtracts log Σ exp.
+Moves: B·D·V·sizeof(logits) bytes, once, and some hundredths of that again; a part's candidates are 8·m + 8 bytes. The floor is
+the logits at copy bandwidth. The compiled loop has nine instructions a bf16 element, 1.25 of them exp2: on an H200 some four
+fifths of the time that the bytes take, by count.
 Layout: `logits` [B, D, V] with unit stride in V, V below 2³¹.
 Not measured: any time on a GPU. Checked without one: that it compiles for sm_90, and what it computes, under the interpreter.
 Source: the running Σ exp is arXiv 1805.02867 (online softmax), kept a lane.
@@ -26,6 +26,8 @@ except ImportError:
     triton = None
 
 LANES = 1024
+ROUNDS = 4
+"""Of its lanes that a program reads at once."""
 MAX_SPLITS = 64
 PROGRAMS = 4096
 """As many as are wanted of the first launch: some four waves of an H200 at eight programs a multiprocessor."""
@@ -37,6 +39,7 @@ if triton is not None:
     _LOG2_E = tl.constexpr(1.4426950408889634)
     _LN_2 = tl.constexpr(0.6931471805599453)
     _LAST_ID = tl.constexpr(0x7FFF_FFFF)
+    _MOST_EVEN = tl.constexpr(8)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _temperature(temperature_ptr, i_b, HAS_TEMPERATURE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -47,68 +50,92 @@ if triton is not None:
             t = 1.0
         return t
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _load(p_x, o_v, end):  # type: ignore[no-untyped-def]
-        b_x = tl.load(p_x + o_v, mask=o_v < end, other=float("-inf")).to(tl.float32)
-        return tl.where(b_x > _NOTHING, b_x, float("-inf"))
-
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _order(b_x):  # type: ignore[no-untyped-def]
         b_bits = (b_x + 0.0).to(tl.int32, bitcast=True)  # −0 must equal 0
         return b_bits ^ ((b_bits >> 31) & _LAST_ID)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _key(b_x, o_v):  # type: ignore[no-untyped-def]
         """Compares as (logit, −id) does; nothing is _NO_KEY."""
         b_key = (_order(b_x).to(tl.int64) << 32) + (o_v ^ _LAST_ID)
         return tl.where(b_x > _NOTHING, b_key, _NO_KEY)
 
+    @triton.jit
+    def _keys_at(p_x, o_v, m_v):  # type: ignore[no-untyped-def]
+        return _key(tl.load(p_x + o_v, mask=m_v, other=float("-inf")).to(tl.float32), o_v)
+
+    @triton.jit
+    def _insert(b_top, b_key):  # type: ignore[no-untyped-def]
+        """Keep the best of both; no key may stand in both, nor twice in one."""
+        best, least = tl.max(b_key), tl.min(b_top)
+        while best > least:
+            b_top = tl.where(b_top == least, best, b_top)
+            b_key = tl.where(b_key == best, _NO_KEY, b_key)
+            best, least = tl.max(b_key), tl.min(b_top)
+        return b_top
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _scan_rounds(  # type: ignore[no-untyped-def]
+        p_x, at, end, b_best, b_sum, scale, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, IS_MASKED: tl.constexpr
+    ):
+        """Take the logits of some rounds into every lane's (best, Σ exp)."""
+        o_x = at + tl.arange(0, ROUNDS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        if IS_MASKED:
+            b_x = tl.load(p_x + o_x, mask=o_x < end, other=float("-inf")).to(tl.float32)
+        else:
+            b_x = tl.load(p_x + o_x).to(tl.float32)
+        b_new = tl.maximum(b_best, tl.max(b_x, axis=0))
+        b_e = tl.exp2(tl.maximum((b_x - b_new[None, :]) * scale, -200.0))  # NaN becomes 0, too
+        return b_new, b_sum * tl.exp2((b_best - b_new) * scale) + tl.sum(b_e, axis=0)
+
     @triton.jit  # type: ignore[untyped-decorator]
     def _scan_kernel(  # type: ignore[no-untyped-def]
         logits_ptr, temperature_ptr, keys_ptr, sums_ptr, stride_b, stride_d, V, span,
-        D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+        D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, COLUMN: tl.constexpr,
+        HAS_TEMPERATURE: tl.constexpr,
     ):  # fmt: skip
         i_s, i_d, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         p_x = logits_ptr + i_b * stride_b + i_d * stride_d
         start = i_s * span
         end = tl.minimum(start + span, V)
-        o_l, o_m = tl.arange(0, BLOCK), tl.arange(0, M)
+        o_l, o_m, o_c = tl.arange(0, BLOCK), tl.arange(0, M), tl.arange(0, COLUMN)
         scale = (1.0 / _temperature(temperature_ptr, i_b, HAS_TEMPERATURE)) * _LOG2_E
 
         b_best = tl.full([BLOCK], _NOTHING, tl.float32)
-        b_other = tl.full([BLOCK], _NOTHING, tl.float32)
         b_sum = tl.zeros([BLOCK], tl.float32)
-        b_where = tl.zeros([BLOCK], tl.int32)
-        for at in tl.range(start, end, BLOCK, num_stages=3):
-            b_x = _load(p_x, at + o_l, end)
-            b_step = b_x - b_best
-            is_best = b_step > 0
-            b_e = tl.exp2(-tl.abs(b_step) * scale)
-            b_sum = b_sum * tl.where(is_best, b_e, 1.0) + tl.where(is_best, 1.0, b_e)
-            b_other = tl.maximum(b_other, tl.minimum(b_x, b_best))
-            b_best = tl.maximum(b_best, b_x)
-            b_where = tl.where(is_best, at, b_where)
+        whole = start + tl.maximum(end - start, 0) // (ROUNDS * BLOCK) * (ROUNDS * BLOCK)
+        for at in range(start, whole, ROUNDS * BLOCK):
+            b_best, b_sum = _scan_rounds(p_x, at, end, b_best, b_sum, scale, BLOCK, ROUNDS, False)
+        for at in range(whole, end, BLOCK):
+            b_best, b_sum = _scan_rounds(p_x, at, end, b_best, b_sum, scale, BLOCK, 1, True)
+        highest = tl.max(b_best)
+        total = tl.sum(b_sum * tl.exp2((b_best - highest) * scale))
 
-        b_key = _key(b_best, b_where + o_l)
-        b_top = tl.full([M], _NO_KEY, tl.int64)
+        # The best M are in the M lanes whose best are the best; among lanes that are even, in any of them.
+        b_lane = _key(b_best, o_l)
+        b_kept = tl.full([M], BLOCK, tl.int32)
+        least = tl.max(b_lane)
         for i_m in range(M):
-            best = tl.max(b_key, axis=0)
-            b_top = tl.where(o_m == i_m, best, b_top)
-            b_key = tl.where(b_key == best, _NO_KEY, b_key)
-        # Any of the others that isn't below the last of these might belong among them.
-        other = tl.max(b_other, axis=0)
-        if (other > _NOTHING) & (_order(other) >= (tl.min(b_top, axis=0) >> 32).to(tl.int32)):
-            b_top = o_m.to(tl.int64) + _NO_KEY  # all different, and below every key
+            best = tl.max(b_lane)
+            least = tl.where(best > _NO_KEY, best, least)
+            b_kept = tl.where((o_m == i_m) & (best > _NO_KEY), (best & _LAST_ID).to(tl.int32) ^ _LAST_ID, b_kept)
+            b_lane = tl.where(b_lane == best, _NO_KEY, b_lane)
+        b_top = o_m.to(tl.int64) + _NO_KEY  # all different, and below every key
+        o_kept = start + b_kept[:, None] + o_c[None, :] * BLOCK
+        b_top = _insert(b_top, _keys_at(p_x, o_kept, (o_kept < end) & (b_kept < BLOCK)[:, None]))
+        best, num_even = tl.max(b_lane), 0
+        while (best > _NO_KEY) & (best >> 32 == least >> 32) & (num_even < _MOST_EVEN):
+            o_even = start + ((best & _LAST_ID).to(tl.int32) ^ _LAST_ID) + o_c * BLOCK
+            b_top = _insert(b_top, _keys_at(p_x, o_even, o_even < end))
+            b_lane = tl.where(b_lane == best, _NO_KEY, b_lane)
+            best = tl.max(b_lane)
+            num_even += 1
+        if (best > _NO_KEY) & (best >> 32 == least >> 32):  # so many that reading everything once more is quicker
+            b_top = o_m.to(tl.int64) + _NO_KEY
             for at in range(start, end, BLOCK):
-                b_key = _key(_load(p_x, at + o_l, end), at + o_l)
-                best, least = tl.max(b_key, axis=0), tl.min(b_top, axis=0)
-                while best > least:
-                    b_top = tl.where(b_top == least, best, b_top)
-                    b_key = tl.where(b_key == best, _NO_KEY, b_key)
-                    best, least = tl.max(b_key, axis=0), tl.min(b_top, axis=0)
+                b_top = _insert(b_top, _keys_at(p_x, at + o_l, at + o_l < end))
 
-        highest = tl.max(b_best, axis=0)
-        total = tl.sum(b_sum * tl.exp2((b_best - highest) * scale), axis=0)
         i_r = (i_b * D + i_d) * tl.num_programs(0) + i_s
         tl.store(keys_ptr + i_r * M + o_m, b_top)
         tl.store(sums_ptr + i_r * 2, highest)
@@ -221,7 +248,8 @@ def launch(
     warmth = logits if temperature is None else temperature.contiguous()
     _scan_kernel[(num_splits, num_depths, num_requests)](
         logits, warmth, keys, sums, logits.stride(0), logits.stride(1), vocabulary, span,
-        D=num_depths, M=kept, BLOCK=lanes, HAS_TEMPERATURE=temperature is not None, num_warps=4,
+        D=num_depths, M=kept, BLOCK=lanes, ROUNDS=ROUNDS, COLUMN=triton.next_power_of_2(span // lanes),
+        HAS_TEMPERATURE=temperature is not None, num_warps=4,
     )  # fmt: skip
     _merge_kernel[(num_rows,)](
         keys, sums, warmth, log_probs, ids,

@@ -5,14 +5,14 @@ that K/V are read once for all of them (once per 128 of them). Where there are p
 tree, division. Else (few requests, long prefixes) programs share a prefix, each leaves (out, log-sum-exp) in float32, and a
 second launch attends to the tree and merges; the same launch takes the (out, log-sum-exp) of another kernel's prefix pass.
 Moves: Σ prefix tokens · H_kv · E · 2 · sizeof(K/V) bytes, and for each further split R·H·E·8. The floor is the first term at
-copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs. Tiles are of at
-most 128: 32 rows of four heads fill one, 33 need two, of which the second is nearly empty and costs the same.
+copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs. Tiles are of
+at most 128: 32 rows of four heads fill one, 33 need two, of which the second is nearly empty and costs the same.
 Layout: q, k, v, out [R, H or H_kv, E] with unit stride in E; E 16 … 256, a power of two; a cache [P, page, H_kv, E] with unit
 stride in E and any other, so K and V may be halves of one tensor; pages of any length (one table look-up a tile where a page
 holds whole tiles); K/V of the cache in q's type or float8_e4m3fn. Rows of a request may stand in any order.
 Not measured: any time on a GPU, so neither tile sizes nor `choose_plan`'s constants are tuned. Checked without one: that it
-compiles for sm_90 (wgmma, asynchronous copies, nothing spilled at the plans for 16-bit types and E ≤ 128), and what it computes,
-under the interpreter. Known limits: a prefix far longer than the others of a large batch isn't split; float32 is for checking.
+compiles for sm_90 (wgmma, asynchronous copies, nothing spilled at the plans for 16-bit types and E ≤ 128), and, under the
+interpreter, what it computes. Limits: one prefix far longer than the others of a large batch isn't split; float32 spills.
 Source: arXiv 2205.14135 (FlashAttention), 2501.01005 (FlashInfer; merging), Flash-Decoding (splits).
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from honed.kernels import reference_trees as reference
-from honed.kernels.reference_trees import AttendedPrefix, PagedPrefix
+from honed.kernels.tree_attention_inputs import AttendedPrefix, PagedPrefix, check
 from honed.kernels.tree_attention_plan import LEAST_TILES, Device, Plan, choose_plan
 
 try:
@@ -32,8 +32,6 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
-
-HEAD_SIZES = (16, 32, 64, 128, 256)
 
 if triton is not None:
     from honed.kernels.attention_tiles import attend_pages, fold, fold_part
@@ -90,8 +88,9 @@ if triton is not None:
         stride_qr, stride_qh, stride_tkr, stride_tkh, stride_tvr, stride_tvh, stride_mb, stride_mr,
         stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
         stride_px, stride_pr, stride_ph, stride_lx, stride_lr, stride_lh, stride_or, stride_oh, num_heads, max_rows, scale,
-        G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        HAS_PAGES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_PARTS: tl.constexpr, DOT: tl.constexpr,
+        G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PAGES: tl.constexpr, HAS_SCALES: tl.constexpr,
+        HAS_PARTS: tl.constexpr, DOT: tl.constexpr,
     ):  # fmt: skip
         """One tile of rows × heads: the prefix (HAS_PAGES), the tree, what was attended to before (HAS_PARTS), the division."""
         i_m, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -181,7 +180,7 @@ def tree_attention(
     Raises:
         ValueError: shapes or strides don't fit.
     """
-    _check(q, k, v, row_starts, row_masks, max_rows, prefix)
+    check(q, k, v, row_starts, row_masks, max_rows, prefix)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     paged: tuple[Any, ...] = prefix if isinstance(prefix, PagedPrefix) else (None,) * 6
@@ -192,38 +191,6 @@ def tree_attention(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     _tree_attention_op(q, k, v, row_starts, row_masks, max_rows, scale, *paged, max_prefix or 0, *attended, out, lse)
     return out, lse
-
-
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_starts: torch.Tensor, row_masks: torch.Tensor, max_rows: int,
-    prefix: PagedPrefix | AttendedPrefix | None,
-) -> None:  # fmt: skip
-    def refuse(what: str) -> None:
-        raise ValueError(f"tree_attention: {what}")
-
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % k.shape[1]:
-        refuse(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} don't fit: [R, H, E], [R, H_kv, E], H a multiple of H_kv")
-    if row_starts.dim() != 1 or row_masks.dim() != 3 or len(row_masks) != len(row_starts) - 1:
-        refuse(f"row starts {list(row_starts.shape)} and masks {list(row_masks.shape)} don't fit: they are [B + 1] and [B, I, W]")
-    if row_masks.shape[1] < max_rows or row_masks.shape[2] * 32 < max_rows or row_masks.dtype != torch.int32:
-        refuse(f"{max_rows} rows need int32 masks [B, ≥ {max_rows}, ≥ {-(-max_rows // 32)}], not {list(row_masks.shape)}")
-    held = [q, k, v]
-    if isinstance(prefix, PagedPrefix):
-        held += prefix[:2]
-        if prefix.k_cache.shape != prefix.v_cache.shape or prefix.k_cache.shape[2:] != k.shape[1:]:
-            refuse(f"a cache of {list(prefix.k_cache.shape)} doesn't fit k {list(k.shape)}: it is [pages, page, H_kv, E]")
-        if prefix.block_table.dim() != 2 or not len(prefix.block_table) == len(prefix.lengths) == len(row_masks):
-            refuse(f"block table {list(prefix.block_table.shape)} and lengths {list(prefix.lengths.shape)} need one row a request")
-        if (prefix.k_scale is None) != (prefix.v_scale is None):
-            refuse("K and V have a scale each, or neither has")
-    elif prefix is not None:
-        held += prefix[:1]
-        if prefix.out.shape != q.shape or prefix.lse.shape != q.shape[:2]:
-            refuse(f"a prefix pass of {list(prefix.out.shape)} and {list(prefix.lse.shape)} doesn't fit q: [R, H, E] and [R, H]")
-    if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in held):
-        refuse("the last dimension of q, k, v and of what the prefix holds must have unit stride")
-    if q.is_cuda and q.shape[2] not in HEAD_SIZES:
-        refuse(f"head size {q.shape[2]}, but the kernel has {HEAD_SIZES}: pad q, k and v with zeros, and give `scale`")
 
 
 @torch.library.custom_op("honed::tree_attention", mutates_args=("out", "lse"))
@@ -290,12 +257,13 @@ def launch(
     paged = prefix if isinstance(prefix, PagedPrefix) else PagedPrefix(q, q, row_starts, row_starts)  # not looked at
     is_paged, has_scales = paged is prefix, paged.k_scale is not None
     if plan is None:
-        sizes = (q.element_size(), paged.k_cache.element_size(), _limits(q.device))
-        plan = choose_plan(num_requests, num_kv_heads, group, max_rows, head_size, max_prefix, *sizes)
-    assert lse.is_contiguous() and out.stride(2) == 1 and row_masks.stride(2) == 1, "the kernel writes rows without gaps"
+        shape = (num_requests, num_kv_heads, group, max_rows, head_size, max_prefix)
+        plan = choose_plan(*shape, q.element_size(), paged.k_cache.element_size(), _limits(q.device))
+    assert lse.is_contiguous(), "the kernel knows no strides of it"
+    assert out.stride(2) == row_masks.stride(2) == 1, "the kernel takes rows without gaps"
     row_starts, lengths = row_starts.contiguous(), paged.lengths.contiguous()
-    caches = (paged.k_cache, paged.v_cache, paged.block_table, lengths, paged.k_scale, paged.v_scale)
-    caches = tuple(q if part is None else part for part in caches)
+    scales = (q, q) if not has_scales else (paged.k_scale, paged.v_scale)
+    caches = (paged.k_cache, paged.v_cache, paged.block_table, lengths, *scales)
     cache_strides = (*paged.k_cache.stride()[:3], *paged.v_cache.stride()[:3], paged.block_table.stride(0))
     dot = _TYPES[q.dtype] if isinstance(_tree_kernel, triton.JITFunction) else tl.float32  # else it is interpreted
     sizes = {"G": group, "E": head_size, "PAGE": paged.k_cache.shape[1], "BLOCK_N": plan.block_n, "HAS_SCALES": has_scales}
@@ -310,8 +278,9 @@ def launch(
         part_strides = (*part.stride()[:3], *part_lse.stride())
         tiles = triton.cdiv(max_rows * group, plan.block_m)
         _prefix_kernel[(tiles * plan.num_splits, num_kv_heads, num_requests)](
-            q, row_starts, *caches, part, part_lse, *q.stride()[:2], *cache_strides, part_lse.stride(0), num_heads, max_rows, scale,
-            BLOCK_M=plan.block_m, **sizes, **options, num_warps=plan.num_warps, num_stages=plan.num_stages,
+            q, row_starts, *caches, part, part_lse, *q.stride()[:2], *cache_strides,
+            part_lse.stride(0), num_heads, max_rows, scale, BLOCK_M=plan.block_m, **sizes, **options,
+            num_warps=plan.num_warps, num_stages=plan.num_stages,
         )  # fmt: skip
     has_parts = is_split or isinstance(prefix, AttendedPrefix)
     block_m, num_warps = (plan.merge_block_m, 4) if has_parts else (plan.block_m, plan.num_warps)

@@ -30,7 +30,7 @@ MAX_NODES = 1024
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _better(score, key, place, other_score, other_key, other_place):  # type: ignore[no-untyped-def]
         is_first = (score > other_score) | ((score == other_score) & (key < other_key))
         return (
@@ -53,7 +53,7 @@ if triton is not None:
             b_x = tl.load(p_on + depth * M + rank, mask=is_in, other=float("-inf"))
         return b_x.to(tl.float64)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _finite(b_x):  # type: ignore[no-untyped-def]
         return tl.where((b_x > float("-inf")) & (b_x < float("inf")), b_x, float("-inf"))
 
@@ -146,9 +146,10 @@ def allocate(num_requests: int, max_nodes: int, device: torch.device | str) -> D
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    columns = [ints(num_requests, max_nodes) for _ in range(4)]
+    tokens, ranks, parents, depths = (ints(num_requests, max_nodes) for _ in range(4))
     scores = torch.empty((num_requests, max_nodes), dtype=torch.float64, device=device)
-    return DraftTrees(*columns, scores, ints(num_requests, max_nodes + 1, words_of(max_nodes)), ints(num_requests))
+    masks = ints(num_requests, max_nodes + 1, words_of(max_nodes))
+    return DraftTrees(tokens, ranks, parents, depths, scores, masks, ints(num_requests))
 
 
 def tree_build(
@@ -170,7 +171,8 @@ def tree_build(
         ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for.
     """
     shape = tuple(log_probs.shape)
-    if len(shape) != 3 or ids.shape != shape or budgets.shape != shape[:1] or (off_chain is not None and off_chain.shape != shape):
+    is_off_fit = off_chain is None or off_chain.shape == shape
+    if len(shape) != 3 or ids.shape != shape or budgets.shape != shape[:1] or not is_off_fit:
         raise ValueError(
             f"tree_build: log-probabilities {list(shape)}, ids {list(ids.shape)}, budgets {list(budgets.shape)} and off-chain "
             f"{None if off_chain is None else list(off_chain.shape)} don't fit: they are [B, D, m], the same, [B] and the same"

@@ -56,7 +56,8 @@ def test_the_registered_op() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "vocabulary", "splits"), [(1, 32_000, 7), (15, 151_936, 37), (960, 151_936, 4), (100_000, 151_936, 1), (1, 40, 1)]
+    ("num_rows", "vocabulary", "splits"),
+    [(1, 32_000, 7), (15, 151_936, 37), (960, 151_936, 4), (100_000, 151_936, 1), (1, 40, 1)],
 )
 def test_rows_are_split_while_programs_are_wanted(num_rows: int, vocabulary: int, splits: int) -> None:
     assert kernel.choose_splits(num_rows, vocabulary) == splits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_parts_merge_in_any_cut(seed: int, parts: int) -> None:
     scores[0, :6] = float("-inf")  # a whole part may be empty
     cuts = [0, *sorted(rng.integers(0, 13, parts)), 12]
     out, lse = torch.zeros(2, 3, dtype=torch.float64), torch.full((2,), float("-inf"), dtype=torch.float64)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         own = scores[:, start:end].logsumexp(-1)
         weights = (scores[:, start:end] - own[:, None]).exp()  # NaN where the part is empty: not looked at
         out, lse = reference.merge(out, lse, (weights[:, None] @ values[:, start:end])[:, 0], own)
@@ -137,14 +138,17 @@ def test_the_registered_op(which: str) -> None:
     ("change", "text"),
     [
         ({"q": torch.zeros(51, 3, SIZE)}, "multiple of H_kv"),
-        ({"k": torch.zeros(50, KV_HEADS, SIZE)}, "don't fit"),
+        ({"k": torch.zeros(50, KV_HEADS, SIZE)}, "k .50, 2, 8."),
         ({"row_starts": torch.zeros(3, dtype=torch.int32)}, "row starts"),
         ({"row_masks": torch.zeros(3, 41, 1, dtype=torch.int32)}, "41 rows need"),
         ({"row_masks": torch.zeros(3, 41, 2, dtype=torch.int64)}, "int32 masks"),
         ({"v": torch.zeros(51, SIZE, KV_HEADS).transpose(1, 2)}, "unit stride"),
         ({"prefix": AttendedPrefix(torch.zeros(51, HEADS, SIZE), torch.zeros(HEADS, 51))}, "prefix pass"),
-        ({"prefix": PagedPrefix(torch.zeros(9, PAGE, 1, SIZE), torch.zeros(9, PAGE, 1, SIZE), *Step().paged[2:])}, "a cache of"),
-        ({"prefix": Step().paged._replace(lengths=torch.zeros(2))}, "one row a request"),
+        (
+            {"prefix": PagedPrefix(torch.zeros(9, PAGE, 1, SIZE), torch.zeros(9, PAGE, 1, SIZE), *Step().paged[2:])},
+            "a cache of",
+        ),
+        ({"prefix": Step().paged._replace(lengths=torch.zeros(2))}, "one row"),
         ({"prefix": Step().paged._replace(k_scale=torch.ones(1))}, "scale each"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The public function and the twin here, against `adapt.draft_tree`; the kernel itself under Triton's interpreter, and on a GPU."""
+"""The twin against `adapt.draft_tree`; the kernel itself under Triton's interpreter, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray | None]:
-    """Sorted log-probabilities [B, D, m], and perhaps others off the chain; from few values, so that ties abound, or from many."""
+    """Sorted log-probabilities [B, D, m], perhaps others off the chain; of few values, so that ties abound, or of many."""
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 16)), draw(st.integers(1, 16)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     is_coarse = draw(st.booleans())
     both = []
     for _ in range(2):
-        drawn = rng.choice(VALUES, shape) if is_coarse else np.log(rng.dirichlet(np.full(shape[2] + 1, 0.5), shape[:2])[..., :-1])
+        drawn = (
+            rng.choice(VALUES, shape) if is_coarse else np.log(rng.dirichlet(np.full(shape[2] + 1, 0.5), shape[:2])[..., :-1])
+        )
         both.append(np.sort(drawn, axis=2)[..., ::-1].copy())
     return both[0], both[1] if draw(st.booleans()) else None
 
@@ -71,6 +73,13 @@ def test_it_is_the_tree_of_adapt_ties_included(
         assert not attends[b, num + 1 :].any()
         assert (made.parents[b, num:] == ROOT).all()
         assert (made.scores[b, num:] == -np.inf).all()
+
+
+def test_paths_with_high_ranks_are_compared_as_in_adapt() -> None:
+    log_probs = np.full((3, 16), -np.inf)
+    log_probs[0, :2], log_probs[1], log_probs[2, 0] = 0.0, 0.0, 0.0
+    made = kernel.tree_build(torch.tensor(log_probs[None]), torch.zeros(1, 3, 16).int(), torch.tensor([66]), 66)
+    assert made.parents[0].tolist() == build_tree(log_probs, 66).parent.tolist()
 
 
 def test_from_logits_to_the_tree_of_their_distribution() -> None:
@@ -134,6 +143,4 @@ def test_what_does_not_fit_is_refused(
 
 def test_buffers_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="room"):
-        kernel.tree_build(
-            torch.zeros(1, 2, 2), torch.zeros(1, 2, 2), torch.tensor([3]), 4, out=kernel.allocate(1, 5, "cpu")
-        )
+        kernel.tree_build(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2), torch.tensor([3]), 4, out=kernel.allocate(1, 5, "cpu"))

@@ -35,7 +35,8 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("vocabulary", "num", "lanes", "num_splits"), [(16, 16, 16, 1), (37, 5, 16, 2), (100, 1, 32, 3), (300, 8, 64, 4), (40, 3, 16, 7)]
+    ("vocabulary", "num", "lanes", "num_splits"),
+    [(16, 16, 16, 1), (37, 5, 16, 2), (100, 1, 32, 3), (300, 8, 64, 4), (40, 3, 16, 7)],
 )
 def test_odd_shapes(vocabulary: int, num: int, lanes: int, num_splits: int, dtype: torch.dtype) -> None:
     # bfloat16 has few values, so ties are common, and lanes that lose a candidate too.
@@ -54,6 +55,16 @@ def test_ties_go_to_the_lower_id() -> None:
     logits[0, 1, ::2] = -0.0
     _, ids = check(logits, 5)
     assert ids.tolist() == [[[0, 1, 2, 3, 4]] * 2]
+
+
+@pytest.mark.parametrize("num_even", [4, 6, 12])  # none is left, few are, so many that all is read again
+def test_ties_whose_lowest_id_is_in_the_highest_lane(num_even: int) -> None:
+    # Of lanes that are even the lower ones come first; here they have met their best in the second round only.
+    logits = torch.zeros(1, 1, 128, device=DEVICE)
+    logits[0, 0, 32 : 32 + num_even] = 1.0
+    logits[0, 0, 20] = 1.0
+    _, ids = check(logits, 4, lanes=32, num_splits=1)
+    assert ids[0, 0].tolist() == [20, 32, 33, 34]
 
 
 def test_what_is_not_finite() -> None:

@@ -49,7 +49,13 @@ class Batch:
         return torch.randn(shape, generator=self.generator).to(DEVICE)
 
     def prefix(
-        self, lengths: list[int], num_kv_heads: int, head_size: int, page: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
+        self,
+        lengths: list[int],
+        num_kv_heads: int,
+        head_size: int,
+        page: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None,
     ) -> PagedPrefix:
         most = max(1, -(-max(lengths) // page))
         num_pages = most * len(lengths) + 1

@@ -38,9 +38,7 @@ def check(
     for part in made:
         part.fill_(77)  # what isn't written shows
     kernel.launch(log_probs, ids, torch.tensor(budgets, device=DEVICE), made, off_chain, is_chain_first)
-    wanted = reference.tree_build(
-        log_probs, ids, torch.tensor(budgets, device=DEVICE), max_nodes, off_chain, is_chain_first
-    )
+    wanted = reference.tree_build(log_probs, ids, torch.tensor(budgets, device=DEVICE), max_nodes, off_chain, is_chain_first)
     for name, got, want in zip(DraftTrees._fields, made, wanted, strict=True):
         assert got.dtype == want.dtype, name
         assert torch.equal(got, want), name
@@ -104,8 +102,12 @@ def test_double_precision_tables_and_strides() -> None:
     check(wide[:, ::2], [12, 12], 12, off_chain=wide[:, ::2] - 0.125)
 
 
-def test_masks_of_several_words() -> None:
-    check(table_of(6, (1, 2, 16)), [66], 66)
+def test_ties_of_paths_with_high_ranks_and_masks_of_several_words() -> None:
+    # Two children, of sixteen children each, of one child each, all as likely: path (0, 15) stands before path (1, 0).
+    log_probs = torch.full((1, 3, 16), -INFINITY, device=DEVICE)
+    log_probs[0, 0, :2], log_probs[0, 1], log_probs[0, 2, 0] = 0.0, 0.0, 0.0
+    made = check(log_probs, [66], 66)
+    assert made.parents[0, 34:].tolist() == list(range(2, 34))
 
 
 def test_no_requests() -> None:
