@@ -79,8 +79,13 @@ def measure(case: Case, device: torch.device, rounds: int, ceilings: Ceilings) -
     if case.on != device.type:
         return row
     gc.collect()
-    work = case.make(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     failed: dict[str, str] = {}
+    try:
+        work = case.make(device)
+    except Exception as error:  # one case that can't be made shouldn't cost the others
+        return row | {"failed": {OP: in_short(error)}}
     candidates = ready(work, device, failed)
     if OP not in candidates:
         return row | {"failed": failed}
@@ -118,8 +123,13 @@ def ready(work: Work, device: torch.device, failed: dict[str, str]) -> dict[str,
             is_graphed = work.is_graphed and device.type == "cuda" and name not in work.alternatives
             usable[name] = captured(run) if is_graphed else run
         except Exception as error:  # out of memory, or a library that doesn't do this: the others can still be compared
-            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            failed[name] = in_short(error)
     return usable
+
+
+def in_short(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def verdict(goal: Goal, row: Row) -> Row:

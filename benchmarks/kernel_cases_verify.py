@@ -21,7 +21,7 @@ CERTAIN = 40.0
 """Added to a logit, it makes its token all but sure."""
 GOAL = Goal("cost:reading the logits once", at_most=1.2)
 
-# Letters: B requests, K draft tokens, N tree nodes with the root, V vocabulary, D depths, m candidates.
+# Letters: B requests, K draft tokens, N tree nodes, V vocabulary, D depths, m candidates.
 
 
 def chain_work(b: int, k: int, v: int, is_greedy: bool, has_q: bool, device: torch.device) -> Work:
@@ -103,13 +103,12 @@ def vllm_chain(
 
 
 def tree_of(b: int, n: int, v: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, parents and depths [B, N] of trees with a chain of up to 15 and its siblings."""
+    """Tokens, parents and depths [B, N] of trees with a chain of up to 15 and siblings of its nodes."""
     tokens = torch.randint(v, (b, n), device=device, dtype=torch.int32)
-    chain = min(n - 1, 15)
+    chain = min(n, 15)
     node = torch.arange(n, device=device, dtype=torch.int32)
-    parents = torch.where(node <= chain, node - 1, (node - chain - 1) % max(chain, 1))
-    depths = torch.where(node <= chain, node, parents + 1)
-    return tokens, parents.int().repeat(b, 1), depths.int().repeat(b, 1)
+    parents = torch.where(node < chain, node - 1, (node - chain) % chain - 1)
+    return tokens, parents.int().repeat(b, 1), (parents + 2).int().repeat(b, 1)
 
 
 def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) -> Work:
@@ -117,8 +116,8 @@ def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) 
     torch.manual_seed(0)
     tokens, parents, depths = tree_of(b, n, v, device)
     chain = int(depths.max())
-    logits = torch.randn(b, n, v, device=device, dtype=torch.bfloat16)
-    logits[:, :chain].scatter_(2, tokens[:, 1 : chain + 1].long()[:, :, None], CERTAIN)
+    logits = torch.randn(b, n + 1, v, device=device, dtype=torch.bfloat16)
+    logits[:, :chain].scatter_(2, tokens[:, :chain].long()[:, :, None], CERTAIN)
     seeds, positions = torch.arange(b, device=device), torch.full((b,), 1000, device=device)
     warmth = torch.full((b,), temperature, device=device)
     arguments = (logits, tokens, parents, depths, warmth, seeds, positions, chain)
@@ -183,7 +182,7 @@ def chain_case(b: int, k: int, v: int, is_greedy: bool, has_q: bool, on: Any, *g
 
 def tree_case(b: int, n: int, v: int, temperature: float, on: Any, *goals: Goal) -> Case:
     """A case of `verify_tree`."""
-    shape = f"T {temperature:g}: batch {b}, {n - 1} nodes, V {v}"
+    shape = f"T {temperature:g}: batch {b}, {n} nodes, V {v}"
     return Case("verify_tree", shape, on, partial(tree_work, b, n, v, temperature), goals)
 
 
@@ -192,10 +191,10 @@ CASES = [
     chain_case(64, 15, QWEN_VOCABULARY, False, False, "cuda", GOAL),
     chain_case(64, 15, QWEN_VOCABULARY, False, True, "cuda", GOAL),
     chain_case(1, 15, QWEN_VOCABULARY, False, False, "cuda"),
-    tree_case(64, 33, QWEN_VOCABULARY, 0.0, "cuda", GOAL),
-    tree_case(64, 33, QWEN_VOCABULARY, 1.0, "cuda", GOAL),
+    tree_case(64, 32, QWEN_VOCABULARY, 0.0, "cuda", GOAL),
+    tree_case(64, 32, QWEN_VOCABULARY, 1.0, "cuda", GOAL),
     Case("pack_events", "batch 64, 15 drafts, 8 candidates", "cuda", partial(pack_work, 64, 15, 15, 8)),
     chain_case(4, 7, 32_000, False, False, "cpu"),
-    tree_case(4, 16, 32_000, 1.0, "cpu"),
+    tree_case(4, 15, 32_000, 1.0, "cpu"),
     Case("pack_events", "batch 64, 15 drafts, 8 candidates", "cpu", partial(pack_work, 64, 15, 15, 8)),
 ]

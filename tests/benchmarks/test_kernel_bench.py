@@ -51,8 +51,9 @@ def test_what_fails_is_named_and_the_rest_is_measured() -> None:
     row = harness.measure(case(Work(lambda: None, alternatives={"other": broken, "fine": lambda: None})), CPU, 3, CEILINGS)
     assert row["failed"] == {"other": "RuntimeError: no such kernel"}
     assert set(row["alternatives"]) == {"fine"}
-    row = harness.measure(case(Work(broken)), CPU, 3, CEILINGS)
-    assert "FAILED RuntimeError: no such kernel" in harness.line_of("an_op", row)
+    for made in (case(Work(broken)), Case("an_op", "a shape", "cpu", lambda _: broken())):  # type: ignore[arg-type, return-value]
+        row = harness.measure(made, CPU, 3, CEILINGS)
+        assert "FAILED RuntimeError: no such kernel" in harness.line_of("an_op", row)
 
 
 def test_the_best_alternative_is_the_fastest() -> None:

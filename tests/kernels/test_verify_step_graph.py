@@ -14,7 +14,6 @@ from honed.kernels.compact_kv import KvPlanes, compact_kv
 from honed.kernels.event_layout import EventLayout
 from honed.kernels.pack_events import EventBuffer, pack_events
 from honed.kernels.reference_trees import PagedPrefix, unpack_bits
-from honed.kernels.rooted_tree import RootedTrees, with_root
 from honed.kernels.top_candidates import top_candidates
 from honed.kernels.tree_attention import tree_attention
 from honed.kernels.tree_build import allocate, tree_build
@@ -68,7 +67,7 @@ class Step:
         self.buffer = EventBuffer.of(EventLayout(B, N, max_depth=D, depths=D, candidates=M), device)
         self.starts = torch.arange(0, B * ROWS + 1, ROWS, dtype=torch.int32, device=device)
         self.live = torch.tensor([B], device=device)
-        self.rooted: RootedTrees
+        self.tokens: torch.Tensor
         self.log_probs: torch.Tensor
         self.logits: torch.Tensor
         self.slots: torch.Tensor
@@ -77,8 +76,9 @@ class Step:
         """All that a step does on the device between the drafter's logits and the copy to the host."""
         self.log_probs, ids = top_candidates(given.draft_logits, M)
         tree_build(self.log_probs, ids, given.budgets, N, out=self.trees)
-        self.rooted = with_root(self.trees, given.anchors)
-        rows = given.embeddings[self.rooted.tokens].flatten(0, 1)  # [B · ROWS, …]
+        trees = self.trees
+        self.tokens = torch.cat((given.anchors[:, None].int(), trees.tokens), dim=1)  # [B, ROWS]
+        rows = given.embeddings[self.tokens].flatten(0, 1)  # [B · ROWS, …]
         q, k, v = (part.unflatten(1, (-1, SIZE)) for part in rows.split([x * SIZE for x in (HEADS, KV_HEADS, KV_HEADS)], dim=1))
         node = torch.arange(ROWS, device=q.device)
         position = given.lengths[:, None] + node
@@ -86,16 +86,18 @@ class Step:
         for cache, values in zip(self.planes.tensors, (k, v), strict=True):
             cache.view(-1, KV_HEADS, SIZE)[self.slots.flatten()] = values
         prefix = PagedPrefix(*self.planes.tensors, self.table, given.lengths)
-        out, _ = tree_attention(q, k, v, self.starts, self.trees.row_masks, ROWS, prefix=prefix)
+        out, _ = tree_attention(q, k, v, self.starts, trees.row_masks, ROWS, prefix=prefix)
         # A target that mostly thinks as its drafter does, so that walks get somewhere.
-        next_depth = self.rooted.depths.long().clamp(max=D - 1)[:, :, None].expand(-1, -1, V)
+        depths = torch.nn.functional.pad(trees.depths, (1, 0))
+        next_depth = depths.long().clamp(max=D - 1)[:, :, None].expand(-1, -1, V)
         self.logits = 0.15 * (out.flatten(1) @ given.head.T).view(B, ROWS, V) + given.draft_logits.gather(1, next_depth)
-        verdict = verify_tree(self.logits, *self.rooted, given.temperature, given.seeds, given.lengths.long() + 1, D)
+        verdict = verify_tree(
+            self.logits, trees.tokens, trees.parents, trees.depths, given.temperature, given.seeds, given.lengths.long() + 1, D
+        )
         compact_kv(self.planes, self.slots, verdict.path, verdict.num_accepted)
         pack_events(
-            self.buffer, given.step, self.live, self.trees.num_nodes, verdict.num_accepted, verdict.bonus_token_ids,
-            self.rooted.tokens[:, 1:], parents=self.rooted.parents[:, 1:], path=verdict.path, candidates=ids,
-            log_probs=self.log_probs,
+            self.buffer, given.step, self.live, trees.num_nodes, verdict.num_accepted, verdict.bonus_token_ids, trees.tokens,
+            parents=trees.parents, path=verdict.path, candidates=ids, log_probs=self.log_probs,
         )  # fmt: skip
 
     def packet(self) -> StepPacket:
@@ -112,14 +114,14 @@ def test_the_trees_walked_are_adapts_and_the_path_is_theirs() -> None:
     assert packet.path is not None
     for b in range(B):
         tree = build_tree(step.log_probs[b].numpy(), int(given.budgets[b]))
-        assert (packet.parents[b, : len(tree)] - 1).tolist() == tree.parent.tolist()
+        assert packet.parents[b, : len(tree)].tolist() == tree.parent.tolist()
         accepted = int(packet.num_accepted[b])
         path = [0, *packet.path[b, :accepted].tolist()]
-        assert [int(step.rooted.parents[b, node]) for node in path[1:]] == path[:-1]
+        assert [int(tree.parent[row - 1]) + 1 for row in path[1:]] == path[:-1]
         if given.temperature[b] == 0:  # every token emitted is the target's best at its node
             assert packet.emitted(b).tolist() == step.logits[b, path].argmax(-1).tolist()
         keys = step.planes.tensors[0].view(-1, KV_HEADS, SIZE)[step.slots[b, : accepted + 1]]
-        own = given.embeddings[step.rooted.tokens[b, path]][:, HEADS * SIZE : (HEADS + KV_HEADS) * SIZE]
+        own = given.embeddings[step.tokens[b, path]][:, HEADS * SIZE : (HEADS + KV_HEADS) * SIZE]
         assert torch.equal(keys.flatten(1), own)
     assert packet.num_accepted.max() > 1
     assert any((packet.path[b, :n] != range(1, n + 1)).any() for b, n in enumerate(packet.num_accepted))  # rows moved
@@ -131,12 +133,12 @@ def test_a_node_attends_to_what_a_chain_of_its_path_would() -> None:
     step.run(given)
     attends = unpack_bits(step.trees.row_masks)
     for b in range(B):
-        for node in range(int(step.trees.num_nodes[b]) + 1):
-            above, path = node, [node]
+        for row in range(int(step.trees.num_nodes[b]) + 1):
+            above, path = row, [row]
             while above:
-                above = int(step.rooted.parents[b, above])
+                above = int(step.trees.parents[b, above - 1]) + 1
                 path.append(above)
-            assert attends[b, node].nonzero()[:, 0].tolist() == sorted(path)
+            assert attends[b, row].nonzero()[:, 0].tolist() == sorted(path)
 
 
 @pytest.mark.gpu
