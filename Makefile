@@ -11,7 +11,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 
 .PHONY: setup demo test test-api test-systemd test-observability lint typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
-.PHONY: bench-canary bench-swap bench-yield bench-capture
+.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -86,8 +86,8 @@ reference: setup
 	@echo "== writing docs/reference.md and daemon/openapi.json anew"
 	@$(BIN)/python -m honed.daemon.reference .
 
-bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture \
-       bench-yield bench-overhead bench-adapt
+bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-swap \
+       bench-capture bench-yield bench-overhead bench-recalib bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
@@ -113,6 +113,10 @@ bench-trees: setup
 	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/trees.py
 
+bench-kernels: setup
+	@echo "== the device ops: time, share of what the device can do, ratio to the best alternative (on a CPU: their twins)"
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernel_bench.py
+
 bench-against-vllm: setup
 	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/against_vllm.py
@@ -136,6 +140,10 @@ bench-capture: setup
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"
 	@$(BIN)/python benchmarks/adapt.py
+
+bench-recalib: setup
+	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (some 25 minutes)"
+	@$(BIN)/python benchmarks/recalib.py
 
 clean:
 	rm -rf $(VENV) build demo-out

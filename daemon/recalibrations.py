@@ -29,6 +29,8 @@ log = structlog.get_logger("honed.recalibrations")
 
 START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
 STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
+MAX_RESTARTS = 3
+"""Of the trainer within one operation."""
 
 
 class Recalibrations:
@@ -41,6 +43,8 @@ class Recalibrations:
         self._deadline_s = 0.0
         self._parent = ""
         self._engine_id = ""
+        self._request: wire.TrainRequest | None = None
+        self._restarts = 0
         self._ended_s = float("-inf")
         self._alarm: tuple[Engine, Alarm] | None = None
 
@@ -96,22 +100,22 @@ class Recalibrations:
         )
         self.training, self._parent, self._engine_id = operation, active, engine.engine_id
         self._deadline_s = service.monotonic() + seconds + self._settings.grace_s
-        service.trainer.tell(
-            wire.TrainRequest(
-                operation_id=operation.operation_id,
-                engine_id=engine.engine_id,
-                capture_path=hello.capture_path,
-                busy_path=hello.busy_path,
-                target_path=hello.target_path,
-                parent_version=active,
-                parent_path=str(service.drafters.path(active)),
-                scope=scope or self._settings.scope,
-                workloads=workloads or [],
-                max_seconds=seconds,
-                reason=reason,
-                dry_run=dry_run,
-            )
+        self._restarts = 0
+        self._request = wire.TrainRequest(
+            operation_id=operation.operation_id,
+            engine_id=engine.engine_id,
+            capture_path=hello.capture_path,
+            busy_path=hello.busy_path,
+            target_path=hello.target_path,
+            parent_version=active,
+            parent_path=str(service.drafters.path(active)),
+            scope=scope or self._settings.scope,
+            workloads=workloads or [],
+            max_seconds=seconds,
+            reason=reason,
+            dry_run=dry_run,
         )
+        service.trainer.tell(self._request)
         service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
         return operation
 
@@ -148,7 +152,7 @@ class Recalibrations:
             return
         if isinstance(message, wire.TrainerHello):
             if message.operation_id != operation.operation_id:
-                self._end_training("failed", "the trainer was restarted")
+                self._ask_again(operation)
         elif message.operation_id != operation.operation_id:
             return
         elif isinstance(message, wire.TrainerStatus):
@@ -217,6 +221,16 @@ class Recalibrations:
             self._end_training("failed", str(error), **detail)
             return
         self.training, self._ended_s = None, service.monotonic()
+
+    def _ask_again(self, operation: Operation) -> None:
+        """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
+            self._end_training("failed", f"the trainer was restarted {self._restarts} times")
+            return
+        assert self._request is not None
+        log.warning("the trainer was restarted, it is asked again", operation_id=operation.operation_id, times=self._restarts)
+        self._service.trainer.tell(self._request)
 
     def _end_training(self, state: str, error: str = "", **detail: Any) -> None:
         operation = self.training

@@ -15,8 +15,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from honed.kernels.anchor_attention import Visible, anchor_attention
 from honed.recalib.drafter_config import DrafterConfig
+from honed.recalib.rope_scaling import RopeScaling, scale_frequencies
 
 __all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
 
@@ -38,11 +41,16 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:  # 2 x [..., D/2]
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:  # 2 x [..., D/2]
     """Cosine and sine of each position's angles, in float32."""
     inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    magnitude = 1.0
+    if scaling is not None:
+        inverse, magnitude = scale_frequencies(inverse, theta, scaling)
     angles = positions.float().unsqueeze(-1) * inverse
-    return angles.cos(), angles.sin()
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, D]
@@ -58,13 +66,12 @@ class Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.group = config.num_attention_heads // config.num_key_value_heads
         width, query_width = config.hidden_size, config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, query_width, bias=False)
-        self.k_proj = nn.Linear(width, kv_width, bias=False)
-        self.v_proj = nn.Linear(width, kv_width, bias=False)
-        self.o_proj = nn.Linear(query_width, width, bias=False)
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, width, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -78,19 +85,11 @@ class Attention(nn.Module):
         x: Tensor,  # [N, B, H]
         tables: tuple[Tensor, Tensor],  # 2 x [N, B, D/2]
         context: tuple[Tensor, Tensor],  # 2 x [T, G, D]
-        is_visible: Tensor,  # [N, T]
+        visible: Visible,  # of N blocks
     ) -> Tensor:  # [N, B, H]
         n, b, _ = x.shape
-        heads = (self.num_kv_heads, self.group, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(n, b, -1, self.head_dim)), tables) * self.head_dim**-0.5
-        q = q.view(n, b, *heads)  # [N, B, G, R, D]
-        own_k, own_v = self.keys_values(x, tables)  # [N, B, G, D]
-        by_context = torch.einsum("nbgrd,tgd->gnrbt", q, context[0])
-        by_own = torch.einsum("nbgrd,ncgd->gnrbc", q, own_k)
-        by_context = by_context.masked_fill(~is_visible[None, :, None, None, :], float("-inf"))
-        weights = torch.cat((by_context, by_own), dim=-1).softmax(dim=-1)
-        out = torch.einsum("gnrbt,tgd->nbgrd", weights[..., :-b], context[1])
-        out = out + torch.einsum("gnrbc,ncgd->nbgrd", weights[..., -b:], own_v)
+        q = rotate(self.q_norm(self.q_proj(x).view(n, b, -1, self.head_dim)), tables)
+        out = anchor_attention(q, *self.keys_values(x, tables), *context, visible)
         projected: Tensor = self.o_proj(out.reshape(n, b, -1))
         return projected
 
@@ -120,9 +119,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], is_visible: Tensor
+        self, x: Tensor, tables: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], visible: Visible
     ) -> Tensor:  # [N, B, H]
-        x = x + self.self_attn(self.input_layernorm(x), tables, context, is_visible)
+        x = x + self.self_attn(self.input_layernorm(x), tables, context, visible)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -143,6 +142,8 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.recomputes_layers = False
+        """Gradient checkpointing: a layer is computed again on the way back, rather than kept."""
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
 
@@ -153,8 +154,12 @@ class DFlashDrafter(nn.Module):
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What vLLM keeps in the drafter's paged cache: for each layer, K and V `[T, G, D]` of fused features."""
-        tables = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+        tables = self._rotary_tables(positions)
         return [layer.self_attn.keys_values(features, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
+
+    def _rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        return rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def forward(
         self,
@@ -164,9 +169,10 @@ class DFlashDrafter(nn.Module):
         anchors: Tensor,  # [N] rows of the anchors, >= 1
         segments: Tensor | None = None,  # [T] sample of each row
         num_draft_tokens: int | None = None,
+        block_tokens: Tensor | None = None,  # [N, K] what stands after each anchor, by default masks
     ) -> Tensor:  # [N, K, V]
         """Logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor."""
-        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens)
+        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
         return F.linear(hidden, self.lm_head)
 
     def draft_hidden(
@@ -177,20 +183,22 @@ class DFlashDrafter(nn.Module):
         anchors: Tensor,
         segments: Tensor | None = None,
         num_draft_tokens: int | None = None,
+        block_tokens: Tensor | None = None,
     ) -> Tensor:  # [N, K, H]
         """The normed hidden states of the mask positions, before the target's head."""
         num_masks = num_draft_tokens or self.config.num_draft_tokens
         offsets = torch.arange(num_masks + 1, device=anchors.device)
         masks = torch.full((len(anchors), num_masks), self.config.mask_token_id, device=anchors.device)
-        block_ids = torch.cat((token_ids[anchors, None], masks), dim=1)
+        block_ids = torch.cat((token_ids[anchors, None], masks if block_tokens is None else block_tokens), dim=1)
         x = F.embedding(block_ids, self.embed_tokens)  # [N, B, H]
         block_positions = positions[anchors, None] + offsets
-        tables = rotary_tables(block_positions, self.config.head_dim, self.config.rope_theta)
-        is_visible = torch.arange(len(token_ids), device=anchors.device) < anchors[:, None]  # [N, T]
-        if segments is not None:
-            is_visible &= segments == segments[anchors, None]
+        tables = self._rotary_tables(block_positions)
+        begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])
+        visible = Visible(begins, anchors)
         context = self.context_keys_values(features, positions)
+        is_recomputing = self.recomputes_layers and torch.is_grad_enabled()
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x = layer(x, tables, keys_values, is_visible)
+            given = (x, tables, keys_values, visible)
+            x = checkpoint(layer, *given, use_reentrant=False) if is_recomputing else layer(*given)
         hidden: Tensor = self.norm(x[:, 1:])
         return hidden

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from honed.recalib.presets import completed, training_refusal, vllm_refusal
+from honed.recalib.rope_scaling import RopeScaling
+from honed.recalib.speculators_format import flat
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -24,6 +28,8 @@ class DrafterConfig:
     target_hidden_size: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
     num_target_layers: int | None = None
 
     @property
@@ -38,15 +44,22 @@ class DrafterConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DrafterConfig:
-        """Read a DFlash config.json.
+        """Read a DFlash config.json of z-lab's form or of speculators'; `presets` fills in what it leaves out.
 
         Raises:
-            ValueError: when a field is missing, or asks for something this drafter doesn't do; the message names it.
+            ValueError: when a field is missing, or asks for something that vLLM or this drafter doesn't do; the message
+                names it.
         """
-        dflash = raw.get("dflash_config") or {}
-        if reason := _unsupported(raw, dflash):
+        raw = flat(raw)
+        if reason := vllm_refusal(raw):
+            raise ValueError(f"vLLM 0.32 does not load a DFlash drafter with {reason}; use another drafter")
+        if reason := training_refusal(raw):
             raise ValueError(f"{reason} is not supported for training; serve this drafter without recalibration")
-        rope = raw.get("rope_parameters") or {}
+        if "vocab_size" not in raw:
+            raise ValueError("config.json has no 'vocab_size'; is this a DFlash drafter?")
+        raw = completed(raw)
+        dflash = raw["dflash_config"]
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         try:
             return cls(
                 vocab_size=int(raw["vocab_size"]),
@@ -62,25 +75,9 @@ class DrafterConfig:
                 target_hidden_size=int(raw.get("target_hidden_size") or raw["hidden_size"]),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0),
+                rope_scaling=RopeScaling.from_json(rope),
+                attention_bias=bool(raw.get("attention_bias")),
                 num_target_layers=int(raw["num_target_layers"]) if raw.get("num_target_layers") else None,
             )
         except KeyError as error:
             raise ValueError(f"config.json has no {error.args[0]!r}; is this a DFlash drafter?") from error
-
-
-def _unsupported(raw: Mapping[str, Any], dflash: Mapping[str, Any]) -> str | None:
-    """The first variant of DFlash in this config that the training twin has no counterpart for."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    checks = {
-        "attention_bias": raw.get("attention_bias"),
-        "interleaved RoPE": not raw.get("is_neox_style", True),
-        "scaled RoPE": rope.get("rope_type", "default") != "default",
-        "sliding-window attention": dflash.get("use_swa") or "sliding_attention" in (raw.get("layer_types") or ()),
-        "causal drafting": dflash.get("causal") or raw.get("is_causal"),
-        "a reduced draft vocabulary": raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")),
-        "drafting without auxiliary hidden states": not dflash.get("use_aux_hidden_state", True),
-        "attention_value_scale": dflash.get("attention_value_scale"),
-        "an attention sink": dflash.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"),
-        "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
-    }
-    return next((name for name, is_asked in checks.items() if is_asked), None)

@@ -3,6 +3,9 @@
 With scope "kv-frozen" everything the context keys and values depend on stays as it is (`KV_PATH`), so every row in vLLM's
 paged cache stays exact for the new weights. With "full" everything trains, from unfused features, and a swap has to drop
 the cache.
+
+Everything random comes from one generator, so the same seed and the same samples give the same weights, also when the
+training was broken off between two updates and taken up again from `state`.
 """
 
 from __future__ import annotations
@@ -10,59 +13,39 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from honed.recalib import losses
 from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
+from honed.recalib.denoising import Denoising, reveal_randomly
 from honed.recalib.drafter import KV_PATH, DFlashDrafter
-from honed.recalib.evaluate import run_through
-from honed.recalib.pace import Pace
+from honed.recalib.ema import WeightAverage
+from honed.recalib.objective import Blocks, Objective
+from honed.recalib.pace import Pace, run_through
+from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
+from honed.recalib.training_settings import Loss, Scope, TrainingSettings
 
-Scope = Literal["kv-frozen", "full"]
-Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
+__all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "is_kv_path", "set_scope"]
 
-# Letters: N blocks, K draft positions, V vocabulary.
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How to train on. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
-
-    scope: Scope = "kv-frozen"
-    loss: Loss = "ce"
-    learning_rate: float = 5e-4
-    warmup_updates: int = 20
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    decay_tokens: float = 4.0
-    anchors_per_micro_step: int = 32
-    micro_steps_per_update: int = 2
-    break_share: float = 0.5
-    keep_weight: float = 3.0
-    """Weight of a kept block beside a fresh one."""
-    cooldown_share: float = 0.25
-    """Last part of the training, over which the learning rate falls to zero; needs `remaining` in `step`."""
-    seed: int = 0
+# Letters: N blocks, K draft positions.
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one micro-step did, as sums and counts."""
+    """What one micro-step did, as sums and counts; the last three are of blocks of masks only, as servers draft them."""
 
     loss: float
     num_anchors: int
     num_tokens: int
-    correct: tuple[int, ...]  # [K] right at each position, whatever came before
-    counted: tuple[int, ...]  # [K]
-    acceptance: losses.AcceptanceCounts
     is_update: bool
     grad_norm: float | None
     seconds: float
+    correct: tuple[int, ...]  # [K] right at each position, whatever came before
+    counted: tuple[int, ...]  # [K]
+    acceptance: losses.AcceptanceCounts
 
 
 @dataclass
@@ -83,13 +66,19 @@ class MicroTrainer:
         self, drafter: DFlashDrafter, settings: TrainingSettings | None = None, parent: DFlashDrafter | None = None
     ) -> None:
         self.drafter = drafter
-        self._parent = parent
         self.settings = settings or TrainingSettings()
         set_scope(drafter, self.settings.scope)
+        drafter.recomputes_layers = self.settings.gradient_checkpointing
+        self._device = drafter.norm.weight.device
+        self._dtype = compute_dtype(self._device, self.settings.precision)
+        self._objective = Objective(drafter, parent, self.settings)
+        self._denoising = Denoising(self.settings.denoising_steps, self.settings.mask_schedule)
+        self._names = [name for name, p in drafter.named_parameters() if p.requires_grad]
         self._trained = [p for p in drafter.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._trained, lr=self.settings.learning_rate, weight_decay=self.settings.weight_decay, fused=True
         )
+        self._average = WeightAverage(self._trained, self.settings.ema_decay) if self.settings.ema_decay else None
         self._progress = _Progress()
         self._progress.generator.manual_seed(self.settings.seed)
 
@@ -97,6 +86,11 @@ class MicroTrainer:
     def num_updates(self) -> int:
         """Optimizer updates so far."""
         return self._progress.updates
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no gradients are gathered: the moment for `state`."""
+        return self._progress.micro_steps % self.settings.micro_steps_per_update == 0
 
     def step(
         self,
@@ -138,91 +132,115 @@ class MicroTrainer:
         began_s = time.perf_counter()
         packed = pack(list(samples))
         self._check_features(packed)
-        anchors = self._choose(packed, samples, preferred_anchors)
-        labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
-        is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        blocks = self._choose(packed, samples, preferred_anchors, kept)
         clock = pace.clock if pace is not None else time.perf_counter
-        logits, loss, done, spent_s = [], 0.0, 0, 0.0
-        while done < len(anchors):
+        drafts: list[Tensor] = []
+        loss, spent_s = 0.0, 0.0
+        done = 0
+        while done < len(blocks.anchors):
             part_began_s = clock()
-            part = slice(done, done + (pace.blocks(len(anchors) - done) if pace else len(anchors)))
-            context = self._context(packed)
-            logits.append(self.drafter(context, packed.positions, packed.token_ids, anchors[part], packed.segments))
-            part_loss = self._mixed_loss(logits[-1], labels[part], packed, anchors[part], is_kept[part], context)
-            share = len(anchors[part]) / len(anchors)
-            (part_loss * share / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
-            loss, done = loss + float(part_loss.detach()) * share, done + len(anchors[part])
-            logits[-1] = logits[-1].detach()
+            left = len(blocks.anchors) - done
+            part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
+            part_loss, part_drafts = self._learn(part)
+            loss, done = loss + part_loss, done + len(part.anchors)
+            drafts.append(part_drafts)
             if pace is not None:
-                pace.observe(len(anchors[part]), clock() - part_began_s)
+                pace.observe(len(part.anchors), clock() - part_began_s)
             spent_s += time.perf_counter() - began_s
             yield
             began_s = time.perf_counter()
         self._progress.micro_steps += 1
-        is_update = self._progress.micro_steps % self.settings.micro_steps_per_update == 0
+        is_update = self.is_between_updates
         grad_norm = self._update(remaining) if is_update else None
-        return _figures(torch.cat(logits), labels, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
+        return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
+
+    def finish(self) -> None:
+        """Leave the result in the drafter: the average of the weights where one was kept."""
+        if self._average is not None and self._progress.updates:
+            self._average.copy_to_parameters()
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next step depends on, beside the samples; only between two updates, and not amid `parts`.
+
+        The tensors are the trainer's own: to be written away before the next step.
+        """
+        assert self.is_between_updates
+        progress = self._progress
+        counts = torch.tensor([progress.micro_steps, progress.updates])
+        state = {"counts": counts, "generator": progress.generator.get_state()}
+        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+            state[f"weights/{name}"] = parameter.detach()
+            state |= {f"adam/{key}/{name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
+            if self._average is not None:
+                state[f"average/{name}"] = self._average.shadow[i]
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on where `state` was taken, with the same settings and a drafter of the same shape.
+
+        Raises:
+            KeyError, RuntimeError: it was taken with other settings or of another drafter.
+        """
+        self._progress.micro_steps, self._progress.updates = (int(n) for n in state["counts"])
+        self._progress.generator.set_state(state["generator"])
+        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+            parameter.copy_(state[f"weights/{name}"])
+            if self._progress.updates:
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                self._optimizer.state[parameter] = {k: state[f"adam/{k}/{name}"].to(parameter.device) for k in keys}
+            if self._average is not None:
+                self._average.shadow[i].copy_(state[f"average/{name}"])
 
     def _check_features(self, packed: PackedSamples) -> None:
         if self.settings.scope == "full" and packed.is_fused:
             raise ValueError("scope 'full' trains fc and needs unfused features; capture them, or use 'kv-frozen'")
-        if self.settings.loss in ("kl", "hybrid") and packed.target_hidden is None:
-            raise ValueError(f"loss {self.settings.loss!r} needs target_hidden in every sample; capture it, or use 'ce'")
+        if self.settings.loss == "kl" and packed.target_hidden is None:
+            raise ValueError("loss 'kl' needs target_hidden in every sample; capture it, or use 'ce' or 'hybrid'")
 
     def _choose(
-        self, packed: PackedSamples, samples: Sequence[TrainingSample], preferred: Sequence[int] | None
-    ) -> Tensor:  # [N]
-        num_draft_tokens = self.drafter.config.num_draft_tokens
-        eligible = eligible_anchors(packed, num_draft_tokens)
+        self,
+        packed: PackedSamples,
+        samples: Sequence[TrainingSample],
+        preferred: Sequence[int] | None,
+        kept: Sequence[bool],
+    ) -> Blocks:
+        config, settings, generator = self.drafter.config, self.settings, self._progress.generator
+        k = config.num_draft_tokens
+        eligible = eligible_anchors(packed, k)
         if not len(eligible):
-            raise ValueError(f"no sample has {num_draft_tokens + 2} tokens, so none holds a whole block")
-        rows = break_anchors(samples, num_draft_tokens) if preferred is None else preferred
-        settings = self.settings
-        return choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, self._progress.generator)
+            raise ValueError(f"no sample has {k + 2} tokens, so none holds a whole block")
+        rows = break_anchors(samples, k) if preferred is None else preferred
+        anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
+        labels = block_labels(packed.token_ids, anchors, k)
+        is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        tokens, is_masked = None, torch.ones_like(labels, dtype=torch.bool)
+        if self._denoising.steps > 1:
+            tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
+            is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a block that is partly revealed
+            tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
+        anchors, labels, is_kept, is_masked = (tensor.to(self._device) for tensor in (anchors, labels, is_kept, is_masked))
+        weights = self._objective.weights(is_kept, is_masked)
+        return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked, weights, share=1.0 / len(anchors))
+
+    def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
+        """Gather the gradients of some blocks; reading the loss waits for the device."""
+        packed = part.packed
+        with computing(self._device, self._dtype):
+            context = self._context(packed)
+            hidden = self.drafter.draft_hidden(
+                context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
+            )
+            loss, drafts = self._objective(hidden, part, context)
+        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), drafts
 
     def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
         features = packed.features.float()
         return features if packed.is_fused else self.drafter.fuse(features)
 
-    def _mixed_loss(
-        self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor, is_kept: Tensor, context: Tensor
-    ) -> Tensor:
-        """Mean over blocks: the chosen loss on fresh ones, the distance to the parent on kept ones."""
-        num_kept = int(is_kept.sum())
-        total = logits.new_zeros(())
-        if num_kept:
-            if self._parent is None:
-                raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
-            with torch.no_grad():
-                features = context if packed.is_fused else self._parent.fuse(packed.features.float())
-                goal = self._parent(features, packed.positions, packed.token_ids, anchors[is_kept], packed.segments)
-            weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(num_kept, -1)
-            distance = losses.weighted_mean(losses.forward_kl(logits[is_kept], goal), weights)
-            total = total + self.settings.keep_weight * num_kept * distance
-        if num_kept < len(anchors):
-            fresh = ~is_kept
-            total = total + (len(anchors) - num_kept) * self._loss(logits[fresh], labels[fresh], packed, anchors[fresh])
-        return total / len(anchors)
-
-    def _loss(self, logits: Tensor, labels: Tensor, packed: PackedSamples, anchors: Tensor) -> Tensor:
-        """The weighted mean of the chosen loss over the blocks; `losses` has the formulas."""
-        weights = losses.position_weights(labels.shape[1], self.settings.decay_tokens).expand(labels.shape)
-        name = self.settings.loss
-        if name == "ce":
-            return losses.weighted_mean(losses.cross_entropy(logits, labels), weights)
-        if name in ("kl", "hybrid"):
-            assert packed.target_hidden is not None
-            rows = anchors[:, None] + torch.arange(labels.shape[1])  # the target at row i tells token i + 1
-            target_logits = F.linear(packed.target_hidden[rows].float(), self.drafter.lm_head)
-            per_token = losses.forward_kl if name == "kl" else losses.kl_tv_hybrid
-            return losses.weighted_mean(per_token(logits, target_logits), weights)
-        right = torch.exp(-losses.cross_entropy(logits, labels))
-        if name == "dpace":
-            return losses.weighted_mean(losses.cross_entropy(logits, labels), losses.dpace_weights(right))
-        return losses.negative_acceptance_length(right).mean()
-
     def _update(self, remaining: float) -> float:
-        """Clip, warm up or cool down, step."""
+        """Clip, warm up or cool down, step, average."""
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         self._progress.updates += 1
         warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
@@ -231,6 +249,8 @@ class MicroTrainer:
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmth
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._average is not None:
+            self._average.update(self._progress.updates)
         return float(norm)
 
 
@@ -246,17 +266,18 @@ def is_kv_path(name: str) -> bool:
 
 
 def _figures(
-    logits: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, seconds: float
+    drafts: Tensor, blocks: Blocks, loss: float, is_update: bool, grad_norm: float | None, seconds: float
 ) -> StepFigures:
-    drafts = logits.argmax(-1)  # [N, K]
+    is_whole = blocks.is_masked.all(-1)  # [N]
+    drafts, labels = drafts[is_whole], blocks.labels[is_whole]
     return StepFigures(
         loss=loss,
-        num_anchors=len(labels),
-        num_tokens=labels.numel(),
-        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
-        counted=(len(labels),) * labels.shape[1],
-        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
+        num_anchors=len(blocks.labels),
+        num_tokens=int(blocks.is_masked.sum()),
         is_update=is_update,
         grad_norm=grad_norm,
         seconds=seconds,
+        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
+        counted=(len(labels),) * labels.shape[1],
+        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
     )

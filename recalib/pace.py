@@ -12,7 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+import torch
+
+R = TypeVar("R")
 
 SHARE = 0.6
 _FORGETTING = 0.97
@@ -34,6 +39,12 @@ class Pace:
         self._goal_s = SHARE * budget_s
         self._largest = 0
         self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·s, w·n·s
+
+    @classmethod
+    def on(cls, device: str, budget_s: float) -> Pace:
+        """The pace of a trainer on that device."""
+        is_on_cpu = torch.device(device).type == "cpu"
+        return cls(budget_s, time.thread_time if is_on_cpu else time.perf_counter)
 
     def blocks(self, wanted: int) -> int:
         """How many of `wanted` blocks the next unit is to do, at least one."""
@@ -65,3 +76,13 @@ class Pace:
             return 0.0, s / n
         block_s = max((ns - n * s / weight) / scatter, 0.0)
         return max((s - block_s * n) / weight, 0.0), block_s
+
+
+def run_through(parts: Generator[None, None, R]) -> R:
+    """All parts of some work in one go; what the generator returns."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: R = end.value
+            return result

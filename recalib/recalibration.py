@@ -14,52 +14,31 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Literal
 
 import structlog
 import torch
 
 from honed.adapt import wire
-from honed.recalib.checkpoint import CheckpointError, load_drafter, save_drafter
+from honed.recalib.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.evaluate import SessionFigures, replay_in_parts
 from honed.recalib.gate import GateSettings, judge, summarise
 from honed.recalib.manifest import WEIGHTS
-from honed.recalib.micro_step import MicroTrainer, Scope, StepFigures, TrainingSettings
+from honed.recalib.memory_budget import MemoryBudgetError
 from honed.recalib.pace import Pace
+from honed.recalib.progress import OperationError, Progress, Stage
 from honed.recalib.registry import Manifest, Registry, RegistryError
-from honed.recalib.replay import ReplayMix
 from honed.recalib.stretch import Stretch
 from honed.recalib.tensor_file import read_tensor_entries
 from honed.recalib.traffic import Feed
 from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.training_run import TrainingRun
 
 log = structlog.get_logger("honed.trainer")
 
-Stage = Literal["collecting", "training", "gating"]
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-class OperationError(ValueError):
-    """Why an operation can't reach its end; one line with cause and cure."""
-
-
-@dataclass
-class Progress:
-    """What has been done so far."""
-
-    stage: Stage = "collecting"
-    steps: int = 0
-    max_steps: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    train_seconds: float = 0.0
-    gate: list[wire.GateFigures] = field(default_factory=list)
-    blend: float = 1.0
-    """How far from the parent (0) to what was trained (1) the judged candidate stands."""
 
 
 class Recalibration:
@@ -73,13 +52,15 @@ class Recalibration:
         registry: Registry,
         feed: Feed,
         monotonic: Callable[[], float] = time.monotonic,
+        state_dir: Path | None = None,
     ) -> None:
         self.request = request
         self.progress = Progress(max_steps=request.max_steps or settings.max_steps)
         self.result: wire.TrainResult | None = None
         self._settings, self._gate, self._registry, self._feed = settings, gate, registry, feed
-        self._monotonic = monotonic
+        self._monotonic, self._state_dir = monotonic, state_dir
         self._began_s = monotonic()
+        self._run: TrainingRun | None = None
         self._units = self._work()
 
     @property
@@ -100,8 +81,8 @@ class Recalibration:
             self._check_deadline()
             self.progress.stage = next(self._units)
         except StopIteration as end:
-            self.result = end.value
-        except (OperationError, RegistryError, CheckpointError) as error:
+            self._conclude(end.value)
+        except (OperationError, MemoryBudgetError, RegistryError, CheckpointError) as error:
             self._end(str(error))
         except Exception as error:  # the boundary: whatever it is, the daemon gets an answer and the process goes on
             log.exception("operation failed", operation_id=self.request.operation_id)
@@ -127,24 +108,32 @@ class Recalibration:
         parent = self._registry.verify(self.request.parent_version)
         parent_dir = self._registry.path(parent.version)
         is_usable = self._usable(parent)
+        run = self._run = TrainingRun(
+            self.request, self._settings, parent_dir, self._feed, self.progress, self._monotonic, self._state_dir
+        )
+        run.check_memory()
         while missing := self._missing(is_usable):
             if self.elapsed_s > self._settings.collect_s:
                 raise OperationError(f"too little to learn from after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
             yield "collecting"
         yield "training"
-        drafter = self._load(parent_dir)
+        run.check_memory()  # what was free may be gone
+        run.load_head()
         yield "training"
-        before_training = self._load(parent_dir)
-        yield from self._train(drafter, before_training, is_usable)
+        drafter = run.load_drafter()
+        yield "training"
+        before_training = run.load_drafter()
+        for _ in run.steps(drafter, before_training, is_usable):
+            yield "training"
         held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
-        before = yield from self._evaluate(before_training, held_out)
+        before = yield from self._evaluate(run, before_training, held_out)
         trained = [parameter.detach().clone() for parameter in drafter.parameters()]
         for blend in self._settings.blends:
             self.progress.blend = blend
             _blend(drafter, before_training, trained, blend)
             _round_weights(drafter, _stored_dtype(parent_dir))
             yield "gating"
-            after = yield from self._evaluate(drafter, held_out)
+            after = yield from self._evaluate(run, drafter, held_out)
             verdict = judge(before, after, self.request.workloads, self._gate)
             self.progress.gate = verdict.figures
             if verdict.passed:
@@ -156,50 +145,17 @@ class Recalibration:
         yield "gating"
         return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
 
-    def _train(
-        self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]
-    ) -> Iterator[Stage]:
-        request, settings, progress = self.request, self._settings, self.progress
-        trainer = MicroTrainer(drafter, _training_settings(settings, request.scope), parent)
-        mix = ReplayMix(
-            self._feed.store, is_usable, request.workloads, settings.must_gain_share, settings.rows_per_micro_step
-        )
-        num_draft_tokens, pace = drafter.config.num_draft_tokens, self._pace()
-        while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
-            yield "training"
-            began_s = self._monotonic()
-            samples = [s.to_training_sample(num_draft_tokens, self._feed.is_fused) for s in mix.draw()]
-            if not samples:
-                raise OperationError("the samples are gone: they were purged, or another model was loaded")
-            # What isn't to gain is to stay: there the drafter is held to what it was.
-            kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
-            done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
-            spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
-            while True:
-                try:
-                    next(parts)
-                except StopIteration as end:
-                    figures: StepFigures = end.value
-                    break
-                spent_s += self._monotonic() - began_s
-                yield "training"
-                began_s = self._monotonic()
-            progress.steps += 1
-            progress.tokens += figures.num_tokens
-            progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
-            progress.train_seconds += spent_s + self._monotonic() - began_s
-        yield "training"
-
     def _evaluate(
-        self, drafter: DFlashDrafter, held_out: list[Stretch]
+        self, run: TrainingRun, drafter: DFlashDrafter, held_out: list[Stretch]
     ) -> Generator[Stage, None, list[SessionFigures]]:
         """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
-        num_draft_tokens, pace = drafter.config.num_draft_tokens, self._pace()
+        pace = Pace.on(self._settings.device, self._settings.preempt_budget_s)
         for stretch in held_out:
             yield "gating"
-            sample = stretch.to_training_sample(num_draft_tokens, self._feed.is_fused)
-            parts = replay_in_parts(drafter, sample, num_draft_tokens, pace=pace)
+            # No more at once than a micro-step of training takes, which keeps what every layer computed.
+            most = 4 * self._settings.anchors_per_micro_step
+            parts = replay_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
             while True:
                 try:
                     next(parts)
@@ -225,13 +181,6 @@ class Recalibration:
             target_path=self.request.target_path,
             note=self.request.reason,
         )  # fmt: skip
-
-    def _pace(self) -> Pace:
-        is_on_cpu = torch.device(self._settings.device).type == "cpu"
-        return Pace(self._settings.preempt_budget_s, time.thread_time if is_on_cpu else time.perf_counter)
-
-    def _load(self, folder: Path) -> DFlashDrafter:
-        return load_drafter(folder, self.request.target_path).to(self._settings.device)
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +231,12 @@ class Recalibration:
             )
 
     def _end(self, error: str) -> None:
-        self.result = self._result(ok=False, error=error)
+        self._conclude(self._result(ok=False, error=error))
+
+    def _conclude(self, result: wire.TrainResult) -> None:
+        self.result = result
+        if self._run is not None:
+            self._run.discard_state()
 
     def _result(self, *, ok: bool, version: str = "", error: str = "") -> wire.TrainResult:
         progress = self.progress
@@ -293,21 +247,6 @@ class Recalibration:
 
 
 _COLLECT_CURE = "send such traffic, or raise capture_share"
-
-
-def _training_settings(settings: TrainerSettings, scope: str) -> TrainingSettings:
-    if scope not in ("kv-frozen", "full"):
-        raise OperationError(f"unknown scope {scope!r}: kv-frozen and full are known")
-    known: Scope = "full" if scope == "full" else "kv-frozen"
-    return TrainingSettings(
-        scope=known,
-        loss=settings.loss,
-        learning_rate=settings.learning_rate,
-        warmup_updates=settings.warmup_updates,
-        anchors_per_micro_step=settings.anchors_per_micro_step,
-        micro_steps_per_update=settings.micro_steps_per_update,
-        break_share=settings.break_share,
-    )
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

@@ -7,6 +7,7 @@ acceptance length. So a share of the draws replays the other workloads, each wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class ReplayMix:
 
     def draw(self) -> list[Stretch]:
         """Stretches, or windows of them, for one micro-step; empty when nothing usable is held."""
-        if self._num_draws % self.REFRESH_DRAWS == 0:
+        if self._num_draws % self.REFRESH_DRAWS == 0 or not self._held:
             self._refresh()
         self._num_draws += 1
         chosen: list[Stretch] = []
@@ -48,6 +49,15 @@ class ReplayMix:
             chosen.append(self._window(stretch, left))
             left -= chosen[-1].num_rows
         return chosen
+
+    def state(self) -> dict[str, Any]:
+        """What the next draws depend on beside the store, as plain JSON."""
+        return {"rng": self._rng.bit_generator.state, "num_draws": self._num_draws}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._rng.bit_generator.state = state["rng"]
+        self._num_draws = int(state["num_draws"])
 
     def _refresh(self) -> None:
         held = {w: [s for s in self._store.stretches(w, False) if self._is_usable(s)] for w in self._store.workloads()}

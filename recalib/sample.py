@@ -64,6 +64,12 @@ class PackedSamples:
         """First row of each sample."""
         return torch.searchsorted(self.segments, torch.arange(int(self.segments[-1]) + 1))
 
+    def to(self, device: torch.device) -> PackedSamples:
+        """The same on a device."""
+        hidden = self.target_hidden.to(device, non_blocking=True) if self.target_hidden is not None else None
+        moved = [t.to(device, non_blocking=True) for t in (self.features, self.token_ids, self.positions, self.segments)]
+        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_fused, hidden)
+
 
 def pack(samples: list[TrainingSample]) -> PackedSamples:
     """Concatenate samples of the same kind.

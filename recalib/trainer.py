@@ -49,9 +49,10 @@ class Trainer:
         traffic: Traffic,
         endpoint: str,
         monotonic: Callable[[], float] = time.monotonic,
+        state_dir: Path | None = None,
     ) -> None:
         self._settings, self._gate, self._registry, self._traffic = settings, gate, registry, traffic
-        self._monotonic = monotonic
+        self._monotonic, self._state_dir = monotonic, state_dir
         self._operation: Recalibration | None = None
         self._busy = BusyFlag("")
         self._idleness, self._preemptions = Idleness(), Preemptions()
@@ -114,7 +115,9 @@ class Trainer:
         self._last_result = None
         self._busy, self._preemptions = BusyFlag(request.busy_path), Preemptions()
         feed = self._traffic.feed(Path(request.capture_path))
-        self._operation = Recalibration(request, self._settings, self._gate, self._registry, feed, self._monotonic)
+        self._operation = Recalibration(
+            request, self._settings, self._gate, self._registry, feed, self._monotonic, self._state_dir
+        )
         log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
 
     # --- work ---------------------------------------------------------------------------------------------------------
@@ -224,6 +227,7 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
             "train_seconds": progress.train_seconds,
             "elapsed_s": operation.elapsed_s,
             "gate": progress.gate,
+            "memory_bytes": progress.memory_bytes,
         }
     )
 
@@ -267,7 +271,12 @@ def run(
     torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
     hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
     trainer = Trainer(
-        settings, gate or GateSettings(), Registry(state_dir / "registry"), Traffic(runtime_dir, settings, hold_out), endpoint
+        settings,
+        gate or GateSettings(),
+        Registry(state_dir / "registry"),
+        Traffic(runtime_dir, settings, hold_out),
+        endpoint,
+        state_dir=state_dir / "training",
     )
     log.info("trainer started", device=settings.device, daemon=endpoint)
     is_stopping = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from honed.adapt.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
+from honed.recalib.training_settings import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,11 @@ class TrainerSettings(SampleSettings):
     """0: half of the cores. With all of them, torch's threads spin against whoever else works: on two busy cores that
     made 300 micro-steps take over two minutes instead of twelve seconds."""
 
-    loss: Literal["ce", "dpace", "acceptance"] = "ce"
-    """Cross-entropy, "dpace" (weighted by how likely a position is reached) or "acceptance" (the expected length itself)."""
+    loss: Loss = "ce"
+    """"ce": cross-entropy that falls with the position; "dpace": the same, weighted by what depends on a position; "hybrid":
+    KL and total variation; "acceptance": minus the expected acceptance length; "kl": needs the target's last hidden state."""
+    decay_tokens: float = 0.0
+    """How fast weights fall with the position; 0: what the drafter's block size asks for."""
     learning_rate: float = 5e-4
     """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
@@ -69,6 +73,22 @@ class TrainerSettings(SampleSettings):
     """Gradients that are added up for one update."""
     break_share: float = 0.5
     """Part of the anchors that is drawn where rounds broke off."""
+    ema_decay: float = 0.0
+    """0: no moving average; the cool-down of the learning rate does its work already."""
+    precision: Precision = "auto"
+    """Of products: "auto" is bfloat16 on a GPU that has it; master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Compute the layers again for the gradient rather than keep what they computed: less memory, more time."""
+    denoising_steps: int = 1
+    """Passes that draft a block. vLLM has one; more train the drafter for blocks that are partly revealed."""
+    mask_schedule: MaskSchedule = "cosine"
+    """How many tokens stay masked after each pass."""
+    memory_bytes: int = 0
+    """The most that a training may take on its device; 0: nine tenths of what is free when it begins."""
+    save_state_s: float = 60.0
+    """Training between two savings of its state, from which it goes on after its process was killed; 0: never."""
+    seed: int = 0
+    """Of what is drawn at random."""
     max_steps: int = 4000
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256
@@ -101,7 +121,10 @@ class TrainerSettings(SampleSettings):
         "nice": Range(0, 19),
         "torch_threads": Range(0, 1024),
         "learning_rate": Range(0, 1, excludes_low=True),
-        "warmup_updates": Range(0),
+        **dict.fromkeys(("decay_tokens", "warmup_updates", "memory_bytes", "seed"), Range(0)),
+        "save_state_s": Range(0, 1e9),
+        "ema_decay": Range(0, 1, excludes_high=True),
+        "denoising_steps": Range(1, MAX_DENOISING_STEPS),
         **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps", "rows_per_micro_step"), COUNT),
         **dict.fromkeys(("break_share", "must_gain_share"), SHARE),
         "blends": Range(0, 1, excludes_low=True),

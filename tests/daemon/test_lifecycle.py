@@ -17,6 +17,7 @@ from honed.adapt import wire
 from honed.adapt.drift import Alarm
 from honed.daemon.api import make_app
 from honed.daemon.errors import StoreError
+from honed.daemon.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 from tests.daemon.conftest import wait_for
@@ -219,13 +220,15 @@ def test_without_a_trainer_or_an_engine_a_clear_refusal(service: Service) -> Non
         assert service.drafters.active == version
 
 
-def test_a_trainer_that_restarts_fails_its_operation(stage: Stage) -> None:
-    operation_id, _ = stage.recalibrate()
-    stage.trainer.introduce()
-    assert stage.wait_state(operation_id, "failed")["error"] == "the trainer was restarted"
-    operation_id, _ = stage.recalibrate()
+def test_a_trainer_that_restarts_is_asked_again_a_few_times(stage: Stage) -> None:
+    operation_id, request = stage.recalibrate()
     stage.trainer.introduce(operation_id=operation_id)
     assert stage.operation(operation_id)["state"] == "running"
+    for _ in range(MAX_RESTARTS):
+        stage.trainer.introduce()
+        assert stage.trainer.expect(wire.TrainRequest) == request
+    stage.trainer.introduce()
+    assert "restarted 4 times" in stage.wait_state(operation_id, "failed")["error"]
 
 
 def test_a_silent_trainer_fails_its_operation(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from honed.recalib.gate import GateSettings
 from honed.recalib.trainer import run
 from honed.recalib.trainer_settings import TrainerSettings
 settings = TrainerSettings(nice=1, torch_threads=1, learning_rate=5e-3, min_training_rows=2000, max_steps=400,
-                           rows_per_micro_step=160, status_interval_s=0.2, micro_steps_per_update=1)
+                           rows_per_micro_step=160, status_interval_s=0.2, micro_steps_per_update=1, save_state_s=0.5)
 run(settings, sys.argv[1], gate=GateSettings(min_sessions=3), state_dir=Path(sys.argv[2]))
 """
 
@@ -97,6 +97,12 @@ class Site:
         )
 
 
+def start_trainer(endpoint: str, state: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", _ENTRY, endpoint, str(state)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
 @pytest.fixture
 def site(tmp_path) -> Iterator[Site]:
     runtime, state = tmp_path / "run", tmp_path / "state"
@@ -107,13 +113,12 @@ def site(tmp_path) -> Iterator[Site]:
     parent = registry.import_checkpoint(drafter, target_path=str(target)).version
     daemon = Daemon(f"ipc://{runtime}/engine.sock")
     daemon.bind()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _ENTRY, daemon.endpoint, str(state)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start_trainer(daemon.endpoint, state)
     ring = RingWriter(engine / "ring", 1 << 22, WIDTH, "bfloat16", "fused")
-    yield Site(tmp_path, daemon, ring, BusyFlag(engine / "busy"), registry, parent, target, process)
-    process.kill()
-    process.wait()
+    site = Site(tmp_path, daemon, ring, BusyFlag(engine / "busy"), registry, parent, target, process)
+    yield site
+    site.process.kill()
+    site.process.wait()
     daemon.unbind()
     daemon.context.term()
 
@@ -209,3 +214,30 @@ def test_failed_cancelled_and_purged_operations_leave_nothing(site):
     assert [m.version for m in site.registry.versions()] == before
     site.process.send_signal(signal.SIGTERM)
     assert site.process.wait(DEADLINE_S) == 0
+
+
+def test_a_killed_trainer_takes_its_operation_up_again(site):
+    """SIGKILL in the middle of the training; the daemon asks the next process again, with the same request."""
+    daemon = site.daemon
+    daemon.wait_for(wire.TrainerHello)
+    write_sessions(site.ring, "b", 60)
+    daemon.wait_for(wire.TrainerStatus, lambda s: s.samples >= 60)
+    request = site.request("op-1", max_steps=4000, max_seconds=3.0)
+    daemon.send(request)
+    saved = site.root / "state" / "training" / "op-1.safetensors"
+    deadline = time.monotonic() + DEADLINE_S
+    while not saved.exists() and time.monotonic() < deadline:
+        daemon.wait_for(wire.TrainerStatus, lambda s: s.state == "training")
+    site.process.kill()
+    site.process.wait()
+
+    site.process = start_trainer(daemon.endpoint, site.root / "state")
+    hello = daemon.wait_for(wire.TrainerHello, lambda h: h.pid == site.process.pid)
+    assert hello.operation_id == ""
+    daemon.send(request)
+    first = daemon.wait_for(wire.TrainerStatus, lambda s: s.operation_id == "op-1" and s.steps > 0)
+    assert first.train_seconds >= 0.5, "it goes on from where it had saved"
+    assert first.memory_bytes > 0
+    result = daemon.wait_for(wire.TrainResult)
+    assert result.ok, result.error
+    assert not saved.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -95,7 +96,9 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "other width": (lambda d, t: edit_config(d, target_hidden_size=32), r"target_hidden_size 32 against 16"),
     "other depth": (lambda d, t: edit_config(d, target_layer_ids=[0, 3]), r"target_layer_ids \[0, 3\] against 3 layers"),
     "mask outside": (lambda d, t: edit_config(d, mask_token_id=50), r"mask_token_id 50 against a vocabulary of 50"),
-    "unsupported": (lambda d, t: edit_config(d, attention_bias=True), r"attention_bias is not supported"),
+    "unsupported": (lambda d, t: edit_config(d, logit_scale=0.5), r"logit_scale is not supported"),
+    "not for vLLM": (lambda d, t: edit_config(d, hidden_act="gelu"), r"vLLM 0\.32 does not load .* activation gelu"),
+    "pickled mask": (lambda d, t: (d / "mask_embedding.pt").touch(), r"mask embedding of its own is pickled"),
     "no target": (lambda d, t: (t / "config.json").unlink(), r"config\.json is missing"),
 }
 
@@ -107,3 +110,69 @@ def test_a_bad_checkpoint_is_refused_in_one_line(name: str, drafter_dir: Path, t
     with pytest.raises(CheckpointError, match=message) as caught:
         load_drafter(drafter_dir, target_dir)
     assert "\n" not in str(caught.value)
+
+
+def rename(folder: Path, names: dict[str, str], extra: dict[str, torch.Tensor] | None = None) -> None:
+    """Give a checkpoint's tensors the names that another trainer would have given them."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        for plain, other in names.items():
+            name = name.replace(plain, other) if name.startswith(plain) else name
+        renamed[name] = tensor
+    save_file(renamed | (extra or {}), folder / "model.safetensors")
+
+
+def test_other_names_are_read_and_kept(drafter_dir: Path, target_dir: Path, tmp_path: Path) -> None:
+    plain = load_drafter(drafter_dir, target_dir)
+    rename(drafter_dir, {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."})
+    drafter = load_drafter(drafter_dir, target_dir)
+    assert all(torch.equal(t, drafter.state_dict()[name]) for name, t in plain.state_dict().items())
+    save_drafter(drafter, tmp_path / "copy", drafter_dir, dtype=torch.float32)
+    before, after = load_file(drafter_dir / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_embedding_of_its_own_is_used_and_kept_as_it_is(drafter_dir: Path, target_dir: Path, tmp_path: Path) -> None:
+    own = {"embed_tokens.weight": torch.randn(50, 16).bfloat16(), "lm_head.weight": torch.randn(50, 16).half()}
+    rename(drafter_dir, {}, own)
+    drafter = load_drafter(drafter_dir, target_dir)
+    assert torch.equal(drafter.embed_tokens, own["embed_tokens.weight"].float())
+    assert torch.equal(drafter.lm_head, own["lm_head.weight"].float())
+    written = load_file(save_drafter(drafter, tmp_path / "copy", drafter_dir))
+    assert all(torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype for name, tensor in own.items())
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_both_layouts_are_written_and_read(
+    layout: Literal["z-lab", "speculators"], drafter_dir: Path, target_dir: Path, tmp_path: Path
+) -> None:
+    drafter = load_drafter(drafter_dir, target_dir)
+    save_drafter(drafter, tmp_path / "one", drafter_dir, dtype=torch.float32, layout=layout, target=str(target_dir))
+    raw = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert ("speculators_model_type" in raw) == (layout == "speculators")
+    again = load_drafter(tmp_path / "one", target_dir)
+    assert again.config == drafter.config
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in drafter.state_dict().items())
+    # A version made of it keeps its layout, to the byte.
+    save_drafter(again, tmp_path / "two", tmp_path / "one")
+    assert (tmp_path / "two" / "config.json").read_bytes() == (tmp_path / "one" / "config.json").read_bytes()
+
+
+def test_drafters_that_are_compared_share_one_head(drafter_dir: Path, target_dir: Path) -> None:
+    head = load_target_head(target_dir)
+    one, other = (load_drafter(drafter_dir, target_dir, head) for _ in range(2))
+    assert one.embed_tokens is other.embed_tokens
+    assert one.lm_head is one.embed_tokens
+
+
+def test_the_target_s_last_hidden_state_is_found_in_its_layers(target_dir: Path) -> None:
+    """Layer 2 of 3 is the last: what the head is given is its output after the final norm."""
+    head = load_target_head(target_dir)
+    layers = torch.randn(5, 2 * 16)
+    hidden = head.last_hidden(layers, (0, 2))
+    assert hidden is not None
+    expected = layers[:, 16:] / layers[:, 16:].square().mean(-1, keepdim=True).add(head.rms_norm_eps).sqrt()
+    torch.testing.assert_close(hidden, expected * head.final_norm)
+    assert head.last_hidden(layers, (0, 1)) is None

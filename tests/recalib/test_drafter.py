@@ -87,10 +87,10 @@ def test_misaligned_rows_are_refused(make_sample: MakeSample) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"attention_bias": True}, "attention_bias"),
+        ({"logit_scale": 0.5}, "logit_scale"),
         ({"is_causal": True}, "causal"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "scaled RoPE"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "scaled RoPE"),
     ],
 )
 def test_variants_it_cannot_train_are_refused(change: dict[str, object], named: str) -> None:

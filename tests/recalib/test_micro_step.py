@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.evaluate import run_through
 from honed.recalib.micro_step import Loss, MicroTrainer, Scope, TrainingSettings, is_kv_path
-from honed.recalib.pace import Pace
+from honed.recalib.pace import Pace, run_through
 from honed.recalib.sample import TrainingSample
 
 MakeDrafter = Callable[..., DFlashDrafter]
@@ -194,19 +193,119 @@ class EveryOther(Pace):
         self.sizes.append(num_blocks)
 
 
-@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"scope": "full"}, {"ema_decay": 0.9}, {"gradient_checkpointing": True}]
+    + [{"loss": loss, "denoising_steps": steps} for loss in ("ce", "kl", "hybrid", "dpace", "acceptance") for steps in (1, 3)],
+    ids=str,
+)
 def test_how_a_micro_step_is_divided_makes_no_difference(
-    scope: Scope, make_drafter: MakeDrafter, make_sample: MakeSample
+    change: dict[str, object], make_drafter: MakeDrafter, make_sample: MakeSample
 ) -> None:
-    settings = replace(QUICK, scope=scope)
-    sample, pace = make_sample(is_fused=scope != "full"), EveryOther()
-    whole, divided = make_drafter(), make_drafter()
-    one, other = MicroTrainer(whole, settings), MicroTrainer(divided, settings)
+    """Parts are of one or three blocks, fresh and kept ones together, and of different masks.
+
+    Gradients are compared, not weights: Adam makes as much of a gradient that is rounding alone as of any other.
+    """
+    settings = replace(QUICK, micro_steps_per_update=3, **change)  # type: ignore[arg-type]
+    samples = [make_sample(seed=seed, is_fused=settings.scope != "full") for seed in range(2)]
+    whole, divided, parent, pace = make_drafter(), make_drafter(), make_drafter(), EveryOther()
+    with torch.no_grad():
+        parent.norm.weight.mul_(1.1)
+    one, other = MicroTrainer(whole, settings, parent), MicroTrainer(divided, settings, parent)
     for _ in range(3):
-        expected = one.step([sample])
-        found = run_through(other.parts([sample], pace=pace))
+        for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        expected = one.step(samples, kept=[False, True])
+        found = run_through(other.parts(samples, kept=[False, True], pace=pace))
         assert found.loss == pytest.approx(expected.loss, rel=1e-4)
-        assert (found.num_anchors, found.is_update) == (expected.num_anchors, expected.is_update)
+        assert found.grad_norm == (expected.grad_norm and pytest.approx(expected.grad_norm, rel=1e-4))
+        same = {"loss": 0.0, "grad_norm": None, "seconds": 0.0}
+        assert replace(found, **same) == replace(expected, **same)
     assert len(pace.sizes) > 3
-    for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    assert one.num_updates == other.num_updates == 1
+
+
+@pytest.mark.parametrize("change", [{}, {"ema_decay": 0.9}, {"scope": "full"}, {"denoising_steps": 3}], ids=str)
+def test_a_training_taken_up_again_ends_with_the_same_weights(
+    change: dict[str, object], make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    settings = replace(QUICK, micro_steps_per_update=2, **change)  # type: ignore[arg-type]
+    samples = [make_sample(60, seed=s, is_fused=settings.scope != "full") for s in range(3)]
+
+    def train(trainer: MicroTrainer, steps: range) -> None:
+        for i in steps:
+            trainer.step([samples[i % 3]], remaining=1.0 - i / 10)
+
+    whole = MicroTrainer(make_drafter(), settings)
+    train(whole, range(10))
+    broken = MicroTrainer(make_drafter(), settings)
+    train(broken, range(4))
+    saved = {name: tensor.clone() for name, tensor in broken.state().items()}
+    train(broken, range(4, 7))  # what was done after the last saving is done again
+    taken_up = MicroTrainer(make_drafter(), settings)
+    taken_up.load_state(saved)
+    assert taken_up.num_updates == 2
+    train(taken_up, range(4, 10))
+    for trainer in (whole, taken_up):
+        trainer.finish()
+    assert_same_weights(whole.drafter, taken_up.drafter)
+
+
+def assert_same_weights(one: DFlashDrafter, other: DFlashDrafter) -> None:
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+def test_gradient_checkpointing_changes_no_weight(scope: Scope, make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafters = []
+    for is_checkpointing in (False, True):
+        drafters.append(make_drafter())
+        trainer = MicroTrainer(drafters[-1], replace(QUICK, scope=scope, gradient_checkpointing=is_checkpointing))
+        for _ in range(3):
+            trainer.step([make_sample(is_fused=scope != "full")])
+    for name, tensor in drafters[0].state_dict().items():
+        torch.testing.assert_close(tensor, drafters[1].state_dict()[name])
+
+
+def test_the_average_is_the_result_when_one_is_kept(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    trainer = MicroTrainer(drafter, replace(QUICK, ema_decay=0.99))
+    for _ in range(5):
+        trainer.step([make_sample()])
+    last, average = weights(drafter)["norm.weight"], trainer.state()["average/norm.weight"].clone()
+    assert torch.equal(drafter.state_dict()["norm.weight"], last)
+    trainer.finish()
+    assert torch.equal(drafter.state_dict()["norm.weight"], average)
+    assert not torch.equal(average, last)
+
+
+def test_hybrid_goes_without_the_target_s_distribution_and_kl_does_not(
+    make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    sample = replace(make_sample(), target_hidden=None)
+    trainer = MicroTrainer(make_drafter(), replace(QUICK, loss="hybrid"))
+    losses_seen = [trainer.step([sample]).loss for _ in range(60)]
+    assert losses_seen[-1] < 0.5 * losses_seen[0]
+    with pytest.raises(ValueError, match="needs target_hidden"):
+        MicroTrainer(make_drafter(), replace(QUICK, loss="kl")).step([sample])
+
+
+@pytest.mark.parametrize("loss", ["ce", "hybrid", "dpace", "acceptance"])
+def test_revealed_tokens_are_seen_and_not_learnt(loss: Loss, make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """Figures are those of blocks of masks only; what is counted as learnt is what was masked."""
+    sample = make_sample(60)
+    trainer = MicroTrainer(make_drafter(), replace(QUICK, loss=loss, denoising_steps=3, anchors_per_micro_step=32))
+    figures = [trainer.step([sample]) for _ in range(30)]
+    assert all(f.num_anchors < f.num_tokens < 3 * f.num_anchors for f in figures)
+    assert all(f.acceptance.num_blocks < f.num_anchors for f in figures)
+    assert figures[-1].loss < figures[0].loss
+
+
+def test_kept_samples_are_not_revealed(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    trainer = MicroTrainer(make_drafter(), replace(QUICK, denoising_steps=4), make_drafter())
+    figures = trainer.step([make_sample()], kept=[True])
+    assert figures.acceptance.num_blocks == figures.num_anchors
+    assert figures.loss == pytest.approx(0.0, abs=1e-6)

@@ -33,6 +33,8 @@ class Site:
         self.traffic = Traffic(folder, SETTINGS, HoldOut(b"k" * 16))
         self.traffic.discover()
         self.now_s = 0.0
+        self.state_dir = None
+        self.reading_s = 0.0
 
     def begin(self, settings=SETTINGS, gate=None, **request):
         while self.traffic.poll():
@@ -43,8 +45,13 @@ class Site:
                 operation_id="op", engine_id="e", capture_path=str(self.ring.path), busy_path="",
                 target_path=str(self.target), parent_path="", **request,
             ),
-            settings, gate or GateSettings(min_sessions=3), self.registry, self.traffic.feeds[0], lambda: self.now_s,
+            settings, gate or GateSettings(min_sessions=3), self.registry, self.traffic.feeds[0], self.clock,
+            self.state_dir,
         )  # fmt: skip
+
+    def clock(self):
+        self.now_s += self.reading_s  # a clock that nobody turns, so that even a micro-step takes time
+        return self.now_s
 
     def finish(self, operation):
         while operation.result is None:
@@ -176,7 +183,7 @@ def test_what_cannot_work_is_one_clear_line(site, change, reason):
 
 def test_unexpected_failure_is_a_result_too(site, monkeypatch):
     write_sessions(site.ring, "b", 40)
-    monkeypatch.setattr("honed.recalib.recalibration.MicroTrainer.parts", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("honed.recalib.training_run.MicroTrainer.parts", lambda *_, **__: 1 / 0)
     result = site.finish(site.begin())
     assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
 
@@ -206,3 +213,75 @@ def test_blending_goes_from_the_parent_to_what_was_trained(site):
         _blend(drafter, parent, trained, share)
         for new, old in zip(drafter.parameters(), parent.parameters(), strict=True):
             torch.testing.assert_close(new, old + share)
+
+
+def trained_weights(monkeypatch):
+    """The weights that training ended with, before the gate, of each operation that gets so far."""
+    found = []
+
+    def keep(drafter, parent, trained, share):
+        found.append([tensor.clone() for tensor in trained])
+        _blend(drafter, parent, trained, share)
+
+    monkeypatch.setattr("honed.recalib.recalibration._blend", keep)
+    return found
+
+
+def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monkeypatch):
+    write_sessions(site.ring, "b", 40)
+    weights = trained_weights(monkeypatch)
+    site.reading_s = 0.001
+    # Micro-steps whole: divided by what was measured, they differ in rounding from one run to the next.
+    settings = replace(SETTINGS, max_steps=40, save_state_s=0.01, preempt_budget_s=0.0)
+    site.finish(site.begin(settings))
+
+    site.state_dir = site.registry.root.parent / "training"
+    killed = site.begin(settings)
+    while killed.progress.steps < 25:
+        site.now_s += 0.01
+        killed.advance()
+    assert list(site.state_dir.glob("*.safetensors"))  # and nothing more is heard of it
+
+    taken_up = site.begin(settings)
+    steps = []
+    while taken_up.result is None:
+        site.now_s += 0.01
+        taken_up.advance()
+        steps.append(taken_up.progress.steps)
+    assert min(s for s in steps if s) > 10
+    assert taken_up.result.steps == 40
+    for whole, continued in zip(weights[0], weights[1], strict=True):
+        assert torch.equal(whole, continued)
+    assert not list(site.state_dir.glob("*")), "an operation that is over leaves nothing"
+
+
+def test_a_training_killed_amid_a_micro_step_goes_on_from_the_last_whole_one(site):
+    write_sessions(site.ring, "b", 40)
+    site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
+    settings = replace(SETTINGS, max_steps=30, save_state_s=0.01, preempt_budget_s=1e-9)  # a block at a time
+    killed = site.begin(settings)
+    while not list(site.state_dir.glob("*.safetensors")):
+        killed.advance()
+    saved_steps = killed.progress.steps
+    for _ in range(3):
+        killed.advance()
+    assert (killed.progress.stage, killed.progress.steps) == ("training", saved_steps), "not amid a micro-step"
+    taken_up = site.begin(settings)
+    while not taken_up.progress.steps:
+        taken_up.advance()
+    assert taken_up.progress.steps == saved_steps
+    assert site.finish(taken_up).steps == 30
+
+
+def test_a_training_that_does_not_fit_is_refused_before_it_waits_for_samples(site):
+    result = site.finish(site.begin(replace(SETTINGS, memory_bytes=1 << 16)))
+    assert (result.ok, result.steps) == (False, 0)
+    assert "training needs" in result.error
+    assert "trainer." in result.error
+
+
+def test_what_a_training_takes_is_said_before_it_begins(site):
+    operation = site.begin()
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    assert operation.progress.memory_bytes > site.parent.bytes

@@ -1,0 +1,295 @@
+"""What one recalibration gains on a running vLLM, and what it costs the old workload: the tiny pair, drafts of 7.
+
+The drafter was made for domain A. Live traffic of both domains is captured from the engine; then one recalibration as the
+trainer does it (samples, replay, training, gate, registry) is brought into the running engine, and held-out prompts, of
+documents that neither the traffic nor any training had, are measured again by vLLM's counters.
+
+    kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request
+                      to the version in the registry, gate included; label tokens of the training
+    losses            B after / before at temperature 0 for each loss, kv-frozen, all with the same number of micro-steps
+    fine_tuned_recovered   the target is fine-tuned (LoRA), which costs A acceptance length; the share of that loss which one
+                      recalibration on A's traffic from the moved target wins back
+
+Both scopes learn from one capture, of the layers side by side: kv-frozen fuses them with the frozen `fc`, which gives what a
+capture of fused features holds. Intervals are 95 % bootstraps over five parts of the prompts. The last line of stdout is
+JSON; the exit code is 1 when a bar is
+missed (kv-frozen: B >= 1.4 and A >= 0.98 at temperature 0 within 10 minutes; recovered >= 0.6).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import recalib_engine
+import torch
+from client_load import Prompt
+from measured import commit, hardware
+from processes import ROOT
+from recalib_engine import Engine, Rounds, read_prompts
+from recalib_target import fine_tune
+from tiny_continuations import is_useful
+
+from honed.adapt import wire
+from honed.recalib.gate import GateSettings
+from honed.recalib.hold_out import HoldOut
+from honed.recalib.recalibration import Recalibration
+from honed.recalib.registry import Registry
+from honed.recalib.traffic import Traffic
+from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.training_settings import Loss
+
+Document = dict[str, Any]
+
+TINY = ROOT / "benchmarks" / "tiny"
+RESULTS = ROOT / "benchmarks" / "results"
+MIN_GAIN_B, MIN_KEPT_A, MAX_SECONDS, MIN_RECOVERED = 1.4, 0.98, 600.0, 0.6
+BOOTSTRAPS = 4000
+FINE_TUNE_PROMPTS = 240
+"""The last of A's traffic prompts; live traffic is played from the first ones."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    heldout: int = 160
+    traffic_a: int = 240
+    traffic_b: int = 360
+    steps: int = 1600
+    """Micro-steps of every recalibration."""
+    losses: tuple[Loss, ...] = get_args(Loss)
+    fine_tune_steps: int = 60
+    threads: int = max(1, (os.cpu_count() or 1) // 2)
+    """Of the training, as the trainer takes them: the engine's spin beside it."""
+
+
+SHORT = Plan(heldout=32, traffic_a=64, traffic_b=96, steps=200, losses=("ce", "hybrid"), fine_tune_steps=8)
+
+
+class Site:
+    """One engine with its registry and the trainer's view of its ring."""
+
+    def __init__(self, folder: Path, engine: Engine, plan: Plan) -> None:
+        self.engine, self.plan = engine, plan
+        self.settings = TrainerSettings(max_steps=plan.steps)
+        self.gate = GateSettings()
+        self.registry = Registry(folder / "registry")
+        self.parent = self.registry.import_checkpoint(TINY / "drafter", target_path=str(engine.target))
+        self.traffic = Traffic(folder / "run", self.settings, HoldOut(b"recalib benchmark"[:16]))
+
+    def play(self, workload: str, prompts: Sequence[Prompt]) -> None:
+        """Live traffic, captured."""
+        self.engine.capture(True, self.parent.version)
+        for i in range(0, len(prompts), 2 * recalib_engine.CONCURRENCY):
+            self.engine.generate(prompts[i : i + 2 * recalib_engine.CONCURRENCY], workload=workload)
+            self.traffic.discover()
+            while self.traffic.poll():
+                pass
+        self.engine.capture(False, self.parent.version)
+
+    def recalibrate(self, workload: str, scope: str, loss: Loss) -> Document:
+        """One operation as the trainer process runs it, from the request to a version in the registry, and into the engine."""
+        (feed,) = self.traffic.feeds
+        assert feed.reader.lost_records == 0, "the ring was too small: not all traffic was seen"
+        request = wire.TrainRequest(
+            operation_id=f"{scope}-{loss}",
+            engine_id="engine-0",
+            capture_path=str(self.engine.ring),
+            busy_path="",
+            target_path=str(self.engine.target),
+            parent_version=self.parent.version,
+            parent_path=str(self.registry.path(self.parent.version)),
+            scope=scope,
+            workloads=[workload],
+            max_seconds=1e6,
+        )
+        torch.set_num_threads(self.plan.threads)
+        began_s = time.monotonic()
+        operation = Recalibration(request, replace(self.settings, loss=loss), self.gate, self.registry, feed)
+        while operation.result is None:
+            operation.advance()
+        result = operation.result
+        if not result.ok:
+            raise RuntimeError(f"{scope}, {loss}: {result.error}")
+        told: Document = {
+            "seconds": round(time.monotonic() - began_s, 1),
+            "train_seconds": round(result.train_seconds, 1),
+            "tokens": result.tokens,
+            "micro_steps": result.steps,
+            "refused": result.error,
+            "gate": {g.workload: round(g.candidate / g.parent, 4) for g in result.gate},
+        }
+        if result.version:
+            told["copy_ms"] = round(self.engine.swap(result.version, self.registry.path(result.version)), 2)
+        return told
+
+    def swap_back(self) -> None:
+        """The drafter as it was, for the next recalibration."""
+        self.engine.swap(self.parent.version, self.registry.path(self.parent.version))
+
+
+def compare(before: Rounds, after: Rounds) -> Document:
+    """After / before with its interval: the same parts are drawn on both sides."""
+    rng = random.Random(0)
+    pairs = list(zip(before.parts, after.parts, strict=True))
+    ratios = []
+    for _ in range(BOOTSTRAPS):
+        drawn = rng.choices(pairs, k=len(pairs))
+        old, new = (Rounds(tuple(pair[side] for pair in drawn)).acceptance_length for side in (0, 1))
+        ratios.append(new / old)
+    ratios.sort()
+    return {
+        "before": round(before.acceptance_length, 4),
+        "after": round(after.acceptance_length, 4),
+        "ratio": round(after.acceptance_length / before.acceptance_length, 4),
+        "low": round(ratios[int(0.025 * BOOTSTRAPS)], 4),
+        "high": round(ratios[int(0.975 * BOOTSTRAPS)], 4),
+    }
+
+
+def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> Document:
+    """Everything with the target as it is; also what A's useful prompts reach before it moves."""
+    held = {w: read_prompts(TINY / f"prompts_{w}.jsonl", plan.heldout) for w in "ab"}
+    details: Document = {}
+    with Engine(folder / "run", TINY / "target", TINY / "drafter") as engine:
+        site = Site(folder, engine, plan)
+        before = {(w, t): engine.measure(held[w], t) for w in "ab" for t in (0.0, 0.8)}
+        before_move = engine.measure(useful_a)
+        tell("before", {f"{w} at {t}": round(r.acceptance_length, 3) for (w, t), r in before.items()})
+        site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_a))
+        site.play("b", read_prompts(TINY / "traffic_b.jsonl", plan.traffic_b))
+        default = site.settings.loss
+        found: Document = {"before_move": before_move, "losses": {}}
+        for scope in ("kv-frozen", "full"):
+            told = site.recalibrate("b", scope, default)
+            compared = {(w, t): compare(before[w, t], engine.measure(held[w], t)) for w in "ab" for t in (0.0, 0.8)}
+            site.swap_back()
+            name = scope.replace("-", "_")
+            found[name] = {
+                "b_gain_t0": compared["b", 0.0]["ratio"],
+                "b_gain_t08": compared["b", 0.8]["ratio"],
+                "a_ratio_t0": compared["a", 0.0]["ratio"],
+                "a_ratio_t08": compared["a", 0.8]["ratio"],
+                "seconds": told["seconds"],
+                "tokens": told["tokens"],
+            }
+            details[name] = told | {f"{w} at {t}": c for (w, t), c in compared.items()}
+            tell(scope, found[name])
+        found["losses"][default] = found["kv_frozen"]["b_gain_t0"]
+        for loss in plan.losses:
+            if loss == default:
+                continue
+            told = site.recalibrate("b", "kv-frozen", loss)
+            compared = {(w, 0.0): compare(before[w, 0.0], engine.measure(held[w])) for w in "ab"}
+            site.swap_back()
+            found["losses"][loss] = compared["b", 0.0]["ratio"]
+            details[f"loss {loss}"] = told | {w: c for (w, _), c in compared.items()}
+            tell(loss, details[f"loss {loss}"])
+    return found | {"details": details}
+
+
+def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence[Prompt], before_move: Rounds) -> Document:
+    """What the move costs A, and what one recalibration wins back of it."""
+    with Engine(folder / "run", target, TINY / "drafter") as engine:
+        site = Site(folder, engine, plan)
+        moved = engine.measure(useful_a)
+        site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_b))
+        told = site.recalibrate("a", "kv-frozen", site.settings.loss)
+        recalibrated = engine.measure(useful_a)
+    lengths = [r.acceptance_length for r in (before_move, moved, recalibrated)]
+    lost, won = lengths[0] - lengths[1], lengths[2] - lengths[1]
+    return told | {
+        "prompts": len(useful_a),
+        "acceptance_length": dict(zip(("before", "moved", "recalibrated"), (round(x, 4) for x in lengths), strict=True)),
+        "recovered": round(won / lost, 4) if lost > 0 else 0.0,
+        "gain": compare(moved, recalibrated),
+    }
+
+
+def moved_target(folder: Path, plan: Plan) -> tuple[Path, list[Prompt], Document]:
+    """The fine-tuned target, and the held-out prompts of A that it answers without a loop: judged by its text alone."""
+    from tiny_decode import continue_greedily
+    from tokenizers import Tokenizer
+    from transformers import Qwen3ForCausalLM
+
+    torch.set_num_threads(plan.threads)
+    prompts = [p.text for p in read_prompts(TINY / "traffic_a.jsonl", 600)[-FINE_TUNE_PROMPTS:]]
+    told: Document = dict(fine_tune(TINY / "target", folder / "target", prompts, plan.fine_tune_steps))
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    model = Qwen3ForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    held = read_prompts(TINY / "prompts_a.jsonl", plan.heldout)
+    by_length: dict[int, list[tuple[Prompt, list[int]]]] = {}
+    for prompt in held:
+        ids = tokenizer.encode(prompt.text).ids
+        by_length.setdefault(len(ids), []).append((prompt, ids))
+    useful = []
+    for length, group in by_length.items():
+        rows = continue_greedily(model, torch.tensor([ids for _, ids in group]), recalib_engine.NUM_EMITTED_TOKENS)
+        useful += [prompt for (prompt, _), row in zip(group, rows.tolist(), strict=True) if is_useful(row[length:])]
+    tell("fine-tuned", told | {"useful prompts": len(useful)})
+    return folder / "target", useful, told
+
+
+def run(plan: Plan) -> Document:
+    """The whole benchmark."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="honed-recalib-") as name:
+        folder = Path(name)
+        target, useful_a, tuned = moved_target(folder / "moved", plan)
+        found = scopes_and_losses(folder / "own", plan, useful_a)
+        moved = after_fine_tuning(folder / "moved", plan, target, useful_a, found.pop("before_move"))
+    details = found.pop("details")
+    result = found | {"fine_tuned_recovered": moved["recovered"]}
+    details |= {"fine_tuned": moved | {"lora": tuned}, "plan": asdict(plan), "wall_seconds": round(time.monotonic() - began_s)}
+    return result | {"details": details}
+
+
+def missed(result: Document) -> list[str]:
+    """The bars that this result doesn't reach."""
+    frozen = result["kv_frozen"]
+    bars = {
+        f"kv-frozen: B x {frozen['b_gain_t0']}, at least {MIN_GAIN_B} is wanted": frozen["b_gain_t0"] >= MIN_GAIN_B,
+        f"kv-frozen: A x {frozen['a_ratio_t0']}, at least {MIN_KEPT_A} is wanted": frozen["a_ratio_t0"] >= MIN_KEPT_A,
+        f"kv-frozen: {frozen['seconds']} s, at most {MAX_SECONDS:g} are wanted": frozen["seconds"] <= MAX_SECONDS,
+        f"fine-tuned: {result['fine_tuned_recovered']} won back, at least {MIN_RECOVERED} is wanted": (
+            result["fine_tuned_recovered"] >= MIN_RECOVERED
+        ),
+    }
+    return [text for text, is_reached in bars.items() if not is_reached]
+
+
+def tell(what: str, figures: Document) -> None:
+    """One line for whoever watches."""
+    print(f"{what}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a few minutes, to see that it works; the bars don't apply")
+    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results; none in the short mode)")
+    arguments = parser.parse_args()
+    result = run(SHORT if arguments.short else Plan())
+    result |= {"hardware": hardware(), "commit": commit(), "unix_s": round(time.time())}
+    out = arguments.out or (None if arguments.short else RESULTS / f"recalib-{time.strftime('%Y-%m-%d')}.json")
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    failures = [] if arguments.short else missed(result)
+    for text in failures:
+        print(f"recalib: {text}", file=sys.stderr)
+    print(json.dumps(result), flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

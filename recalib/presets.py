@@ -1,0 +1,178 @@
+"""The published DFlash families: what to assume where a checkpoint's own config is silent, and which can't be trained, and why.
+
+A checkpoint's config.json always comes first. What it leaves out is taken from the preset of its target, if there is one, and
+else from the rule by which all of these families were made:
+
+    target layers     evenly from the 2nd to the 3rd-last: round(1 + i * (L - 4) / (n - 1)), L target layers, n of them read
+    loss decay        7 tokens for blocks of 16, 5 for 10, 4 for 8 and less
+
+Values of the presets are those of the families' published config.json files, as quoted in public code that loads them;
+`known_limits` is what vLLM 0.32 or this trainer doesn't do for that family. Nothing is fetched here.
+
+Source: arXiv 2602.06036, section 3 and appendix; z-lab/dflash (README, `model/`); vLLM 0.32 `models/qwen3_dflash.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+QWEN3_MASK, QWEN35_MASK, GPT_OSS_MASK = 151669, 248070, 200000
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One published drafter."""
+
+    drafter: str
+    target: str
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    hidden_size: int
+    """Of the target. Together with its number of layers it tells which target a checkpoint was made for."""
+
+    @property
+    def decay_tokens(self) -> float:
+        """How fast the loss falls with the position."""
+        return decay_tokens(self.block_size)
+
+
+PRESETS = (
+    Preset("z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", 36, (1, 9, 17, 25, 33), QWEN3_MASK, 16, 2560),
+    Preset("z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B", 36, (1, 9, 17, 25, 33), QWEN3_MASK, 16, 4096),
+    Preset(
+        "z-lab/Qwen3-Coder-30B-A3B-DFlash", "Qwen/Qwen3-Coder-30B-A3B-Instruct", 48, (1, 12, 23, 34, 45), QWEN3_MASK, 16, 2048
+    ),
+    Preset("z-lab/Qwen3.5-9B-DFlash", "Qwen/Qwen3.5-9B", 32, (1, 8, 15, 22, 29), QWEN35_MASK, 16, 4096),
+    Preset("z-lab/Qwen3.5-27B-DFlash", "Qwen/Qwen3.5-27B", 64, (1, 16, 31, 46, 61), QWEN35_MASK, 16, 5120),
+    Preset("z-lab/Qwen3.6-27B-DFlash", "Qwen/Qwen3.6-27B", 64, (1, 16, 31, 46, 61), QWEN35_MASK, 16, 5120),
+    Preset("z-lab/Qwen3.6-35B-A3B-DFlash", "Qwen/Qwen3.6-35B-A3B", 40, (1, 10, 19, 28, 37), QWEN35_MASK, 16, 2048),
+    Preset("z-lab/gpt-oss-20b-DFlash", "openai/gpt-oss-20b", 24, (1, 6, 11, 16, 21), GPT_OSS_MASK, 8, 2880),
+    Preset("z-lab/gpt-oss-120b-DFlash", "openai/gpt-oss-120b", 36, (1, 9, 17, 25, 33), GPT_OSS_MASK, 10, 2880),
+)
+
+
+def decay_tokens(block_size: int) -> float:
+    """What w_k = exp(-(k - 1) / decay) falls by, for a block size (anchor included). Source: arXiv 2602.06036, section 3."""
+    if block_size >= 16:
+        return 7.0
+    return 5.0 if block_size >= 10 else 4.0
+
+
+def even_layer_ids(num_target_layers: int, num_read: int) -> tuple[int, ...]:
+    """Target layers from the 2nd to the 3rd-last, evenly: the rule of the paper.
+
+    Raises:
+        ValueError: the target has too few layers for it.
+    """
+    last = num_target_layers - 3
+    if num_read < 1 or last < num_read:
+        raise ValueError(f"{num_read} of {num_target_layers} target layers can't be read from the 2nd to the 3rd-last")
+    if num_read == 1:
+        return (num_target_layers // 2,)
+    return tuple(round(1 + i * (last - 1) / (num_read - 1)) for i in range(num_read))
+
+
+def find_preset(name: str) -> Preset | None:
+    """The preset of a drafter or target by the name it has on the hub, or by a folder of that name."""
+    wanted = name.rstrip("/").lower()
+    for preset in PRESETS:
+        for known in (preset.drafter.lower(), preset.target.lower()):
+            if wanted == known or wanted.rpartition("/")[2] == known.rpartition("/")[2]:
+                return preset
+    return None
+
+
+def preset_of(raw: Mapping[str, Any]) -> Preset | None:
+    """The preset that a flat config's target has, when exactly one mask token and block size come into question.
+
+    Told by the target's number of layers, hidden size and the vocabulary's mask token; None rather than a guess.
+    """
+    width = raw.get("target_hidden_size") or raw.get("hidden_size")
+    found = [p for p in PRESETS if (p.num_target_layers, p.hidden_size) == (raw.get("num_target_layers"), width)]
+    found = [p for p in found if p.mask_token_id < int(raw.get("vocab_size") or 0)]
+    agreed = {(p.mask_token_id, p.block_size, p.target_layer_ids) for p in found}
+    return found[0] if len(agreed) == 1 else None
+
+
+def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat config with `block_size`, `mask_token_id` and `target_layer_ids` filled in where it has none.
+
+    Raises:
+        ValueError: something is missing that no preset and no rule tells; the message names it.
+    """
+    full: dict[str, Any] = dict(raw)
+    own: dict[str, Any] = dict(raw.get("dflash_config") or {})
+    preset = preset_of(raw)
+    # vLLM takes these from dflash_config, and some checkpoints have them beside it.
+    for name in ("mask_token_id", "target_layer_ids", "block_size"):
+        if own.get(name) is None and raw.get(name) is not None:
+            own[name] = raw[name]
+        if own.get(name) is None and preset is not None:
+            own[name] = getattr(preset, name)
+    if own.get("target_layer_ids") is None and raw.get("num_target_layers"):
+        own["target_layer_ids"] = even_layer_ids(int(raw["num_target_layers"]), int(raw.get("num_hidden_layers") or 0))
+    missing = [name for name in ("block_size", "mask_token_id", "target_layer_ids") if own.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"config.json has no {' and no '.join(repr(name) for name in missing)}, and no preset is known for this target; "
+            "is this a DFlash drafter? If so, add them under dflash_config"
+        )
+    full["block_size"] = own.pop("block_size")
+    full["dflash_config"] = own
+    return full
+
+
+def vllm_refusal(raw: Mapping[str, Any]) -> str | None:
+    """Why vLLM 0.32 can't load a drafter with this flat config; None when nothing speaks against it.
+
+    Source: vLLM 0.32 `models/qwen3_dflash.py`, `models/registry.py`, `v1/worker/gpu/spec_decode/dflash/speculator.py`.
+    """
+    dflash = raw.get("dflash_config") or {}
+    layer_types = raw.get("layer_types") or []
+    is_sliding = "sliding_attention" in layer_types or dflash.get("use_swa")
+    window = dflash.get("swa_window_size", raw.get("sliding_window"))
+    checks = {
+        f"architecture {_architecture(raw)}": _architecture(raw) not in VLLM_ARCHITECTURES,
+        "sample_from_anchor": dflash.get("sample_from_anchor"),
+        "sliding-window attention without a window size": is_sliding and window is None,
+        f"activation {raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
+        "a causal-correction (Domino) head": raw.get("projector_type", "dflash") != "dflash",
+    }
+    return next((name for name, is_so in checks.items() if is_so), None)
+
+
+VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
+
+
+def training_refusal(raw: Mapping[str, Any]) -> str | None:
+    """What of a flat config the trainable drafter (`drafter.py`) has no counterpart for; None when it has all."""
+    dflash = raw.get("dflash_config") or {}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    checks = {
+        "DFlash2 (its convolution and selector)": _architecture(raw) == "DFlash2DraftModel",
+        "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
+        "interleaved RoPE": not raw.get("is_neox_style", True),
+        "scaled RoPE": rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES,
+        "sliding-window attention": dflash.get("use_swa") or "sliding_attention" in (raw.get("layer_types") or ()),
+        "causal drafting": dflash.get("causal") or raw.get("is_causal"),
+        "a reduced draft vocabulary": raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")),
+        "drafting without auxiliary hidden states": False
+        in (raw.get("use_aux_hidden_state"), dflash.get("use_aux_hidden_state")),
+        "attention_value_scale": dflash.get("attention_value_scale"),
+        "an attention sink": dflash.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"),
+        "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
+        "quantization": raw.get("quantization_config"),
+    }
+    return next((name for name, is_asked in checks.items() if is_asked), None)
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding that `drafter.py` computes."""
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("architectures") or ["DFlashDraftModel"])[0])

@@ -1,0 +1,80 @@
+"""The config.json of vllm-project/speculators, as the flat one that z-lab's checkpoints have and back.
+
+Tensor names are the same in both formats. What differs: the transformer's shape is nested in `transformer_layer_config`,
+`aux_hidden_state_layer_ids` counts the embedding as 0, so layer i of z-lab's `target_layer_ids` is i + 1 there, and
+`sliding_window_non_causal` (absent: true) says whether the block is seen both ways.
+
+Source: vLLM 0.32 `transformers_utils/configs/speculators/algos.py` (`update_dflash`); speculators `models/dflash/config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TYPE = "speculators_model_type"
+_ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+
+
+def is_speculators(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of that format."""
+    return TYPE in raw
+
+
+def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Any DFlash config.json in z-lab's form; one that has it already comes back as it is.
+
+    Raises:
+        ValueError: it is of another algorithm, or lacks what vLLM needs; the message names it.
+    """
+    if not is_speculators(raw):
+        return dict(raw)
+    if raw[TYPE] not in _ALGORITHMS:
+        raise ValueError(f"{TYPE} is {raw[TYPE]!r}, not 'dflash': only DFlash drafters can be trained")
+    layer_config, aux = raw.get("transformer_layer_config"), raw.get("aux_hidden_state_layer_ids")
+    for name, value in (("transformer_layer_config", layer_config), ("aux_hidden_state_layer_ids", aux)):
+        if not value:
+            raise ValueError(f"config.json has no {name!r}, which vLLM needs of a speculators checkpoint")
+    assert isinstance(layer_config, Mapping)
+    assert isinstance(aux, list)
+    dflash = {
+        "mask_token_id": raw.get("mask_token_id"),
+        "target_layer_ids": [int(i) - 1 for i in aux],
+        "sample_from_anchor": raw.get("sample_from_anchor", False),
+        "causal": not raw.get("sliding_window_non_causal", True),
+    }
+    names = ("block_size", "draft_vocab_size", "target_hidden_size", "projector_type")
+    own = {name: raw[name] for name in names if raw.get(name)}
+    quantization = {"quantization_config": raw["quantization_config"]} if raw.get("quantization_config") else {}
+    architectures = [_ALGORITHMS[raw[TYPE]]]
+    return {**layer_config, **own, **quantization, "architectures": architectures, "dflash_config": dflash}
+
+
+def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str]) -> dict[str, Any]:
+    """A flat config.json in the form of speculators, as vLLM loads it.
+
+    Args:
+        raw: complete, as of `presets.completed`.
+        target: name or path of the target, which the format wants to know.
+    """
+    dflash = raw["dflash_config"]
+    outside = ("architectures", "dflash_config", "block_size", "draft_vocab_size", "target_hidden_size", "auto_map")
+    block_size = int(raw["block_size"])
+    return {
+        "architectures": ["DFlashDraftModel"],
+        TYPE: "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block_size - 1}],
+            "verifier": {"name_or_path": target, "architectures": target_architectures},
+        },
+        "aux_hidden_state_layer_ids": [int(i) + 1 for i in dflash["target_layer_ids"]],
+        "block_size": block_size,
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
+        "mask_token_id": dflash["mask_token_id"],
+        "sliding_window_non_causal": not dflash.get("causal", False),
+        "target_hidden_size": raw.get("target_hidden_size"),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
+        "transformer_layer_config": {name: value for name, value in raw.items() if name not in outside},
+    }

@@ -1,0 +1,44 @@
+"""How a drafter is trained on. No torch here: the trainer's settings, and so the daemon's, take their names from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scope = Literal["kv-frozen", "full"]
+Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
+Precision = Literal["auto", "float32", "bfloat16"]
+MaskSchedule = Literal["cosine", "linear", "square-root"]
+
+MAX_DENOISING_STEPS = 4
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train on. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
+
+    scope: Scope = "kv-frozen"
+    loss: Loss = "ce"
+    learning_rate: float = 5e-4
+    warmup_updates: int = 20
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    decay_tokens: float = 4.0
+    anchors_per_micro_step: int = 32
+    micro_steps_per_update: int = 2
+    break_share: float = 0.5
+    keep_weight: float = 3.0
+    """Weight of a kept block beside a fresh one."""
+    cooldown_share: float = 0.25
+    """Last part of the training, over which the learning rate falls to zero; needs `remaining` in `step`."""
+    ema_decay: float = 0.0
+    """What a moving average of the weights keeps at each update; 0: none is kept, the last weights are the result."""
+    precision: Precision = "auto"
+    """Of the matrix products; master weights, gradients and optimizer are float32 always. "auto": bfloat16 where the device
+    multiplies it fast, else float32."""
+    gradient_checkpointing: bool = False
+    """Compute every layer a second time on the way back instead of keeping what it computed: less memory, more time."""
+    denoising_steps: int = 1
+    """Above 1, blocks are also trained with some of their tokens revealed, as a drafter that denoises in steps sees them."""
+    mask_schedule: MaskSchedule = "cosine"
+    seed: int = 0
