@@ -10,7 +10,7 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test lint typecheck dashboards clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
+.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath bench-kernels
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib
 
 help:
@@ -61,8 +61,8 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-hotpath bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
-       bench-overhead bench-recalib bench-adapt
+bench: bench-decide bench-hotpath bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-swap bench-capture \
+       bench-yield bench-overhead bench-recalib bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
@@ -83,6 +83,10 @@ bench-regret: setup
 bench-trees: setup
 	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/trees.py
+
+bench-kernels: setup
+	@echo "== the device ops: time, share of what the device can do, ratio to the best alternative (on a CPU: their twins)"
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernel_bench.py
 
 bench-against-vllm: setup
 	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"

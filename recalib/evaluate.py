@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from honed.kernels.block_loss import top_tokens
 from honed.recalib.blocks import block_labels, eligible_anchors
 from honed.recalib.denoising import ONE_PASS, Denoising, draft_in_steps
 from honed.recalib.drafter import DFlashDrafter
@@ -76,7 +77,7 @@ def expected_acceptance_length(
         drafter: the drafter to judge; it is not changed.
         samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
         num_draft_tokens: k, by default the drafter's full block.
-        max_anchors_per_pass: bounds memory: a pass holds that many blocks' logits.
+        max_anchors_per_pass: bounds memory: a pass holds that many blocks' activations.
         denoising: how many passes draft a block; a server has one.
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
@@ -148,14 +149,14 @@ def draft_blocks(
         features = packed.features.float()
         context = features if packed.is_fused else drafter.fuse(features)
 
-        def logits_of(tokens: Tensor) -> Tensor:
-            logits: Tensor = drafter(
+        def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = drafter.draft_hidden(
                 context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
             )
-            return logits
+            return top_tokens(hidden, drafter.lm_head)
 
         mask = drafter.config.mask_token_id
-        return draft_in_steps(logits_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
+        return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
 
 
 def walk(accepted: Sequence[int]) -> list[int]:

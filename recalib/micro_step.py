@@ -30,7 +30,7 @@ from honed.recalib.training_settings import Loss, Scope, TrainingSettings
 
 __all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "is_kv_path", "set_scope"]
 
-# Letters: N blocks, K draft positions, V vocabulary.
+# Letters: N blocks, K draft positions.
 
 
 @dataclass(frozen=True)
@@ -227,12 +227,12 @@ class MicroTrainer:
         packed = part.packed
         with computing(self._device, self._dtype):
             context = self._context(packed)
-            logits = self.drafter(
+            hidden = self.drafter.draft_hidden(
                 context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
             )
-            loss = self._objective(logits, part, context)
+            loss, drafts = self._objective(hidden, part, context)
         (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), logits.detach().argmax(-1)
+        return float(loss.detach()), drafts
 
     def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
         features = packed.features.float()

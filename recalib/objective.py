@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from honed.kernels.block_loss import block_loss
 from honed.recalib import losses
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.sample import PackedSamples
@@ -60,33 +60,37 @@ class Objective:
             weights[group] = weight * group.float().mean() * losses.shares(falling[group], (0, 1))
         return weights
 
-    def __call__(self, logits: Tensor, blocks: Blocks, context: Tensor) -> Tensor:  # [N, K, V], [T, H] -> []
-        """What these blocks add to the mean over all blocks of the micro-step.
+    def __call__(
+        self, hidden: Tensor, blocks: Blocks, context: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [N, K, H], [T, H] -> [], [N, K]
+        """What these blocks add to the mean over all blocks of the micro-step, and the tokens that the drafter would draft.
 
         Raises:
             ValueError: there are kept blocks and no parent.
         """
         is_kept = blocks.is_kept
-        total = logits.new_zeros(())
+        total, drafts = hidden.new_zeros(()), torch.empty_like(blocks.labels)
         if is_kept.any():
             kept = blocks.where(is_kept)
-            total = total + (self._distance_to_parent(logits[is_kept], kept, context) * kept.weights).sum()
+            distance, drafts[is_kept] = self._distance_to_parent(hidden[is_kept], kept, context)
+            total = total + (distance * kept.weights).sum()
         if not is_kept.all():
-            total = total + self._loss(logits[~is_kept], blocks.where(~is_kept))
-        return total
+            loss, drafts[~is_kept] = self._loss(hidden[~is_kept], blocks.where(~is_kept))
+            total = total + loss
+        return total, drafts
 
-    def _distance_to_parent(self, logits: Tensor, kept: Blocks, context: Tensor) -> Tensor:  # [N, K]
-        """KL(parent || drafter)."""
+    def _distance_to_parent(self, hidden: Tensor, kept: Blocks, context: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
+        """KL(parent || drafter), and the drafts."""
         if self._parent is None:
             raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
         packed = kept.packed
         with torch.no_grad():
             features = context if packed.is_fused else self._parent.fuse(packed.features.float())
-            goal = self._parent(features, packed.positions, packed.token_ids, kept.anchors, packed.segments)
-        return losses.forward_kl(logits, goal)
+            goal = self._parent.draft_hidden(features, packed.positions, packed.token_ids, kept.anchors, packed.segments)
+        return self._per_token(hidden, goal=goal, goal_head=self._parent.lm_head, kind="kl")
 
-    def _loss(self, logits: Tensor, blocks: Blocks) -> Tensor:
-        """The chosen loss; `losses` has the formulas.
+    def _loss(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:  # [], [N, K]
+        """The chosen loss, and the drafts; `losses` has the formulas.
 
         KL and its hybrid take the target's own distribution where its last hidden state was captured; the others, and the
         hybrid without it, what the target emitted. D-PACE's weights are shares of their own block: those of all blocks
@@ -94,21 +98,37 @@ class Objective:
         """
         name, labels = self._settings.loss, blocks.labels
         if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
-            per_token = losses.forward_kl if name == "kl" else losses.kl_tv_hybrid
-            return (per_token(logits, self._target_logits(blocks)) * blocks.weights).sum()
-        surprise = losses.cross_entropy(logits, labels)  # [N, K]
+            offsets = torch.arange(labels.shape[1], device=labels.device)
+            goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i tells token i + 1
+            distance, drafts = self._per_token(hidden, goal=goal, kind=name)
+            return (distance * blocks.weights).sum(), drafts
+        surprise, drafts = self._per_token(hidden, labels=labels)
         if name == "ce":
-            return (surprise * blocks.weights).sum()
+            return (surprise * blocks.weights).sum(), drafts
         if name == "hybrid":
-            return (losses.hybrid_on_labels(surprise) * blocks.weights).sum()
+            return (losses.hybrid_on_labels(surprise) * blocks.weights).sum(), drafts
         right = torch.where(blocks.is_masked, torch.exp(-surprise), 1.0)
         if name == "dpace":
-            return blocks.share * (surprise * losses.shares(losses.dpace_weights(right) * blocks.is_masked, (1,))).sum()
-        return blocks.share * losses.negative_acceptance_length(right).sum()
+            weights = losses.shares(losses.dpace_weights(right) * blocks.is_masked, (1,))
+            return blocks.share * (surprise * weights).sum(), drafts
+        return blocks.share * losses.negative_acceptance_length(right).sum(), drafts
 
-    def _target_logits(self, blocks: Blocks) -> Tensor:  # [N, K, V]
-        """What the target said of each position of the blocks."""
-        assert blocks.packed.target_hidden is not None
-        offsets = torch.arange(blocks.labels.shape[1], device=blocks.labels.device)
-        rows = blocks.anchors[:, None] + offsets  # the target at row i tells token i + 1
-        return F.linear(blocks.packed.target_hidden[rows].float(), self._drafter.lm_head)
+    def _per_token(
+        self,
+        hidden: Tensor,  # [N, K, H]
+        *,
+        labels: Tensor | None = None,  # [N, K]
+        goal: Tensor | None = None,  # [N, K, H]
+        goal_head: Tensor | None = None,  # [V, H]
+        kind: str = "ce",
+    ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
+        """`block_loss` of every token, and the drafts."""
+        made = block_loss(
+            hidden.flatten(0, 1),
+            self._drafter.lm_head,
+            labels=None if labels is None else labels.flatten(),
+            goal=None if goal is None else goal.flatten(0, 1),
+            goal_head=goal_head,
+            kind=kind,
+        )
+        return made.losses.view(hidden.shape[:2]), made.top.view(hidden.shape[:2])

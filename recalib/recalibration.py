@@ -153,7 +153,7 @@ class Recalibration:
         pace = Pace(self._settings.preempt_budget_s)
         for stretch in held_out:
             yield "gating"
-            # No more at once than a micro-step of training, whose logits are alive several times.
+            # No more at once than a micro-step of training takes, which keeps what every layer computed.
             most = 4 * self._settings.anchors_per_micro_step
             parts = replay_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
             while True:

@@ -201,24 +201,29 @@ class EveryOther(Pace):
 def test_how_a_micro_step_is_divided_makes_no_difference(
     change: dict[str, object], make_drafter: MakeDrafter, make_sample: MakeSample
 ) -> None:
-    """Parts are of one or three blocks, fresh and kept ones together, and of different masks."""
-    settings = replace(QUICK, **change)  # type: ignore[arg-type]
+    """Parts are of one or three blocks, fresh and kept ones together, and of different masks.
+
+    Gradients are compared, not weights: Adam makes as much of a gradient that is rounding alone as of any other.
+    """
+    settings = replace(QUICK, micro_steps_per_update=3, **change)  # type: ignore[arg-type]
     samples = [make_sample(seed=seed, is_fused=settings.scope != "full") for seed in range(2)]
     whole, divided, parent, pace = make_drafter(), make_drafter(), make_drafter(), EveryOther()
     with torch.no_grad():
         parent.norm.weight.mul_(1.1)
     one, other = MicroTrainer(whole, settings, parent), MicroTrainer(divided, settings, parent)
     for _ in range(3):
+        for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
         expected = one.step(samples, kept=[False, True])
         found = run_through(other.parts(samples, kept=[False, True], pace=pace))
         assert found.loss == pytest.approx(expected.loss, rel=1e-4)
-        assert replace(found, loss=0.0, grad_norm=None, seconds=0.0) == replace(expected, loss=0.0, grad_norm=None, seconds=0.0)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+        assert found.grad_norm == (expected.grad_norm and pytest.approx(expected.grad_norm, rel=1e-4))
+        same = {"loss": 0.0, "grad_norm": None, "seconds": 0.0}
+        assert replace(found, **same) == replace(expected, **same)
     assert len(pace.sizes) > 3
-    for trainer in (one, other):
-        trainer.finish()
-    for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    assert one.num_updates == other.num_updates == 1
 
 
 @pytest.mark.parametrize("change", [{}, {"ema_decay": 0.9}, {"scope": "full"}, {"denoising_steps": 3}], ids=str)
