@@ -82,7 +82,7 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
             cells.count(w.get("rounds")),
             cells.number(w.get("acceptance_length"), 3),
             cells.percent(w.get("acceptance_rate")),
-            " ".join(f"{p:.2f}" for p in w.get("conditional_by_position") or []) or cells.NOTHING,
+            " ".join(f"{p:.2f}" for p in w.get("by_position") or []) or cells.NOTHING,
             Text(state, STATE_STYLES.get(state, "")),
         )
     return table

@@ -133,19 +133,18 @@ class MicroTrainer:
         packed = pack(list(samples))
         self._check_features(packed)
         blocks = self._choose(packed, samples, preferred_anchors, kept)
+        clock = pace.clock if pace is not None else time.perf_counter
         drafts: list[Tensor] = []
-        loss, spent_s = 0.0, 0.0
-        done = 0
+        loss, done, spent_s = 0.0, 0, 0.0
         while done < len(blocks.anchors):
-            left = len(blocks.anchors) - done
+            part_began_s, left = clock(), len(blocks.anchors) - done
             part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
             part_loss, part_drafts = self._learn(part)
             loss, done = loss + part_loss, done + len(part.anchors)
             drafts.append(part_drafts)
-            part_s = time.perf_counter() - began_s
             if pace is not None:
-                pace.observe(len(part.anchors), part_s)
-            spent_s += part_s
+                pace.observe(len(part.anchors), clock() - part_began_s)
+            spent_s += time.perf_counter() - began_s
             yield
             began_s = time.perf_counter()
         self._progress.micro_steps += 1

@@ -59,7 +59,7 @@ class Trainer:
         self._is_paused = self._was_working = False
         self._last_result: wire.TrainResult | None = None
         self._state = ""
-        self._next_status_s = self._next_discovery_s = 0.0
+        self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:
@@ -78,6 +78,11 @@ class Trainer:
             self._operation.cancel("the trainer was stopped")
             self._finish()
         self._link.close()
+
+    @property
+    def state(self) -> str:
+        """What it is doing, as the daemon is told."""
+        return self._state
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
@@ -118,8 +123,13 @@ class Trainer:
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def _take_samples(self) -> None:
-        if self._monotonic() >= self._next_discovery_s:
-            self._next_discovery_s = self._monotonic() + 1.0
+        """Every `tick_s`: while the engine is at work, the flag is looked at much more often, and that must cost nothing."""
+        now_s = self._monotonic()
+        if now_s < self._next_samples_s:
+            return
+        self._next_samples_s = now_s + self._settings.tick_s
+        if now_s >= self._next_discovery_s:
+            self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
             if self._operation is None and (paths := self._traffic.busy_paths()):
                 self._busy = BusyFlag(paths[0])
@@ -239,7 +249,7 @@ def run(
     gate: GateSettings | None = None,
     state_dir: Path | None = None,
     runtime_dir: Path | None = None,
-    on_tick: Callable[[], None] | None = None,
+    on_tick: Callable[[str], None] | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
@@ -247,7 +257,8 @@ def run(
         endpoint: the daemon's socket, `ipc://…/engine.sock`.
         state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
         runtime_dir: folder with the engines' rings; default: the endpoint's.
-        on_tick: called every turn, so at most one micro-step or `tick_s` apart: the watchdog's place.
+        on_tick: called after every turn with what is being done, so at most one micro-step or `tick_s` apart: the
+            watchdog's place.
 
     Raises:
         RegistryError: when the registry can't be opened.
@@ -279,7 +290,7 @@ def run(
         while not is_stopping:
             trainer.turn()
             if on_tick is not None:
-                on_tick()
+                on_tick(trainer.state)
     finally:
         trainer.close()
         for number, handler in previous.items():

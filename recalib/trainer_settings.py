@@ -24,7 +24,9 @@ class SampleSettings:
     max_session_share: float = 0.05
     """Part of the memory that one session may have: no single client decides what is learnt."""
     max_loop_period: int = 16
+    """Longest period, in tokens, of a repetition that is kept out of the samples; 0: none is."""
     min_loop_rows: int = 32
+    """Rows of a repetition from which on it is one."""
     max_workloads: int = 64
     """Further labels go under "other": labels come from clients."""
 
@@ -47,7 +49,9 @@ class TrainerSettings(SampleSettings):
     """What the trainer process does, and how much of the machine it takes."""
 
     trainer_id: str = "trainer-0"
+    """Its name in the log and in metrics."""
     device: str = "cpu"
+    """cpu, cuda or cuda:N, as PyTorch names it."""
     nice: int = 10
     """Added to the process's nice level."""
     torch_threads: int = 0
@@ -60,23 +64,31 @@ class TrainerSettings(SampleSettings):
     decay_tokens: float = 0.0
     """How fast weights fall with the position; 0: what the drafter's block size asks for."""
     learning_rate: float = 5e-4
+    """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
+    """Updates over which the learning rate rises."""
     anchors_per_micro_step: int = 16
     """Smaller than an offline run would take, with more micro-steps per update for it: work that arrives waits for one."""
     micro_steps_per_update: int = 8
+    """Gradients that are added up for one update."""
     break_share: float = 0.5
+    """Part of the anchors that is drawn where rounds broke off."""
     ema_decay: float = 0.0
     """0: no moving average; the cool-down of the learning rate does its work already."""
     precision: Precision = "auto"
+    """Of matrix products: "float32", "bfloat16", or "auto": bfloat16 on a GPU that has it."""
     gradient_checkpointing: bool = False
+    """Layers are computed again on the way back instead of kept: less memory, more time."""
     denoising_steps: int = 1
     """Passes that draft a block. vLLM has one; more train the drafter for blocks that are partly revealed."""
     mask_schedule: MaskSchedule = "cosine"
+    """How many tokens each of several passes reveals: "cosine", "linear" or "square-root"."""
     memory_bytes: int = 0
     """The most that a training may take on its device; 0: nine tenths of what is free when it begins."""
     save_state_s: float = 60.0
     """Training between two savings of its state, from which it goes on after its process was killed; 0: never."""
     seed: int = 0
+    """Of all that is drawn at random."""
     max_steps: int = 4000
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256
@@ -100,6 +112,7 @@ class TrainerSettings(SampleSettings):
     """Held-out rows judged for each workload, whole sessions."""
 
     status_interval_s: float = 1.0
+    """Between two reports to the daemon."""
     tick_s: float = 0.05
     """How often the ring and the socket are looked after while there is nothing to train."""
 
