@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from honed.kernels.wide_matmul import add_weighted, even_size, scores_into, slices, wide_dtype
+from honed.kernels.wide_matmul import add_weighted, even_size, operand_dtype, scores_into, slices, wide_dtype
 
 try:
     import triton
@@ -126,13 +126,14 @@ def fold_labels(
             shape = (len(some), tile.stop - tile.start)
             scores = buffer[: shape[0] * shape[1]].view(shape)
             weights = narrow[: shape[0] * shape[1]].view(shape)
-            scores_into(scores, some, head[tile])
+            right = head[tile].to(operand_dtype(hidden))
+            scores_into(scores, some, right)
             if is_triton:
                 _fold_by_kernel(rows, scores, weights, tile.start, with_gradient)
             else:
                 _fold(rows, scores, tile.start, with_gradient)
             if with_gradient:
-                add_weighted(rows.gradient, weights, head[tile])
+                add_weighted(rows.gradient, weights, right)
         lse = rows.reference + rows.total.log()
         losses[part], top[part], log_probs[part] = lse - rows.label_score, rows.top, rows.peak - lse
         if with_gradient:

@@ -27,7 +27,6 @@ from honed.recalib.evaluate import SessionFigures, replay_in_parts
 from honed.recalib.gate import GateSettings, judge, summarise
 from honed.recalib.manifest import WEIGHTS
 from honed.recalib.memory_budget import MemoryBudgetError
-from honed.recalib.pace import Pace
 from honed.recalib.progress import OperationError, Progress, Stage
 from honed.recalib.registry import Manifest, Registry, RegistryError
 from honed.recalib.stretch import Stretch
