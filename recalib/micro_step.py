@@ -141,8 +141,10 @@ class MicroTrainer:
         anchors = self._choose(packed, samples, preferred_anchors)
         labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
         is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        clock = pace.clock if pace is not None else time.perf_counter
         logits, loss, done, spent_s = [], 0.0, 0, 0.0
         while done < len(anchors):
+            part_began_s = clock()
             part = slice(done, done + (pace.blocks(len(anchors) - done) if pace else len(anchors)))
             context = self._context(packed)
             logits.append(self.drafter(context, packed.positions, packed.token_ids, anchors[part], packed.segments))
@@ -151,10 +153,9 @@ class MicroTrainer:
             (part_loss * share / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
             loss, done = loss + float(part_loss.detach()) * share, done + len(anchors[part])
             logits[-1] = logits[-1].detach()
-            part_s = time.perf_counter() - began_s
             if pace is not None:
-                pace.observe(len(anchors[part]), part_s)
-            spent_s += part_s
+                pace.observe(len(anchors[part]), clock() - part_began_s)
+            spent_s += time.perf_counter() - began_s
             yield
             began_s = time.perf_counter()
         self._progress.micro_steps += 1

@@ -164,7 +164,7 @@ class Recalibration:
         mix = ReplayMix(
             self._feed.store, is_usable, request.workloads, settings.must_gain_share, settings.rows_per_micro_step
         )
-        num_draft_tokens, pace = drafter.config.num_draft_tokens, Pace(settings.preempt_budget_s)
+        num_draft_tokens, pace = drafter.config.num_draft_tokens, self._pace()
         while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
             yield "training"
             began_s = self._monotonic()
@@ -195,7 +195,7 @@ class Recalibration:
     ) -> Generator[Stage, None, list[SessionFigures]]:
         """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
-        num_draft_tokens, pace = drafter.config.num_draft_tokens, Pace(self._settings.preempt_budget_s)
+        num_draft_tokens, pace = drafter.config.num_draft_tokens, self._pace()
         for stretch in held_out:
             yield "gating"
             sample = stretch.to_training_sample(num_draft_tokens, self._feed.is_fused)
@@ -225,6 +225,10 @@ class Recalibration:
             target_path=self.request.target_path,
             note=self.request.reason,
         )  # fmt: skip
+
+    def _pace(self) -> Pace:
+        is_on_cpu = torch.device(self._settings.device).type == "cpu"
+        return Pace(self._settings.preempt_budget_s, time.thread_time if is_on_cpu else time.perf_counter)
 
     def _load(self, folder: Path) -> DFlashDrafter:
         return load_drafter(folder, self.request.target_path).to(self._settings.device)

@@ -184,6 +184,7 @@ class EveryOther(Pace):
     """A pace of 3 blocks, then 1, then 3, …"""
 
     def __init__(self) -> None:
+        super().__init__(1.0)
         self.sizes: list[int] = []
 
     def blocks(self, wanted: int) -> int:
