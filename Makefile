@@ -10,7 +10,8 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test lint typecheck dashboards clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm
+.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
+.PHONY: bench-canary bench-swap bench-yield bench-capture
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
@@ -60,11 +61,16 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-regret bench-trees bench-against-vllm bench-overhead bench-adapt
+bench: bench-decide bench-hotpath bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
+       bench-overhead bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
 	@$(BIN)/python benchmarks/overhead.py
+
+bench-hotpath: setup
+	@echo "== what honed adds to vLLM's engine thread in a step"
+	@$(BIN)/python benchmarks/hotpath.py
 
 bench-decide: setup
 	@echo "== how long deciding a step takes"
@@ -81,6 +87,22 @@ bench-trees: setup
 bench-against-vllm: setup
 	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/against_vllm.py
+
+bench-canary: setup
+	@echo "== how often a canary errs, and how long it takes: 10,000 simulated ones of each kind (a minute)"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/canaries.py
+
+bench-swap: setup
+	@echo "== what swapping the drafter costs a server under 16 streams, 100 times (some 3 minutes)"
+	@$(BIN)/python benchmarks/swap.py
+
+bench-yield: setup
+	@echo "== what training costs users under bursts, and how fast it yields (some 12 minutes)"
+	@$(BIN)/python benchmarks/yielding.py
+
+bench-capture: setup
+	@echo "== what capturing samples costs a server (some 15 minutes)"
+	@$(BIN)/python benchmarks/capture.py
 
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"

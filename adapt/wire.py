@@ -369,6 +369,7 @@ class TrainerStatus(_Message, frozen=True):
     idle_ratio: float = 0.0
     ring_lost_records: int = 0
     gate: list[GateFigures] = []
+    preemption_s_p50: float = 0.0
 
 
 class TrainResult(_Message, frozen=True):

@@ -15,7 +15,7 @@ import structlog
 from fastapi import Depends, FastAPI, Header, Path, Query, Response
 
 from honed.adapt import wire
-from honed.daemon import models, views
+from honed.daemon import canary_tables, models, views
 from honed.daemon.errors import ConflictError, RequestError, StoreError
 from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
@@ -150,6 +150,14 @@ def add_reading(app: FastAPI, service: Service) -> None:
         with service.lock:
             return finite(service.operations.get(operation_id).view())
 
+    @app.get("/v1/canaries", response_model=list[models.CanaryRow])
+    def canaries(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Any:
+        return finite(canary_tables.listing(service.store, limit))
+
+    @app.get("/v1/canaries/{operation_id}", response_model=models.CanaryView)
+    def canary(operation_id: Name) -> Any:
+        return finite(views.canary(service, operation_id))
+
     @app.get("/v1/overrides", response_model=list[models.OverrideView])
     def overrides() -> Any:
         with service.lock:
@@ -210,6 +218,11 @@ def add_changes(app: FastAPI, service: Service) -> None:
     def rollback(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         reason = body.reason if body else ""
         return change(generation, key, lambda: lifecycle.roll_back(reason=reason, actor=ACTOR, key=key))
+
+    @app.post("/v1/engines/{engine_id}:verify", status_code=202, response_model=models.OperationView)
+    def verify(engine_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+        reason = body.reason if body else ""
+        return change(generation, key, lambda: service.checksums.verify(engine_id, reason=reason, actor=ACTOR, key=key))
 
     def done(generation: int | None, action: str, reason: str, act: Callable[[], object]) -> dict[str, Any]:
         """A change that is over when it is made."""

@@ -19,7 +19,7 @@ overrides = typer.Typer(help="Take a decision out of the controller's hands, for
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    for command in (recalibrate, promote, rollback, cancel, pause, resume, purge):
+    for command in (recalibrate, promote, rollback, verify, cancel, pause, resume, purge):
         app.command()(command)
     app.add_typer(overrides, name="override")
 
@@ -51,13 +51,13 @@ def recalibrate(
 def promote(
     context: typer.Context,
     version: Annotated[str, typer.Argument(help="Version in the registry.")],
-    force: Annotated[bool, typer.Option("--force", help="Even if the gate was not passed.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Though no engine is there, or it failed before; unwatched.")] = False,
     wait: Wait = True,
     reason: Reason = "",
     if_match: IfMatch = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a version the active one: swap it into the running engines."""
+    """Make a version the active one: swap it into the running engines, and watch it against the previous one."""
     with connect(context) as client:
         body = _given({"reason": reason or None, "force": force or None})
         _finish(client, client.post(f"/v1/drafters/{part(version)}:promote", body, if_match=if_match), wait, as_json)
@@ -70,6 +70,19 @@ def rollback(
     with connect(context) as client:
         body = _given({"reason": reason or None})
         _finish(client, client.post("/v1/drafters:rollback", body, if_match=if_match), wait, as_json)
+
+
+def verify(
+    context: typer.Context,
+    engine: Annotated[str, typer.Argument(help="Engine, from `honed engines`.")],
+    wait: Wait = True,
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Have an engine read its drafter's weights back, and compare them with the registry's."""
+    with connect(context) as client:
+        body = _given({"reason": reason or None})
+        _finish(client, client.post(f"/v1/engines/{part(engine)}:verify", body), wait, as_json)
 
 
 def cancel(

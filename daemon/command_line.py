@@ -166,6 +166,20 @@ def operations(
 
 
 @app.command()
+def canary(
+    context: typer.Context,
+    operation_id: Annotated[str, typer.Argument(help="One trial, with its evidence over time.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Trials of a drafter version against another on live traffic: running and past."""
+    with connect(context) as client:
+        if operation_id:
+            emit(client.get(f"/v1/canaries/{part(operation_id)}"), as_json, show.canary)
+        else:
+            emit(client.get("/v1/canaries"), as_json, show.canaries)
+
+
+@app.command()
 def explain(
     context: typer.Context,
     engine_id: Annotated[str, typer.Argument(help="Engine; all of them when left out.")] = "",

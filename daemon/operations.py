@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,8 @@ class Operations:
         self._store, self._clock = store, clock
         self._by_id: dict[str, Operation] = {}
 
-    def load(self) -> None:
-        """Read what was; what was under way when the daemon went down has failed."""
+    def load(self, resumed: Collection[str] = ()) -> None:
+        """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
         rows = self._store.read(
             "SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,)
         )
@@ -60,6 +60,8 @@ class Operations:
             row["detail"] = json.loads(row["detail"])
             operation = Operation(**row)
             self._by_id[operation.operation_id] = operation
+            if operation.operation_id in resumed:
+                continue
             if not operation.is_finished:
                 self.finish(operation, "failed", error="daemon restarted")
             elif operation.stage == "watching":
@@ -93,6 +95,10 @@ class Operations:
         except KeyError as error:
             why = f"no operation {operation_id!r}; {there_are(self._by_id)}"
             raise UnknownError(why, cure="`honed operations` lists them.") from error
+
+    def find(self, operation_id: str) -> Operation | None:
+        """The operation, None when it isn't known (any more)."""
+        return self._by_id.get(operation_id)
 
     def listing(self) -> list[Operation]:
         """Newest first."""

@@ -163,12 +163,10 @@ class RecalibrationSettings(Section):
     swap_timeout_s: float = 60.0
     collect_share: float = 1.0
     """Share of requests that are captured while a recalibration is under way."""
-    watch_max_s: float = 3600.0
-    """A version that nothing was found against for so long stays."""
 
     RANGES: ClassVar[Ranges] = {
         "min_interval_s": Range(0, 1e9),
-        **dict.fromkeys(("max_seconds", "grace_s", "trainer_lost_s", "swap_timeout_s", "watch_max_s"), SECONDS),
+        **dict.fromkeys(("max_seconds", "grace_s", "trainer_lost_s", "swap_timeout_s"), SECONDS),
         "collect_share": SHARE,
     }
 
@@ -201,11 +199,11 @@ def value_of(settings_class: type[D], section: Section) -> D:
 if TYPE_CHECKING:  # made at run time, so a type checker only knows what they have in common
     class ControllerSection(Section): ...
 
-    class WatchSection(Section): ...
+    class CanarySection(Section): ...
 
     class TrainerSection(Section): ...
 
     class GateSection(Section): ...
 else:
-    ControllerSection, WatchSection = section_of(ControllerSettings), section_of(CanarySettings)
+    ControllerSection, CanarySection = section_of(ControllerSettings), section_of(CanarySettings)
     TrainerSection, GateSection = section_of(TrainerSettings), section_of(GateSettings)

@@ -8,7 +8,7 @@ the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from honed.recalib import losses
 from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
 from honed.recalib.drafter import KV_PATH, DFlashDrafter
+from honed.recalib.evaluate import run_through
+from honed.recalib.pace import Pace
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
 
 Scope = Literal["kv-frozen", "full"]
@@ -104,7 +106,22 @@ class MicroTrainer:
         kept: Sequence[bool] = (),
         remaining: float = 1.0,
     ) -> StepFigures:
-        """One micro-step; every `micro_steps_per_update`-th also updates the weights.
+        """One micro-step in one go; arguments and errors are those of `parts`."""
+        return run_through(self.parts(samples, preferred_anchors, kept=kept, remaining=remaining))
+
+    def parts(
+        self,
+        samples: Sequence[TrainingSample],
+        preferred_anchors: Sequence[int] | None = None,
+        *,
+        kept: Sequence[bool] = (),
+        remaining: float = 1.0,
+        pace: Pace | None = None,
+    ) -> Generator[None, None, StepFigures]:
+        """One micro-step, a few blocks at a time; every `micro_steps_per_update`-th also updates the weights.
+
+        Between two parts control returns, by a `yield`, so that serving needs to wait for one of them only. How the blocks are
+        divided makes no difference to the weights but for rounding.
 
         Args:
             samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
@@ -113,6 +130,7 @@ class MicroTrainer:
                 KL(parent || drafter). Replayed labels are few and are soon learnt by heart; the parent's distribution says
                 more about the old traffic than they do. Source: learning without forgetting, arXiv 1606.09282, section 3.
             remaining: part of the training that is left, for the cool-down.
+            pace: how many blocks a part has; None: all of them.
 
         Raises:
             ValueError: when no sample is long enough for a block, or the scope needs features the samples don't have.
@@ -122,15 +140,27 @@ class MicroTrainer:
         self._check_features(packed)
         anchors = self._choose(packed, samples, preferred_anchors)
         labels = block_labels(packed.token_ids, anchors, self.drafter.config.num_draft_tokens)
-        context = self._context(packed)
-        logits = self.drafter(context, packed.positions, packed.token_ids, anchors, packed.segments)
         is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
-        loss = self._mixed_loss(logits, labels, packed, anchors, is_kept, context)
-        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        logits, loss, done, spent_s = [], 0.0, 0, 0.0
+        while done < len(anchors):
+            part = slice(done, done + (pace.blocks(len(anchors) - done) if pace else len(anchors)))
+            context = self._context(packed)
+            logits.append(self.drafter(context, packed.positions, packed.token_ids, anchors[part], packed.segments))
+            part_loss = self._mixed_loss(logits[-1], labels[part], packed, anchors[part], is_kept[part], context)
+            share = len(anchors[part]) / len(anchors)
+            (part_loss * share / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+            loss, done = loss + float(part_loss.detach()) * share, done + len(anchors[part])
+            logits[-1] = logits[-1].detach()
+            part_s = time.perf_counter() - began_s
+            if pace is not None:
+                pace.observe(len(anchors[part]), part_s)
+            spent_s += part_s
+            yield
+            began_s = time.perf_counter()
         self._progress.micro_steps += 1
         is_update = self._progress.micro_steps % self.settings.micro_steps_per_update == 0
         grad_norm = self._update(remaining) if is_update else None
-        return _figures(logits.detach(), labels, float(loss.detach()), is_update, grad_norm, began_s)
+        return _figures(torch.cat(logits), labels, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
 
     def _check_features(self, packed: PackedSamples) -> None:
         if self.settings.scope == "full" and packed.is_fused:
@@ -215,7 +245,7 @@ def is_kv_path(name: str) -> bool:
 
 
 def _figures(
-    logits: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, began_s: float
+    logits: Tensor, labels: Tensor, loss: float, is_update: bool, grad_norm: float | None, seconds: float
 ) -> StepFigures:
     drafts = logits.argmax(-1)  # [N, K]
     return StepFigures(
@@ -227,5 +257,5 @@ def _figures(
         acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
         is_update=is_update,
         grad_norm=grad_norm,
-        seconds=time.perf_counter() - began_s,
+        seconds=seconds,
     )

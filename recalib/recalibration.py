@@ -1,8 +1,8 @@
 """One operation from request to result, in units so small that serving never waits for more than one.
 
     collecting   until enough rows of the workloads that must gain, and enough held-out sessions of them, are held
-    training     micro-steps, until max_steps or max_seconds of them
-    gating       parent and candidate on the same held-out sessions, one stretch at a time
+    training     micro-steps, some blocks at a time, until max_steps or max_seconds of them
+    gating       parent and candidate on the same held-out sessions, some blocks at a time
     (writing)    the candidate goes to the registry when the gate lets it pass
 
 The candidate is judged after its weights were rounded to the type they will be stored in: what is judged is what will serve.
@@ -25,10 +25,11 @@ import torch
 from honed.adapt import wire
 from honed.recalib.checkpoint import CheckpointError, load_drafter, save_drafter
 from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.evaluate import SessionFigures, expected_acceptance_length
+from honed.recalib.evaluate import SessionFigures, replay_in_parts
 from honed.recalib.gate import GateSettings, judge, summarise
 from honed.recalib.manifest import WEIGHTS
-from honed.recalib.micro_step import MicroTrainer, Scope, TrainingSettings
+from honed.recalib.micro_step import MicroTrainer, Scope, StepFigures, TrainingSettings
+from honed.recalib.pace import Pace
 from honed.recalib.registry import Manifest, Registry, RegistryError
 from honed.recalib.replay import ReplayMix
 from honed.recalib.stretch import Stretch
@@ -132,6 +133,7 @@ class Recalibration:
             yield "collecting"
         yield "training"
         drafter = self._load(parent_dir)
+        yield "training"
         before_training = self._load(parent_dir)
         yield from self._train(drafter, before_training, is_usable)
         held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
@@ -141,6 +143,7 @@ class Recalibration:
             self.progress.blend = blend
             _blend(drafter, before_training, trained, blend)
             _round_weights(drafter, _stored_dtype(parent_dir))
+            yield "gating"
             after = yield from self._evaluate(drafter, held_out)
             verdict = judge(before, after, self.request.workloads, self._gate)
             self.progress.gate = verdict.figures
@@ -150,6 +153,7 @@ class Recalibration:
             return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
         if self.request.dry_run:
             return self._result(ok=True)
+        yield "gating"
         return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
 
     def _train(
@@ -160,7 +164,7 @@ class Recalibration:
         mix = ReplayMix(
             self._feed.store, is_usable, request.workloads, settings.must_gain_share, settings.rows_per_micro_step
         )
-        num_draft_tokens = drafter.config.num_draft_tokens
+        num_draft_tokens, pace = drafter.config.num_draft_tokens, Pace(settings.preempt_budget_s)
         while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
             yield "training"
             began_s = self._monotonic()
@@ -170,21 +174,39 @@ class Recalibration:
             # What isn't to gain is to stay: there the drafter is held to what it was.
             kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
             done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
-            figures = trainer.step(samples, kept=kept, remaining=1.0 - done)
+            spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
+            while True:
+                try:
+                    next(parts)
+                except StopIteration as end:
+                    figures: StepFigures = end.value
+                    break
+                spent_s += self._monotonic() - began_s
+                yield "training"
+                began_s = self._monotonic()
             progress.steps += 1
             progress.tokens += figures.num_tokens
             progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
-            progress.train_seconds += self._monotonic() - began_s
+            progress.train_seconds += spent_s + self._monotonic() - began_s
         yield "training"
 
     def _evaluate(
         self, drafter: DFlashDrafter, held_out: list[Stretch]
     ) -> Generator[Stage, None, list[SessionFigures]]:
+        """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
+        num_draft_tokens, pace = drafter.config.num_draft_tokens, Pace(self._settings.preempt_budget_s)
         for stretch in held_out:
             yield "gating"
-            sample = stretch.to_training_sample(drafter.config.num_draft_tokens, self._feed.is_fused)
-            figures += expected_acceptance_length(drafter, [sample]).sessions
+            sample = stretch.to_training_sample(num_draft_tokens, self._feed.is_fused)
+            parts = replay_in_parts(drafter, sample, num_draft_tokens, pace=pace)
+            while True:
+                try:
+                    next(parts)
+                except StopIteration as end:
+                    figures += [end.value[0]] if end.value is not None else []
+                    break
+                yield "gating"
         return figures
 
     def _write(self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path) -> Manifest:

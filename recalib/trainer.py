@@ -136,7 +136,8 @@ class Trainer:
             operation.advance()
             self._was_working = is_heavy
             if is_heavy and self._busy.is_busy():
-                self._preemptions.observe(self._monotonic() - began_s)
+                # Raised at an unknown time (0): as if it had been at the unit's very beginning.
+                self._preemptions.observe(self._monotonic() - max(began_s, self._busy.raised_s))
                 self._was_working = False
         if operation.result is not None:
             self._finish()
@@ -185,7 +186,8 @@ class Trainer:
             samples_bytes=sum(feed.num_bytes for feed in feeds),
             sessions=sum(feed.store.num_sessions for feed in feeds),
             preemptions=self._preemptions.count,
-            preemption_s_p99=self._preemptions.p99_s,
+            preemption_s_p50=self._preemptions.quantile_s(0.5),
+            preemption_s_p99=self._preemptions.quantile_s(0.99),
             idle_ratio=self._idleness.ratio,
             ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
         )

@@ -64,6 +64,8 @@ class TrainerSettings(SampleSettings):
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256
     """Context rows of one micro-step: with the anchors it sets how long serving may have to wait."""
+    preempt_budget_s: float = 0.05
+    """How long serving may have to wait for the device: units of work are sized for it, by measuring them. 0: not at all."""
     must_gain_share: float = 0.4
     """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting. On the tiny
     pair, 90 s of one core, 0.6 gained 1.66 and kept 0.982 of the old, 0.5 gained 1.57 and kept 0.990."""
@@ -93,6 +95,7 @@ class TrainerSettings(SampleSettings):
         **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps", "rows_per_micro_step"), COUNT),
         **dict.fromkeys(("break_share", "must_gain_share"), SHARE),
         "blends": Range(0, 1, excludes_low=True),
+        "preempt_budget_s": Range(0, 60),
         "min_training_rows": Range(0),
         **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
         "max_gate_rows": COUNT,

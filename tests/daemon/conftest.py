@@ -62,6 +62,8 @@ def settings(folder: Path) -> Settings:
         # The fake ones send no heartbeats; only a test that means it lets them be lost.
         "events": {"engine_lost_s": 300.0},
         "recalibration": {"trainer_lost_s": 300.0},
+        # Windows as short as a fake engine's batches.
+        "canary": {"window_s": 0.0, "window_rounds": 40},
     }
     return load(None, flags, env={})
 
@@ -108,6 +110,8 @@ class DaemonProcess:
             "HONED_STATE_DIR": str(self.state_dir),
             "HONED_RUNTIME_DIR": str(self.runtime_dir),
             "HONED_HTTP__METRICS_LISTEN": "",
+            "HONED_CANARY__WINDOW_S": "0",
+            "HONED_CANARY__WINDOW_ROUNDS": "40",
             **env,
         }
         self.process: subprocess.Popen[str] | None = None

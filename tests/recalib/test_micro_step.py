@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.micro_step import Loss, MicroTrainer, TrainingSettings, is_kv_path
+from honed.recalib.evaluate import run_through
+from honed.recalib.micro_step import Loss, MicroTrainer, Scope, TrainingSettings, is_kv_path
+from honed.recalib.pace import Pace
 from honed.recalib.sample import TrainingSample
 
 MakeDrafter = Callable[..., DFlashDrafter]
@@ -176,3 +178,34 @@ def test_the_learning_rate_cools_down_to_nothing(make_drafter: MakeDrafter, make
     assert trainer._optimizer.param_groups[0]["lr"] == QUICK.learning_rate
     trainer.step([sample], remaining=0.1)
     assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(0.4 * QUICK.learning_rate)
+
+
+class EveryOther(Pace):
+    """A pace of 3 blocks, then 1, then 3, …"""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def blocks(self, wanted: int) -> int:
+        return min(wanted, 3 if len(self.sizes) % 2 == 0 else 1)
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        self.sizes.append(num_blocks)
+
+
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+def test_how_a_micro_step_is_divided_makes_no_difference(
+    scope: Scope, make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    settings = replace(QUICK, scope=scope)
+    sample, pace = make_sample(is_fused=scope != "full"), EveryOther()
+    whole, divided = make_drafter(), make_drafter()
+    one, other = MicroTrainer(whole, settings), MicroTrainer(divided, settings)
+    for _ in range(3):
+        expected = one.step([sample])
+        found = run_through(other.parts([sample], pace=pace))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert (found.num_anchors, found.is_update) == (expected.num_anchors, expected.is_update)
+    assert len(pace.sizes) > 3
+    for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

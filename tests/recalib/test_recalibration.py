@@ -176,7 +176,7 @@ def test_what_cannot_work_is_one_clear_line(site, change, reason):
 
 def test_unexpected_failure_is_a_result_too(site, monkeypatch):
     write_sessions(site.ring, "b", 40)
-    monkeypatch.setattr("honed.recalib.recalibration.MicroTrainer.step", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("honed.recalib.recalibration.MicroTrainer.parts", lambda *_, **__: 1 / 0)
     result = site.finish(site.begin())
     assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
 
