@@ -49,7 +49,8 @@ def check(
     # A rotation is a sum in another order, and half precision may end a unit apart; the rest is one multiplication, exactly.
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     is_exact = plane.unrotate is None and dtype == torch.float32
-    torch.testing.assert_close(made, wanted, rtol=0.0 if is_exact else tolerance, atol=0.0 if is_exact else 1e-5, equal_nan=True)
+    relative, absolute = (0.0, 0.0) if is_exact else (tolerance, 1e-5)
+    torch.testing.assert_close(made, wanted, rtol=relative, atol=absolute, equal_nan=True)
     return made
 
 
