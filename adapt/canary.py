@@ -49,6 +49,7 @@ class CanarySettings:
     """Verify rounds after which a window is over, if it has lasted `window_s`. A pair of windows can at most double the
     evidence, so windows ought to be short."""
     window_s: float = 1.0
+    """Shortest window."""
     max_window_s: float = 30.0
     """A window with fewer rounds ends then, unless it has none at all."""
     reset_window_s: float = 30.0
@@ -56,7 +57,7 @@ class CanarySettings:
     max_rounds: int = 20_000
     """Without a verdict after so many, nothing is proven."""
     max_s: float = 3600.0
-    """And after so much time."""
+    """Without a verdict after so much time, nothing is proven."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("false_roll_back", "false_promotion"), PROBABILITY),

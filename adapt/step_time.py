@@ -179,10 +179,13 @@ class StepTimeSettings:
     """How the learner samples, forgets and decides that it knows enough."""
 
     min_steps: int = 32
+    """Steps before the model is used at all."""
     min_steps_per_length: int = 3
     """At least two draft lengths (per request, rounded) must each have been seen this often."""
     steps_per_kind: int = 32
+    """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept."""
     max_kinds: int = 512
+    """Kinds that are kept; the one seen longest ago makes room."""
     forgetting_steps: float = 50_000.0
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
     young_steps: int = 256

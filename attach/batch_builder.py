@@ -101,7 +101,7 @@ class BatchBuilder:
         for request_id, num_tokens in step.scheduled.items():
             if request_id in step.drafts:
                 continue
-            request, index = self._running.get(request_id), step.index.get(request_id, len(step.sampled))
+            request, index = self._running.get(request_id), step.row_of.get(request_id, len(step.sampled))
             if request is None or index >= len(step.sampled) or not len(step.sampled[index]):
                 continue
             if num_tokens == 1 and request.num_tokens > request.num_prompt_tokens:
@@ -122,7 +122,7 @@ class BatchBuilder:
         columns["num_accepted_tokens"] += [row[2] for row in rows]
         columns["num_invalid_tokens"] += [step.invalid.get(row[0], 0) for row in rows] if step.invalid else [0] * len(rows)
         if step.has_token_ids:
-            emitted = [step.sampled[step.index[row[0]]] for row in rows]
+            emitted = [step.sampled[step.row_of[row[0]]] for row in rows]
             columns["num_emitted"] += map(len, emitted)
             for row, tokens in zip(rows, emitted, strict=True):
                 columns["emitted"] += tokens

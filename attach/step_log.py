@@ -33,8 +33,8 @@ class Step(NamedTuple):
     """Tokens of each request in the step."""
     drafts: Mapping[str, Sequence[int]]
     sampled: Sequence[Sequence[int]]
-    """Tokens that came out, by `index`; cut where a request stopped, unless `has_token_ids`."""
-    index: Mapping[str, int]
+    """Tokens that came out, a row a request (`row_of`); cut where a request stopped, unless `has_token_ids`."""
+    row_of: Mapping[str, int]
     invalid: Mapping[str, int]
     """Drafts that a grammar struck out, by request."""
     has_token_ids: bool = False

@@ -44,6 +44,8 @@ class Lifecycle:
         self.canaries = Canaries(service, self._on_trial_end)
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
+        self.promotions: Counter[str] = Counter()
+        """Versions made active, by the kind of operation."""
 
     @property
     def current(self) -> Operation | None:
@@ -70,9 +72,11 @@ class Lifecycle:
 
     # --- what operators, recalibrations and drift ask for -----------------------------------------------------------------
 
-    def promote(self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None) -> Operation:
+    def promote(
+        self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None, dry_run: bool = False
+    ) -> Operation:
         """Make a version the active one. `force` does so also while no engine is there to take it, when it failed before, and
-        without watching it.
+        without watching it; `dry_run` only checks.
 
         Raises:
             UnknownError, ConflictError
@@ -95,6 +99,9 @@ class Lifecycle:
                 capable.why_none(service, version),
                 cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
             )
+        if dry_run:
+            takers = [engine.engine_id for engine in engines]
+            return service.operations.planned("promote", reason, actor, version=version, engines=takers)
         operation = service.operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
         self.swapping = operation  # the engines aren't sent home first
@@ -103,15 +110,19 @@ class Lifecycle:
             service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
             self.swapping = None
-            self._make_active(version)
+            self._make_active(version, operation.kind)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def roll_back(self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None) -> Operation:
+    def roll_back(
+        self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
+    ) -> Operation:
         """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
         service, trial = self._service, self.canaries.trial
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
+            if dry_run:
+                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new)
             operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
             service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
             self.canaries.fail(f"rolled back by {actor}: {reason}")
@@ -125,6 +136,9 @@ class Lifecycle:
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
         self.check_no_swap()
+        if dry_run:
+            takers = [engine.engine_id for engine in capable.swappable(service, target)]
+            return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
         # Aliases first: from here on every engine is brought to the old version, even if we are killed now.
@@ -189,7 +203,7 @@ class Lifecycle:
             return
         old = service.drafters.active
         try:
-            self._make_active(swap.version)
+            self._make_active(swap.version, operation.kind)
         except HonedError as error:
             service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
             return
@@ -221,8 +235,8 @@ class Lifecycle:
         is_valid = service.drafters.active == old
         try:
             if decision == "better" and is_valid:
-                self._make_active(new)
-                service.journal.mark("swap", f"{old} -> {new}")
+                self._make_active(new, operation.kind if operation is not None else "recalibrate")
+                service.journal.mark("promote", f"{old} -> {new}")
             else:
                 service.drafters.move({"candidate": None})
         except HonedError as error:
@@ -270,10 +284,11 @@ class Lifecycle:
             figures = swaps.figures(swap) | {"version": swap.version}
             self._service.operations.finish(operation, "succeeded", **figures)
 
-    def _make_active(self, version: str) -> None:
+    def _make_active(self, version: str, kind: str) -> None:
         old = self._service.drafters.active
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
         self._service.drafters.move(changes | {"active": version, "candidate": None})
+        self.promotions[kind] += 1
 
     def check_no_swap(self) -> None:
         """Raises ConflictError while another swap is under way."""

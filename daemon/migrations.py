@@ -122,6 +122,12 @@ def m002_canaries(db: Any) -> None:
         db.conn.execute(statement)
 
 
+@migrations()  # type: ignore[untyped-decorator]
+def m003_request_hash(db: Any) -> None:
+    """What an idempotency key stood for, so that it is refused for anything else."""
+    db.conn.execute("ALTER TABLE operations ADD COLUMN request_hash TEXT NOT NULL DEFAULT ''")
+
+
 def split_statements(script: str) -> list[str]:
     """Cut a script at semicolons that end a statement (a trigger's inner ones don't)."""
     statements, pending = [], ""

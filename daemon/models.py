@@ -30,6 +30,12 @@ class RecalibrationRequest(ReasonRequest):
 class PromoteRequest(ReasonRequest):
     force: bool = False
     """Also when no engine is connected to take it, it is active already or it failed before; and it isn't watched."""
+    dry_run: bool = False
+    """Only check whether it would be done."""
+
+
+class RollbackRequest(ReasonRequest):
+    dry_run: bool = False
 
 
 class OverrideRequest(ReasonRequest):

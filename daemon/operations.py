@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ log = structlog.get_logger("honed.operations")
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 KEPT_IN_MEMORY = 500
+PLANNED = "planned"
+"""Stage, and id, of an operation that a dry run asked for."""
 
 
 @dataclass(slots=True)
@@ -34,14 +37,21 @@ class Operation:
     idempotency_key: str | None = None
     detail: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    request_hash: str = ""
+    """Of the request that began it, so that its key can't stand for another one."""
 
     @property
     def is_finished(self) -> bool:
         return self.state in FINISHED
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether it was only asked what would be done."""
+        return self.stage == PLANNED
+
     def view(self) -> dict[str, Any]:
         """As the API shows it."""
-        return {name: getattr(self, name) for name in Operation.__slots__ if name != "idempotency_key"}
+        return {name: getattr(self, name) for name in Operation.__slots__ if name not in ("idempotency_key", "request_hash")}
 
 
 class Operations:
@@ -50,6 +60,8 @@ class Operations:
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
         self._by_id: dict[str, Operation] = {}
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """(kind, state) -> operations that ended since the daemon started."""
 
     def load(self, resumed: Collection[str] = ()) -> None:
         """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
@@ -78,6 +90,16 @@ class Operations:
             self._by_id.pop(next(iter(self._by_id)))
         self._save(operation)
         return operation
+
+    def planned(self, kind: str, reason: str, actor: str, **detail: Any) -> Operation:
+        """What a dry run is answered with: nothing of it is kept."""
+        now = self._clock()
+        return Operation(PLANNED, kind, "succeeded", PLANNED, now, reason, actor, now, detail=detail | {"dry_run": True})
+
+    def note_request(self, operation: Operation, request_hash: str) -> None:
+        """Which request began it."""
+        operation.request_hash = request_hash
+        self._save(operation)
 
     def by_key(self, key: str | None) -> Operation | None:
         """The operation that an earlier request with the same idempotency key began."""
@@ -115,6 +137,7 @@ class Operations:
         """End it; `stage` may say that something still follows."""
         operation.state, operation.stage, operation.error = state, stage, error
         operation.finished_unix_s = self._clock()
+        self.ended[operation.kind, state] += 1
         operation.detail.update(detail)
         level = log.warning if state == "failed" else log.info
         level("operation ended", operation_id=operation.operation_id, kind=operation.kind, state=state, error=error)

@@ -7,7 +7,8 @@ never read as markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -82,7 +83,7 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
             cells.count(w.get("rounds")),
             cells.number(w.get("acceptance_length"), 3),
             cells.percent(w.get("acceptance_rate")),
-            " ".join(f"{p:.2f}" for p in w.get("conditional_by_position") or []) or cells.NOTHING,
+            " ".join(f"{p:.2f}" for p in w.get("by_position") or []) or cells.NOTHING,
             Text(state, STATE_STYLES.get(state, "")),
         )
     return table
@@ -232,6 +233,22 @@ def audit(rows: Sequence[Document]) -> RenderableType:
         texts = (cells.text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))
         table.add_row(cells.moment(r.get("t")), *texts)
     return table
+
+
+def config(document: Document) -> RenderableType:
+    """Settings, a line each, as honed.toml would have them."""
+    grid = Rows.of(show_header=False)
+    for key, value in _flat(document):
+        grid.add_row(Text(key, "dim"), json.dumps(value, ensure_ascii=False))
+    return grid
+
+
+def _flat(document: Document, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _verdict(document: Document) -> RenderableType:

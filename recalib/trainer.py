@@ -78,6 +78,11 @@ class Trainer:
             self._finish()
         self._link.close()
 
+    @property
+    def state(self) -> str:
+        """What it is doing, as the daemon is told."""
+        return self._state
+
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _take(self, message: wire.ToTrainer) -> None:
@@ -235,7 +240,7 @@ def run(
     gate: GateSettings | None = None,
     state_dir: Path | None = None,
     runtime_dir: Path | None = None,
-    on_tick: Callable[[], None] | None = None,
+    on_tick: Callable[[str], None] | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
@@ -243,7 +248,8 @@ def run(
         endpoint: the daemon's socket, `ipc://…/engine.sock`.
         state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
         runtime_dir: folder with the engines' rings; default: the endpoint's.
-        on_tick: called every turn, so at most one micro-step or `tick_s` apart: the watchdog's place.
+        on_tick: called after every turn with what is being done, so at most one micro-step or `tick_s` apart: the
+            watchdog's place.
 
     Raises:
         RegistryError: when the registry can't be opened.
@@ -270,7 +276,7 @@ def run(
         while not is_stopping:
             trainer.turn()
             if on_tick is not None:
-                on_tick()
+                on_tick(trainer.state)
     finally:
         trainer.close()
         for number, handler in previous.items():

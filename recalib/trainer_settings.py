@@ -23,7 +23,9 @@ class SampleSettings:
     max_session_share: float = 0.05
     """Part of the memory that one session may have: no single client decides what is learnt."""
     max_loop_period: int = 16
+    """Longest period, in tokens, of a repetition that is kept out of the samples; 0: none is."""
     min_loop_rows: int = 32
+    """Rows of a repetition from which on it is one."""
     max_workloads: int = 64
     """Further labels go under "other": labels come from clients."""
 
@@ -46,7 +48,9 @@ class TrainerSettings(SampleSettings):
     """What the trainer process does, and how much of the machine it takes."""
 
     trainer_id: str = "trainer-0"
+    """Its name in the log and in metrics."""
     device: str = "cpu"
+    """cpu, cuda or cuda:N, as PyTorch names it."""
     nice: int = 10
     """Added to the process's nice level."""
     torch_threads: int = 0
@@ -54,12 +58,17 @@ class TrainerSettings(SampleSettings):
     made 300 micro-steps take over two minutes instead of twelve seconds."""
 
     loss: Literal["ce", "dpace", "acceptance"] = "ce"
+    """Cross-entropy, "dpace" (weighted by how likely a position is reached) or "acceptance" (the expected length itself)."""
     learning_rate: float = 5e-4
+    """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
+    """Updates over which the learning rate rises."""
     anchors_per_micro_step: int = 16
     """Smaller than an offline run would take, with more micro-steps per update for it: work that arrives waits for one."""
     micro_steps_per_update: int = 8
+    """Gradients that are added up for one update."""
     break_share: float = 0.5
+    """Part of the anchors that is drawn where rounds broke off."""
     max_steps: int = 4000
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256
@@ -83,6 +92,7 @@ class TrainerSettings(SampleSettings):
     """Held-out rows judged for each workload, whole sessions."""
 
     status_interval_s: float = 1.0
+    """Between two reports to the daemon."""
     tick_s: float = 0.05
     """How often the ring and the socket are looked after while there is nothing to train."""
 

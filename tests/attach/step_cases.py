@@ -26,11 +26,11 @@ def a_step(
     drafts = {request_id: list(range(100, 100 + k)) for request_id, k, _ in verified}
     scheduled = {request_id: 1 + k for request_id, k, _ in verified} | dict(plain or {})
     accepted = {request_id: n for request_id, _, n in verified}
-    index = {request_id: i for i, request_id in enumerate(scheduled)}
+    row_of = {request_id: i for i, request_id in enumerate(scheduled)}
     sampled = [[] if r in silent else [100 + i for i in range(accepted.get(r, 0))] + [7] for r in scheduled]
     made = Step(
         step=number, end_ns=1000 * number, duration_us=50, num_tokens=sum(scheduled.values()), context_tokens=40,
         num_drafting=7, decision="policy", drafter_version=version, verified=list(verified), scheduled=scheduled,
-        drafts=drafts, sampled=sampled, index=index, invalid={},
+        drafts=drafts, sampled=sampled, row_of=row_of, invalid={},
     )  # fmt: skip
     return made._replace(**fields)

@@ -122,7 +122,7 @@ def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage)
     assert stage.engine.live_version == new
     assert stage.aliases() | {"floor": None} == {"active": new, "previous": stage.first, "candidate": None, "floor": None}
     assert stage.service.store.drain(10)
-    assert [mark["kind"] for mark in stage.client.get("/v1/timeline?since=0").json()["marks"]] == ["canary", "canary", "swap"]
+    assert [mark["kind"] for mark in stage.client.get("/v1/timeline?since=0").json()["marks"]] == ["canary", "canary", "promote"]
 
 
 def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
@@ -299,3 +299,34 @@ def test_a_change_based_on_an_older_generation_is_refused(stage: Stage) -> None:
     assert (stale.status_code, stale.json()["title"]) == (412, "Changed meanwhile")
     assert stage.client.post(path, headers={"If-Match": "soon"}).status_code == 422
     assert stage.client.post(path, headers={"If-Match": f'"{generation}"'}).status_code == 202
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(stage: Stage) -> None:
+    version, before = stage.version(1.0), stage.aliases()
+    answer = stage.client.post(f"/v1/drafters/{version}:promote", json={"dry_run": True}, headers={"Idempotency-Key": "k"})
+    assert answer.status_code == 202
+    view = answer.json()
+    assert (view["operation_id"], view["stage"]) == ("planned", "planned")
+    assert (view["detail"]["version"], view["detail"]["engines"]) == (version, ["engine-0"])
+    assert stage.client.post("/v1/drafters:rollback", json={"dry_run": True}).status_code == 409  # nothing to go back to
+    assert stage.aliases() == before
+    assert stage.client.get("/v1/operations").json() == []
+    # The key isn't used up: it may be given to the real one.
+    made = stage.client.post(f"/v1/drafters/{version}:promote", json={}, headers={"Idempotency-Key": "k"})
+    stage.engine.answer_swap()
+    stage.wait_state(made.json()["operation_id"], "succeeded")
+    back = stage.client.post("/v1/drafters:rollback", json={"dry_run": True}).json()["detail"]
+    assert (back["version"], back["rolled_back"]) == (stage.first, version)
+    assert stage.aliases()["active"] == version
+
+
+def test_a_key_of_an_operation_is_refused_for_another_request(stage: Stage) -> None:
+    version = stage.version(1.0)
+    headers = {"Idempotency-Key": "k"}
+    path = f"/v1/drafters/{version}:promote"
+    first = stage.client.post(path, json={"reason": "one"}, headers=headers).json()
+    assert stage.client.post(path, json={"reason": "one"}, headers=headers).json()["operation_id"] == first["operation_id"]
+    for other, body in ((path, {"reason": "two"}), ("/v1/drafters:rollback", {}), ("/v1/training:pause", {})):
+        answer = stage.client.post(other, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["title"]) == (422, "Key was used before")
+    assert len(stage.client.get("/v1/operations").json()) == 1
