@@ -4,7 +4,7 @@ Computes: ℓ = logsumexp(z) − z[label], z = head·h, and dℓ/dh = Σ_v softm
     query h over keys and values `head`, so one pass over tiles of the vocabulary with a running maximum gives both (online
     softmax): logits of a tile, weights exp(z − reference), gradient += weights · tile.
 Moves: head twice and hidden once per ROWS rows; a tile of scores is written, read and written again, 12 bytes a score with
-    bfloat16 weights, in the L2 cache for the default sizes (ROWS · TILE · 6 bytes = 48 MiB). Floor: 4·M·V·H FLOPs.
+    bfloat16 weights; the default sizes (ROWS · TILE · 6 bytes = 48 MiB) mean to keep that in L2. Floor: 4·M·V·H FLOPs.
     Peak: ROWS · TILE scores and weights, and ROWS · H sums, whatever V is.
 Layout: scores [rows, TILE] float32 and gradient [rows, H] float32, contiguous; one program of the kernel folds one row's tile.
     The row's reference is renewed only when its maximum has grown by more than SLACK: then the program rescales that row's
