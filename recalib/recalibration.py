@@ -149,7 +149,7 @@ class Recalibration:
     ) -> Generator[Stage, None, list[SessionFigures]]:
         """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
-        pace = Pace.on(self._settings.device, self._settings.preempt_budget_s)
+        pace = run.pace()
         for stretch in held_out:
             yield "gating"
             # No more at once than a micro-step of training takes, which keeps what every layer computed.

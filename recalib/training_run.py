@@ -115,7 +115,7 @@ class TrainingRun:
             settings.rows_per_micro_step,
             settings.seed,
         )
-        pace = Pace.on(settings.device, settings.preempt_budget_s)
+        pace = self.pace()
         self._take_up(trainer, mix)
         saved_s = progress.train_seconds
         while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
