@@ -49,7 +49,7 @@ demo: setup
 	@$(BIN)/python benchmarks/demo.py
 
 test: setup
-	@echo "== tests (the real engine included: some 8 minutes on two cores)"
+	@echo "== tests (the real engine included: some 13 minutes on two cores)"
 	@$(BIN)/python -m pytest
 
 test-api: setup
