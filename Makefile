@@ -9,13 +9,16 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test lint typecheck dashboards clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-recalib
+.PHONY: setup demo test test-api test-systemd lint typecheck dashboards reference clean help
+.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
+.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
 	@echo "make lint typecheck the other checks"
+	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
+	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
 	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
 
 setup: $(STAMP) $(TREE)/honed/adapt
@@ -48,6 +51,18 @@ test: setup
 	@echo "== tests (the real engine included: some 8 minutes on two cores)"
 	@$(BIN)/python -m pytest
 
+test-api: setup
+	@echo "== the admin API against its document, 1,000 requests an operation (some 15 minutes)"
+	@HONED_TEST_API_CASES=1000 $(BIN)/python -m pytest --timeout=3600 tests/daemon/test_api_contract.py
+
+# systemd-nspawn is taken from where it is installed, or else unpacked from Debian's package; nothing is installed.
+NSPAWN = $(shell command -v systemd-nspawn || echo $(CURDIR)/build/systemd-container/usr/bin/systemd-nspawn)
+test-systemd: setup
+	@test -x $(NSPAWN) || { echo "== unpacking systemd-container into build/"; mkdir -p build/systemd-container && \
+	  cd build/systemd-container && apt-get -qq download systemd-container && dpkg -x systemd-container_*.deb .; }
+	@echo "== honed as services, under a systemd of its own (some 10 minutes)"
+	@HONED_TEST_SYSTEMD=1 HONED_TEST_NSPAWN=$(NSPAWN) $(BIN)/python -m pytest -x tests/systemd/test_boot.py
+
 lint: setup
 	@echo "== ruff"
 	@$(BIN)/ruff check .
@@ -60,11 +75,20 @@ dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python dashboards/make_dashboards.py
 
-bench: bench-decide bench-regret bench-trees bench-against-vllm bench-overhead bench-recalib bench-adapt
+reference: setup
+	@echo "== writing docs/reference.md and daemon/openapi.json anew"
+	@$(BIN)/python -m honed.daemon.reference .
+
+bench: bench-decide bench-hotpath bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
+       bench-overhead bench-recalib bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
 	@$(BIN)/python benchmarks/overhead.py
+
+bench-hotpath: setup
+	@echo "== what honed adds to vLLM's engine thread in a step"
+	@$(BIN)/python benchmarks/hotpath.py
 
 bench-decide: setup
 	@echo "== how long deciding a step takes"
@@ -81,6 +105,22 @@ bench-trees: setup
 bench-against-vllm: setup
 	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/against_vllm.py
+
+bench-canary: setup
+	@echo "== how often a canary errs, and how long it takes: 10,000 simulated ones of each kind (a minute)"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/canaries.py
+
+bench-swap: setup
+	@echo "== what swapping the drafter costs a server under 16 streams, 100 times (some 3 minutes)"
+	@$(BIN)/python benchmarks/swap.py
+
+bench-yield: setup
+	@echo "== what training costs users under bursts, and how fast it yields (some 12 minutes)"
+	@$(BIN)/python benchmarks/yielding.py
+
+bench-capture: setup
+	@echo "== what capturing samples costs a server (some 15 minutes)"
+	@$(BIN)/python benchmarks/capture.py
 
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"

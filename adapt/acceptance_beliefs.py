@@ -19,7 +19,6 @@ from honed.adapt.acceptance import (
 )
 from honed.adapt.beliefs import describe
 from honed.adapt.calibration import Calibration
-from honed.adapt.canary import Baseline
 from honed.adapt.context_shift import (
     NUM_BUCKETS,
     ContextCounts,
@@ -108,15 +107,6 @@ class AcceptanceBeliefs:
         return priors + [
             _prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.features) for name, one in workloads
         ]
-
-    def baseline(self) -> dict[str, Baseline]:
-        """Return every workload's counts with the present weights, for a SwapWatch; take them just before the swap."""
-        return {
-            name: Baseline(
-                tuple(one.counts.trials.tolist()), tuple(one.counts.successes.tolist()), self._design_effect(one)
-            )
-            for name, one in self._workloads.items()
-        }
 
     def describe_engine(self) -> dict[str, object]:
         """Plain figures of the engine as a whole, for JSON."""

@@ -195,7 +195,7 @@ def _search(
     base_tokens = count + batch.num_prefill_tokens
     without = (1 if is_latency else count) / (fixed + model.seconds_of_tokens(base_tokens))
     nothing = _Found(-1, 0, OperatingPoint(1.0, 0), without, without, False)
-    seconds = model.draft_seconds(count, num_spec_tokens)[-len(admitted) :, None] + fixed
+    seconds = model.draft_seconds(count, num_spec_tokens, batch.context_tokens)[-len(admitted) :, None] + fixed
     totals = admitted.astype(np.int64)
     totals += base_tokens
     rate = _rate(count, gained, model.token_seconds(totals) + seconds, is_latency)

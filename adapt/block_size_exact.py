@@ -86,7 +86,7 @@ def choose_exact(
         if cap < depth:
             order = [e for e in order if e < cap * count]
         values = [flat[e] for e in order]
-        constant = fixed + model.block_seconds(count, cap)
+        constant = fixed + model.block_seconds(count, cap, context_tokens)
         sums = zip(accumulate(values, initial=0.0), prices, strict=False)
         if is_latency:
             rates = [count / ((constant + price) * (count - gained)) for gained, price in sums]
@@ -133,7 +133,8 @@ def choose_equal(
     fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
     base, rates = count + num_prefill_tokens, []
     for k, gained in enumerate(accumulate(gains, initial=0.0)):
-        seconds = fixed + model.seconds_of_tokens(base + k * count) + (model.block_seconds(count, k) if k else 0.0)
+        drafting = model.block_seconds(count, k, context_tokens) if k else 0.0
+        seconds = fixed + model.seconds_of_tokens(base + k * count) + drafting
         rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)
     best = held = rates.index(max(rates))
     if previous is not None:

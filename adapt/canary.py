@@ -1,232 +1,273 @@
-"""Watches a swap: are the new weights' drafts accepted less often than the old ones' were?
+"""A new drafter version against the old one, in turns on live traffic: promote, roll back, or say that nothing is proven.
 
-Per workload and position there are counts from before the swap (the baseline) and, growing, from after it. With p_j the old
-weights' conditional acceptance, whose uncertainty is its Beta(s + ½, f + ½) posterior from the baseline, the new counts have
-under a relative loss θ the marginal likelihood
+The two serve in short windows. Windows come in pairs, a coin says which version begins; after each pair the evidence grows
+(`evidence` has the test and why it holds at every look). It is gathered for all traffic together and for every workload:
 
-    M(θ) = Π_j ∫ Beta(p; s⁰_j + ½, f⁰_j + ½) · (p(1−θ))^s_j · (1 − p(1−θ))^f_j dp
+    worse   as soon as e ≥ 1/α somewhere: with α · 4/5 on all traffic, with α / (5·i·(i+1)) on the i-th workload that was seen
+    better  likewise, unless some workload looks bad
 
-    e_roll_back = mean over θ ∈ ROLL_BACK_LOSSES of M(θ) / max over θ ∈ {0, tolerated_loss} of M(θ)
-                  (a quarter of the mean's weight is on losses at a single position, M with θ there and 0 elsewhere)
-    e_keep      = mean over θ ∈ {−10 %, 0, tolerated/2} of M(θ) / max over θ ∈ {loss, 2·loss} of M(θ)
-
-M(θ)/M(0) is a martingale when the new weights are like the old, so both are e-processes: P(e ever ≥ 1/α) ≤ α, at every look,
-on average over baselines (the uncertainty of a short baseline is integrated over, never taken for zero). With W workloads
-the bar is W/α. Conditional acceptance is compared position by position, so a k that changed meanwhile makes no difference;
-a workload without baseline isn't watched. After `max_rounds` without proof of a loss the weights are kept: drift detection
-goes on anyway.
+and after `max_rounds` nothing was proven. Batches are told apart by their drafter version, so it makes no difference when
+exactly an engine swapped; of other versions than the two they are ignored. Nothing here knows the time or tosses the coin.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from honed.adapt.acceptance import Floats, count_trials
-from honed.adapt.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
-from honed.adapt.rounds import rounds_by_workload
+from honed.adapt.evidence import Evidence
+from honed.adapt.ranges import COUNT, PROBABILITY, SECONDS, Range, Ranges, check_ranges
+from honed.adapt.rounds import Rounds, rounds_by_workload
 from honed.adapt.wire import EventBatch
 
-ROLL_BACK_LOSSES = (0.05, 0.1, 0.2, 0.4)
-_MIN_BASELINE_TRIALS = 20.0
-_NODES = 65
+Decision = Literal["undecided", "better", "worse", "unproven"]
+
+ALL = ""
+"""Name of all traffic together, beside the workloads'."""
+MAX_WORKLOADS = 32
+"""Further ones only count in all traffic."""
+_SHARE_OF_ALL = 0.8
+_DOUBT = math.log(10.0)
+"""A workload with so much evidence of a loss stands in the way of a promotion."""
 _LOG10 = math.log(10.0)
+_WORSE, _BETTER = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class CanarySettings:
-    """How sure the watch has to be, and how long it may take."""
+    """How sure a verdict has to be, and how long it may take."""
 
     false_roll_back: float = 0.01
-    """Probability of rolling back weights that are no worse."""
-    false_keep: float = 0.01
-    """Probability of an early "keep" for weights that lose `loss` or more."""
-    tolerated_loss: float = 0.0
-    """Relative loss of conditional acceptance that isn't held against new weights, however many rounds show it. Since the
-    smallest loss that is bet on is 5 %, one below about 2.5 % hardly ever is, even at 0; more than 0 costs detection time.
-    """
-    loss: float = 0.10
-    """Relative loss that must not stay."""
-    max_rounds: int = 5000
-    min_rounds: int = 50
+    """Probability of calling a version worse that accepts no less."""
+    false_promotion: float = 0.01
+    """Probability of calling a version better that accepts no more."""
+    window_rounds: int = 64
+    """Verify rounds after which a window is over, if it has lasted `window_s`. A pair of windows can at most double the
+    evidence, so windows ought to be short."""
+    window_s: float = 1.0
+    """Shortest window."""
+    max_window_s: float = 30.0
+    """A window with fewer rounds ends then, unless it has none at all."""
+    reset_window_s: float = 30.0
+    """Shortest window where a swap has to drop cached keys and values (scope "full"): each preempts what runs."""
+    max_rounds: int = 20_000
+    """Without a verdict after so many, nothing is proven."""
+    max_s: float = 3600.0
+    """Without a verdict after so much time, nothing is proven."""
 
     RANGES: ClassVar[Ranges] = {
-        **dict.fromkeys(("false_roll_back", "false_keep"), PROBABILITY),
-        "tolerated_loss": Range(0, 1, excludes_high=True),
-        "loss": Range(0, 0.5, excludes_low=True, excludes_high=True),  # twice as much is bet against as well
-        "max_rounds": COUNT,
-        "min_rounds": Range(0),
+        **dict.fromkeys(("false_roll_back", "false_promotion"), PROBABILITY),
+        **dict.fromkeys(("window_rounds", "max_rounds"), COUNT),
+        "window_s": Range(0, 3600),
+        **dict.fromkeys(("max_window_s", "reset_window_s", "max_s"), SECONDS),
     }
 
     def __post_init__(self) -> None:
         check_ranges(self)
 
+    def log_bar(self, decision: Literal["worse", "better"], number: int = 0) -> float:
+        """ln of the e-value that decides, for all traffic (0) or for the workload that was seen as the `number`-th (from 1).
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """A workload's counts with the old weights, per position."""
-
-    trials: tuple[float, ...]  # [K]
-    successes: tuple[float, ...]  # [K]
-    design_effect: float = 1.0
-    """By how much the rounds repeat each other; both sides' counts are divided by it."""
+        The allowances add up to the probability of the settings however many workloads there are.
+        """
+        allowed = self.false_roll_back if decision == "worse" else self.false_promotion
+        share = _SHARE_OF_ALL if number == 0 else (1.0 - _SHARE_OF_ALL) / (number * (number + 1))
+        return -math.log(allowed * share)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of the new weights so far."""
+    """What is known so far of a new version."""
 
-    decision: str
-    """"undecided", "keep" or "roll_back"."""
-    workload: str = ""
-    """Workload that decided it or looks worst; "" before there is one."""
-    evidence: float = 0.0
-    """log₁₀ of the e-value against the new weights, there."""
-    evidence_keep: float = 0.0
-    """log₁₀ of the e-value for them, there."""
+    decision: Decision
+    workload: str = ALL
+    """Where it was decided, or looks worst; "" for all traffic."""
+    evidence_worse: float = 0.0
+    """log₁₀ of the e-value against the new version, there."""
+    evidence_better: float = 0.0
+    """log₁₀ of the e-value for it, there."""
+    change: float = 0.0
+    """Estimated relative change of conditional acceptance, there."""
     rounds: int = 0
-    """Rounds with the new weights, all watched workloads together."""
-    loss: float = 0.0
-    """Estimated relative loss of conditional acceptance, there; negative: a gain."""
+    """Rounds of complete pairs, both versions together."""
+    pairs: int = 0
     text: str = ""
 
 
-class _Watched:
-    """One workload's baseline and its counts since the swap."""
+class _Counts:
+    """Trials and successes of one version in the open pair, by workload; both [K]."""
 
-    def __init__(self, baseline: Baseline, settings: CanarySettings) -> None:
-        trials = np.asarray(baseline.trials, dtype=np.float64)
-        successes = np.clip(np.asarray(baseline.successes, dtype=np.float64), 0.0, trials)
-        self.num_spec_tokens = len(trials)
-        self._effect = max(baseline.design_effect, 1.0)
-        self._use = trials / self._effect >= _MIN_BASELINE_TRIALS
-        n, s = trials[self._use] / self._effect, successes[self._use] / self._effect
-        self._mean = (s + 0.5) / (n + 1.0)
-        self._nodes, self._log_weights = _posterior_nodes(n, s)  # [J, nodes]
-        nulls = (0.0, settings.tolerated_loss)
-        fine = (-0.1, 0.0, settings.tolerated_loss / 2.0)
-        self._losses = (*ROLL_BACK_LOSSES, *nulls, *fine, settings.loss, 2.0 * settings.loss)
-        scaled = [np.clip(self._nodes * (1.0 - loss), 1e-6, 1.0 - 1e-6) for loss in self._losses]
-        self._log_pass = np.log(scaled)  # [losses, J, nodes]
-        self._log_fail = np.log1p(-np.array(scaled))
-        self.trials: Floats = np.zeros(self.num_spec_tokens)
-        self.successes: Floats = np.zeros(self.num_spec_tokens)
+    def __init__(self, num_spec_tokens: int) -> None:
+        self.num_spec_tokens = num_spec_tokens
         self.rounds = 0
-        self.log_e_roll_back = 0.0
-        self.log_e_keep = 0.0
+        self.by_workload: dict[str, tuple[Floats, Floats]] = {}
 
-    @property
-    def is_useful(self) -> bool:
-        return bool(self._use.any())
+    def add(self, workload: str, rounds: Rounds) -> None:
+        counted = count_trials(
+            rounds.num_draft_tokens, rounds.num_accepted_tokens, self.num_spec_tokens, rounds.num_invalid_tokens
+        )
+        trials, successes = self.of(workload)
+        self.by_workload[workload] = (trials + counted[0], successes + counted[1])
+        self.rounds += len(rounds)
 
-    def observe(self, trials: Floats, successes: Floats, rounds: int) -> None:
-        self.trials += trials
-        self.successes += successes
-        self.rounds += rounds
-        s = self.successes[self._use, None] / self._effect
-        f = (self.trials - self.successes)[self._use, None] / self._effect
-        terms = self._log_weights + s * self._log_pass + f * self._log_fail
-        by_position = np.logaddexp.reduce(terms, axis=2)  # [losses, J]
-        log_m = by_position.sum(axis=1)  # [losses]
-        bets = len(ROLL_BACK_LOSSES)
-        worse, null, fine, lost = log_m[:bets], log_m[bets : bets + 2], log_m[bets + 2 : bets + 5], log_m[bets + 5 :]
-        alone = by_position[:bets] - by_position[bets] + null[0]
-        against = np.logaddexp(_log_mean(worse) + math.log(0.75), _log_mean(alone.ravel()) + math.log(0.25))
-        self.log_e_roll_back = float(against) - float(null.max())
-        self.log_e_keep = _log_mean(fine) - float(lost.max())
-
-    def loss(self) -> float:
-        expected = float(self.trials[self._use] @ self._mean)
-        return 1.0 - float(self.successes[self._use].sum()) / expected if expected > 0.0 else 0.0
+    def of(self, workload: str) -> tuple[Floats, Floats]:
+        zeros = np.zeros(self.num_spec_tokens)
+        return self.by_workload.get(workload, (zeros, zeros))
 
 
-class SwapWatch:
-    """Decides about one swap from the batches that follow it; a decision stays."""
+class Canary:
+    """One comparison of two versions.
+
+    Args:
+        old: version that has proven itself.
+        new: version that is on trial.
+        num_spec_tokens: K, the most of all engines.
+        old_begins: the coin for the first pair.
+    """
 
     def __init__(
-        self, settings: CanarySettings, baselines: Mapping[str, Baseline], drafter_version: str = ""
+        self, settings: CanarySettings, old: str, new: str, num_spec_tokens: int, *, old_begins: bool
     ) -> None:
-        self.settings = settings
-        self._version = drafter_version
-        watched = {workload: _Watched(baseline, settings) for workload, baseline in baselines.items()}
-        self._watched = {workload: one for workload, one in watched.items() if one.is_useful}
-        self._rounds = 0
-        text = "" if self._watched else "no workload has enough rounds from before the swap to compare with"
-        self._verdict = Verdict("undecided", text=text)
+        self.settings, self.old, self.new, self.num_spec_tokens = settings, old, new, num_spec_tokens
+        self.pairs = self.rounds = 0
+        self._evidence: dict[str, Evidence] = {ALL: Evidence(num_spec_tokens)}
+        self._order: tuple[str, str] = (old, new)
+        self._place = 0
+        self._verdict = Verdict("undecided", text="nothing was compared yet")
+        self._open(old_begins)
+
+    # --- windows ------------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> str:
+        """The version whose window it is."""
+        return self._order[self._place]
 
     @property
     def verdict(self) -> Verdict:
-        """What is known so far."""
+        """What is known so far; a decision stays."""
         return self._verdict
 
-    def observe(self, batch: EventBatch) -> Verdict:
-        """Fold in a batch; those of other drafter versions are ignored. Raises ValueError for unequal columns."""
-        if self._verdict.decision != "undecided" or (self._version and batch.drafter_version != self._version):
-            return self._verdict
-        for workload, rounds in rounds_by_workload(batch):
-            self._rounds += len(rounds)
-            one = self._watched.get(workload)
-            if one is not None:
-                counts = count_trials(
-                    rounds.num_draft_tokens, rounds.num_accepted_tokens, one.num_spec_tokens, rounds.num_invalid_tokens
-                )
-                one.observe(*counts, len(rounds))
-        self._verdict = self._judge()
+    def is_window_over(self, age_s: float) -> bool:
+        """Whether it is the other version's turn, or the pair is complete."""
+        rounds, settings = self._counts[self.serving].rounds, self.settings
+        if rounds >= settings.window_rounds:
+            return age_s >= settings.window_s
+        return rounds > 0 and age_s >= settings.max_window_s
+
+    def observe(self, batch: EventBatch) -> None:
+        """Count a batch of either version. Raises ValueError for unequal columns."""
+        counts = self._counts.get(batch.drafter_version)
+        if counts is not None:
+            for workload, rounds in rounds_by_workload(batch):
+                counts.add(workload, rounds)
+
+    def turn(self, *, old_begins: bool) -> Verdict:
+        """End the window; after a pair's second one weigh the pair and open the next, in which `old_begins` or not."""
+        if self._place == 0:
+            self._place = 1
+        elif self._verdict.decision == "undecided":
+            self._close()
+            self._open(old_begins)
         return self._verdict
+
+    def give_up(self, why: str) -> Verdict:
+        """No more time: what isn't decided is unproven."""
+        if self._verdict.decision == "undecided":
+            self._verdict = self._say("unproven", self._verdict.workload, why)
+        return self._verdict
+
+    # --- for people and for the disk ----------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Describe every watched workload for people."""
+        """All traffic ("") and every workload, in plain figures."""
         return {
-            workload: {
-                "rounds": one.rounds,
-                "log10_e_roll_back": round(one.log_e_roll_back / _LOG10, 3),
-                "log10_e_keep": round(one.log_e_keep / _LOG10, 3),
-                "loss": round(one.loss(), 4),
+            name: {
+                "evidence_worse": round(float(one.log_e[_WORSE]) / _LOG10, 3),
+                "evidence_better": round(float(one.log_e[_BETTER]) / _LOG10, 3),
+                "change": round(float(one.change), 4),
             }
-            for workload, one in self._watched.items()
+            for name, one in self._evidence.items()
         }
 
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on after a restart; the open pair isn't part of it."""
+        return {
+            "old": self.old,
+            "new": self.new,
+            "num_spec_tokens": self.num_spec_tokens,
+            "pairs": self.pairs,
+            "rounds": self.rounds,
+            "evidence": {name: one.state() for name, one in self._evidence.items()},
+        }
+
+    @classmethod
+    def restored(cls, settings: CanarySettings, state: dict[str, Any], *, old_begins: bool) -> Canary:
+        """Go on from a `state`. Raises KeyError, TypeError, ValueError for what isn't one."""
+        made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), old_begins=old_begins)
+        made.pairs, made.rounds = int(state["pairs"]), int(state["rounds"])
+        made._evidence = {name: Evidence.restored(one) for name, one in state["evidence"].items()}
+        made._verdict = made._judge()
+        return made
+
+    # --- how it works -------------------------------------------------------------------------------------------------
+
+    def _open(self, old_begins: bool) -> None:
+        self._order = (self.old, self.new) if old_begins else (self.new, self.old)
+        self._place = 0
+        self._counts = {version: _Counts(self.num_spec_tokens) for version in self._order}
+
+    def _close(self) -> None:
+        """Weigh the pair: every workload by itself, and the sum of their scores for all traffic."""
+        old, new = self._counts[self.old], self._counts[self.new]
+        total: tuple[Floats, Floats] = (np.zeros(()), np.zeros(()))
+        rest = Evidence(self.num_spec_tokens)
+        for workload in dict.fromkeys((*old.by_workload, *new.by_workload)):
+            one = self._of(workload)
+            score, information = (one or rest).weigh(*old.of(workload), *new.of(workload))
+            if one is not None:
+                one.add(score, information)
+            total = (total[0] + score, total[1] + information)
+        self._evidence[ALL].add(*total)
+        self.pairs += 1
+        self.rounds += old.rounds + new.rounds
+        self._verdict = self._judge()
+
+    def _of(self, workload: str) -> Evidence | None:
+        name = workload or "(unnamed)"  # "" is all traffic
+        if name not in self._evidence and len(self._evidence) <= MAX_WORKLOADS:
+            self._evidence[name] = Evidence(self.num_spec_tokens)
+        return self._evidence.get(name)
+
     def _judge(self) -> Verdict:
-        settings, count = self.settings, max(len(self._watched), 1)
-        seen = {name: one for name, one in self._watched.items() if one.rounds > 0}
-        if seen:
-            name, worst = max(seen.items(), key=lambda item: item[1].log_e_roll_back)
-            bar = math.log(count / settings.false_roll_back)
-            if worst.log_e_roll_back >= bar and worst.rounds >= settings.min_rounds:
-                return self._say("roll_back", name, worst, "accepts fewer of the new weights' drafts")
-            bar = math.log(count / settings.false_keep)
-            if all(
-                one.rounds >= settings.min_rounds and one.log_e_keep >= bar for one in self._watched.values()
-            ):
-                return self._say("keep", name, worst, "was the worst, and it is as good as before")
-            if self._rounds >= settings.max_rounds:
-                return self._say("keep", name, worst, f"shows no proven loss after {self._rounds} rounds")
-            return self._say("undecided", name, worst, "looks worst so far")
-        if self._rounds >= settings.max_rounds:
-            return Verdict("keep", rounds=self._rounds, text="no workload could be compared with before the swap")
-        return Verdict("undecided", rounds=self._rounds, text=self._verdict.text)
+        worst, above_bar = self._farthest("worse")
+        if above_bar >= 0.0:
+            return self._say("worse", worst, "accepts fewer of the new version's drafts")
+        best, above_bar = self._farthest("better")
+        is_doubtful = any(float(one.log_e[_WORSE]) >= _DOUBT for one in self._evidence.values())
+        if above_bar >= 0.0 and not is_doubtful:
+            return self._say("better", best, "accepts more of the new version's drafts")
+        if self.rounds >= self.settings.max_rounds:
+            return self._say("unproven", worst, f"shows no proven difference after {self.rounds} rounds")
+        return self._say("undecided", worst, "looks worst so far")
 
-    def _say(self, decision: str, workload: str, one: _Watched, why: str) -> Verdict:
-        evidence, keep, loss = one.log_e_roll_back / _LOG10, one.log_e_keep / _LOG10, one.loss()
-        text = f"workload {workload!r} {why}: loss {loss:+.1%}, e-value 10^{evidence:.1f} against, 10^{keep:.1f} for"
-        return Verdict(decision, workload, evidence, keep, self._rounds, loss, text)
+    def _farthest(self, decision: Literal["worse", "better"]) -> tuple[str, float]:
+        """Where the evidence is farthest above its bar (or least below), and by how much."""
+        which = _WORSE if decision == "worse" else _BETTER
+        above = {
+            name: float(one.log_e[which]) - self.settings.log_bar(decision, number)
+            for number, (name, one) in enumerate(self._evidence.items())
+        }
+        return max(above.items(), key=lambda item: item[1])
 
-
-def _posterior_nodes(trials: Floats, successes: Floats) -> tuple[Floats, Floats]:
-    """Lay nodes over each position's posterior (six standard deviations), with logarithms of normalised weights."""
-    alpha, beta = successes + 0.5, trials - successes + 0.5
-    total = alpha + beta
-    mean, deviation = alpha / total, np.sqrt(alpha * beta / (total**2 * (total + 1.0)))
-    low = np.maximum(mean - 6.0 * deviation, 1e-6)[:, None]
-    high = np.minimum(mean + 6.0 * deviation, 1.0 - 1e-6)[:, None]
-    nodes = low + (high - low) * (np.arange(_NODES) + 0.5) / _NODES
-    log_density = (alpha - 1.0)[:, None] * np.log(nodes) + (beta - 1.0)[:, None] * np.log1p(-nodes)
-    return nodes, log_density - np.logaddexp.reduce(log_density, axis=1, keepdims=True)
-
-
-def _log_mean(values: Floats) -> float:
-    return float(np.logaddexp.reduce(values)) - math.log(len(values))
+    def _say(self, decision: Decision, workload: str, why: str) -> Verdict:
+        one = self._evidence[workload]
+        worse, better = (float(value) / _LOG10 for value in one.log_e)
+        where = f"workload {workload!r}" if workload else "all traffic"
+        change = float(one.change)
+        text = f"{where}: {why}: change {change:+.1%}, e-value 10^{worse:.1f} against, 10^{better:.1f} for"
+        return Verdict(decision, workload, worse, better, change, self.rounds, self.pairs, text)

@@ -33,7 +33,7 @@ class _Priced(Contender):
         """Price a step in which every request gets `length` draft tokens; asks the model, which must be ready."""
         model, tokens = self._model, num_requests * (length + 1) + num_prefill_tokens
         fixed = model.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
-        return fixed + model.seconds_of_tokens(tokens) + float(model.draft_seconds(num_requests, length)[-1])
+        return fixed + model.seconds_of_tokens(tokens) + float(model.draft_seconds(num_requests, length, context_tokens)[-1])
 
 
 class Kelly(_Priced):

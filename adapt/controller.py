@@ -10,13 +10,12 @@ than 0.5 %, a predicted step time by more than 1 %. Otherwise the very same obje
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from honed.adapt.acceptance_beliefs import AcceptanceBeliefs
 from honed.adapt.beliefs import Plans
-from honed.adapt.canary import Baseline
 from honed.adapt.controller_settings import ControllerSettings, Override
 from honed.adapt.drift import Alarm
 from honed.adapt.policy_change import what_changed
@@ -49,6 +48,7 @@ class EngineController:
         self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self.settings)
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
         self._drafter_version: str | None = None
+        self._turns: frozenset[str] = frozenset()
         self._boot_id = ""
         self._policy: Policy | None = None
         self._changes: deque[tuple[int, str]] = deque(maxlen=_CHANGES_KEPT)
@@ -64,9 +64,10 @@ class EngineController:
         by_workload = list(rounds_by_workload(batch))
         steps = step_rows(batch.steps)
         if batch.drafter_version != self._drafter_version:
-            is_swap = self._drafter_version not in (None, "")  # "" is the same weights before the daemon named them
-            self._drafter_version = batch.drafter_version
-            self._acceptance.take_new_weights(batch.drafter_version, is_swap)
+            before, self._drafter_version = self._drafter_version, batch.drafter_version
+            if not {before, batch.drafter_version} <= self._turns:
+                # "" is the same weights before the daemon named them
+                self._acceptance.take_new_weights(batch.drafter_version, is_swap=before not in (None, ""))
         if batch.boot_id != self._boot_id:
             self._boot_id = batch.boot_id
             self._steps.new_clock()
@@ -76,6 +77,16 @@ class EngineController:
         for name, rounds in by_workload:
             events += self._acceptance.observe(name, rounds)
         return events
+
+    def take_turns(self, versions: Collection[str]) -> None:
+        """These versions take turns from now on: what is believed holds for both, so that both get the same lengths."""
+        self._turns = frozenset(versions)
+
+    def end_turns(self) -> None:
+        """One version is left: what differs from it is forgotten when it is seen; whether it drifts is asked anew."""
+        if self._turns:
+            self._turns = frozenset()
+            self._acceptance.take_new_weights(self._drafter_version or "", is_swap=False)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
@@ -120,10 +131,6 @@ class EngineController:
             equal_lengths=settings.equal_lengths,
             override=",".join(sorted({one.name for one in overrides})),
         )
-
-    def baseline(self) -> dict[str, Baseline]:
-        """Return every workload's counts with the present weights, for a SwapWatch; take them just before the swap."""
-        return self._acceptance.baseline()
 
     def beliefs(self) -> dict[str, object]:
         """Describe what is believed, in plain figures that JSON can carry."""

@@ -25,15 +25,19 @@ class ControllerSettings:
     max_k: int = -1
     """Never draft more than this; −1: no limit but the engine's."""
     request_ceiling: int = -1
+    """No request drafts more than this; −1: no limit."""
     hysteresis: float = 0.02
+    """Relative gain that is predicted for other draft lengths before they are taken."""
     explore_share: float = 0.02
     """0 also keeps the step-time model from getting ready on an engine whose draft lengths never vary."""
     forgetting_rounds: float = 4000.0
+    """Rounds after which what was observed weighs 1/e."""
     request_strength: float = 0.0
     """Pseudo-rounds of a workload's curve against a request's own; 0: estimated from how much requests differ."""
     workload_strength: float = 24.0
     """Pseudo-rounds of the engine's curve against a workload's own."""
     policy_ttl_s: float = 10.0
+    """How long an engine follows a policy after it last heard from the daemon."""
     capture_share: float = 0.25
     """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
     captured_tokens: tuple[int, ...] = ()
@@ -41,6 +45,7 @@ class ControllerSettings:
     table: tuple[tuple[int, int], ...] = ()
     """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
     max_workloads: int = 32
+    """Workloads that have a curve of their own; others share the engine's."""
     equal_lengths: bool = False
     """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2)."""
     drift: DriftSettings = field(default_factory=DriftSettings)

@@ -49,21 +49,27 @@ class DriftSettings:
     tolerated_loss: float = 0.03
     """A relative loss of conditional acceptance that isn't worth an alarm."""
     batches_per_false_alarm: float = 1e6
+    """Batches between two false alarms, on average, for each workload."""
     min_reference_rounds: int = 400
     """Before that many rounds a workload is its own reference's pupil: nothing is tested."""
     reference_rounds: float = 50_000.0
     """Horizon of the reference, as exponential forgetting."""
     recent_rounds: float = 200.0
+    """Horizon, in rounds, of the recent acceptance that an alarm names."""
     reference_z: float = 2.0
+    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm."""
     rearm_rounds: int = 4000
     """After an alarm the reference is learned anew; no second alarm sooner than this."""
     suspect_slack: float = 0.5
+    """Of the Page–Hinkley test that tells where a loss may have begun; see below."""
     suspect_level: float = 15.0
     """Page–Hinkley's δ and λ, in standard deviations of a batch."""
     low_gap: float = 0.25
     """A new workload is low when its conditional acceptance is this much (relative) below the best other one's."""
     false_low: float = 1e-3
+    """Probability of calling a new workload low that isn't."""
     min_low_rounds: int = 100
+    """Rounds before a new workload can be called low."""
     new_workload_rounds: int = 20_000
     """A workload is new for this many rounds."""
 

@@ -173,6 +173,7 @@ def modelled(model: StepTimeModel, shape: Shape) -> Floats:
     seconds: Floats = model.token_seconds(np.maximum(shape.tokens, 0)) + model.fixed_seconds(0, 0, 0)
     seconds += p["per_request"] * shape.requests
     seconds += p["per_context_token"] * shape.context + p["per_prefill_token"] * shape.prefill
-    seconds += (shape.block > 0) * (p["drafting"] + p["drafting_per_request"] * shape.requests)
+    drafting = p["drafting"] + p["drafting_per_request"] * shape.requests + p["drafting_per_context_token"] * shape.context
+    seconds += (shape.block > 0) * drafting
     seconds += shape.block * (p["per_block_token"] + p["per_block_token_and_request"] * shape.requests)
     return seconds

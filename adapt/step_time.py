@@ -2,14 +2,16 @@
 
     T = base + r·R + f(padded tokens) + c·context + p·prefill + draft(block, R)
     f(t) = t₀·t + Σ_h t_h·max(0, t − KNOTS_h)                         flat while memory-bound, steeper once compute-bound
-    draft(b, R) = [b > 0]·(d₀ + d₁·R) + b·(d₂ + d₃·R)
+    draft(b, R) = [b > 0]·(d₀ + d₁·R + d₄·context) + b·(d₂ + d₃·R)
 
 with R requests, tokens padded up to the next captured graph size, and b the block that the drafter really drafted. All
 coefficients are ≥ 0, so T never falls when anything grows. A runner that always drafts K shows one value of b only: then
 d₂ = d₃ = 0, since a shorter block was never seen to be cheaper. When the drafter was never skipped, its cost stays in `base`.
+A context costs more where something is drafted (d₄): the drafter attends to it too, and verification with more queries.
 
 The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
 latest few steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
+Steps with prompts in them are told apart more coarsely, or their many kinds would be all that is kept.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ KNOTS = (16, 32, 64, 128, 256, 512, 1024)
 PARAMETERS = (
     "base", "per_request", "per_context_token", "per_prefill_token",
     "drafting", "drafting_per_request", "per_block_token", "per_block_token_and_request",
+    "drafting_per_context_token",
     "per_token", *(f"per_token_above_{knot}" for knot in KNOTS),
 )  # fmt: skip
 """Order of `Policy.step_seconds`; all in seconds per unit. A list of another length is another version's: not ready."""
 
-_DRAFTING, _TOKENS = slice(4, 8), slice(8, None)
-_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 0.1, *(1.0 for _ in KNOTS)])
+_DRAFTING, _TOKENS = slice(4, 9), slice(9, None)
+_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 0.1, *(1.0 for _ in KNOTS)])
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
 _TABLE_TOKENS = 8192
 _LEAST_SECONDS = 1e-7
@@ -110,16 +113,17 @@ class StepTimeModel:
         prices: list[float] = self._token_seconds(np.arange(start, stop)).tolist()
         return prices
 
-    def block_seconds(self, num_requests: int, block: int) -> float:
+    def block_seconds(self, num_requests: int, block: int, context_tokens: int = 0) -> float:
         """Price drafting one block, length ≥ 1."""
-        fixed, per_request, per_token, per_token_and_request = self.parameters[_DRAFTING]
-        return fixed + per_request * num_requests + block * (per_token + per_token_and_request * num_requests)
+        fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
+        slope = per_token + per_token_and_request * num_requests
+        return fixed + per_request * num_requests + per_context_token * context_tokens + block * slope
 
-    def draft_seconds(self, num_requests: int, num_spec_tokens: int) -> Floats:
+    def draft_seconds(self, num_requests: int, num_spec_tokens: int, context_tokens: int = 0) -> Floats:
         """Price blocks of length 0 … K, [K+1]; index 0 is a skipped drafter."""
-        fixed, per_request, per_token, per_token_and_request = self.parameters[_DRAFTING]
+        fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
         seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (per_token + per_token_and_request * num_requests)
-        seconds += fixed + per_request * num_requests
+        seconds += fixed + per_request * num_requests + per_context_token * context_tokens
         seconds[0] = 0.0
         return seconds
 
@@ -129,7 +133,7 @@ class StepTimeModel:
         """Price one whole step."""
         tokens = self._token_seconds(np.array([num_tokens]))[0]
         fixed = self.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
-        return float(fixed + tokens + self.draft_seconds(num_requests, max(block, 0))[-1])
+        return float(fixed + tokens + self.draft_seconds(num_requests, max(block, 0), context_tokens)[-1])
 
     @cached_property
     def captured_below(self) -> Ints:
@@ -175,10 +179,13 @@ class StepTimeSettings:
     """How the learner samples, forgets and decides that it knows enough."""
 
     min_steps: int = 32
+    """Steps before the model is used at all."""
     min_steps_per_length: int = 3
     """At least two draft lengths (per request, rounded) must each have been seen this often."""
-    steps_per_kind: int = 16
-    max_kinds: int = 256
+    steps_per_kind: int = 32
+    """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept."""
+    max_kinds: int = 512
+    """Kinds that are kept; the one seen longest ago makes room."""
     forgetting_steps: float = 50_000.0
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
     young_steps: int = 256
@@ -292,7 +299,9 @@ class StepTimeLearner:
 
 def _kind(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
     per_request = round(num_draft_tokens / num_requests)
-    return int(4.0 * np.log2(num_requests)), per_request, block, max(num_prefill_tokens, 0).bit_length()
+    if num_prefill_tokens > 0:
+        return int(np.log2(num_requests)), per_request, -1, num_prefill_tokens.bit_length()
+    return int(4.0 * np.log2(num_requests)), per_request, block, 0
 
 
 def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
@@ -303,10 +312,10 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
     hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS]
     matrix = np.stack(
         [np.ones(len(steps)), requests, context, prefill,
-         drafting, drafting * requests, block, block * requests, padded, *hinges], axis=1,
+         drafting, drafting * requests, block, block * requests, drafting * context, padded, *hinges], axis=1,
     )  # fmt: skip
     if drafting.all() or not drafting.any():
-        matrix[:, 4:8] = 0.0  # never skipped (or never used): its cost can't be told from the rest
+        matrix[:, _DRAFTING] = 0.0  # never skipped (or never used): its cost can't be told from the rest
     elif len(np.unique(block[block > 0])) == 1:
         matrix[:, 6:8] = 0.0  # only one block length was ever drafted
     return matrix

@@ -113,7 +113,7 @@ def choose_nodes(
         return nothing(count, without)
     gained = np.concatenate([[0.0], np.cumsum(values[:most])])
     seconds = fixed + model.token_seconds(np.arange(base, base + most + 1))
-    seconds[1:] += model.block_seconds(count, 1)
+    seconds[1:] += model.block_seconds(count, 1, context_tokens)
     rates = count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
 
     def admit(num: int, point: OperatingPoint, is_held: bool = False) -> Choice:

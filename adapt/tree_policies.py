@@ -161,7 +161,8 @@ class CostAware(NoDrafts):
         plans = []
         for one in rounds:
             tree = self.grower.grow(one)
-            fixed = model.fixed_seconds(1, one.context_tokens, 0) + model.block_seconds(1, self._num_depths)
+            context = one.context_tokens
+            fixed = model.fixed_seconds(1, context, 0) + model.block_seconds(1, self._num_depths, context)
             seconds = fixed + model.token_seconds(1 + np.arange(len(tree.gains) + 1))
             rates = (1.0 + np.concatenate([[0.0], np.cumsum(tree.gains)])) / seconds
             plans.append(replace(tree, num_nodes=int(rates.argmax())))

@@ -371,6 +371,7 @@ class TrainerStatus(_Message, frozen=True):
     gate: list[GateFigures] = []
     memory_bytes: int = 0
     """What the training was estimated to take on its device; 0 before it is known."""
+    preemption_s_p50: float = 0.0
 
 
 class TrainResult(_Message, frozen=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from honed.adapt import wire
@@ -25,7 +26,7 @@ from honed.attach.introduction import introduce
 from honed.attach.latency import Latency
 from honed.attach.publisher import Callbacks, Publisher
 from honed.attach.request_book import RequestBook
-from honed.attach.step_log import StepLog
+from honed.attach.step_log import StepLog, Verified
 from honed.attach.step_recorder import Plan, StepRecorder
 from honed.attach.worker_link import WorkerLink
 
@@ -57,6 +58,8 @@ class Attachment:
         self._pending_policy: PolicyTables | None = None
         self._policy: wire.Policy | None = None
         self._drafter_version = ""
+        self._drafting_version = ""
+        """Version whose drafts the next step verifies: a swap comes between a draft pass and its verification."""
         self._drafter_generation = 0
         self._step = 0
         self._began_ns = 0
@@ -65,7 +68,7 @@ class Attachment:
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
-        self._recorder = StepRecorder(scheduler.requests, self._requests, self._log)
+        self._recorder = StepRecorder(self._log)
         self._workers = WorkerLink(settings, findings, self._requests.secret)
         self._block = self._num_spec_tokens
         if self._can_shorten:
@@ -84,13 +87,15 @@ class Attachment:
     def request_added(self, request: Any) -> None:
         """A request came in: the engine is busy from here on."""
         self._busy.set(True)
-        labels = self._requests.add(request.request_id, request.sampling_params)
+        labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
+        self._recorder.started(request.request_id, tracked)
         self._decider.start(request.request_id, labels.workload, labels.max_draft_tokens)
 
     @guarded
     def request_freed(self, request_id: str) -> None:
         """A request is over, however it ended; after the last one the engine is idle."""
         self._requests.remove(request_id)
+        self._recorder.over(request_id)
         self._busy.set(len(self._requests) > 0)
         self._lengths.pop(request_id, None)
         self._decider.finish(request_id)
@@ -137,7 +142,8 @@ class Attachment:
         else:
             self._lengths = {}
         self._block = block
-        output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context)
+        drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context, drafted_by)
         self._decide_ns = time.perf_counter_ns() - began_ns
 
     def length_of(self, request_id: str) -> int:
@@ -145,25 +151,27 @@ class Attachment:
         return self._lengths.get(request_id, self._num_spec_tokens)
 
     @guarded
-    def before_update(self, output: Any, runner_output: Any) -> None:
-        """A step's results are about to be taken in."""
+    def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
+        """A step's results are about to be taken in; where vLLM's verify rounds are to be noted as it counts them."""
         self._plan = getattr(output, "honed_plan", None)
-        self._recorder.begin(output, runner_output)
-
-    @guarded
-    def round_verified(self, request_id: str, num_draft: int, num_accepted: int, invalid: dict[str, int] | None) -> None:
-        """vLLM has counted a verify round: the one place where its counters and ours come from, so they can't differ."""
-        self._recorder.round_verified(request_id, num_draft, num_accepted, invalid)
+        recorder = self._recorder
+        recorder.begin(output, runner_output)
+        return recorder.verified.append
 
     @guarded
     def after_update(self) -> None:
         """The step is over: log it, learn from it."""
         recorder = self._recorder
-        recorder.end(self._plan or Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, 0), self._drafter_version)
+        verified, invalid = recorder.verified, recorder.invalid
+        cold = Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, 0, self._drafting_version)
+        recorder.end(self._plan or cold)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
-        if recorder.request_ids:
-            self._decider.observe(recorder.request_ids, recorder.num_drafts, recorder.num_accepted)
+        if verified:
+            request_ids, drafts, accepted = zip(*verified, strict=True)
+            if invalid:  # what a grammar struck out says nothing of the drafter
+                drafts = tuple(k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True))
+            self._decider.observe(request_ids, drafts, accepted)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
 
     @guarded
@@ -234,7 +242,7 @@ class Attachment:
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         self._recorder.is_logging_token_ids = welcome.log_token_ids
         if welcome.drafter_version and not self._drafter_generation:
-            self._drafter_version = welcome.drafter_version
+            self._drafter_version = self._drafting_version = welcome.drafter_version
 
     def _on_policy(self, policy: wire.Policy) -> None:
         self._pending_policy = self._decider.tabulate(policy)

@@ -1,8 +1,10 @@
 """One byte in shared memory that says whether the engine has work: how training knows that it must yield.
 
 Writing it costs nanoseconds and can't block. It lives in a file so that the trainer can map it, and it is a hint, not a lock:
-a trainer that reads a stale 0 runs one more micro-step. The file is locked (flock) for as long as the engine lives: a reader
-that gets the lock knows that whoever raised the flag is dead, so a killed engine doesn't hold training up for good.
+a trainer that reads a stale 0 runs one more unit of work. Behind the byte is when it was last raised (8 bytes at offset 8,
+CLOCK_MONOTONIC in ns, the same in all processes), so that the trainer can say how long it took to yield. The file is locked
+(flock) for as long as the engine lives: a reader that gets the lock knows that whoever raised the flag is dead, so a killed
+engine doesn't hold training up for good.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import time
 from pathlib import Path
 
 
@@ -31,6 +34,8 @@ class BusyFlag:
         """Say whether there is work; costs nothing when that hasn't changed."""
         if is_busy != self._is_busy:
             self._is_busy = is_busy
+            if is_busy:
+                self._map[8:16] = time.monotonic_ns().to_bytes(8, "little")
             self._map[0] = 1 if is_busy else 0
 
     def close(self) -> None:

@@ -3,16 +3,22 @@
 A swap has two halves. Staging reads and checks the file and brings it to the device; it runs on a thread in each worker and
 may take as long as it likes. Applying copies in place; only this holds the engine up. A command that fails changes nothing
 and is answered with the reason.
+
+Two versions may take turns (a canary): both are staged, and stay so. Such a swap is on a lease: should the daemon go silent,
+the engine goes back by itself to the version that it ran before the turns began.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from honed.adapt import wire
+
+logger = logging.getLogger("honed.attach")
 
 STAGE_TIMEOUT_S = 300.0
 POLL_S = 0.02
@@ -46,6 +52,7 @@ class CommandRunner:
         self._staging: tuple[wire.Command, float] | None = None
         self._next_poll_s = 0.0
         self._answered: dict[str, wire.CommandResult] = {}
+        self._lease: _Lease | None = None
 
     def put(self, command: wire.Command) -> None:
         """Publisher thread: take a command in."""
@@ -55,7 +62,7 @@ class CommandRunner:
     @property
     def is_pending(self) -> bool:
         """Whether `run` has anything to do."""
-        return bool(self._queue) or self._staging is not None
+        return bool(self._queue) or self._staging is not None or self._is_lease_over()
 
     def run(self) -> None:
         """Engine thread: do what can be done without waiting. Cheap when there is nothing."""
@@ -63,6 +70,8 @@ class CommandRunner:
             self._poll_staging()
         while self._staging is None and self._queue:
             self._start(self._queue.popleft())
+        if self._staging is None and self._is_lease_over():
+            self._go_back()
 
     def _start(self, command: wire.Command) -> None:
         if command.command_id in self._answered:  # sent again after a reconnect
@@ -70,17 +79,18 @@ class CommandRunner:
             return
         try:
             if command.kind == "swap":
-                args = command.args
-                self._rpc("honed_stage", args["version"], args["path"], args.get("sha256", ""), args.get("scope", ""))
+                answers = self._rpc("honed_stage", _versions(command.args))
                 self._staging = (command, time.monotonic())
                 self._next_poll_s = 0.0
+                if not any(answers):  # held from an earlier turn
+                    self._apply(command, 0.0)
             elif command.kind == "checksum":
                 sums = self._rpc("honed_checksum")
                 self._answer(command, detail={"sha256": sums[0]} | {f"rank{i}": s for i, s in enumerate(sums)})
             else:
                 self._answer(command, error=f"unknown command {command.kind!r}: daemon and attachment differ in version")
         except Exception as error:
-            self._answer(command, error=_one_line(error))
+            self._abandon(command, _one_line(error))
 
     def _poll_staging(self) -> None:
         assert self._staging is not None
@@ -102,17 +112,36 @@ class CommandRunner:
             self._abandon(command, _one_line(error))
 
     def _apply(self, command: wire.Command, staged_s: float) -> None:
+        args = command.args
+        beside, drops_cache = args.get("beside_version", ""), _drops_cache(args)
         began_ns = time.monotonic_ns()
-        figures: list[dict[str, float]] = self._rpc("honed_apply", command.args["version"])
+        figures: list[dict[str, float]] = self._rpc("honed_apply", args["version"], bool(beside))
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._staging = None
-        self._on_swapped(command.args["version"], command.args.get("scope", "") == "full")
+        self._staging = self._lease = None
+        self._on_swapped(args["version"], drops_cache)
+        if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
+            self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
         copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
         self._answer(
             command,
             figures={"pause_ms": pause_ms, "stage_ms": staged_s * 1e3, "copy_ms": copy_ms, "ranks": float(len(figures))},
-            detail={"version": command.args["version"]},
+            detail={"version": args["version"]},
         )
+
+    def _is_lease_over(self) -> bool:
+        return self._lease is not None and time.monotonic() >= self._lease.until_s
+
+    def _go_back(self) -> None:
+        """The daemon has been silent for too long: back to what served before the turns."""
+        assert self._lease is not None
+        lease, self._lease = self._lease, None
+        try:
+            self._rpc("honed_apply", lease.home_version, False)
+        except Exception as error:
+            logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
+        else:
+            self._on_swapped(lease.home_version, lease.drops_cache)
+            logger.warning("honed: no word from the daemon: back to drafter version %s", lease.home_version)
 
     def _abandon(self, command: wire.Command, error: str) -> None:
         self._staging = None
@@ -138,6 +167,27 @@ class CommandRunner:
         while len(self._answered) > 64:
             self._answered.pop(next(iter(self._answered)))
         self._report(result)
+
+
+class _Lease(NamedTuple):
+    """Until when a version on trial may serve without further word from the daemon."""
+
+    until_s: float
+    home_version: str
+    drops_cache: bool
+
+
+def _versions(args: dict[str, str]) -> list[tuple[str, str, str]]:
+    """What a swap command wants staged: its version, and the one that it takes turns with, if any."""
+    wanted = [(args["version"], args["path"], args.get("sha256", ""))]
+    if args.get("beside_version"):
+        wanted.append((args["beside_version"], args["beside_path"], args.get("beside_sha256", "")))
+    return wanted
+
+
+def _drops_cache(args: dict[str, str]) -> bool:
+    """Whether cached context keys and values are of no use to the new weights."""
+    return args["drops_cache"] == "1" if "drops_cache" in args else args.get("scope", "") == "full"
 
 
 def _one_line(error: Exception) -> str:

@@ -18,8 +18,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from honed.adapt import wire
+from honed.attach.batch_builder import BatchBuilder
 from honed.attach.outbox import Losses, Outbox
-from honed.attach.step_log import BatchBuilder, StepLog
+from honed.attach.step_log import Step, StepLog
 
 logger = logging.getLogger("honed.attach")
 
@@ -174,19 +175,21 @@ class Publisher:
             self._callbacks.on_command(message)
 
     def _collect(self) -> None:
-        while (step := self._log.take()) is not None:
-            if not self._builder.fits(step):
+        while (entry := self._log.take()) is not None:
+            if not isinstance(entry, Step):
+                self._builder.note(entry)
+                continue
+            if not self._builder.fits(entry):
                 self._seal()
-            self._builder.add(step)
+            self._builder.add(entry)
             time.sleep(0)  # lets the engine's thread have the interpreter's lock, should it wait for it
 
     def _seal(self) -> None:
-        builder = self._builder
-        if builder.num_steps:
-            version, holds = builder.drafter_version, builder.holds
-            workloads, steps, rounds = builder.take()
-            frame = self._encode(self._outbox.last_seq + 1, 0, self._outbox.lost, version, workloads, steps, rounds)
-            self._outbox.add(frame, holds)
+        if self._builder.num_steps:
+            made = self._builder.take()
+            seq = self._outbox.last_seq + 1
+            frame = self._encode(seq, 0, self._outbox.lost, made.drafter_version, made.workloads, made.steps, made.rounds)
+            self._outbox.add(frame, made.holds)
 
     def _send_batches(self, socket: zmq.Socket[bytes], now_s: float) -> None:
         if not self._outbox.is_waiting:
@@ -222,7 +225,7 @@ class Publisher:
         steps: wire.StepColumns,
         rounds: wire.RoundColumns,
     ) -> bytes:
-        lost += self._log.lost
+        lost += self._log.lost + self._builder.lost
         return wire.encode(
             wire.EventBatch(
                 engine_id=self._engine_id,

@@ -43,25 +43,28 @@ def _ceiling(value: Any) -> int:
         return -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tracked:
-    """A running request."""
+    """A running request as the publisher's thread follows it."""
 
     key: int
     workload: str
     temperature: float
+    num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and what came out so far, by the steps that were logged."""
 
 
 class RequestBook:
-    """The running requests of one boot."""
+    """Which requests run, and under which of a bounded set of workloads and keys they are logged."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(16)
-        self._requests: dict[str, Tracked] = {}
+        self._running: set[str] = set()
         self._workloads = {DEFAULT_WORKLOAD}
 
-    def add(self, request_id: str, sampling_params: Any) -> Labels:
-        """A request came in; its labels, with a workload that is one of a bounded set."""
+    def add(self, request_id: str, sampling_params: Any, num_prompt_tokens: int = 0) -> tuple[Labels, Tracked]:
+        """A request came in; its labels, with a workload that is one of a bounded set, and what is logged of it."""
         labels = read_labels(sampling_params)
         if labels.workload not in self._workloads:
             if len(self._workloads) < MAX_WORKLOADS:
@@ -69,19 +72,16 @@ class RequestBook:
             else:
                 labels = Labels(DEFAULT_WORKLOAD, labels.max_draft_tokens, labels.session, labels.is_captured)
         temperature = float(sampling_params.temperature) if sampling_params is not None else 0.0
-        self._requests[request_id] = Tracked(int.from_bytes(key_of(request_id, self.secret)), labels.workload, temperature)
-        return labels
-
-    def get(self, request_id: str) -> Tracked | None:
-        """A running request; None when it came before the attachment or is over."""
-        return self._requests.get(request_id)
+        self._running.add(request_id)
+        key = int.from_bytes(key_of(request_id, self.secret))
+        return labels, Tracked(key, labels.workload, temperature, num_prompt_tokens, num_prompt_tokens)
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._running)
 
     def remove(self, request_id: str) -> None:
         """A request is over."""
-        self._requests.pop(request_id, None)
+        self._running.discard(request_id)
 
 
 def key_of(request_id: str, secret: bytes) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import vllm
@@ -18,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from honed.attach.attachment import Attachment
 from honed.attach.compatibility import Findings, check_features, check_scheduler
 from honed.attach.environment import AttachSettings, from_environment, unknown_variables
+from honed.attach.step_log import Verified
 
 logger = logging.getLogger("honed.attach")
 
@@ -70,6 +72,8 @@ class _HonedScheduler:
     """Mixed in before vLLM's class; `_honed` is None until, and unless, attaching succeeded."""
 
     _honed: Attachment | None = None
+    _honed_note: Callable[[Verified], None] | None = None
+    """Where a verify round of the step whose results are being taken in is noted."""
 
     def honed_attach(self, vllm_config: Any, settings: AttachSettings, findings: Findings) -> None:
         """Start the attachment; on failure the scheduler stays what it was."""
@@ -114,21 +118,27 @@ class _HonedScheduler:
             if request is not None and len(request.spec_token_ids) > (length := honed.length_of(request_id)):
                 request.spec_token_ids = request.spec_token_ids[:length]
 
-    def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._honed is not None and not args:
-            self._honed.round_verified(
-                kwargs["request_id"],
-                kwargs["num_draft_tokens"],
-                kwargs["num_accepted_tokens"],
-                kwargs["num_invalid_spec_tokens"],
-            )
-        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)  # type: ignore[misc]
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,
+        request_id: str,
+        **others: Any,
+    ) -> Any:
+        # Called for every round of every step: nothing but a note.
+        if self._honed_note is not None and num_draft_tokens:
+            self._honed_note((request_id, num_draft_tokens, num_accepted_tokens))
+        return super().make_spec_decoding_stats(  # type: ignore[misc]
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id, **others
+        )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         honed = self._honed
         if honed is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        honed.before_update(scheduler_output, model_runner_output)
+        self._honed_note = honed.before_update(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         honed.after_update()
         return outputs

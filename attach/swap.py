@@ -5,7 +5,8 @@ graphs hold its address), so does the fused context-K/V projection that vLLM bui
 `lm_head`, which the drafter shares, are never touched. On a CPU vLLM packs linear weights away; they are unpacked into a
 fresh parameter and packed again.
 
-Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies.
+Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies. Several versions can
+be held on the device at once: two that take turns are read once and swapped as often as one likes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,44 +40,62 @@ class Swapper:
         self._model = draft_model
         self._device = device
         self._is_sharded = any(getattr(m, "tp_size", 1) > 1 for m in draft_model.modules())
-        self._staged: tuple[str, dict[str, torch.Tensor]] | None = None
+        self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._state = ""
         self._thread: threading.Thread | None = None
         self._shapes = {name: tensor.shape for name, tensor in self.export().items()}
 
-    def stage(self, version: str, path: str, sha256: str) -> None:
-        """Begin to read, check and bring to the device; returns at once. A version staged earlier is forgotten."""
+    def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
+        """Begin to read, check and bring to the device what isn't held yet, and let go of all others; returns at once.
+
+        Args:
+            wanted: (version, path, sha256) of each.
+
+        Returns:
+            as `staged`: "" when all of them are held already.
+
+        Raises:
+            SwapError: other versions are still on their way.
+        """
         if self._thread is not None and self._thread.is_alive():
             raise SwapError("another version is still being staged: wait for it")
-        self._staged, self._state = None, "staging"
-        self._thread = threading.Thread(
-            target=self._stage, args=(version, Path(path), sha256), name="honed-stage", daemon=True
-        )
-        self._thread.start()
+        names = {version for version, _, _ in wanted}
+        self._held = {version: tensors for version, tensors in self._held.items() if version in names}
+        missing = [one for one in wanted if one[0] not in self._held]
+        self._state = "staging" if missing else ""
+        if missing:
+            self._thread = threading.Thread(target=self._stage, args=(missing,), name="honed-stage", daemon=True)
+            self._thread.start()
+        return self._state
 
     def staged(self, version: str) -> str:
         """ "" when `version` is ready to apply, "staging" while it is on its way, else what went wrong."""
-        if self._state or (self._staged is not None and self._staged[0] == version):
+        if self._state or version in self._held:
             return self._state
         return f"version {version} was never staged"
 
-    def _stage(self, version: str, path: Path, sha256: str) -> None:
+    def _stage(self, wanted: Sequence[tuple[str, str, str]]) -> None:
         try:
-            file = path / "model.safetensors" if path.is_dir() else path
-            data = file.read_bytes()
-            found = hashlib.sha256(data).hexdigest()
-            if sha256 and found != sha256:
-                raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
-            tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
-            self._check(tensors)
-            side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            if side is not None:
-                with torch.cuda.stream(side):
-                    tensors = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()}
-                side.synchronize()
-            self._staged, self._state = (version, tensors), ""
+            for version, path, sha256 in wanted:
+                self._held[version] = self._read(Path(path), sha256)
+            self._state = ""
         except Exception as error:
             self._state = " ".join(str(error).split())[:400] or type(error).__name__
+
+    def _read(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
+        file = path / "model.safetensors" if path.is_dir() else path
+        data = file.read_bytes()
+        found = hashlib.sha256(data).hexdigest()
+        if sha256 and found != sha256:
+            raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
+        tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
+        self._check(tensors)
+        side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if side is not None:
+            with torch.cuda.stream(side):
+                tensors = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()}
+            side.synchronize()
+        return tensors
 
     def _check(self, tensors: dict[str, torch.Tensor]) -> None:
         live = self._shapes
@@ -94,15 +113,18 @@ class Swapper:
                 raise SwapError(f"{name} holds NaN or infinity: the training run was broken")
 
     @torch.inference_mode()
-    def apply(self, version: str) -> dict[str, float]:
-        """Copy the staged version into the live parameters; the caller makes sure that no step is running.
+    def apply(self, version: str, is_held_on: bool = False) -> dict[str, float]:
+        """Copy a staged version into the live parameters; the caller makes sure that no step is running.
+
+        Args:
+            is_held_on: keep what is staged, for the next swap; it takes a drafter's memory for each version.
 
         Returns:
             copy_ms: time the copy took, the device's part included.
         """
-        if self._staged is None or self._staged[0] != version:
+        tensors = self._held.get(version)
+        if tensors is None or self._state:
             raise SwapError(f"version {version} is not staged")
-        tensors = self._staged[1]
         began = time.perf_counter()
         inner = self._model.model
         unpacked = list(_packed_linears(inner))
@@ -114,7 +136,8 @@ class Swapper:
             layer.quant_method.process_weights_after_loading(layer)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._staged = None
+        if not is_held_on:
+            self._held = {}
         return {"copy_ms": (time.perf_counter() - began) * 1e3}
 
     @staticmethod
@@ -176,8 +199,11 @@ def _unpack(layer: Any) -> None:
     from vllm.model_executor.parameter import ModelWeightParameter
 
     is_v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED and hasattr(layer, "weight_loader_v2")
+    # Every name was checked to be in the checkpoint, so all of it is overwritten: what was packed needn't be recovered.
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    outputs = getattr(layer, "output_size_per_partition", layer.output_size)
     layer.weight = ModelWeightParameter(
-        data=_dense_weight(layer),
+        data=torch.empty(outputs, inputs, dtype=layer.params_dtype),
         input_dim=1,
         output_dim=0,
         weight_loader=layer.weight_loader_v2 if is_v2 else layer.weight_loader,

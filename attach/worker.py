@@ -79,18 +79,18 @@ class HonedWorkerExtension:
         side.capturer.set_share(share, drafter_version)
         return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": side.num_errors}
 
-    def honed_stage(self, version: str, path: str, sha256: str, scope: str) -> None:
-        """Begin to stage a version."""
-        self._honed_required().swapper.stage(version, path, sha256)
+    def honed_stage(self, wanted: list[tuple[str, str, str]]) -> str:
+        """Begin to stage versions, each (version, path, sha256); "" when they are there already, else "staging"."""
+        return self._honed_required().swapper.stage(wanted)
 
     def honed_staged(self, version: str) -> str:
         """ "" ready, "staging", or what went wrong."""
         return self._honed_required().swapper.staged(version)
 
-    def honed_apply(self, version: str) -> dict[str, float]:
-        """Copy the staged version in place."""
+    def honed_apply(self, version: str, is_held_on: bool) -> dict[str, float]:
+        """Copy the staged version in place; `is_held_on`: what is staged stays so."""
         side = self._honed_required()
-        figures = side.swapper.apply(version)
+        figures = side.swapper.apply(version, is_held_on)
         if side.capturer is not None:
             side.capturer.set_share(side.capturer.share, version)
         return figures

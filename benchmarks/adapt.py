@@ -6,10 +6,10 @@ a second server without speculation. Regimes are concurrency x traffic; in each,
 an order that rotates from repeat to repeat. Greedy and of fixed length, so every run gives the same tokens. The table (as
 vLLM's own: draft length by batch size) is tuned first, on mixed traffic, and then put into honed's settings.
 
-A run is a few seconds; honed has seen mixed traffic at every concurrency before, and then all that the other rules do, as a
-daemon that has run for minutes would have. The shifting trace plays every regime once, without a
-pause. From honed's own run on it `honed replay` says what each fixed length would have given there, and that is held against
-what it did give.
+A run is some ten seconds, counted while all places are taken (`play_full`). honed has seen mixed traffic at every concurrency
+before, and then all that the other rules do, as a daemon that has run for minutes would have. The shifting trace plays every
+regime once, without a pause. From honed's own run on it `honed replay` says what each fixed length would have given there, and
+that is held against what it did give.
 
 Where there are two cores or more the target has one to itself, as it would have a GPU, and everything else, the clients
 included, shares the others. Prompts are computed in every run (no prefix caching). Both servers are started anew for every
@@ -36,7 +36,7 @@ from typing import Any
 
 import httpx2
 import vllm_server
-from client_load import Played, Prompt, play, read_prompts
+from client_load import Played, Prompt, play, play_full, read_prompts
 from demo_figures import toml
 from honed_side import engine_of, start_daemon, vllm_args, wait_attached
 from measured import commit, hardware
@@ -54,9 +54,9 @@ RULES = ("none", *STATICS, "table", "threshold", "kelly", "goodput")
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 3, 4: 16, 16: 48}
-"""Requests of a run, by concurrency. Rules under which requests of one start end at different times have a tail of half-empty
-batches; without speculation there is none. With few requests that tail, and not the rule, is what would be measured."""
+REQUESTS = {1: 4, 4: 12, 16: 32}
+"""Requests of a run, by concurrency."""
+SHIFT_REQUESTS = {1: 3, 4: 9, 16: 24}
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 MIN_COST_RATIO = 8.0
@@ -153,7 +153,7 @@ class Bench:
         assert server is not None
         pool = self.prompts[traffic]
         chosen = [pool[i % len(pool)] for i in range(requests)]
-        played = await play(
+        played = await play_full(
             server.url, chosen, concurrency=concurrency, max_tokens=self.max_tokens, ignore_eos=True,
             workload="" if rule == "none" else "default",
         )  # fmt: skip
@@ -166,7 +166,7 @@ class Bench:
         played = await self.run(rule, concurrency, traffic, requests)
         key = f"{phase}{concurrency}-{traffic}"
         self.rates.setdefault(key, {}).setdefault(rule, []).append(played.tokens_per_s)
-        gaps = [(r.seconds - r.first_token_s) / max(len(r.token_ids) - 1, 1) for r in played.replies]
+        gaps = [(r.seconds - r.first_token_s) / max(len(r.token_ids) - 1, 1) for r in played.replies if r.seconds]
         self.latencies.setdefault(key, {}).setdefault(rule, []).append(1e3 * statistics.median(gaps))
         print(f"{key:12s} {rule:10s} {played.tokens_per_s:7.1f} tok/s", flush=True)
         return played.tokens_per_s
@@ -216,7 +216,7 @@ class Bench:
                 tokens = seconds = 0.0
                 began_s = time.time()
                 for concurrency, traffic in SHIFTS:
-                    played = await self.run(rule, concurrency, traffic, max(REQUESTS[concurrency] // 2, 1))
+                    played = await self.run(rule, concurrency, traffic, SHIFT_REQUESTS[concurrency])
                     tokens, seconds = tokens + played.num_tokens, seconds + played.seconds
                 self.rates.setdefault("shifting", {}).setdefault(rule, []).append(tokens / seconds)
                 print(f"shifting     {rule:10s} {tokens / seconds:7.1f} tok/s", flush=True)
@@ -269,7 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
     parser.add_argument("--extra-layers", type=int, default=100, help="layers without effect added to the target")
-    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of every request")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()

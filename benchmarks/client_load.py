@@ -6,6 +6,7 @@ Greedy, with token ids in the answer, so that two runs can be compared token by 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,9 +115,42 @@ def request_of(prompt: Prompt, max_tokens: int, workload: str, capture: bool, ig
     return body
 
 
-async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
-    """One request to its end."""
-    reply, began_s, finished = Reply(), time.monotonic(), False
+async def play_full(
+    url: str, prompts: Sequence[Prompt], *, concurrency: int, max_tokens: int, workload: str = "", ignore_eos: bool = False
+) -> Played:
+    """Send the prompts, `concurrency` at a time, until one can't be followed by another; the others are then let go.
+
+    So all places are taken all the time: requests that end at different times leave no half-empty batches at the end, which
+    would count against rules under which they do. Replies, whole or not, are in the prompts' order.
+    """
+    waiting = iter(prompts)
+    replies: list[Reply] = []
+    limits = httpx2.Limits(max_connections=concurrency)
+    async with httpx2.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
+
+        async def place() -> None:
+            for prompt in waiting:
+                replies.append(Reply())
+                await stream(client, request_of(prompt, max_tokens, workload, True, ignore_eos), replies[-1])
+
+        began_s = time.monotonic()
+        places = [asyncio.create_task(place()) for _ in range(concurrency)]
+        try:
+            ended, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
+            seconds = time.monotonic() - began_s
+            so_far = [dataclasses.replace(reply, token_ids=list(reply.token_ids)) for reply in replies]
+            for task in ended:
+                task.result()
+        finally:
+            for task in places:
+                task.cancel()
+            await asyncio.gather(*places, return_exceptions=True)
+    return Played(so_far, seconds)
+
+
+async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any], reply: Reply | None = None) -> Reply:
+    """One request to its end; what comes is put down in `reply` as it comes."""
+    reply, began_s, finished = reply or Reply(), time.monotonic(), False
     try:
         async with client.stream("POST", "/v1/completions", json=dict(body)) as answer:
             if answer.is_error:

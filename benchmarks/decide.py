@@ -3,7 +3,8 @@
 The decider of `honed.adapt` alone, K = 15, three workloads, requests that come and go, a new policy every 200 steps, rounds
 drawn from known acceptance. Two figures for each batch size: with warm caches, call after call, and with caches that
 something else has used in between (64 MiB are read before each call), which is nearer to what an engine does between two
-steps. Garbage collection is left as Python has it. The last line of stdout is JSON.
+steps. Garbage collection is as in vLLM's engine core, which freezes what is there after its start. The last line of stdout is
+JSON.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def measure(batch: int, steps: int, *, is_cold: bool, shift: Sequence[float] = (
     for _ in range(steps // 4):
         engine.turn()
     gc.collect()
+    gc.freeze()
     for step in range(steps):
         if is_cold:
             thrash.sum()

@@ -94,6 +94,7 @@ class Demo:
     phases: list[Document] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     trigger: str = ""
+    has_said_canary: bool = False
 
     async def run(self, processes: Processes) -> Document:
         """The whole story; the record that the report is made of."""
@@ -151,7 +152,8 @@ class Demo:
         detail = operation.get("detail") or {}
         if operation.get("state") == "succeeded":
             pause = f"{detail['pause_ms']:.1f} ms" if detail.get("pause_ms") is not None else "unknown"
-            show.say(f"{detail.get('version')} passed the gate and was swapped in; pause {pause}, same vLLM process")
+            tried = f"{detail.get('version')} passed the gate, accepted more on live traffic and was swapped in"
+            show.say(f"{tried}; pause {pause}, same vLLM process")
         else:
             show.say(f"the recalibration {operation.get('state')}: {operation.get('error') or 'no reason given'}")
         show.phase("The same held-out prompts again, draft length pinned to 7")
@@ -248,11 +250,23 @@ class Demo:
             if view["state"] in FINISHED:
                 break
             at.server.child.check()
+            if view["stage"] == "canary":
+                await self.canary_traffic(at)
             await asyncio.sleep(0.5)
         else:
             at.client.post(f"/v1/operations/{operation_id}:cancel", {"reason": "demo: out of time"})
             view |= {"state": "failed", "error": f"not finished after {self.plan.operation_s:g} s"}
         return view
+
+    async def canary_traffic(self, at: Attached) -> None:
+        """Live traffic of B, a little at a time, on which old and new drafter take turns until one has proven better."""
+        if not self.has_said_canary:
+            self.has_said_canary = True
+            self.display.say("the candidate passed the gate; live traffic of B again, old and new drafter take turns on it")
+        plan, prompts = self.plan, self.prompts["traffic_b"][:40]
+        await play(
+            at.server.url, prompts, concurrency=plan.concurrency, max_tokens=plan.max_tokens, workload="b", capture=False
+        )
 
     def note_command(self, child: Child, shown: dict[str, str]) -> None:
         """Remember a command for the report, as one would type it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +29,9 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     return described.stdout.strip()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of them don't exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

@@ -47,8 +47,12 @@ class Child:
 
     def cpu_seconds(self) -> float:
         """CPU time that its session's processes have used so far (those that ended, and were waited for, included)."""
-        ticks = sum(int(field) for fields in _session(self.pid) for field in fields[11:15])
+        ticks = sum(int(field) for _, fields in _session(self.pid) for field in fields[11:15])
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def session_pids(self) -> list[int]:
+        """Its session's processes: the program and what it started."""
+        return [pid for pid, _ in _session(self.pid)]
 
     def check(self) -> None:
         """Raise ProcessError when it isn't running any more."""
@@ -133,19 +137,19 @@ def _end(child: Child) -> int:
 
 def _sweep(child: Child) -> None:
     """What is left of the group after its leader has gone: the session was made for it, so all of it is ours."""
-    for group in {int(fields[2]) for fields in _session(child.pid) if fields[0] != "Z"}:
+    for group in {int(fields[2]) for _, fields in _session(child.pid) if fields[0] != "Z"}:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
 
 
-def _session(session: int) -> list[list[str]]:
-    """/proc/<pid>/stat of a session's processes, from the state on (see proc(5)); empty where there is no /proc."""
+def _session(session: int) -> list[tuple[int, list[str]]]:
+    """A session's processes with their /proc/<pid>/stat from the state on (see proc(5)); empty where there is no /proc."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = entry.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
-                found.append(fields)
+                found.append((int(entry.parent.name), fields))
     return found
 
 

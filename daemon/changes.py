@@ -12,14 +12,18 @@ from honed.daemon.client import EXIT_FAILED, AdminClient, part
 from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, listing, print_json
 from honed.daemon.watching import follow
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would be done.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it's over, showing how it gets on.")]
+
+PLANNED = "planned"
+"""Stage of an operation that a dry run asked for."""
 
 overrides = typer.Typer(help="Take a decision out of the controller's hands, for a time.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file."""
-    for command in (recalibrate, promote, rollback, cancel, pause, resume, purge):
+    for command in (recalibrate, promote, rollback, verify, cancel, pause, resume, purge):
         app.command()(command)
     app.add_typer(overrides, name="override")
 
@@ -51,25 +55,46 @@ def recalibrate(
 def promote(
     context: typer.Context,
     version: Annotated[str, typer.Argument(help="Version in the registry.")],
-    force: Annotated[bool, typer.Option("--force", help="Even if the gate was not passed.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Though no engine is there, it is active already, or it failed before; unwatched.")
+    ] = False,
+    dry_run: DryRun = False,
     wait: Wait = True,
     reason: Reason = "",
     if_match: IfMatch = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a version the active one: swap it into the running engines."""
+    """Make a version the active one: swap it into the running engines, and watch it against the previous one."""
     with connect(context) as client:
-        body = _given({"reason": reason or None, "force": force or None})
+        body = _given({"reason": reason or None, "force": force or None, "dry_run": dry_run or None})
         _finish(client, client.post(f"/v1/drafters/{part(version)}:promote", body, if_match=if_match), wait, as_json)
 
 
 def rollback(
-    context: typer.Context, wait: Wait = True, reason: Reason = "", if_match: IfMatch = None, as_json: JsonFlag = False
+    context: typer.Context,
+    dry_run: DryRun = False,
+    wait: Wait = True,
+    reason: Reason = "",
+    if_match: IfMatch = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Go back to the previous version."""
     with connect(context) as client:
-        body = _given({"reason": reason or None})
+        body = _given({"reason": reason or None, "dry_run": dry_run or None})
         _finish(client, client.post("/v1/drafters:rollback", body, if_match=if_match), wait, as_json)
+
+
+def verify(
+    context: typer.Context,
+    engine: Annotated[str, typer.Argument(help="Engine, from `honed engines`.")],
+    wait: Wait = True,
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Have an engine read its drafter's weights back, and compare them with the registry's."""
+    with connect(context) as client:
+        body = _given({"reason": reason or None})
+        _finish(client, client.post(f"/v1/engines/{part(engine)}:verify", body), wait, as_json)
 
 
 def cancel(
@@ -161,6 +186,10 @@ def _say(answer: Any, as_json: bool, text: str) -> None:
 def _finish(client: AdminClient, view: dict[str, Any], wait: bool, as_json: bool) -> None:
     """Print an accepted operation, or wait for it; one that doesn't succeed ends the command with 1."""
     operation_id = str(view["operation_id"])
+    if view.get("stage") == PLANNED:
+        takers = ", ".join(view["detail"]["engines"]) or "no engine yet"
+        _say(view, as_json, f"would go to {view['detail']['version']} in {takers}")
+        return
     if wait:
         try:
             view = follow(client, operation_id, quiet=as_json)

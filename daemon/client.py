@@ -7,6 +7,7 @@ line that says what happened, one that says what to do about it, and the exit co
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import uuid
@@ -103,6 +104,20 @@ class AdminClient:
     def text(self, path: str) -> str:
         """Read something that isn't JSON (`/metrics`)."""
         return self._answer("GET", path).text
+
+    def events(self, after: int = -1) -> Iterator[dict[str, Json]]:
+        """Marks as they are made (see follow.py), from now on or after a number. Ends when the daemon does."""
+        wait = httpx2.Timeout(self._timeout_s, read=60.0)  # something is sent every 15 s
+        try:
+            with self._http.stream("GET", "/v1/events:follow", params={"after": after}, timeout=wait) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise self._refusal(answer)
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        yield json.loads(line[6:])
+        except (httpx2.TransportError, OSError) as error:
+            raise self._unreachable(error) from error
 
     def post(self, path: str, body: Mapping[str, Json] | None = None, *, if_match: int | None = None) -> Json:
         """Change something, once: the request carries a fresh idempotency key."""

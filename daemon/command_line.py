@@ -5,6 +5,7 @@ Nothing heavy is imported before it's needed: `honed status` must be quick also 
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon import changes, replay, show
+from honed.daemon import cells, changes, doctor_command, install_commands, replay, show, top
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
@@ -34,19 +35,18 @@ from honed.daemon.terminal import (
 
 HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
 
-app = typer.Typer(
-    help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, add_completion=False
-)
+app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 events = typer.Typer(help="What was logged.", no_args_is_help=True)
 app.add_typer(events, name="events")
 for name, path, render, text in (
     ("engines", "/v1/engines", show.engines, "Engines that have attached."),
     ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
     ("audit", "/v1/audit", show.audit, "Who changed what, and why."),
+    ("config", "/v1/config", show.config, "The settings that the daemon runs with."),
 ):
     app.command(name, help=text)(listing(path, render))
-changes.register(app)
-replay.register(app)
+for module in (changes, replay, doctor_command, top, install_commands):
+    module.register(app)
 
 
 @app.callback()
@@ -89,7 +89,7 @@ def train(
         if error.name != "torch":
             raise
         fail("the trainer needs PyTorch", cure="pip install 'honed[train]'", exit_code=EXIT_USAGE)
-    from honed.daemon.notify import Notifier
+    from honed.daemon.notify import Heartbeat, Notifier
     from honed.daemon.serve import configure_logging
 
     try:
@@ -97,24 +97,15 @@ def train(
         check_device(settings.trainer_settings().device)
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
-    notifier = Notifier()
-    notifier.ready()
-    interval_s, told_s = notifier.watchdog_interval_s, 0.0
-
-    def on_tick() -> None:
-        nonlocal told_s
-        if interval_s and time.monotonic() - told_s >= interval_s:
-            told_s = time.monotonic()
-            notifier.watchdog()
-
+    heart = Heartbeat(Notifier())
     run(
         settings.trainer_settings(),
         f"ipc://{settings.paths.engine_socket}",
         gate=settings.gate_settings(),
         state_dir=settings.paths.state_dir,
-        on_tick=on_tick,
+        on_tick=heart.beat,
     )
-    notifier.stopping()
+    heart.stop()
 
 
 @app.command()
@@ -166,6 +157,20 @@ def operations(
 
 
 @app.command()
+def canary(
+    context: typer.Context,
+    operation_id: Annotated[str, typer.Argument(help="One trial, with its evidence over time.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Trials of a drafter version against another on live traffic: running and past."""
+    with connect(context) as client:
+        if operation_id:
+            emit(client.get(f"/v1/canaries/{part(operation_id)}"), as_json, show.canary)
+        else:
+            emit(client.get("/v1/canaries"), as_json, show.canaries)
+
+
+@app.command()
 def explain(
     context: typer.Context,
     engine_id: Annotated[str, typer.Argument(help="Engine; all of them when left out.")] = "",
@@ -176,6 +181,22 @@ def explain(
         names = [engine_id] if engine_id else [e["engine_id"] for e in client.get("/v1/engines")]
         found = {name: client.get(f"/v1/engines/{part(name)}/beliefs") for name in names}
         emit(found, as_json, _beliefs)
+
+
+@events.command("follow")
+def follow_events(
+    context: typer.Context,
+    after: Annotated[int, typer.Option(min=-1, help="Those after this number, too; 0: all there are; -1: only new ones.")] = -1,
+    as_json: JsonFlag = False,
+) -> None:
+    """What happens, as it happens: drift, swaps, promotions, roll-backs, overrides. Until Ctrl-C."""
+    with connect(context) as client, suppress(KeyboardInterrupt):
+        for mark in client.events(after):
+            if as_json:
+                print_json(mark)
+            else:
+                typer.echo(f"{cells.moment(mark['t'])}  {mark['kind']}  {mark['text']}")
+            sys.stdout.flush()
 
 
 @events.command("export")

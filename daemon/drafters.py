@@ -81,6 +81,19 @@ class Drafters:
             known = there_are(manifest.version for manifest in self.registry.versions())
             raise UnknownError(f"no drafter version {version!r}; {known}", cure=f"{LISTED}.") from error
 
+    def shares_cache(self, one: str, other: str) -> bool:
+        """Whether context keys and values that were cached by one version are right for the other.
+
+        Versions of unknown digest (an older honed registered them, or the engine didn't say what it runs) go by their scope.
+        """
+        try:
+            manifests = [self.manifest(version) for version in (one, other) if version]
+        except UnknownError:
+            return False
+        if len(manifests) == 2 and all(manifest.kv_sha256 for manifest in manifests):
+            return manifests[0].kv_sha256 == manifests[1].kv_sha256
+        return all(manifest.scope != "full" for manifest in manifests)
+
     def check_generation(self, expected: int | None) -> None:
         """Raises PreconditionError when somebody changed an alias since `expected` was read."""
         if expected is not None and expected != self.generation:

@@ -41,6 +41,18 @@ class RequestError(HonedError, ValueError):
     """The caller asked for something that makes no sense whatever the state."""
 
 
+class ReusedKeyError(RequestError):
+    """An `Idempotency-Key` that stood for another request."""
+
+
+class UnauthorizedError(HonedError, PermissionError):
+    """Nobody showed a token."""
+
+
+class ForbiddenError(HonedError, PermissionError):
+    """The token isn't enough for what was asked."""
+
+
 def there_are(names: Iterable[str], most: int = 5) -> str:
     """What exists, as the end of a sentence about something that doesn't; the last ones where there are many."""
     known = list(names)

@@ -12,6 +12,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from honed.daemon.access import load_tokens
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import StartError
 from honed.daemon.listen import check_address
@@ -27,26 +28,31 @@ class HttpServer:
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service, self._settings = service, settings
-        self._sockets: list[tuple[socket.socket, FastAPI]] = []
+        self._sockets: list[tuple[str, socket.socket, FastAPI]] = []
         self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def bind(self) -> None:
         """Take the addresses before anything is started. Raises StartError."""
-        path = self._settings.paths.admin_socket
+        http, path = self._settings.http, self._settings.paths.admin_socket
         try:
-            self._sockets.append((bind_unix(path), make_app(self._service)))
-            if self._settings.http.metrics_listen:
-                listener = bind_loopback(self._settings.http.metrics_listen)
-                self._sockets.append((listener, make_read_only_app(self._service)))
+            self._sockets.append(("admin-socket", bind_unix(path), make_app(self._service)))
+            if http.metrics_listen:
+                listener = bind_loopback(http.metrics_listen, "http.metrics_listen")
+                self._sockets.append(("metrics", listener, make_read_only_app(self._service)))
+            if http.admin_listen:
+                tokens = load_tokens(http.read_token_file, http.admin_token_file)
+                listener = bind_loopback(http.admin_listen, "http.admin_listen")
+                self._sockets.append(("admin-tcp", listener, make_app(self._service, tokens)))
         except StartError:
             self.stop()
             raise
 
     def start(self) -> None:
         """Answer requests."""
-        for listener, app in self._sockets:
+        for name, listener, app in self._sockets:
             config = uvicorn.Config(
                 app,
+                http="h11",  # strict about framing, and bounds headers, whatever else is installed
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -59,10 +65,14 @@ class HttpServer:
             )
             server = uvicorn.Server(config)
             thread = threading.Thread(
-                target=server.run, kwargs={"sockets": [listener]}, name="honed-http", daemon=True
+                target=server.run, kwargs={"sockets": [listener]}, name=f"honed-{name}", daemon=True
             )
             thread.start()
             self._running.append((server, thread))
+
+    def problems(self) -> list[str]:
+        """Listeners whose thread has ended."""
+        return [f"the HTTP listener {thread.name} has ended" for _, thread in self._running if not thread.is_alive()]
 
     def stop(self) -> None:
         """Finish the requests under way, close the listeners, remove the socket's file."""
@@ -70,7 +80,7 @@ class HttpServer:
             server.should_exit = True
         for _, thread in self._running:
             thread.join(10.0)
-        for listener, _ in self._sockets:
+        for _, listener, _ in self._sockets:
             listener.close()
         with contextlib.suppress(OSError):
             self._settings.paths.admin_socket.unlink()
@@ -92,12 +102,12 @@ def bind_unix(path: Path) -> socket.socket:
     return listener
 
 
-def bind_loopback(address: str) -> socket.socket:
+def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.socket:
     """Listen on host:port. Raises StartError for a port in use and for any address that isn't loopback."""
     try:
         host, number = check_address(address)
     except ValueError as error:
-        raise StartError(f"http.metrics_listen {address!r} {error}") from error
+        raise StartError(f"{setting} {address!r} {error}") from error
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,5 +116,5 @@ def bind_loopback(address: str) -> socket.socket:
     except OSError as error:
         listener.close()
         why = f"{error.strerror}; set another address or \"\" for none"
-        raise StartError(f"http.metrics_listen {address}: {why}") from error
+        raise StartError(f"{setting} {address}: {why}") from error
     return listener

@@ -1,26 +1,27 @@
-"""The life of a drafter version once it is made: swap in, watch, keep or roll back; and an operator's promote and rollback.
+"""The life of a drafter version once it is made: tried out, promoted or taken back; and what operators ask for.
 
-    recalibrate: see recalibrations.py; it ends in the same swap
-    promote:     swap -> aliases active, previous -> watch
+    recalibrate: see recalibrations.py; alias candidate -> canary -> aliases active, previous -> swap; or candidate is dropped
+    promote:     swap -> aliases active, previous -> watched against the previous one
     rollback:    aliases first, then swap: whatever happens to the command, engines converge to what `active` says
+    drift:       when the active version does worse than it did, it is watched against the previous one
 
-An operation has succeeded when the engines run the new version; the watch goes on behind it. At most one swap is under way;
-everything that stands in the way of a request is a ConflictError that says what.
+A canary and a watch are the same trial (canaries.py); they differ in which version is active meanwhile. A promotion or a
+roll-back has succeeded when the engines run the version; a watch goes on behind it. At most one swap and one trial are under
+way; everything that stands in the way of a request is a ConflictError that says what.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
-from honed.adapt import wire
-from honed.adapt.canary import SwapWatch
+from honed.adapt.drift import Alarm
 from honed.daemon import capable, swaps
+from honed.daemon.canaries import Canaries, Trial
 from honed.daemon.engines import Engine
-from honed.daemon.errors import ConflictError, HonedError
+from honed.daemon.errors import ConflictError, HonedError, UnknownError
 from honed.daemon.operations import Operation
 from honed.daemon.swaps import Swap
 
@@ -29,37 +30,51 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("honed.lifecycle")
 
-
-@dataclass(slots=True)
-class Watch:
-    """A fresh version under observation, in each engine that runs it."""
-
-    operation: Operation
-    version: str
-    previous: str
-    deadline_s: float
-    by_engine: dict[str, SwapWatch] = field(default_factory=dict)
+CHALLENGE_ROUNDS = 5000
+"""A version that regressed is compared with the previous one for so many rounds; then it is time to recalibrate."""
 
 
 class Lifecycle:
-    """Swaps and watches. Guarded by the service's lock."""
+    """Swaps, trials and what follows from them. Guarded by the service's lock."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._settings = service.settings.recalibration
         self.swapping: Operation | None = None
-        self.watch: Watch | None = None
+        self.canaries = Canaries(service, self._on_trial_end)
         self.rollbacks: Counter[str] = Counter()
+        self._challenged_s = float("-inf")
 
     @property
     def current(self) -> Operation | None:
-        """The operation that is under way, a swap before a training."""
-        return self.swapping or self._service.recalibrations.training
+        """The operation that is under way: a swap before a trial before a training."""
+        trial = self.canaries.trial
+        tried = self._service.operations.find(trial.operation_id) if trial is not None else None
+        return self.swapping or tried or self._service.recalibrations.training
 
-    # --- what operators (and drift) ask for -----------------------------------------------------------------------------
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way."""
+        return self.current is None and self.canaries.trial is None
 
-    def promote(self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None) -> Operation:
-        """Make a version the active one. `force` does so also while no engine is there to take it.
+    def load(self) -> None:
+        """Take up what the daemon was doing when it ended, as far as that can be gone on with."""
+        resumed = self.canaries.load()
+        self._service.operations.load(resumed)
+        drafters = self._service.drafters
+        if self.canaries.trial is None and drafters.alias("candidate"):
+            try:
+                drafters.move({"candidate": None})
+            except HonedError as error:
+                log.error("a candidate that nobody tries out keeps its alias", error=str(error))
+
+    # --- what operators, recalibrations and drift ask for -----------------------------------------------------------------
+
+    def promote(
+        self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None, dry_run: bool = False
+    ) -> Operation:
+        """Make a version the active one. `force` does so also while no engine is there to take it, when it failed before, and
+        without watching it; `dry_run` only checks.
 
         Raises:
             UnknownError, ConflictError
@@ -71,25 +86,46 @@ class Lifecycle:
                 f"{version} is active already",
                 cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
             )
-        engines = self._swappable(version)
+        if (why := self.canaries.why_failed(version)) and not force:
+            raise ConflictError(
+                f"{version} was found worse on live traffic: {why}", cure="--force makes it active all the same."
+            )
+        engines = capable.swappable(service, version)
         self.check_no_swap()
         if not engines and not force:
             raise ConflictError(
                 capable.why_none(service, version),
                 cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
             )
-        operation = service.operations.create("promote", "swapping", reason, actor, key, version=version)
+        if dry_run:
+            takers = [engine.engine_id for engine in engines]
+            return service.operations.planned("promote", reason, actor, version=version, engines=takers)
+        operation = service.operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
+        self.swapping = operation  # the engines aren't sent home first
+        self.canaries.stop(f"{version} was promoted by {actor}")
         if engines:
-            self.swap_in(operation, version, engines)
+            service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
+            self.swapping = None
             self._make_active(version)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def roll_back(self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None) -> Operation:
-        """Go back to the previous version. Raises ConflictError when there is none."""
-        service = self._service
+    def roll_back(
+        self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
+    ) -> Operation:
+        """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
+        service, trial = self._service, self.canaries.trial
+        if trial is not None and trial.kind == "canary":
+            new, old = trial.canary.new, trial.canary.old
+            if dry_run:
+                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new)
+            operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
+            service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
+            self.canaries.fail(f"rolled back by {actor}: {reason}")
+            service.operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
+            return operation
         aliases = service.drafters.aliases()
         active, target = aliases["active"] or "", aliases["previous"] or aliases["floor"] or ""
         if not target or target == active:
@@ -98,115 +134,158 @@ class Lifecycle:
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
         self.check_no_swap()
+        if dry_run:
+            takers = [engine.engine_id for engine in capable.swappable(service, target)]
+            return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
-        if self.watch is not None:
-            watched = self.watch.operation
-            self.watch = None
-            service.operations.move(watched, stage="done", watch=f"rolled back: {reason or cause}")
         # Aliases first: from here on every engine is brought to the old version, even if we are killed now.
         service.drafters.move({"active": target, "previous": None, "candidate": None})
         self.rollbacks[cause] += 1
         service.journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
-        engines = self._swappable(target)
-        if engines:
-            self.swapping = operation
-            service.swaps.begin(target, engines, lambda swap: self._rolled_back(operation, swap))
-        else:
-            service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
+        self.swapping = operation  # the engines are sent home once, below
+        self.canaries.fail(f"rolled back by {actor}: {reason}")
+        self._send_home(target, operation)
         return operation
 
-    # --- what engines and the trainer say -------------------------------------------------------------------------------
+    def try_out(self, operation: Operation, version: str) -> None:
+        """Let a candidate take turns with the active version.
 
-    def on_batch(self, engine: Engine, batch: wire.EventBatch) -> None:
-        """Watch a fresh version at work."""
-        if self.watch is None or engine.engine_id not in self.watch.by_engine:
+        Raises:
+            ConflictError: the same weights failed before, a swap or trial is under way, or no engine can take it.
+            UnknownError, StoreError
+        """
+        service = self._service
+        service.drafters.verified(version)
+        if why := self.canaries.why_failed(version):
+            raise ConflictError(f"the same weights were found worse on live traffic before: {why}")
+        self.check_no_swap()
+        if self.canaries.trial is not None:
+            raise ConflictError(f"{self.canaries.trial.canary.new} is on trial")
+        if not capable.swappable(service, version):
+            why = capable.why_none(service, version)
+            raise ConflictError(f"{why}; `honed promote {version}` when there is one")
+        service.drafters.move({"candidate": version})
+        service.operations.move(operation, stage="canary", version=version)
+        self.canaries.begin(operation, "canary", service.drafters.active, version)
+
+    def challenge(self, alarm: Alarm) -> None:
+        """The active version does worse than it did: see whether the previous one does better, if there is one."""
+        service, now_s = self._service, self._service.monotonic()
+        aliases = service.drafters.aliases()
+        active, previous = aliases["active"], aliases["previous"]
+        is_due = now_s - self._challenged_s >= self._settings.min_interval_s
+        if not (active and previous and active != previous and alarm.drafter_version == active and is_due):
             return
-        watch = self.watch
+        if not self.is_quiet or not capable.swappable(service, previous):
+            return
+        self._challenged_s = now_s
+        operation = service.operations.create("watch", "watching", alarm.text, "honed", None, version=active)
         try:
-            verdict = watch.by_engine[engine.engine_id].observe(batch)
-        except ValueError:
-            return
-        if verdict.decision == "roll_back":
-            self._reject(watch, verdict.text)
-        elif all(w.verdict.decision == "keep" for w in watch.by_engine.values()):
-            self._keep(watch, verdict.text)
-
-    def tick(self, now_s: float) -> None:
-        """Deadlines."""
-        if self.watch is not None and now_s > self.watch.deadline_s:
-            self._keep(self.watch, f"nothing was found against it in {self._settings.watch_max_s:g} s")
+            self.canaries.begin(operation, "watch", previous, active, CHALLENGE_ROUNDS)
+        except UnknownError as error:
+            service.operations.finish(operation, "failed", error=str(error))
+        else:
+            service.operations.finish(operation, "succeeded", stage="watching")
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    def swap_in(self, operation: Operation, version: str, engines: list[Engine]) -> None:
-        """Bring a version into engines for an operation; when they all have it, it becomes active and is watched."""
-        watch = Watch(operation, version, self._service.drafters.active, 0.0)
-        for engine in engines:
-            controller = self._service.steering.controller(engine)
-            baselines = controller.baseline() if controller is not None else {}
-            watch.by_engine[engine.engine_id] = SwapWatch(
-                self._service.settings.watch_settings(), baselines, drafter_version=version
-            )
-        self.swapping = operation
-        self._service.swaps.begin(version, engines, lambda swap: self._swapped(operation, swap, watch))
-
-    def _swapped(self, operation: Operation, swap: Swap, watch: Watch) -> None:
+    def _promoted(self, operation: Operation, swap: Swap) -> None:
+        """The engines have answered an operator's promotion."""
         service = self._service
         self.swapping = None
         if swap.failures:
             # Engines that did take it are brought back to `active`, which hasn't moved, by the next tick.
-            service.drafters.move({"candidate": None})
             service.operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
             service.journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
             return
+        old = service.drafters.active
         try:
             self._make_active(swap.version)
         except HonedError as error:
             service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
             return
-        service.journal.mark("promote" if operation.kind == "promote" else "swap", f"{watch.previous} -> {swap.version}")
+        service.journal.mark("promote", f"{old} -> {swap.version}")
         service.journal.audit("honed", f"{operation.kind}.swapped", swap.version, operation.reason)
-        self._end_watch("another version took its place")
-        watch.deadline_s = service.monotonic() + self._settings.watch_max_s
-        self.watch = watch
-        service.operations.finish(operation, "succeeded", stage="watching", version=swap.version, **swaps.figures(swap))
+        is_watched = bool(old) and old != swap.version and not operation.detail.get("force")
+        stage = "watching" if is_watched else "done"
+        service.operations.finish(operation, "succeeded", stage=stage, version=swap.version, **swaps.figures(swap))
+        if is_watched:
+            self.canaries.begin(operation, "watch", old, swap.version)
+
+    def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
+        """Act on a verdict; `decision` is better, worse, unproven or stopped."""
+        service = self._service
+        operation = service.operations.find(trial.operation_id)
+        service.journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
+        if trial.kind == "canary":
+            self._end_canary(trial, operation, decision, text)
+        else:
+            if operation is not None:
+                service.operations.move(operation, stage="done", watch=text)
+            if decision == "worse" and service.drafters.active == trial.canary.new:
+                self._take_back(text)
+            elif self.swapping is None and service.drafters.active in trial.versions:
+                self._send_home(service.drafters.active)
+
+    def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
+        service, new, old = self._service, trial.canary.new, trial.canary.old
+        is_valid = service.drafters.active == old
+        try:
+            if decision == "better" and is_valid:
+                self._make_active(new)
+                service.journal.mark("swap", f"{old} -> {new}")
+            else:
+                service.drafters.move({"candidate": None})
+        except HonedError as error:
+            log.error("aliases were not moved after a canary", version=new, error=str(error))
+            decision, text = "stopped", f"{text}; the aliases were not moved: {error}"
+        self.rollbacks["canary"] += decision == "worse"
+        if decision == "worse":
+            service.journal.mark("rollback", f"{new} -> {old}: {text}")
+        if operation is not None and decision != "better":
+            state = "cancelled" if decision == "stopped" else "failed"
+            service.operations.finish(operation, state, error=f"{text}; {old} stays active", canary=trial.view())
+            operation = None
+        elif operation is not None:
+            service.operations.move(operation, stage="swapping", canary=trial.view())
+        if is_valid and self.swapping is None:
+            self._send_home(service.drafters.active, operation)
+
+    def _take_back(self, text: str) -> None:
+        try:
+            self.roll_back(reason=text, actor="honed", cause="canary")
+        except HonedError as error:
+            log.error("a bad version can't be rolled back", error=str(error))
+
+    def _send_home(self, version: str, operation: Operation | None = None) -> None:
+        """Have all engines run a version that is `active` by now, and let go of what they hold for turns."""
+        service = self._service
+        engines: list[Engine] = capable.swappable(service, version)
+        if not engines:
+            self.swapping = None
+            if operation is not None:
+                service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
+            return
+        self.swapping = operation
+        service.swaps.begin(version, engines, lambda swap: self._sent_home(operation, swap))
+
+    def _sent_home(self, operation: Operation | None, swap: Swap) -> None:
+        if operation is None:
+            return
+        if self.swapping is operation:
+            self.swapping = None
+        if swap.failures:
+            why = f"{swaps.failure_text(swap)}; it is tried again until they run {swap.version}"
+            self._service.operations.finish(operation, "failed", error=why)
+        else:
+            figures = swaps.figures(swap) | {"version": swap.version}
+            self._service.operations.finish(operation, "succeeded", **figures)
 
     def _make_active(self, version: str) -> None:
         old = self._service.drafters.active
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
         self._service.drafters.move(changes | {"active": version, "candidate": None})
-
-    def _rolled_back(self, operation: Operation, swap: Swap) -> None:
-        self.swapping = None
-        if swap.failures:
-            why = f"{swaps.failure_text(swap)}; it is tried again until they run {swap.version}"
-            self._service.operations.finish(operation, "failed", error=why)
-        else:
-            self._service.operations.finish(operation, "succeeded", **swaps.figures(swap))
-
-    def _keep(self, watch: Watch, text: str) -> None:
-        self._end_watch(text or "kept")
-        self._service.journal.audit("honed", "watch.keep", watch.version, text)
-
-    def _reject(self, watch: Watch, text: str) -> None:
-        service = self._service
-        service.journal.audit("honed", "watch.roll_back", watch.version, text)
-        if service.drafters.active != watch.version:
-            self._end_watch("another version is active")
-            return
-        try:
-            self.roll_back(reason=text, actor="honed", cause="canary")
-        except HonedError as error:
-            log.error("a bad version can't be rolled back", version=watch.version, error=str(error))
-
-    def _end_watch(self, text: str) -> None:
-        if self.watch is not None:
-            watch, self.watch = self.watch, None
-            self._service.operations.move(watch.operation, stage="done", watch=text)
-
-    def _swappable(self, version: str) -> list[Engine]:
-        return capable.swappable(self._service, version)
 
     def check_no_swap(self) -> None:
         """Raises ConflictError while another swap is under way."""

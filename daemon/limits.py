@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -76,21 +77,23 @@ class Limits:
         await self._app(scope, replay, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
-        host = headers.get(b"host", b"").decode("latin-1")
+        hosts = [value for name, value in scope["headers"] if name.lower() == b"host"]
+        host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self._hosts and name.lower() not in self._hosts:
             return 421, "Unknown host", f"this listener is not {name!r}"
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._max_body_bytes:
+        if not length.isdigit() or len(length) > 20 or int(length) > self._max_body_bytes:
             return 413, "Body too large", f"at most {self._max_body_bytes} bytes"
         if scope["method"] not in READING and self._bucket is not None and not self._bucket.take():
             return 429, "Too many changes", "wait a moment"
         return None
 
 
-async def answer(send: Send, status: int, title: str, detail: str) -> None:
+async def answer(send: Send, status: int, title: str, detail: str, extra: Headers = ()) -> None:
     """Send a problem document (RFC 9457)."""
     body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()
-    headers = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode())]
+    length = (b"content-length", str(len(body)).encode())
+    headers = [(b"content-type", b"application/problem+json"), length, *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

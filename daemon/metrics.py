@@ -31,6 +31,7 @@ ROUND_LABELS = ["model_name", "engine", "workload", "drafter_version"]
 ENGINE_LABELS = ["model_name", "engine"]
 FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
 TRAINER_STATES = ("idle", "collecting", "training", "waiting", "gating", "paused")
+CANARY_DECISIONS = ("better", "worse", "unproven", "stopped")
 ROLES = ("active", "candidate", "previous", "floor")
 
 
@@ -221,8 +222,8 @@ class LiveCollector:
             if engine.status is not None:
                 generation.add_metric(self._engine(engine.engine_id), engine.status.drafter_generation)
         yield generation
-        swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result.", labels=["result"])
-        for result in ("ok", "failed"):
+        swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result; turn: in a trial.", labels=["result"])
+        for result in ("ok", "turn", "failed"):
             swaps.add_metric([result], service.swaps.results[result])
         yield swaps
         yield gauge("honed_swap_pause_seconds", "How long the latest swap held the engine.", service.swaps.last_pause_s)
@@ -230,14 +231,34 @@ class LiveCollector:
         for reason in ("canary", "operator"):
             rollbacks.add_metric([reason], service.lifecycle.rollbacks[reason])
         yield rollbacks
+        yield from self._canary()
+
+    def _canary(self) -> Iterator[Metric]:
+        canaries = self._service.lifecycle.canaries
+        ended = CounterMetricFamily("honed_canaries", "Trials of drafter versions that ended, by verdict.", labels=["decision"])
+        for decision in CANARY_DECISIONS:
+            ended.add_metric([decision], canaries.results[decision])
+        yield ended
+        trial = canaries.trial
+        yield gauge("honed_canary_active", "1 while two drafter versions take turns.", trial is not None)
+        rounds = trial.canary.rounds if trial is not None else 0
+        yield gauge("honed_canary_rounds", "Rounds compared in the present trial, both versions together.", rounds)
         evidence = GaugeMetricFamily(
-            "honed_canary_log_evidence", "log10 of the evidence against the version under watch.", labels=ENGINE_LABELS
+            "honed_canary_log_evidence",
+            "log10 of the evidence on the version on trial, by workload (empty: all traffic) and by what it says of it.",
+            labels=["version", "workload", "says"],
         )
-        watch = service.lifecycle.watch
-        for engine_id, swap_watch in (watch.by_engine if watch else {}).items():
-            value = swap_watch.verdict.evidence
-            evidence.add_metric(self._engine(engine_id), value if math.isfinite(value) else 0.0)
-        yield evidence
+        change = GaugeMetricFamily(
+            "honed_canary_change_ratio",
+            "Estimated relative change of conditional acceptance by the version on trial.",
+            labels=["version", "workload"],
+        )
+        for workload, figures in (trial.canary.figures() if trial is not None else {}).items():
+            assert trial is not None
+            for says in ("worse", "better"):
+                evidence.add_metric([trial.canary.new, workload, says], figures[f"evidence_{says}"])
+            change.add_metric([trial.canary.new, workload], figures["change"])
+        yield from (evidence, change)
 
     def _self(self) -> Iterator[Metric]:
         service = self._service

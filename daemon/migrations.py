@@ -86,11 +86,46 @@ CREATE INDEX marks_t ON marks (t);
 """
 
 
+SCHEMA_2 = """
+CREATE TABLE canaries (                      -- trials of a drafter version against another on live traffic
+  operation_id TEXT PRIMARY KEY,
+  kind TEXT NOT NULL,                        -- canary: the new version was not active yet; watch: it was
+  old TEXT NOT NULL, new TEXT NOT NULL,
+  new_sha256 TEXT NOT NULL,                  -- of its weights: those that failed are not offered again
+  began_unix_s REAL NOT NULL, ended_unix_s REAL,
+  decision TEXT NOT NULL,                    -- empty while it goes on; better, worse, unproven or stopped
+  text TEXT NOT NULL,
+  state TEXT NOT NULL                        -- JSON: what is needed to go on after a restart
+) WITHOUT ROWID;
+
+CREATE TABLE canary_points (                 -- evidence after each pair of windows
+  operation_id TEXT NOT NULL, t REAL NOT NULL, pairs INTEGER NOT NULL, rounds INTEGER NOT NULL,
+  workload TEXT NOT NULL,                    -- empty: all traffic
+  evidence_worse REAL NOT NULL, evidence_better REAL NOT NULL,  -- log10 of the e-values
+  change REAL NOT NULL,
+  PRIMARY KEY (operation_id, pairs, workload)
+) WITHOUT ROWID;
+"""
+
+
 @migrations()  # type: ignore[untyped-decorator]
 def m001_initial(db: Any) -> None:
     """The first layout. Statements run one by one: executescript would commit the surrounding transaction."""
     for statement in split_statements(SCHEMA_1):
         db.conn.execute(statement)
+
+
+@migrations()  # type: ignore[untyped-decorator]
+def m002_canaries(db: Any) -> None:
+    """Trials of drafter versions on live traffic."""
+    for statement in split_statements(SCHEMA_2):
+        db.conn.execute(statement)
+
+
+@migrations()  # type: ignore[untyped-decorator]
+def m003_request_hash(db: Any) -> None:
+    """What an idempotency key stood for, so that it is refused for anything else."""
+    db.conn.execute("ALTER TABLE operations ADD COLUMN request_hash TEXT NOT NULL DEFAULT ''")
 
 
 def split_statements(script: str) -> list[str]:

@@ -29,7 +29,13 @@ class RecalibrationRequest(ReasonRequest):
 
 class PromoteRequest(ReasonRequest):
     force: bool = False
-    """Also when no engine is connected to take it, or when it is active already."""
+    """Also when no engine is connected to take it, it is active already or it failed before; and it isn't watched."""
+    dry_run: bool = False
+    """Only check whether it would be done."""
+
+
+class RollbackRequest(ReasonRequest):
+    dry_run: bool = False
 
 
 class OverrideRequest(ReasonRequest):
@@ -121,6 +127,7 @@ class TrainerView(BaseModel):
     loss: float
     train_seconds: float
     preemptions: int
+    preemption_s_p50: float
     preemption_s_p99: float
     idle_ratio: float
 
@@ -165,6 +172,8 @@ class StatusView(BaseModel):
     events: dict[str, int | float]
     store: dict[str, int | float | str]
     operation: OperationView | None
+    canary: dict[str, Any] | None
+    """The trial of a drafter version that is under way: who serves, the evidence so far."""
     overrides: list[OverrideView]
 
 
@@ -207,6 +216,40 @@ class Drafters(BaseModel):
     generation: int
     aliases: dict[str, str | None]
     versions: list[dict[str, Any]]
+
+
+class CanaryRow(BaseModel):
+    """A trial of a drafter version against another on live traffic."""
+
+    operation_id: str
+    kind: str
+    """"canary": the new version was not active yet; "watch": it was."""
+    old: str
+    new: str
+    began_unix_s: float
+    ended_unix_s: float | None
+    decision: str
+    """"" while it goes on; better, worse, unproven or stopped."""
+    text: str
+
+
+class CanaryPoint(BaseModel):
+    """Evidence after a pair of windows."""
+
+    t: float
+    pairs: int
+    rounds: int
+    workload: str
+    """"": all traffic."""
+    evidence_worse: float
+    """log10 of the e-value against the new version."""
+    evidence_better: float
+    change: float
+    """Estimated relative change of conditional acceptance."""
+
+
+class CanaryView(CanaryRow):
+    points: list[CanaryPoint]
 
 
 class AuditRow(BaseModel):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 
 class Notifier:
@@ -42,3 +43,37 @@ class Notifier:
         except OSError:
             return False
         return True
+
+
+class Heartbeat:
+    """READY with the first beat, WATCHDOG as often as systemd wants it, STATUS when it has changed.
+
+    A beat is a claim: call it only where the work itself has just been seen to go on.
+    """
+
+    def __init__(self, notifier: Notifier, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._notifier, self._monotonic = notifier, monotonic
+        self._status = ""
+        self._next_s = float("-inf")
+        self._is_ready = False
+
+    def beat(self, status: str) -> None:
+        """All goes well; `status` says what is being done."""
+        if not self._is_ready:
+            self._is_ready = True
+            self._notifier.ready()
+        self.say(status)
+        interval_s = self._notifier.watchdog_interval_s
+        if interval_s and (now_s := self._monotonic()) >= self._next_s:
+            self._next_s = now_s + interval_s
+            self._notifier.watchdog()
+
+    def say(self, status: str) -> None:
+        """Only the status, without a claim that all goes well."""
+        if status != self._status:
+            self._status = status
+            self._notifier.status(status)
+
+    def stop(self) -> None:
+        """The end has begun."""
+        self._notifier.stopping()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ log = structlog.get_logger("honed.operations")
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 KEPT_IN_MEMORY = 500
+PLANNED = "planned"
+"""Stage, and id, of an operation that a dry run asked for."""
 
 
 @dataclass(slots=True)
@@ -34,14 +36,21 @@ class Operation:
     idempotency_key: str | None = None
     detail: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    request_hash: str = ""
+    """Of the request that began it, so that its key can't stand for another one."""
 
     @property
     def is_finished(self) -> bool:
         return self.state in FINISHED
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether it was only asked what would be done."""
+        return self.stage == PLANNED
+
     def view(self) -> dict[str, Any]:
         """As the API shows it."""
-        return {name: getattr(self, name) for name in Operation.__slots__ if name != "idempotency_key"}
+        return {name: getattr(self, name) for name in Operation.__slots__ if name not in ("idempotency_key", "request_hash")}
 
 
 class Operations:
@@ -51,8 +60,8 @@ class Operations:
         self._store, self._clock = store, clock
         self._by_id: dict[str, Operation] = {}
 
-    def load(self) -> None:
-        """Read what was; what was under way when the daemon went down has failed."""
+    def load(self, resumed: Collection[str] = ()) -> None:
+        """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
         rows = self._store.read(
             "SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,)
         )
@@ -60,6 +69,8 @@ class Operations:
             row["detail"] = json.loads(row["detail"])
             operation = Operation(**row)
             self._by_id[operation.operation_id] = operation
+            if operation.operation_id in resumed:
+                continue
             if not operation.is_finished:
                 self.finish(operation, "failed", error="daemon restarted")
             elif operation.stage == "watching":
@@ -77,6 +88,16 @@ class Operations:
         self._save(operation)
         return operation
 
+    def planned(self, kind: str, reason: str, actor: str, **detail: Any) -> Operation:
+        """What a dry run is answered with: nothing of it is kept."""
+        now = self._clock()
+        return Operation(PLANNED, kind, "succeeded", PLANNED, now, reason, actor, now, detail=detail | {"dry_run": True})
+
+    def note_request(self, operation: Operation, request_hash: str) -> None:
+        """Which request began it."""
+        operation.request_hash = request_hash
+        self._save(operation)
+
     def by_key(self, key: str | None) -> Operation | None:
         """The operation that an earlier request with the same idempotency key began."""
         if key is None:
@@ -93,6 +114,10 @@ class Operations:
         except KeyError as error:
             why = f"no operation {operation_id!r}; {there_are(self._by_id)}"
             raise UnknownError(why, cure="`honed operations` lists them.") from error
+
+    def find(self, operation_id: str) -> Operation | None:
+        """The operation, None when it isn't known (any more)."""
+        return self._by_id.get(operation_id)
 
     def listing(self) -> list[Operation]:
         """Newest first."""

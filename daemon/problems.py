@@ -9,14 +9,18 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from honed.daemon import models
 from honed.daemon.errors import (
     ConflictError,
+    ForbiddenError,
     HonedError,
     PreconditionError,
     RequestError,
+    ReusedKeyError,
     StoreError,
+    UnauthorizedError,
     UnknownError,
 )
 from honed.daemon.service import Service
@@ -25,10 +29,13 @@ log = structlog.get_logger("honed.api")
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
+    UnauthorizedError: (401, "Unauthorized"),
+    ForbiddenError: (403, "Not with this token"),
     UnknownError: (404, "Not found"),
     ConflictError: (409, "Not possible now"),
     PreconditionError: (412, "Changed meanwhile"),
     RequestError: (422, "Invalid request"),
+    ReusedKeyError: (422, "Key was used before"),
     StoreError: (503, "Database unavailable"),
 }
 
@@ -58,6 +65,8 @@ def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
             asked, cure = f"{asked} is nothing that {request.url.netloc} has", other_routes
         answer = problem(error.status_code, str(error.detail), asked, cure)
         answer.headers.update(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the first route that fits the path, not of all
+            answer.headers["allow"] = ", ".join(sorted(methods_of(app, request)))
         return answer
 
     @app.exception_handler(Exception)
@@ -72,3 +81,10 @@ def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
         path = getattr(route, "path", "unknown")
         service.requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
         return response
+
+
+def methods_of(app: FastAPI, request: Request) -> set[str]:
+    """All methods that a path takes. Of two templates that fit ({id} and {id}:cancel), the longer one is meant."""
+    fitting = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
+    meant = max((route.path for route in fitting), key=len, default="")
+    return {method for route in fitting if route.path == meant for method in route.methods or ()}

@@ -1,6 +1,6 @@
-"""Recalibrations: a candidate is asked of the trainer, followed while it is made, and handed on to be swapped in.
+"""Recalibrations: a candidate is asked of the trainer, followed while it is made, and handed on to be tried out.
 
-    TrainRequest -> TrainResult(version) -> alias candidate -> swap -> aliases active, previous -> watch
+    TrainRequest -> TrainResult(version) -> a canary on live traffic (lifecycle.py) -> promoted, or not
 
 At most one is under way. Operators ask for one, and so does drift, when that is allowed; what stands in the way is a
 ConflictError that says what.
@@ -68,6 +68,12 @@ class Recalibrations:
                 f"recalibration {running} is under way, in stage {self.training.stage!r}",
                 cure=f"`honed operations {running}` shows how it gets on, `honed cancel {running}` gives it up.",
             )
+        if (trial := service.lifecycle.canaries.trial) is not None:
+            tried = trial.operation_id
+            raise ConflictError(
+                f"{trial.canary.new} is on trial against {trial.canary.old}",
+                cure=f"`honed canary` shows how it gets on, `honed cancel {tried}` or `honed rollback` ends it.",
+            )
         if not service.trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
         engine = capable.capturing(service, engine_id)
@@ -122,6 +128,11 @@ class Recalibrations:
                 f"operation {operation_id} has ended: {operation.state}",
                 cure=f"`honed operations {operation_id}` shows it; `honed rollback` takes back what was swapped in.",
             )
+        trial = service.lifecycle.canaries.trial
+        if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
+            service.journal.audit(actor, "cancel", operation_id, reason)
+            service.lifecycle.canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
+            return operation
         if operation is not self.training:
             raise ConflictError(
                 f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled",
@@ -156,7 +167,10 @@ class Recalibrations:
         service = self._service
         service.journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
+        if service.lifecycle.canaries.trial is not None:
+            return  # of two versions that take turns one may do worse: that is what is being found out
         self._alarm = (engine, alarm)
+        service.lifecycle.challenge(alarm)
 
     def tick(self, now_s: float) -> None:
         """Deadlines."""
@@ -168,9 +182,7 @@ class Recalibrations:
             elif now_s > self._deadline_s and not service.trainer.is_paused:
                 service.trainer.tell(wire.TrainCancel(operation_id=operation.operation_id, reason="timed out"))
                 self._end_training("failed", "the trainer did not finish in time")
-        lifecycle = service.lifecycle
-        is_quiet = lifecycle.current is None and lifecycle.watch is None
-        if self._alarm is not None and self._settings.automatic and is_quiet:
+        if self._alarm is not None and self._settings.automatic and service.lifecycle.is_quiet:
             self._answer_alarm(*self._alarm, now_s)
 
     def _answer_alarm(self, engine: Engine, alarm: Alarm, now_s: float) -> None:
@@ -201,21 +213,14 @@ class Recalibrations:
             self._end_training("succeeded", **detail)
             return
         try:
-            service.drafters.verified(result.version)
             if (active := service.drafters.active) != self._parent:
                 raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
-            service.lifecycle.check_no_swap()
-            service.drafters.move({"candidate": result.version})
-            engines = capable.swappable(service, result.version)
-            if not engines:
-                why = capable.why_none(service, result.version)
-                raise ConflictError(f"{why}; `honed promote {result.version}` when there is one")
+            service.operations.move(operation, **detail)
+            service.lifecycle.try_out(operation, result.version)
         except HonedError as error:
             self._end_training("failed", str(error), **detail)
             return
         self.training, self._ended_s = None, service.monotonic()
-        service.operations.move(operation, stage="swapping", **detail)
-        service.lifecycle.swap_in(operation, result.version, engines)
 
     def _ask_again(self, operation: Operation) -> None:
         """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""

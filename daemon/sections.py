@@ -69,7 +69,9 @@ class PathSettings(Section):
     """Where the daemon keeps what must survive (state) and what must not (runtime)."""
 
     state_dir: Path = Field(default_factory=default_state_dir)
+    """What must survive: the database and the registry of drafters."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
+    """What must not: sockets, rings and flags. vLLM needs the same one, as HONED_RUNTIME_DIR."""
 
     @property
     def database(self) -> Path:
@@ -94,9 +96,13 @@ class StoreSettings(Section):
     max_raw_bytes: int = 4 << 30
     """Compressed raw batches kept; the oldest go first."""
     max_raw_age_s: float = 7 * 86400.0
+    """Age up to which raw batches are kept."""
     max_age_1s_s: float = 6 * 3600.0
+    """Age up to which sums by second are kept."""
     max_age_1min_s: float = 30 * 86400.0
+    """Age up to which sums by minute are kept."""
     max_age_1h_s: float = 5 * 366 * 86400.0
+    """Age up to which sums by hour are kept."""
     synchronous: Literal["FULL", "EXTRA"] = "FULL"
     """NORMAL isn't offered: in WAL mode it loses acknowledged commits when the power fails."""
     queue_bytes: int = 256 << 20
@@ -116,6 +122,7 @@ class EventSettings(Section):
     """The socket that engines and trainers connect to."""
 
     max_frame_bytes: int = 64 << 20
+    """Longest message taken from an engine or a trainer."""
     engine_lost_s: float = 5.0
     """Silence after which an engine counts as disconnected."""
     log_token_ids: bool = False
@@ -135,12 +142,20 @@ class HttpSettings(Section):
 
     metrics_listen: str = "127.0.0.1:9464"
     """host:port of /metrics, /healthz, /readyz; "" for none. Only loopback addresses."""
+    admin_listen: str = ""
+    """host:port of the admin API beside its unix socket, with tokens; "" for none. Only loopback addresses."""
+    read_token_file: Path | None = None
+    """File of the token that reads; default: systemd's credential honed-read-token, else nobody only reads."""
+    admin_token_file: Path | None = None
+    """File of the token that changes things; default: systemd's credential honed-admin-token."""
     max_body_bytes: int = 64 << 10
+    """Longest body of a request."""
     mutations_per_minute: int = 120
+    """Changes over the admin API, on each of its listeners."""
 
     RANGES: ClassVar[Ranges] = {"max_body_bytes": Range(1024, 1 << 30), "mutations_per_minute": Range(1, 1_000_000)}
 
-    @field_validator("metrics_listen")
+    @field_validator("metrics_listen", "admin_listen")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         if value:
@@ -156,19 +171,21 @@ class RecalibrationSettings(Section):
     min_interval_s: float = 900.0
     """Between the end of one recalibration and the automatic start of the next."""
     max_seconds: float = 600.0
+    """Longest training of a recalibration that doesn't say."""
     scope: Literal["kv-frozen", "full"] = "kv-frozen"
+    """"full" trains everything, and its swap resets the prefix cache; "kv-frozen" leaves alone what cached keys depend on."""
     grace_s: float = 120.0
     """Beyond `max_seconds`, for gating and writing, before the operation is given up."""
     trainer_lost_s: float = 30.0
+    """Silence after which the trainer counts as gone, and what it was doing as failed."""
     swap_timeout_s: float = 60.0
+    """How long engines may take to swap."""
     collect_share: float = 1.0
     """Share of requests that are captured while a recalibration is under way."""
-    watch_max_s: float = 3600.0
-    """A version that nothing was found against for so long stays."""
 
     RANGES: ClassVar[Ranges] = {
         "min_interval_s": Range(0, 1e9),
-        **dict.fromkeys(("max_seconds", "grace_s", "trainer_lost_s", "swap_timeout_s", "watch_max_s"), SECONDS),
+        **dict.fromkeys(("max_seconds", "grace_s", "trainer_lost_s", "swap_timeout_s"), SECONDS),
         "collect_share": SHARE,
     }
 
@@ -201,11 +218,11 @@ def value_of(settings_class: type[D], section: Section) -> D:
 if TYPE_CHECKING:  # made at run time, so a type checker only knows what they have in common
     class ControllerSection(Section): ...
 
-    class WatchSection(Section): ...
+    class CanarySection(Section): ...
 
     class TrainerSection(Section): ...
 
     class GateSection(Section): ...
 else:
-    ControllerSection, WatchSection = section_of(ControllerSettings), section_of(CanarySettings)
+    ControllerSection, CanarySection = section_of(ControllerSettings), section_of(CanarySettings)
     TrainerSection, GateSection = section_of(TrainerSettings), section_of(GateSettings)

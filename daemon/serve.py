@@ -6,6 +6,7 @@ on the way is one clear line on stderr and exit code 2.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import secrets
@@ -23,13 +24,11 @@ from honed.daemon.http_server import HttpServer
 from honed.daemon.notify import Notifier
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings, load
+from honed.daemon.supervise import supervise
 
 log = structlog.get_logger("honed.serve")
 
-EXIT_OK = 0
-EXIT_FAILED = 1
 EXIT_USAGE = 2
-CHECK_S = 5.0
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -41,10 +40,11 @@ def run(settings: Settings, stop: threading.Event | None = None) -> int:
             signal.signal(number, lambda *_: is_asked.set())
     try:
         configure_logging()
+        faulthandler.enable()  # the watchdog's SIGABRT leaves every thread's stack in the journal
         os.umask(0o027)
         with ExitStack() as stack:
-            service = start(settings, stack)
-            return supervise(service, is_asked, Notifier())
+            service, http = start_all(settings, stack)
+            return supervise(service, is_asked, Notifier(), http.problems)
     except HonedError as error:
         print(f"honed: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -52,6 +52,11 @@ def run(settings: Settings, stop: threading.Event | None = None) -> int:
 
 def start(settings: Settings, stack: ExitStack) -> Service:
     """Start everything; `stack` stops it in the opposite order. Raises StartError."""
+    return start_all(settings, stack)[0]
+
+
+def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer]:
+    """As `start`, with the HTTP server, too."""
     paths = settings.paths
     make_folder(paths.state_dir, 0o750)
     make_folder(paths.runtime_dir, 0o750)
@@ -67,27 +72,7 @@ def start(settings: Settings, stack: ExitStack) -> Service:
     service.start()
     stack.callback(http.stop)
     http.start()
-    return service
-
-
-def supervise(service: Service, is_asked: threading.Event, notifier: Notifier) -> int:
-    """Tell systemd how it goes, until asked to stop. A part that has died ends the process, so that it is restarted."""
-    notifier.ready()
-    notifier.status("serving")
-    log.info("serving", runtime_dir=str(service.settings.paths.runtime_dir), pid=os.getpid())
-    interval_s = notifier.watchdog_interval_s or CHECK_S
-    code = EXIT_OK
-    while not is_asked.wait(interval_s):
-        if problems := service.problems:
-            log.error("not healthy", problems=problems)
-            if not service.store.is_alive or not service.router.is_alive:
-                code = EXIT_FAILED
-                break
-        else:
-            notifier.watchdog()
-    notifier.stopping()
-    log.info("stopping")
-    return code
+    return service, http
 
 
 def make_folder(path: Path, mode: int) -> None:

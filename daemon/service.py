@@ -21,6 +21,7 @@ from honed.adapt import wire
 from honed.adapt.drift import Alarm
 from honed.daemon import batch_tables
 from honed.daemon.batch_tables import StoredBatch
+from honed.daemon.checksums import Checksums
 from honed.daemon.drafters import Drafters
 from honed.daemon.engines import Engine, Engines
 from honed.daemon.filesystem import filesystem_of
@@ -30,6 +31,7 @@ from honed.daemon.lifecycle import Lifecycle
 from honed.daemon.operations import Operations
 from honed.daemon.overrides import Overrides
 from honed.daemon.recalibrations import Recalibrations
+from honed.daemon.recall import recall
 from honed.daemon.rollups import Counts
 from honed.daemon.router import Router
 from honed.daemon.settings import Settings
@@ -79,7 +81,9 @@ class Service:
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.router.send, settings.recalibration, monotonic)
         self.lifecycle = Lifecycle(self)
+        self.swaps.are_taking_turns = lambda: self.lifecycle.canaries.trial is not None
         self.recalibrations = Recalibrations(self)
+        self.checksums = Checksums(self)
         self.ingest = Ingest(
             self.engines,
             self.store,
@@ -107,7 +111,7 @@ class Service:
     def start(self) -> None:
         """Begin to write, then to listen. Raises StartError."""
         self.store.start()
-        self.operations.load()
+        self.lifecycle.load()
         self.overrides.load()
         self.router.start()
         self._ticker.start()
@@ -151,7 +155,8 @@ class Service:
         """Once a second: deadlines, policies, who is gone."""
         self.overrides.expire()
         self.swaps.tick(now_s)
-        self.lifecycle.tick(now_s)
+        self.lifecycle.canaries.tick(now_s)
+        self.checksums.tick(now_s)
         self.recalibrations.tick(now_s)
         for engine in self.engines.by_id.values():
             if not engine.is_lost and not self.engines.is_connected(engine, now_s):
@@ -185,6 +190,9 @@ class Service:
             lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns)
         )
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
+        if engine.controller is None and not engine.is_recalling:
+            engine.is_recalling = True
+            self._background.submit(self._recall, engine, hello)
         if engine.live_version:
             self._welcome(engine)
         else:
@@ -200,6 +208,17 @@ class Service:
             if engine.live_version == "":
                 engine.live_version = version
             self._welcome(engine)
+
+    def _recall(self, engine: Engine, hello: wire.EngineHello) -> None:
+        controller = self.steering.new_controller(hello)
+        try:
+            learned = recall(self.settings.paths.database, hello, controller) if controller is not None else 0
+            log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
+        except Exception as error:
+            log.exception("nothing could be learned from the stored log", error=str(error))
+        with self.lock:
+            engine.controller, engine.is_recalling = controller, False
+            self.steer(self.monotonic())
 
     def _welcome(self, engine: Engine) -> None:
         boot = engine.boot
@@ -220,16 +239,21 @@ class Service:
         self.swaps.on_engine(engine, now_s)
         self.steer(now_s)
 
+    def in_background(self, job: Callable[[], None]) -> None:
+        """Do what takes long, and takes the lock only when it needs it."""
+        self._background.submit(job)
+
     def on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():
             self.live[engine.engine_id, workload, item.batch.drafter_version].add(counts)
         self.decisions.update((engine.engine_id, reason) for reason in item.batch.steps.decision)
         if not item.counts.malformed:
             self.steering.put(engine, item.batch)
-            self.lifecycle.on_batch(engine, item.batch)
+            self.lifecycle.canaries.on_batch(item.batch)
 
     def on_command_result(self, result: wire.CommandResult) -> None:
         self.swaps.on_result(result)
+        self.checksums.on_result(result)
 
     def on_trainer(self, peer: bytes, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
         if self.trainer.hear(peer, message):

@@ -27,6 +27,7 @@ from honed.daemon import variables
 from honed.daemon.errors import SettingsError
 from honed.daemon.mistakes import Given, explain
 from honed.daemon.sections import (
+    CanarySection,
     ControllerSection,
     EventSettings,
     GateSection,
@@ -35,7 +36,6 @@ from honed.daemon.sections import (
     RecalibrationSettings,
     StoreSettings,
     TrainerSection,
-    WatchSection,
     value_of,
 )
 from honed.recalib.gate import GateSettings
@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     http: HttpSettings = Field(default_factory=HttpSettings)
     recalibration: RecalibrationSettings = Field(default_factory=RecalibrationSettings)
     controller: ControllerSection = Field(default_factory=ControllerSection)
-    watch: WatchSection = Field(default_factory=WatchSection)
+    canary: CanarySection = Field(default_factory=CanarySection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     gate: GateSection = Field(default_factory=GateSection)
 
@@ -63,9 +63,9 @@ class Settings(BaseSettings):
         """adapt's own settings value, out of the section of the same name."""
         return value_of(ControllerSettings, self.controller)
 
-    def watch_settings(self) -> CanarySettings:
-        """How a fresh version is watched."""
-        return value_of(CanarySettings, self.watch)
+    def canary_settings(self) -> CanarySettings:
+        """How versions are tried out against each other."""
+        return value_of(CanarySettings, self.canary)
 
     def trainer_settings(self) -> TrainerSettings:
         """For the trainer process."""

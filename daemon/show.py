@@ -7,7 +7,8 @@ never read as markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -82,7 +83,7 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
             cells.count(w.get("rounds")),
             cells.number(w.get("acceptance_length"), 3),
             cells.percent(w.get("acceptance_rate")),
-            " ".join(f"{p:.2f}" for p in w.get("conditional_by_position") or []) or cells.NOTHING,
+            " ".join(f"{p:.2f}" for p in w.get("by_position") or []) or cells.NOTHING,
             Text(state, STATE_STYLES.get(state, "")),
         )
     return table
@@ -170,6 +171,51 @@ def gate(rows: Iterable[Document]) -> RenderableType:
     return table
 
 
+def canary_line(trial: Document) -> str:
+    """A trial that is under way, in one line."""
+    versions = f"{cells.text(trial.get('new'))} against {cells.text(trial.get('old'))}"
+    found = f"{100 * (trial.get('change') or 0.0):+.1f} % accepted"
+    worse, better = (cells.number(trial.get(f"evidence_{says}"), 1) for says in ("worse", "better"))
+    rounds = f"{cells.count(trial.get('rounds'))} of at most {cells.count(trial.get('max_rounds'))} rounds"
+    return f"{versions}, {rounds}: {found}, evidence 10^{worse} against, 10^{better} for it"
+
+
+def canaries(rows: Sequence[Document]) -> RenderableType:
+    """Trials of drafter versions, newest first."""
+    table = Rows.of("operation", "kind", "new", "old", "since", "verdict", "why")
+    for r in rows:
+        decision = cells.text(r.get("decision") or "going on")
+        style = {"better": "green", "worse": "red", "going on": "cyan"}.get(decision, "")
+        table.add_row(
+            cells.text(r.get("operation_id")),
+            cells.text(r.get("kind")),
+            cells.text(r.get("new")),
+            cells.text(r.get("old")),
+            cells.moment(r.get("began_unix_s")),
+            Text(decision, style),
+            cells.text(r.get("text")),
+        )
+    return table
+
+
+def canary(document: Document) -> RenderableType:
+    """One trial, with its evidence over time; at most some 40 lines of it."""
+    table = Rows.of("when", "pairs", "rounds", "workload", "log10 e against", "log10 e for", "change")
+    points = document.get("points") or []
+    every = max(1, -(-len(points) // 40))
+    for p in points[::-1][::every][::-1]:
+        table.add_row(
+            cells.moment(p.get("t")),
+            cells.count(p.get("pairs")),
+            cells.count(p.get("rounds")),
+            cells.text(p.get("workload") or "all"),
+            cells.number(p.get("evidence_worse"), 2),
+            cells.number(p.get("evidence_better"), 2),
+            f"{100 * (p.get('change') or 0.0):+.1f} %",
+        )
+    return Group(canaries([document]), table)
+
+
 def overrides(rows: Sequence[Document]) -> RenderableType:
     """What operators have taken out of the controller's hands, and until when."""
     table = Rows.of("override", "value", "until", "why", "who")
@@ -187,6 +233,22 @@ def audit(rows: Sequence[Document]) -> RenderableType:
         texts = (cells.text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))
         table.add_row(cells.moment(r.get("t")), *texts)
     return table
+
+
+def config(document: Document) -> RenderableType:
+    """Settings, a line each, as honed.toml would have them."""
+    grid = Rows.of(show_header=False)
+    for key, value in _flat(document):
+        grid.add_row(Text(key, "dim"), json.dumps(value, ensure_ascii=False))
+    return grid
+
+
+def _flat(document: Document, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _verdict(document: Document) -> RenderableType:
@@ -220,6 +282,8 @@ def _facts(document: Document) -> RenderableType:
     if running := document.get("operation"):
         text = f"{running.get('kind')} {running.get('operation_id')}: {running.get('stage')}"
         grid.add_row(Text("operation", "dim"), Text(text, "cyan"))
+    if trial := document.get("canary"):
+        grid.add_row(Text("canary", "dim"), Text(canary_line(trial), "cyan"))
     events, store = document.get("events") or {}, document.get("store") or {}
     counts = f"{cells.count(events.get('received_rounds'))} rounds in {cells.count(events.get('batches'))} batches"
     lag = f"{cells.number(events.get('lag_s'), 2)} s behind, {cells.count(events.get('lost_rounds'))} rounds lost"

@@ -80,14 +80,17 @@ class Steering:
                 self._send(engine.peer, policy)
 
     def controller(self, engine: Engine) -> EngineController | None:
-        """The engine's controller, made when it is first needed; None while the engine hasn't said what it is."""
-        hello = engine.hello
-        if engine.controller is None and hello is not None and hello.num_spec_tokens > 0:
-            engine.controller = EngineController(
-                engine.engine_id, hello.num_spec_tokens, hello.max_num_seqs, self._settings
-            )
+        """The engine's controller, made when it is first needed; None while it isn't known what is to be steered, or how."""
+        if engine.controller is None and engine.hello is not None and not engine.is_recalling:
+            engine.controller = self.new_controller(engine.hello)
         controller: EngineController | None = engine.controller
         return controller
+
+    def new_controller(self, hello: wire.EngineHello) -> EngineController | None:
+        """A controller that has seen nothing yet; None for an engine that doesn't speculate."""
+        if hello.num_spec_tokens <= 0:
+            return None
+        return EngineController(hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs, self._settings)
 
     def beliefs(self, engine: Engine) -> dict[str, Any]:
         """What the engine's controller believes, JSON-able."""

@@ -2,7 +2,8 @@
 
 A swap is a command to each engine concerned, and their answers. An engine that goes away meanwhile is asked again when it
 comes back; what it then says it runs settles the matter. Apart from that, an engine that runs another version than
-`active` (it was restarted, the daemon was, a swap half failed) is brought to it, with growing pauses between attempts.
+`active` (it was restarted, the daemon was, a swap half failed) is brought to it, with growing pauses between attempts. While
+two versions take turns (canaries.py), which one an engine is to run isn't decided here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -26,6 +27,15 @@ log = structlog.get_logger("honed.swaps")
 MAX_PAUSE_S = 60.0
 
 
+class Beside(NamedTuple):
+    """The version that another one takes turns with: both stay staged, and without further word the engine goes home."""
+
+    version: str
+    home: str
+    """The one of the two that is active."""
+    lease_s: float
+
+
 @dataclass(slots=True)
 class Swap:
     """One version on its way into some engines."""
@@ -34,9 +44,13 @@ class Swap:
     engine_ids: list[str]
     on_done: Callable[[Swap], None]
     failures: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    """Engines that answered with a failure, rather than not at all."""
     figures: dict[str, float] = field(default_factory=dict)
     """Worst of the engines: pause_ms, stage_ms."""
     waiting: set[str] = field(default_factory=set)
+    is_turn: bool = False
+    """One of many, while two versions take turns."""
 
 
 @dataclass(slots=True)
@@ -70,21 +84,29 @@ class Swaps:
         self._attempts: dict[str, _Attempts] = {}
         self.results: Counter[str] = Counter()
         self.last_pause_s = 0.0
+        self.are_taking_turns: Callable[[], bool] = lambda: False
 
-    def begin(self, version: str, engines: list[Engine], on_done: Callable[[Swap], None]) -> Swap:
+    def begin(
+        self, version: str, engines: list[Engine], on_done: Callable[[Swap], None], beside: Beside | None = None
+    ) -> Swap:
         """Send a version to engines; `on_done` is called once all have answered or their time is over.
 
         Raises:
             HonedError: the version doesn't exist.
         """
         manifest = self._drafters.manifest(version)
-        args = {"version": version, "path": str(self._drafters.path(version))}
-        args |= {"sha256": manifest.sha256, "scope": manifest.scope}
-        swap = Swap(version, [engine.engine_id for engine in engines], on_done)
+        args = {"version": version, "path": str(self._drafters.path(version)), "sha256": manifest.sha256}
+        if beside is not None:
+            args |= {"beside_version": beside.version, "beside_path": str(self._drafters.path(beside.version))}
+            args |= {"beside_sha256": self._drafters.manifest(beside.version).sha256}
+            args |= {"home_version": beside.home, "lease_s": f"{beside.lease_s:g}"}
+        swap = Swap(version, [engine.engine_id for engine in engines], on_done, is_turn=beside is not None)
         swap.waiting.update(swap.engine_ids)
         for engine in engines:
             self._drop(engine.engine_id)
-            command = wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args)
+            drops_cache = not self._drafters.shares_cache(engine.live_version, version)
+            here = args | {"drops_cache": "1" if drops_cache else "0"}
+            command = wire.Command(command_id=secrets.token_hex(8), kind="swap", args=here)
             deadline_s = self._monotonic() + self._settings.swap_timeout_s
             self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, deadline_s)
             self._send(engine.peer, command)
@@ -105,6 +127,8 @@ class Swaps:
             for name, value in result.figures.items():
                 sent.swap.figures[name] = max(value, sent.swap.figures.get(name, value))
             self.last_pause_s = result.figures.get("pause_ms", 0.0) / 1000.0
+        if not result.ok:
+            sent.swap.refused.add(sent.engine_id)
         self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
 
     def on_engine(self, engine: Engine, now_s: float) -> None:
@@ -128,7 +152,7 @@ class Swaps:
         self._reconcile(now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        if self._sent:
+        if self._sent or self.are_taking_turns():
             return
         active = self._drafters.active
         if not active:
@@ -156,11 +180,13 @@ class Swaps:
             return False
         return target in ("", engine.hello.target_path)
 
-    def _settle(self, sent: _Sent, failure: str) -> None:
+    def _settle(self, sent: _Sent, failure: str, is_replaced: bool = False) -> None:
         swap = sent.swap
-        self.results["failed" if failure else "ok"] += 1
+        result = "replaced" if is_replaced else "failed" if failure else "turn" if swap.is_turn else "ok"
+        self.results[result] += 1
         if failure:
             swap.failures[sent.engine_id] = failure
+        if failure and not is_replaced:
             log.warning("swap failed", engine_id=sent.engine_id, version=swap.version, error=failure)
         swap.waiting.discard(sent.engine_id)
         if not swap.waiting:
@@ -170,7 +196,7 @@ class Swaps:
         """A newer swap of the same engine replaces an older one."""
         for sent in [s for s in self._sent.values() if s.engine_id == engine_id]:
             del self._sent[sent.command.command_id]
-            self._settle(sent, "another swap took its place")
+            self._settle(sent, "another swap took its place", is_replaced=True)
 
     @staticmethod
     def _log_reconciled(swap: Swap) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from rich.text import Text
 from honed.daemon.client import EXIT_USAGE, AdminClient, AdminError
 
 if TYPE_CHECKING:
+    from honed.daemon.sections import PathSettings
     from honed.daemon.settings import Settings
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
@@ -32,6 +34,8 @@ IfMatch = Annotated[
     int | None, typer.Option("--if-match", help="Only if the registry is still at this generation (`honed drafters`).")
 ]
 
+SERVICE_DIR = Path("/run/honed")
+"""Runtime folder of `honed.service`."""
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -55,8 +59,18 @@ class Connection:
                 fail(f"the token file can't be read: {error}", exit_code=EXIT_USAGE)
         if self.url:
             return AdminClient(url=self.url, token=token, timeout_s=self.timeout_s)
-        path = self.socket or load_settings(self.config).paths.admin_socket
+        path = self.socket or socket_of(load_settings(self.config).paths)
         return AdminClient(path, token=token, timeout_s=self.timeout_s)
+
+
+def socket_of(paths: PathSettings) -> Path:
+    """The daemon's socket; the service's, where a user who set no other folder has no daemon of its own."""
+    from honed.daemon.sections import default_runtime_dir
+
+    own = paths.admin_socket
+    if paths.runtime_dir == default_runtime_dir() and not os.path.exists(own) and SERVICE_DIR.is_dir():
+        return SERVICE_DIR / own.name
+    return own
 
 
 def load_settings(config: Path | None, **paths: Path | None) -> Settings:

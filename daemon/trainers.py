@@ -87,6 +87,7 @@ class Trainer:
             "loss": status.loss if status else 0.0,
             "train_seconds": status.train_seconds if status else 0.0,
             "preemptions": status.preemptions if status else 0,
+            "preemption_s_p50": status.preemption_s_p50 if status else 0.0,
             "preemption_s_p99": status.preemption_s_p99 if status else 0.0,
             "idle_ratio": status.idle_ratio if status else 0.0,
             "samples_bytes": status.samples_bytes if status else 0,

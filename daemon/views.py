@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from honed.daemon import canary_tables
 from honed.daemon.engines import Engine
+from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.rollups import Counts
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def status(service: Service) -> dict[str, Any]:
                 "last_error": service.store.last_error,
             },
             "operation": operation.view() if operation is not None else None,
+            "canary": trial.view() if (trial := service.lifecycle.canaries.trial) is not None else None,
             "overrides": service.overrides.listing(),
         }
 
@@ -213,3 +216,13 @@ def timeline(service: Service, resolution: str, since: float, workload: str) -> 
         "SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,)
     )
     return {"points": rows[::-1], "marks": marks[::-1]}
+
+
+def canary(service: Service, operation_id: str) -> dict[str, Any]:
+    """A trial and its evidence over time. Raises UnknownError."""
+    rows = canary_tables.listing(service.store, 1000)
+    for row in rows:
+        if row["operation_id"] == operation_id:
+            return row | {"points": canary_tables.points(service.store, operation_id)}
+    why = f"no trial {operation_id!r}; {there_are(row['operation_id'] for row in rows)}"
+    raise UnknownError(why, cure="`honed canary` lists them.")

@@ -18,6 +18,7 @@ STAGES = {
     "training": "training",
     "gating": "comparing with the active drafter on held-out sessions",
     "swapping": "swapping the weights into the running engine",
+    "canary": "taking turns with the active version on live traffic",
     "watching": "watching live acceptance",
     "done": "done",
 }
@@ -45,7 +46,7 @@ def headline(view: View) -> str:
 def share_done(view: View) -> float | None:
     """How much of the training is over, 0 … 1, by steps or by time; None while nobody can know."""
     detail = view.get("detail") or {}
-    if view.get("stage") in ("gating", "swapping", "watching", "done"):
+    if view.get("stage") in ("gating", "canary", "swapping", "watching", "done"):
         return 1.0
     shares = [
         detail[done] / detail[most]

@@ -31,12 +31,17 @@ class BusyFlag:
             if self._map is None or (status.st_dev, status.st_ino) != self._identity:
                 self.close()
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                self._map = mmap.mmap(self._descriptor, 1, access=mmap.ACCESS_READ)
+                self._map = mmap.mmap(self._descriptor, 16, access=mmap.ACCESS_READ)
                 self._identity = (status.st_dev, status.st_ino)
             return self._map[0] != 0 and self._is_held()
         except (OSError, ValueError):  # not there, empty, or not ours to read
             self.close()
             return False
+
+    @property
+    def raised_s(self) -> float:
+        """When the flag went up the last time, on the clock of `time.monotonic`; 0 when that isn't known."""
+        return int.from_bytes(self._map[8:16], "little") / 1e9 if self._map is not None else 0.0
 
     def close(self) -> None:
         """Let go of the file; it is opened again when needed."""
@@ -78,22 +83,18 @@ class Idleness:
 
 
 class Preemptions:
-    """How often work arrived during a unit of training, and how long it may have shared the device with it.
-
-    The moment of arrival isn't known, so a delay is taken as the whole unit that was running: an upper bound.
-    """
+    """How often work arrived while the trainer was at work, and how long it had to share the device with it."""
 
     def __init__(self, remembered: int = 1000) -> None:
         self.count = 0
         self._delays_s: deque[float] = deque(maxlen=remembered)
 
-    def observe(self, unit_s: float) -> None:
-        """Work was there after a unit of this length and wasn't before it; 0 when it came between two units."""
+    def observe(self, delay_s: float) -> None:
+        """So long after work arrived the trainer stopped; 0 when it came between two units of work."""
         self.count += 1
-        self._delays_s.append(unit_s)
+        self._delays_s.append(delay_s)
 
-    @property
-    def p99_s(self) -> float:
-        """99th percentile of the delays remembered, 0 when there was none."""
+    def quantile_s(self, share: float) -> float:
+        """Quantile of the delays remembered, 0 when there was none."""
         ordered = sorted(self._delays_s)
-        return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0
+        return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0

@@ -7,8 +7,10 @@ blocks, are independent: the paired bootstrap of the gate draws sessions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +19,11 @@ from honed.recalib.blocks import block_labels, eligible_anchors
 from honed.recalib.denoising import ONE_PASS, Denoising, draft_in_steps
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.losses import AcceptanceCounts, accepted_prefix, count_acceptance
+from honed.recalib.pace import Pace
 from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
+
+R = TypeVar("R")
 
 # Letters: N anchors, K draft positions.
 
@@ -61,7 +66,6 @@ class Evaluation:
         return 1.0 + sum(int(getattr(s, accepted)) for s in chosen) / max(1, num_rounds)
 
 
-@torch.inference_mode()
 def expected_acceptance_length(
     drafter: DFlashDrafter,
     samples: Iterable[TrainingSample],
@@ -82,52 +86,85 @@ def expected_acceptance_length(
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
     counts: dict[str, list[AcceptanceCounts]] = {}
     for sample in samples:
-        packed = pack([sample])
-        anchors = eligible_anchors(packed, k)
-        anchors = anchors[anchors >= sample.num_prompt_tokens]
-        if not len(anchors):
-            continue
-        drafts, labels = draft_blocks(drafter, packed, anchors, k, max_anchors_per_pass, denoising)
-        is_valid = torch.ones_like(labels, dtype=torch.bool)
-        accepted = accepted_prefix(drafts, labels, is_valid).tolist()
-        rounds = walk(accepted)
-        figures = SessionFigures(
-            sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
-        )
-        sessions.setdefault((sample.session, sample.workload), []).append(figures)
-        counts.setdefault(sample.workload, []).append(count_acceptance(drafts[rounds], labels[rounds], is_valid[rounds]))
+        replayed = run_through(replay_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
+        if replayed is not None:
+            sessions.setdefault((sample.session, sample.workload), []).append(replayed[0])
+            counts.setdefault(sample.workload, []).append(replayed[1])
     return Evaluation(
         sessions=tuple(_add_sessions(group) for group in sessions.values()),
         positions={workload: _add_counts(group) for workload, group in counts.items()},
     )
 
 
-def draft_blocks(
+@torch.inference_mode()
+def replay_in_parts(
     drafter: DFlashDrafter,
-    packed: PackedSamples,
-    anchors: Tensor,
+    sample: TrainingSample,
     num_draft_tokens: int,
-    max_anchors_per_pass: int,
+    max_anchors_per_pass: int = 256,
     denoising: Denoising = ONE_PASS,
-) -> tuple[Tensor, Tensor]:  # 2 x [N, K]: drafted, emitted
-    """Greedy drafts from every anchor, and what the target emitted there."""
-    labels = block_labels(packed.token_ids, anchors, num_draft_tokens)
+    pace: Pace | None = None,
+) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
+    """Replay one sample, returning control by a `yield` after each pass; None for a sample without a whole block.
+
+    Args:
+        pace: how many anchors a pass has, up to `max_anchors_per_pass`.
+    """
+    packed = pack([sample])
+    anchors = eligible_anchors(packed, num_draft_tokens)
+    anchors = anchors[anchors >= sample.num_prompt_tokens]
+    if not len(anchors):
+        return None
+    on_device = packed.to(drafter.norm.weight.device)
+    drafts: list[Tensor] = []
+    done = 0
+    while done < len(anchors):
+        began_s = time.perf_counter()
+        most = min(max_anchors_per_pass, len(anchors) - done)
+        part = anchors[done : done + (pace.blocks(most) if pace else most)]
+        drafts.append(draft_blocks(drafter, on_device, part, num_draft_tokens, denoising))
+        done += len(part)
+        if pace is not None:
+            pace.observe(len(part), time.perf_counter() - began_s)
+        yield
+    drafted, labels = torch.cat(drafts), block_labels(packed.token_ids, anchors, num_draft_tokens)
+    is_valid = torch.ones_like(labels, dtype=torch.bool)
+    accepted = accepted_prefix(drafted, labels, is_valid).tolist()
+    rounds = walk(accepted)
+    figures = SessionFigures(
+        sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
+    )
+    return figures, count_acceptance(drafted[rounds], labels[rounds], is_valid[rounds])
+
+
+def draft_blocks(
+    drafter: DFlashDrafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int, denoising: Denoising = ONE_PASS
+) -> Tensor:  # [N, K]
+    """Greedy drafts from some anchors; `packed` is where the drafter is, the drafts are on the CPU."""
     device = drafter.norm.weight.device
-    packed = packed.to(device)
-    drafts = []
+    anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
         features = packed.features.float()
         context = features if packed.is_fused else drafter.fuse(features)
-        given = (context, packed.positions, packed.token_ids)
-        for part in torch.split(anchors.to(device), max_anchors_per_pass):
 
-            def logits_of(tokens: Tensor, part: Tensor = part) -> Tensor:
-                logits: Tensor = drafter(*given, part, packed.segments, num_draft_tokens, tokens)
-                return logits
+        def logits_of(tokens: Tensor) -> Tensor:
+            logits: Tensor = drafter(
+                context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
+            )
+            return logits
 
-            mask = drafter.config.mask_token_id
-            drafts.append(draft_in_steps(logits_of, len(part), num_draft_tokens, mask, denoising, device).cpu())
-    return torch.cat(drafts), labels
+        mask = drafter.config.mask_token_id
+        return draft_in_steps(logits_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
+
+
+def run_through(parts: Generator[None, None, R]) -> R:
+    """All parts in one go; what the generator returns."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: R = end.value
+            return result
 
 
 def walk(accepted: Sequence[int]) -> list[int]:

@@ -35,14 +35,23 @@ class GateSettings:
     """How sure the gate wants to be."""
 
     min_sessions: int = 6
+    """With fewer held-out sessions nothing can be said of a workload."""
     full_sessions: int = 30
+    """With so many the interval alone decides."""
     margin: float = 0.0
+    """Gain that the interval's lower end must exceed."""
     few_margin: float = 0.03
+    """With fewer than `full_sessions`: gain that will do, too, …"""
     few_floor: float = 0.98
+    """… if the interval's lower end is above this."""
     max_loss: float = 0.03
+    """What a workload that needn't gain may lose."""
     confidence: float = 0.95
+    """Of the interval."""
     resamples: int = 2000
+    """Of the bootstrap."""
     seed: int = 0
+    """Of the bootstrap."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("min_sessions", "full_sessions"), COUNT),

@@ -36,6 +36,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Of the target's config.json; "" when the target isn't a local folder."""
     context_sha256: str = ""
     """Of `fc` and `hidden_norm`: fused features of one drafter are meaningful to another only where this is equal."""
+    kv_sha256: str = ""
+    """Of all that cached context keys and values depend on: versions with the same one can be exchanged and the cache kept."""
     note: str = ""
     figures: dict[str, Any] = {}
     data_window: dict[str, Any] = {}
@@ -64,6 +66,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
             config_sha256=sha256_file(config),
             target_sha256=_target_sha256(str(about.get("target_path", ""))),
             context_sha256=sha256_tensors(weights, entries, _makes_features),
+            kv_sha256=sha256_tensors(weights, entries, _makes_context),
             num_tensors=len(entries),
             **about,
         )
@@ -115,6 +118,10 @@ def verify_files(folder: Path) -> Manifest:
 
 def _makes_features(name: str) -> bool:
     return any(part in ("fc", "hidden_norm") for part in name.split("."))
+
+
+def _makes_context(name: str) -> bool:
+    return any(part in ("fc", "hidden_norm", "k_proj", "v_proj", "k_norm") for part in name.split("."))
 
 
 def _target_sha256(target_path: str) -> str:

@@ -11,7 +11,7 @@ training was broken off between two updates and taken up again from `state`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,9 @@ from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, el
 from honed.recalib.denoising import Denoising, reveal_randomly
 from honed.recalib.drafter import KV_PATH, DFlashDrafter
 from honed.recalib.ema import WeightAverage
+from honed.recalib.evaluate import run_through
 from honed.recalib.objective import Blocks, Objective
+from honed.recalib.pace import Pace
 from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training_settings import Loss, Scope, TrainingSettings
@@ -99,7 +101,22 @@ class MicroTrainer:
         kept: Sequence[bool] = (),
         remaining: float = 1.0,
     ) -> StepFigures:
-        """One micro-step; every `micro_steps_per_update`-th also updates the weights.
+        """One micro-step in one go; arguments and errors are those of `parts`."""
+        return run_through(self.parts(samples, preferred_anchors, kept=kept, remaining=remaining))
+
+    def parts(
+        self,
+        samples: Sequence[TrainingSample],
+        preferred_anchors: Sequence[int] | None = None,
+        *,
+        kept: Sequence[bool] = (),
+        remaining: float = 1.0,
+        pace: Pace | None = None,
+    ) -> Generator[None, None, StepFigures]:
+        """One micro-step, a few blocks at a time; every `micro_steps_per_update`-th also updates the weights.
+
+        Between two parts control returns, by a `yield`, so that serving needs to wait for one of them only. How the blocks are
+        divided makes no difference to the weights but for rounding, and, with "dpace", for what its weights are divided by.
 
         Args:
             samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
@@ -108,6 +125,7 @@ class MicroTrainer:
                 KL(parent || drafter). Replayed labels are few and are soon learnt by heart; the parent's distribution says
                 more about the old traffic than they do. Source: learning without forgetting, arXiv 1606.09282, section 3.
             remaining: part of the training that is left, for the cool-down.
+            pace: how many blocks a part has; None: all of them.
 
         Raises:
             ValueError: when no sample is long enough for a block, or the scope needs features the samples don't have.
@@ -116,18 +134,37 @@ class MicroTrainer:
         packed = pack(list(samples))
         self._check_features(packed)
         blocks = self._choose(packed, samples, preferred_anchors, kept)
-        packed = blocks.packed
-        with computing(self._device, self._dtype):
-            context = self._context(packed)
-            logits = self.drafter(
-                context, packed.positions, packed.token_ids, blocks.anchors, packed.segments, block_tokens=blocks.tokens
-            )
-            loss = self._objective(logits, blocks, context)
-        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        num_blocks = len(blocks.anchors)
+        drafts, loss, done, spent_s = [], 0.0, 0, 0.0
+        while done < num_blocks:
+            size = pace.blocks(num_blocks - done) if pace else num_blocks
+            part = blocks.where(slice(done, done + size))
+            part_loss, drafted = self._train_on(part, len(part.anchors) / num_blocks)
+            loss, done = loss + part_loss, done + len(part.anchors)
+            drafts.append(drafted)
+            part_s = time.perf_counter() - began_s
+            if pace is not None:
+                pace.observe(len(part.anchors), part_s)
+            spent_s += part_s
+            yield
+            began_s = time.perf_counter()
         self._progress.micro_steps += 1
         is_update = self.is_between_updates
         grad_norm = self._update(remaining) if is_update else None
-        return _figures(logits.detach(), blocks, float(loss.detach()), is_update, grad_norm, began_s)
+        seconds = spent_s + time.perf_counter() - began_s
+        return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, seconds)
+
+    def _train_on(self, part: Blocks, share: float) -> tuple[float, Tensor]:
+        """Forward and backward of some blocks: their share of the loss, and what they drafted."""
+        packed = part.packed
+        with computing(self._device, self._dtype):
+            context = self._context(packed)
+            logits = self.drafter(
+                context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
+            )
+            loss = self._objective(logits, part, context) * share
+        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), logits.detach().argmax(-1)
 
     def finish(self) -> None:
         """Leave the result in the drafter: the average of the weights where one was kept."""
@@ -228,17 +265,17 @@ def is_kv_path(name: str) -> bool:
 
 
 def _figures(
-    logits: Tensor, blocks: Blocks, loss: float, is_update: bool, grad_norm: float | None, began_s: float
+    drafts: Tensor, blocks: Blocks, loss: float, is_update: bool, grad_norm: float | None, seconds: float
 ) -> StepFigures:
     is_whole = blocks.is_masked.all(-1)  # [N]
-    drafts, labels = logits.argmax(-1)[is_whole], blocks.labels[is_whole]
+    drafts, labels = drafts[is_whole], blocks.labels[is_whole]
     return StepFigures(
         loss=loss,
         num_anchors=len(blocks.labels),
         num_tokens=int(blocks.is_masked.sum()),
         is_update=is_update,
         grad_norm=grad_norm,
-        seconds=time.perf_counter() - began_s,
+        seconds=seconds,
         correct=tuple(int(n) for n in (drafts == labels).sum(0)),
         counted=(len(labels),) * labels.shape[1],
         acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),

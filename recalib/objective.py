@@ -27,7 +27,7 @@ class Blocks:
     tokens: Tensor | None  # [N, K] what the drafter sees in place of masks; None: masks only
     is_masked: Tensor  # [N, K]
 
-    def where(self, chosen: Tensor) -> Blocks:  # [N] bool
+    def where(self, chosen: Tensor | slice) -> Blocks:  # [N] bool, or a stretch of them
         """Some of the blocks."""
         tokens = self.tokens[chosen] if self.tokens is not None else None
         return Blocks(

@@ -1,8 +1,8 @@
 """One operation from request to result, in units so small that serving never waits for more than one.
 
     collecting   until enough rows of the workloads that must gain, and enough held-out sessions of them, are held
-    training     micro-steps, until max_steps or max_seconds of them
-    gating       parent and candidate on the same held-out sessions, one stretch at a time
+    training     micro-steps, some blocks at a time, until max_steps or max_seconds of them
+    gating       parent and candidate on the same held-out sessions, some blocks at a time
     (writing)    the candidate goes to the registry when the gate lets it pass
 
 The candidate is judged after its weights were rounded to the type they will be stored in: what is judged is what will serve.
@@ -23,10 +23,11 @@ import torch
 from honed.adapt import wire
 from honed.recalib.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.evaluate import SessionFigures, expected_acceptance_length
+from honed.recalib.evaluate import SessionFigures, replay_in_parts
 from honed.recalib.gate import GateSettings, judge, summarise
 from honed.recalib.manifest import WEIGHTS
 from honed.recalib.memory_budget import MemoryBudgetError
+from honed.recalib.pace import Pace
 from honed.recalib.progress import OperationError, Progress, Stage
 from honed.recalib.registry import Manifest, Registry, RegistryError
 from honed.recalib.stretch import Stretch
@@ -127,6 +128,7 @@ class Recalibration:
             self.progress.blend = blend
             _blend(drafter, before_training, trained, blend)
             _round_weights(drafter, _stored_dtype(parent_dir))
+            yield "gating"
             after = yield from self._evaluate(run, drafter, held_out)
             verdict = judge(before, after, self.request.workloads, self._gate)
             self.progress.gate = verdict.figures
@@ -136,18 +138,28 @@ class Recalibration:
             return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
         if self.request.dry_run:
             return self._result(ok=True)
+        yield "gating"
         return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
 
     def _evaluate(
         self, run: TrainingRun, drafter: DFlashDrafter, held_out: list[Stretch]
     ) -> Generator[Stage, None, list[SessionFigures]]:
+        """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
+        num_draft_tokens, pace = drafter.config.num_draft_tokens, Pace(self._settings.preempt_budget_s)
         for stretch in held_out:
             yield "gating"
             sample = run.sample(stretch)
             # No more at once than a micro-step of training, whose logits are alive several times.
             blocks = 4 * self._settings.anchors_per_micro_step
-            figures += expected_acceptance_length(drafter, [sample], max_anchors_per_pass=blocks).sessions
+            parts = replay_in_parts(drafter, sample, num_draft_tokens, max_anchors_per_pass=blocks, pace=pace)
+            while True:
+                try:
+                    next(parts)
+                except StopIteration as end:
+                    figures += [end.value[0]] if end.value is not None else []
+                    break
+                yield "gating"
         return figures
 
     def _write(self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path) -> Manifest:

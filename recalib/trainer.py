@@ -79,6 +79,11 @@ class Trainer:
             self._finish()
         self._link.close()
 
+    @property
+    def state(self) -> str:
+        """What it is doing, as the daemon is told."""
+        return self._state
+
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _take(self, message: wire.ToTrainer) -> None:
@@ -139,7 +144,8 @@ class Trainer:
             operation.advance()
             self._was_working = is_heavy
             if is_heavy and self._busy.is_busy():
-                self._preemptions.observe(self._monotonic() - began_s)
+                # Raised at an unknown time (0): as if it had been at the unit's very beginning.
+                self._preemptions.observe(self._monotonic() - max(began_s, self._busy.raised_s))
                 self._was_working = False
         if operation.result is not None:
             self._finish()
@@ -188,7 +194,8 @@ class Trainer:
             samples_bytes=sum(feed.num_bytes for feed in feeds),
             sessions=sum(feed.store.num_sessions for feed in feeds),
             preemptions=self._preemptions.count,
-            preemption_s_p99=self._preemptions.p99_s,
+            preemption_s_p50=self._preemptions.quantile_s(0.5),
+            preemption_s_p99=self._preemptions.quantile_s(0.99),
             idle_ratio=self._idleness.ratio,
             ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
         )
@@ -237,7 +244,7 @@ def run(
     gate: GateSettings | None = None,
     state_dir: Path | None = None,
     runtime_dir: Path | None = None,
-    on_tick: Callable[[], None] | None = None,
+    on_tick: Callable[[str], None] | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
@@ -245,7 +252,8 @@ def run(
         endpoint: the daemon's socket, `ipc://…/engine.sock`.
         state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
         runtime_dir: folder with the engines' rings; default: the endpoint's.
-        on_tick: called every turn, so at most one micro-step or `tick_s` apart: the watchdog's place.
+        on_tick: called after every turn with what is being done, so at most one micro-step or `tick_s` apart: the
+            watchdog's place.
 
     Raises:
         RegistryError: when the registry can't be opened.
@@ -277,7 +285,7 @@ def run(
         while not is_stopping:
             trainer.turn()
             if on_tick is not None:
-                on_tick()
+                on_tick(trainer.state)
     finally:
         trainer.close()
         for number, handler in previous.items():

@@ -24,7 +24,9 @@ class SampleSettings:
     max_session_share: float = 0.05
     """Part of the memory that one session may have: no single client decides what is learnt."""
     max_loop_period: int = 16
+    """Longest period, in tokens, of a repetition that is kept out of the samples; 0: none is."""
     min_loop_rows: int = 32
+    """Rows of a repetition from which on it is one."""
     max_workloads: int = 64
     """Further labels go under "other": labels come from clients."""
 
@@ -47,7 +49,9 @@ class TrainerSettings(SampleSettings):
     """What the trainer process does, and how much of the machine it takes."""
 
     trainer_id: str = "trainer-0"
+    """Its name in the log and in metrics."""
     device: str = "cpu"
+    """cpu, cuda or cuda:N, as PyTorch names it."""
     nice: int = 10
     """Added to the process's nice level."""
     torch_threads: int = 0
@@ -60,27 +64,37 @@ class TrainerSettings(SampleSettings):
     decay_tokens: float = 0.0
     """How fast weights fall with the position; 0: what the drafter's block size asks for."""
     learning_rate: float = 5e-4
+    """Of AdamW, after the warm-up."""
     warmup_updates: int = 20
+    """Updates over which the learning rate rises."""
     anchors_per_micro_step: int = 16
     """Smaller than an offline run would take, with more micro-steps per update for it: work that arrives waits for one."""
     micro_steps_per_update: int = 8
+    """Gradients that are added up for one update."""
     break_share: float = 0.5
+    """Part of the anchors that is drawn where rounds broke off."""
     ema_decay: float = 0.0
-    """0: no moving average; the cool-down of the learning rate does its work already."""
+    """What a moving average of the weights keeps at each update; 0: none is kept, the cool-down does its work already."""
     precision: Precision = "auto"
+    """Of matrix products, over float32 master weights; "auto": bfloat16 where the GPU has it, else float32."""
     gradient_checkpointing: bool = False
+    """Compute layers again on the way back rather than keeping what they computed: less memory, more time."""
     denoising_steps: int = 1
     """Passes that draft a block. vLLM has one; more train the drafter for blocks that are partly revealed."""
     mask_schedule: MaskSchedule = "cosine"
+    """How many tokens each of several passes reveals."""
     memory_bytes: int = 0
     """The most that a training may take on its device; 0: nine tenths of what is free when it begins."""
     save_state_s: float = 60.0
     """Training between two savings of its state, from which it goes on after its process was killed; 0: never."""
     seed: int = 0
+    """Of everything random in a training."""
     max_steps: int = 4000
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256
     """Context rows of one micro-step: with the anchors it sets how long serving may have to wait."""
+    preempt_budget_s: float = 0.05
+    """How long serving may have to wait for the device: units of work are sized for it, by measuring them. 0: not at all."""
     must_gain_share: float = 0.4
     """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting. On the tiny
     pair, 90 s of one core, 0.6 gained 1.66 and kept 0.982 of the old, 0.5 gained 1.57 and kept 0.990."""
@@ -98,6 +112,7 @@ class TrainerSettings(SampleSettings):
     """Held-out rows judged for each workload, whole sessions."""
 
     status_interval_s: float = 1.0
+    """Between two reports to the daemon."""
     tick_s: float = 0.05
     """How often the ring and the socket are looked after while there is nothing to train."""
 
@@ -113,6 +128,7 @@ class TrainerSettings(SampleSettings):
         **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps", "rows_per_micro_step"), COUNT),
         **dict.fromkeys(("break_share", "must_gain_share"), SHARE),
         "blends": Range(0, 1, excludes_low=True),
+        "preempt_budget_s": Range(0, 60),
         "min_training_rows": Range(0),
         **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
         "max_gate_rows": COUNT,

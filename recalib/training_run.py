@@ -19,7 +19,8 @@ from honed.recalib.checkpoint import TargetHead, load_drafter, load_target_head,
 from honed.recalib.device_memory import available_bytes, hold_to
 from honed.recalib.drafter import DFlashDrafter, DrafterConfig
 from honed.recalib.memory_budget import check_fits, estimate_and_cures, in_words
-from honed.recalib.micro_step import MicroTrainer, TrainingSettings
+from honed.recalib.micro_step import MicroTrainer, StepFigures, TrainingSettings
+from honed.recalib.pace import Pace
 from honed.recalib.precision import compute_dtype
 from honed.recalib.presets import decay_tokens
 from honed.recalib.progress import OperationError, Progress
@@ -34,7 +35,7 @@ log = structlog.get_logger("honed.trainer")
 
 
 class TrainingRun:
-    """One training. `steps` does a micro-step, or saves the state, each time it is advanced.
+    """One training. `steps` does a part of a micro-step, or saves the state, each time it is advanced.
 
     Args:
         state_dir: where the state is kept; None: a training that is killed begins anew.
@@ -96,7 +97,7 @@ class TrainingRun:
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
 
     def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
-        """Micro-steps until max_steps or max_seconds of them; then the drafter holds the result."""
+        """Micro-steps, some blocks at a time, until max_steps or max_seconds of them; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
         mix = ReplayMix(
@@ -108,6 +109,7 @@ class TrainingRun:
             settings.seed,
         )
         self._take_up(trainer, mix)
+        pace = Pace(settings.preempt_budget_s)
         saved_s = progress.train_seconds
         while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
             yield
@@ -118,11 +120,20 @@ class TrainingRun:
             # What isn't to gain is to stay: there the drafter is held to what it was.
             kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
             done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
-            figures = trainer.step(samples, kept=kept, remaining=1.0 - done)
+            spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
+            while True:
+                try:
+                    next(parts)
+                except StopIteration as end:
+                    figures: StepFigures = end.value
+                    break
+                spent_s += self._monotonic() - began_s
+                yield
+                began_s = self._monotonic()
             progress.steps += 1
             progress.tokens += figures.num_tokens
             progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
-            progress.train_seconds += self._monotonic() - began_s
+            progress.train_seconds += spent_s + self._monotonic() - began_s
             if trainer.is_between_updates and progress.train_seconds - saved_s >= settings.save_state_s:
                 yield
                 self._save(trainer, mix)

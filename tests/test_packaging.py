@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import configparser
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.build_wheel import build_wheel
 
 ROOT = Path(__file__).parents[1]
 NOT_INSTALLED = {"tests", "benchmarks"}
@@ -35,18 +34,9 @@ def test_every_folder_is_listed() -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    """A wheel of a copy of the sources: building leaves folders behind in the tree that it builds from."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in sorted(folders()):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]):
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return zipfile.Path(next(folder.glob("honed-*.whl")))
+    """A wheel of what is checked out."""
+    files = ["pyproject.toml", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]]
+    return zipfile.Path(build_wheel(tmp_path_factory.mktemp("wheel"), folders(), files))
 
 
 def names(wheel: zipfile.Path) -> set[str]:

@@ -1,6 +1,6 @@
 """Made-up verify rounds with known acceptance, for the tests of this folder; also runs the long simulations by hand.
 
-`python tests/adapt/simulate.py --runs 10000` prints the canary's and the drift monitor's error rates at any scale.
+`python tests/adapt/simulate.py --runs 10000` prints the drift monitor's error rates at any scale.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 
 import numpy as np
 
-from honed.adapt.canary import Baseline, CanarySettings, SwapWatch
 from honed.adapt.drift import DriftMonitor, DriftSettings
 from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
 
@@ -41,30 +40,6 @@ def make_batch(drafted, accepted, workload="default", version="v1", requests=Non
     )  # fmt: skip
 
 
-def run_canary(rng, before, after, baseline_rounds, settings=None, batch_rounds=50):
-    """Run one swap from baseline to verdict: the decision, and the rounds that it took."""
-    k = len(before)
-    drafted = np.full(baseline_rounds, k)
-    accepted = simulate_rounds(rng, before, drafted)
-    positions = np.arange(1, k + 1)
-    trials = (np.minimum(accepted + 1, drafted)[:, None] >= positions).sum(axis=0)
-    successes = (accepted[:, None] >= positions).sum(axis=0)
-    watch = SwapWatch(settings or CanarySettings(), {"default": Baseline(tuple(trials), tuple(successes))})
-    while watch.verdict.decision == "undecided":
-        lengths = rng.integers(1, k + 1, size=batch_rounds)
-        watch.observe(make_batch(lengths, simulate_rounds(rng, after, lengths)))
-    return watch.verdict.decision, watch.verdict.rounds
-
-
-def canary_error_rates(runs, before, loss, baseline_rounds, seed=0):
-    """Run many swaps: share rolled back, and the 95 % quantile of rounds to a roll-back."""
-    rng = np.random.default_rng(seed)
-    after = np.asarray(before) * (1.0 - loss)
-    outcomes = [run_canary(rng, before, after, baseline_rounds) for _ in range(runs)]
-    took = [rounds for decision, rounds in outcomes if decision == "roll_back"]
-    return len(took) / runs, float(np.quantile(took, 0.95)) if took else float("nan")
-
-
 def run_drift(rng, acceptance, batches, settings=None, batch_rounds=60, monitor=None):
     """Feed batches of one workload; return the batch number of the first alarm (−1: none) and the monitor."""
     monitor = monitor or DriftMonitor(len(acceptance), settings or DriftSettings())
@@ -82,11 +57,6 @@ def main():
     runs = parser.parse_args().runs
     curves = {"high": [0.85, 0.82, 0.8, 0.8, 0.78, 0.78, 0.77], "low": [0.55, 0.5, 0.5, 0.5, 0.45, 0.45, 0.45]}
     for name, before in curves.items():
-        for baseline_rounds in (500, 4000):
-            for loss in (0.0, 0.1, 0.2):
-                share, took = canary_error_rates(runs, before, loss, baseline_rounds)
-                what = f"canary, {name} acceptance, baseline {baseline_rounds}, loss {loss:.0%}"
-                print(f"{what}: rolled back {share:.4f}, q95 {took:.0f} rounds")
         rng = np.random.default_rng(1)
         repeats = max(runs // 10, 1)
         false = sum(run_drift(rng, before, 400)[0] >= 0 for _ in range(repeats))

@@ -7,7 +7,6 @@ import pytest
 from simulate import make_batch, simulate_rounds
 
 from honed.adapt import wire
-from honed.adapt.canary import CanarySettings, SwapWatch
 from honed.adapt.controller import EngineController
 from honed.adapt.controller_settings import ControllerSettings, Override
 from honed.adapt.decider import Decider
@@ -164,18 +163,14 @@ def test_a_workload_that_falls_off_is_reported():
     assert [event.kind for event in engine.run(15)] == ["regressed"]
 
 
-def test_new_weights_start_with_a_clean_slate_and_a_watch_over_them():
+def test_new_weights_start_with_a_clean_slate():
     controller = make_controller(mode="static", static_k=5)
     engine = Engine(controller)
     engine.run(20)
-    watch = SwapWatch(CanarySettings(), controller.baseline(), "v2")
     engine.curve = POOR
     engine.run(2, version="v1")
     batches = [engine.make_batch(50, "default", "v2") for _ in range(4)]
     assert [controller.observe(batch) for batch in batches] == [[]] * 4  # no drift alarm: other weights, other reference
-    for batch in batches:
-        watch.observe(batch)
-    assert watch.verdict.decision == "roll_back"
     curve = controller.beliefs()["workloads"]["default"]["acceptance"]
     assert curve[0] == pytest.approx(POOR[0], abs=0.08)
 
@@ -184,9 +179,26 @@ def test_naming_the_version_that_runs_already_is_no_swap():
     controller = make_controller(mode="static", static_k=5)
     engine = Engine(controller)
     engine.run(5, version="")
-    before = controller.baseline()["default"].trials[0]
+    before = rounds_known(controller)
     engine.run(1, version="v1")
-    assert controller.baseline()["default"].trials[0] > before
+    assert rounds_known(controller) > before
+
+
+def test_versions_that_take_turns_are_believed_in_together():
+    controller = make_controller(mode="static", static_k=5)
+    engine = Engine(controller)
+    engine.run(5, version="v1")
+    controller.take_turns(["v1", "v2"])
+    known = rounds_known(controller)
+    for version in ("v2", "v1", "v2"):
+        engine.run(1, version=version)
+        known, before = rounds_known(controller), known
+        assert known > before  # nothing was forgotten: both drafters get the same lengths
+    controller.end_turns()
+    engine.run(1, version="v2")
+    assert rounds_known(controller) > known
+    engine.run(1, version="v1")
+    assert rounds_known(controller) < known
 
 
 def test_workloads_are_bounded_and_the_stalest_goes():
@@ -273,3 +285,8 @@ def test_acceptance_that_falls_with_the_context_is_shipped_explained_and_calibra
     assert any("tokens of context" in reason for reason in reasons)
     again = run(0.0, "v2")  # other weights: what the old ones did hardly counts
     assert not again.priors[1].context_shift or max(again.priors[1].context_shift) < 1.3
+
+
+def rounds_known(controller):
+    """Weight of the rounds that the default workload's curve rests on."""
+    return controller.beliefs()["workloads"]["default"]["trials"][0]

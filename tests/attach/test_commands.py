@@ -17,14 +17,21 @@ class Ranks:
         self.staged = staged
         self.fail = fail
         self.calls: list[str] = []
+        self.applied: list[tuple[str, bool]] = []
+        self.wanted: list[tuple[str, str, str]] = []
+        self.on_stage = ["staging", "staging"]
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
         if method == self.fail:
             raise RuntimeError("rank 1\nfell over")
+        if method == "honed_stage":
+            self.wanted = args[0]
+            return list(self.on_stage)
         if method == "honed_staged":
             return self.staged.pop(0) if len(self.staged) > 1 else self.staged[0]
         if method == "honed_apply":
+            self.applied.append(args)
             return [{"copy_ms": 1.0}, {"copy_ms": 3.0}]
         return ["sum", "sum"]
 
@@ -113,3 +120,69 @@ def test_an_unknown_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     harness.runner.put(wire.Command(command_id="3", kind="dance"))
     harness.run()
     assert "dance" in harness.results[0].error
+
+
+def turn(harness: Harness, command_id: str, version: str, beside: str, home: str, lease_s: str = "60") -> None:
+    harness.swap(
+        command_id,
+        version=version,
+        beside_version=beside,
+        beside_path="/y",
+        home_version=home,
+        lease_s=lease_s,
+        drops_cache="0",
+    )
+
+
+def test_versions_that_take_turns_are_staged_together_and_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1")
+    harness.run()
+    assert harness.ranks.wanted == [("v2", "/x", ""), ("v1", "/y", "")]
+    harness.ranks.on_stage = ["", ""]  # both are held now
+    turn(harness, "2", "v1", "v2", "v1")
+    harness.runner.run()
+    assert harness.swapped == [("v2", False), ("v1", False)]
+    harness.swap("3", version="v2")
+    harness.run()
+    assert harness.ranks.applied == [("v2", True), ("v1", True), ("v2", False)]
+    assert all(result.ok for result in harness.results)
+
+
+def test_a_daemon_that_falls_silent_leaves_the_home_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    harness.run()
+    assert not harness.runner.is_pending
+    now[0] += 61.0
+    assert harness.runner.is_pending  # which has the engine woken, should it be idle
+    harness.run()
+    assert harness.swapped == [("v2", False), ("v1", False)]
+    assert harness.ranks.applied[-1] == ("v1", False)
+    assert not harness.runner.is_pending
+
+
+@pytest.mark.parametrize("next_version", ["v1", "v2"])
+def test_further_word_from_the_daemon_renews_or_ends_the_lease(next_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    harness.run()
+    now[0] += 50.0
+    turn(harness, "2", next_version, "v1" if next_version == "v2" else "v2", "v1", lease_s="60")
+    harness.run()
+    now[0] += 50.0
+    harness.run()
+    assert harness.swapped[-1] == (next_version, False)
+
+
+def test_what_the_daemon_says_of_the_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    harness.swap("1", scope="full", drops_cache="0")
+    harness.run()
+    harness.swap("2", scope="kv-frozen", drops_cache="1")
+    harness.run()
+    assert harness.swapped == [("v2", False), ("v2", True)]

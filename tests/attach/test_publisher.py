@@ -12,8 +12,8 @@ import zmq
 
 from honed.adapt import wire
 from honed.attach.publisher import Callbacks, Publisher
-from honed.attach.request_book import Tracked
-from honed.attach.step_log import Round, Step, StepLog
+from honed.attach.step_log import StepLog
+from tests.attach.step_cases import a_step, started
 
 BOOT = "boot"
 
@@ -60,7 +60,9 @@ def seen() -> dict[str, list[Any]]:
 
 @pytest.fixture
 def log() -> StepLog:
-    return StepLog()
+    made = StepLog()
+    made.append(started())
+    return made
 
 
 @pytest.fixture
@@ -93,10 +95,6 @@ def daemon(endpoint: str) -> Iterator[Daemon]:
     made.close()
 
 
-def step(number: int) -> Step:
-    return Step(number, number, 1, 1, 4, 0, 3, 9, 7, "policy", "v1", [Round(Tracked(1, "a", 0.0), 9, 3, 2, 0, 3, [], [])])
-
-
 def eventually(check: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
     while not check():
@@ -105,7 +103,7 @@ def eventually(check: Callable[[], bool]) -> None:
 
 
 def test_nothing_but_a_hello_is_sent_before_the_welcome(publisher: Publisher, daemon: Daemon, log: StepLog) -> None:
-    log.append(step(1))
+    log.append(a_step(1))
     first = daemon.receive(object)
     assert isinstance(first, wire.EngineHello)
     daemon.welcome()
@@ -115,7 +113,7 @@ def test_nothing_but_a_hello_is_sent_before_the_welcome(publisher: Publisher, da
 
 def test_an_acknowledged_batch_is_forgotten(publisher: Publisher, daemon: Daemon, log: StepLog) -> None:
     daemon.welcome()
-    log.append(step(1))
+    log.append(a_step(1))
     daemon.receive(wire.EventBatch)
     assert len(publisher._outbox) == 1
     daemon.send(wire.Ack(boot_id=BOOT, seq=1))
@@ -128,7 +126,7 @@ def test_a_new_daemon_gets_what_the_old_one_did_not_commit(
     old = Daemon(endpoint)
     old.welcome()
     for number in (1, 2, 3):
-        log.append(step(number))
+        log.append(a_step(number))
         old.receive(wire.EventBatch)
     old.close()
     new = Daemon(endpoint)
@@ -144,7 +142,7 @@ def test_what_is_not_acknowledged_for_long_is_sent_again(
 ) -> None:
     monkeypatch.setattr("honed.attach.publisher.RESEND_AFTER_S", 0.2)
     daemon.welcome()
-    log.append(step(1))
+    log.append(a_step(1))
     assert [daemon.receive(wire.EventBatch).seq for _ in range(2)] == [1, 1]
 
 
@@ -174,12 +172,12 @@ def test_heartbeats_come_while_there_is_nothing_to_report(publisher: Publisher, 
 def test_stopping_sends_what_is_left(publisher: Publisher, daemon: Daemon, log: StepLog) -> None:
     daemon.welcome()
     daemon.receive(wire.EngineStatus)
-    log.append(step(1))
+    log.append(a_step(1))
     publisher.stop()
     assert daemon.receive(wire.EventBatch).seq == 1
 
 
 def test_stopping_without_a_daemon_is_quick(publisher: Publisher, log: StepLog) -> None:
-    log.append(step(1))
+    log.append(a_step(1))
     publisher.stop()
     assert not publisher._thread.is_alive()

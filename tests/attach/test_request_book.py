@@ -35,7 +35,9 @@ def test_a_ceiling_may_come_as_text() -> None:
 
 def test_workloads_are_bounded_and_short() -> None:
     book = RequestBook()
-    names = {book.add(f"r{i}", params(honed_workload=f"w{i}" + "x" * 200)).workload for i in range(500)}
+    added = [book.add(f"r{i}", params(honed_workload=f"w{i}" + "x" * 200)) for i in range(500)]
+    names = {labels.workload for labels, _ in added}
+    assert [tracked.workload for _, tracked in added] == [labels.workload for labels, _ in added]
     assert len(names) == MAX_WORKLOADS
     assert DEFAULT_WORKLOAD in names
     assert max(map(len, names)) <= 64
@@ -43,16 +45,17 @@ def test_workloads_are_bounded_and_short() -> None:
 
 def test_keys_are_stable_within_a_boot_and_differ_between_boots() -> None:
     first, second = RequestBook(), RequestBook()
-    for book in (first, second):
-        book.add("r", params())
-    tracked, other = first.get("r"), second.get("r")
-    assert tracked is not None
-    assert other is not None
-    first.add("r", params())
-    assert first.get("r") == tracked
+    (_, tracked), (_, other) = (book.add("r", params(), 17) for book in (first, second))
+    assert first.add("r", params(), 17)[1] == tracked
     assert tracked.key != other.key
-    assert len(first) == 1
-    first.remove("r")
-    first.remove("r")
-    assert first.get("r") is None
-    assert len(first) == 0
+    assert (tracked.num_prompt_tokens, tracked.num_tokens, tracked.temperature) == (17, 17, 0.7)
+
+
+def test_requests_are_counted_while_they_run() -> None:
+    book = RequestBook()
+    for name in ("r", "s", "r"):
+        book.add(name, params())
+    assert len(book) == 2
+    for name in ("r", "r", "unknown"):
+        book.remove(name)
+    assert len(book) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,6 +63,8 @@ def settings(folder: Path) -> Settings:
         # The fake ones send no heartbeats; only a test that means it lets them be lost.
         "events": {"engine_lost_s": 300.0},
         "recalibration": {"trainer_lost_s": 300.0},
+        # Windows as short as a fake engine's batches.
+        "canary": {"window_s": 0.0, "window_rounds": 40},
     }
     return load(None, flags, env={})
 
@@ -108,6 +111,8 @@ class DaemonProcess:
             "HONED_STATE_DIR": str(self.state_dir),
             "HONED_RUNTIME_DIR": str(self.runtime_dir),
             "HONED_HTTP__METRICS_LISTEN": "",
+            "HONED_CANARY__WINDOW_S": "0",
+            "HONED_CANARY__WINDOW_ROUNDS": "40",
             **env,
         }
         self.process: subprocess.Popen[str] | None = None
@@ -160,3 +165,10 @@ def daemon(folder: Path) -> Iterator[DaemonProcess]:
     made = DaemonProcess(folder)
     yield made
     made.close()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 import zmq
 
 from honed.adapt import wire
+from honed.recalib.weights_digest import weights_digests
 
 M = TypeVar("M")
 
@@ -210,3 +213,95 @@ class FakeTrainer(FakeEngine):
             )
         )
         self.expect(wire.Welcome)
+
+
+class ServingEngine(FakeEngine):
+    """A fake engine at work: it swaps when told, and drafts as well as the version that it runs.
+
+    Args:
+        checkpoint: what it loads at each start; "": nothing that the daemon could register.
+    """
+
+    def __init__(self, socket_path: Path, *, checkpoint: str = "", **arguments: Any) -> None:
+        super().__init__(socket_path, **arguments)
+        self.checkpoint = checkpoint
+        self.acceptance: dict[str, float] = {}
+        """Version -> chance that a draft is accepted; 0.5 where nothing is said."""
+        self.live_version = self.live_sha256 = ""
+        self.swaps: list[dict[str, str]] = []
+        """Arguments of the swaps that were carried out."""
+        self.refuses = ""
+        """Why swaps are refused; "" when they aren't."""
+        self._seq = 0
+        self._rng = random.Random(1)
+
+    def attach(self, **changes: Any) -> wire.Welcome:
+        """Say hello with what is loaded, and take the name that the daemon gives to it."""
+        welcome = self.hello(drafter_path=self.checkpoint, drafter_version=self.live_version, **changes)
+        if not self.live_version:
+            self.live_version = welcome.drafter_version
+            self.live_sha256 = _sha256(Path(self.checkpoint)) if self.checkpoint else ""
+        self._seq = welcome.committed_seq
+        return welcome
+
+    def die(self, boot_id: str) -> None:
+        """Be killed and started again: another boot, with the checkpoint of the start."""
+        self.boot_id, self._seq, self.live_version, self.live_sha256 = boot_id, 0, "", ""
+        self.reconnect()
+
+    def turn(self, rounds: int = 40) -> None:
+        """Do what was asked, then run a step of so many requests."""
+        while (message := self.receive()) is not None:
+            if isinstance(message, wire.Command):
+                self._obey(message)
+        chance = self.acceptance.get(self.live_version, 0.5)
+        accepted = [next((n for n in range(3) if self._rng.random() >= chance), 3) for _ in range(rounds)]
+        batch = self.batch(self._seq + 1, rounds=rounds, accepted=accepted, drafter_version=self.live_version)
+        self._seq += self.try_send(batch)
+
+    def serve(self, condition: Callable[[], Any], what: str = "", rounds: int = 40) -> Any:
+        """Work until the condition holds, and return what it gave."""
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            self.turn(rounds)
+            if found := condition():
+                return found
+            time.sleep(0.004)
+        raise AssertionError(f"worked {self._timeout_s:g} s in vain for {what or condition}")
+
+    def answer_swap(self, *, ok: bool = True, error: str = "") -> wire.Command:
+        """Wait for a swap command, and carry it out."""
+        if not ok:
+            return super().answer_swap(ok=ok, error=error)
+        command = self.expect(wire.Command, lambda command: command.kind == "swap")
+        self._obey(command)
+        return command
+
+    def _obey(self, command: wire.Command) -> None:
+        detail: dict[str, str] = {}
+        if command.kind == "swap" and not self.refuses:
+            found = _sha256(Path(command.args["path"]))
+            assert found == command.args["sha256"]
+            self.live_version, self.live_sha256 = command.args["version"], found
+            self.swaps.append(command.args)
+        elif command.kind == "checksum":
+            digest = self._digest()
+            detail = {"sha256": digest, "rank0": digest}
+        self.try_send(
+            wire.CommandResult(
+                engine_id=self.engine_id,
+                boot_id=self.boot_id,
+                command_id=command.command_id,
+                ok=not self.refuses,
+                error=self.refuses,
+                figures={"pause_ms": 1.5, "stage_ms": 20.0},
+                detail=detail,
+            )
+        )
+
+    def _digest(self) -> str:
+        return min(weights_digests(Path(self.swaps[-1]["path"] if self.swaps else self.checkpoint) / "model.safetensors"))
+
+
+def _sha256(checkpoint: Path) -> str:
+    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()

@@ -74,6 +74,10 @@ def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: F
         ("GET", "/v1/timeline?resolution=2s", None, 422),
         ("GET", "/v1/workloads?window_s=-1", None, 422),
         ("GET", "/v1/events?after=99999999999999999999999", None, 422),
+        ("GET", "/v1/events?afer=1", None, 422),
+        ("GET", "/v1/status?x=1", None, 422),
+        ("GET", "/v1/status/", None, 404),
+        ("OPTIONS", "/v1/status", None, 405),
         ("DELETE", "/v1/status", None, 405),
         ("POST", "/v1/recalibrations", {"engine": "x"}, 422),
         ("POST", "/v1/recalibrations", {"scope": "all"}, 422),
@@ -114,6 +118,8 @@ def test_errors_are_problem_documents(
         ("POST", "/v1/drafters/v0001-00000000:promote", "'v0001-00000000'; there are none", "honed drafters"),
         ("POST", "/v1/drafters:rollback", "no previous drafter to go back to; active is none", "honed promote VERSION"),
         ("DELETE", "/v1/overrides/policy", "no override 'policy' is in force; there are none", "honed override list"),
+        ("GET", "/v1/events?afer=1", "unknown parameter 'afer'; did you mean after?", "It takes after, limit."),
+        ("GET", "/v1/status?x=1", "unknown parameter 'x'", "It takes no parameters."),
     ],
 )
 def test_what_is_missing_or_in_the_way_comes_with_what_there_is_and_what_to_do(
@@ -130,6 +136,14 @@ def test_what_is_missing_or_in_the_way_comes_with_what_there_is_and_what_to_do(
 )
 def test_what_exists_is_listed_shortly(names: Iterable[str], says: str) -> None:
     assert there_are(names) == says
+
+
+@pytest.mark.parametrize(
+    ("path", "allow"),
+    [("/v1/overrides/policy", "DELETE, PUT"), ("/v1/operations/x:cancel", "POST"), ("/v1/operations/x", "GET")],
+)
+def test_a_wrong_method_is_told_which_there_are(client: TestClient, path: str, allow: str) -> None:
+    assert client.options(path).headers["allow"] == allow
 
 
 def test_an_override_reaches_the_engine_and_ends(client: TestClient, engine: FakeEngine, service: Service) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import structlog
 import typer
+import typer.main
 from click.testing import Result
 from typer.testing import CliRunner
 
 from honed.daemon import changes, terminal
 from honed.daemon.command_line import app
+from honed.daemon.sections import PathSettings
 from honed.daemon.serve import start
 from honed.daemon.settings import load
 from tests.daemon.fake_engine import FakeEngine
@@ -162,7 +164,7 @@ def test_workloads_and_engines_show_figures(run: Run, engine: FakeEngine) -> Non
     assert "engine-0" in run("engines").stdout
 
 
-@pytest.mark.parametrize("command", ["drafters", "operations", "audit", "override list"])
+@pytest.mark.parametrize("command", ["drafters", "operations", "audit", "override list", "config"])
 def test_lists_are_there_even_when_empty(run: Run, daemon: None, command: str) -> None:
     assert answer(run(*command.split(), "--json")) is not None
     assert run(*command.split()).exit_code == 0
@@ -396,3 +398,53 @@ def test_override_values_are_numbers_where_they_can_be(text: str, value: Any) ->
     assert (made, type(made)) == (value, type(value))
 
 
+
+# --- the command line as a whole --------------------------------------------------------------------------------------------
+
+
+def commands(command: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command with its full name."""
+    command = command or typer.main.get_command(app)
+    for child, found in getattr(command, "commands", {}).items():
+        if getattr(found, "commands", None):
+            yield from commands(found, f"{name} {child}".strip())
+        else:
+            yield f"{name} {child}".strip(), found
+
+
+def test_every_command_that_says_something_says_it_as_json_too() -> None:
+    without = {name for name, found in commands() if not any("--json" in param.opts for param in found.params)}
+    assert without == {"serve", "train"}  # they run until they are stopped, and log
+
+
+def test_every_operation_of_the_api_has_a_command() -> None:
+    """One to one: a command for each change, and for each thing to be read that isn't for machines."""
+    source = "".join(path.read_text() for path in Path(changes.__file__).parent.glob("*.py") if "api" not in path.name)
+    document = json.loads(Path(changes.__file__).with_name("openapi.json").read_text())
+    for path in document["paths"]:
+        start, _, end = path.partition("{")
+        last = end.rpartition("}")[2]
+        is_for_machines = path in ("/metrics", "/healthz", "/readyz", "/v1/events")
+        assert is_for_machines or (f'"{start}' in source and last in source), path
+    assert "/v1/status" in document["paths"]
+
+
+@pytest.mark.parametrize(
+    ("words", "offers"), [("honed ov", "override"), ("honed override ", "set"), ("honed doctor --pro", "--prometheus")]
+)
+def test_the_shell_completes_commands_and_options(paths: dict[str, Path], words: str, offers: str) -> None:
+    given = {"_HONED_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    program = "import sys; sys.argv = ['honed']; from honed.daemon.command_line import main; main()"
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | given, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert offers in made.stdout.split(), made.stderr
+
+
+def test_the_service_is_found_by_users_without_a_daemon_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "SERVICE_DIR", tmp_path)
+    monkeypatch.setattr("honed.daemon.sections.default_runtime_dir", lambda: Path("/nowhere/honed"))
+    assert terminal.socket_of(PathSettings(runtime_dir=Path("/nowhere/honed"))) == tmp_path / "admin.sock"
+    assert terminal.socket_of(PathSettings(runtime_dir=Path("/elsewhere"))) == Path("/elsewhere/admin.sock")

@@ -21,12 +21,14 @@ from honed.daemon.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 from tests.daemon.conftest import wait_for
-from tests.daemon.fake_engine import FakeEngine, FakeTrainer
+from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({"fc.weight": np.full((4, 4), value, dtype=np.float32)}, folder / "model.safetensors")
+    # Only the MLP differs: what is in an engine's cache stays right, as with scope "kv-frozen".
+    tensors = {"fc.weight": np.ones((4, 4), np.float32), "layers.0.mlp.up_proj.weight": np.full((4, 4), value, np.float32)}
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
 
 
@@ -35,7 +37,7 @@ class Stage:
     """A daemon, an engine that runs a registered drafter, a trainer, and the API."""
 
     service: Service
-    engine: FakeEngine
+    engine: ServingEngine
     trainer: FakeTrainer
     client: TestClient
     first: str
@@ -63,6 +65,26 @@ class Stage:
         assert answer.status_code == 202, answer.text
         return answer.json()["operation_id"], self.trainer.expect(wire.TrainRequest)
 
+    def promote(self, version: str, *, force: bool = True, answer: bool = True) -> str:
+        """By an operator, who doesn't want it watched unless `force` is off."""
+        answered = self.client.post(f"/v1/drafters/{version}:promote", json={"force": force})
+        assert answered.status_code == 202, answered.text
+        operation_id: str = answered.json()["operation_id"]
+        if answer:
+            self.engine.answer_swap()
+            self.wait_state(operation_id, "succeeded")
+        return operation_id
+
+    def finish(self, operation_id: str) -> dict[str, Any]:
+        """Serve until it is over."""
+
+        def look() -> dict[str, Any] | None:
+            found = self.operation(operation_id)
+            return found if found["state"] in ("succeeded", "failed", "cancelled") and found["stage"] == "done" else None
+
+        found: dict[str, Any] = self.engine.serve(look, f"the end of {operation_id}")
+        return found
+
     def aliases(self) -> dict[str, str | None]:
         found: dict[str, str | None] = self.client.get("/v1/drafters").json()["aliases"]
         return found
@@ -71,9 +93,9 @@ class Stage:
 @pytest.fixture
 def stage(service: Service, settings: Settings, folder: Path) -> Iterator[Stage]:
     write_checkpoint(folder / "drafter", 0.0)
-    engine = FakeEngine(settings.paths.engine_socket)
+    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
     trainer = FakeTrainer(settings.paths.engine_socket)
-    welcome = engine.hello(drafter_path=str(folder / "drafter"), capture_path="/ring")
+    welcome = engine.attach(capture_path="/ring")
     trainer.introduce()
     with TestClient(make_app(service)) as client:
         yield Stage(service, engine, trainer, client, welcome.drafter_version, folder)
@@ -86,7 +108,7 @@ def test_the_first_checkpoint_becomes_active_and_the_floor(stage: Stage) -> None
     assert stage.aliases() == {"active": stage.first, "floor": stage.first, "candidate": None, "previous": None}
 
 
-def test_a_recalibration_ends_in_the_engine_and_is_watched(stage: Stage) -> None:
+def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
     operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")
     assert (request.parent_version, request.workloads, request.capture_path) == (stage.first, ["b"], "/ring")
     # While it collects, requests are captured.
@@ -95,14 +117,13 @@ def test_a_recalibration_ends_in_the_engine_and_is_watched(stage: Stage) -> None
     wait_for(lambda: stage.operation(operation_id)["stage"] == "training", "the stage")
     new = stage.version(1.0)
     stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=new, steps=9))
-    command = stage.engine.answer_swap()
-    assert command.args["version"] == new
-    assert Path(command.args["path"], "model.safetensors").is_file()
-    done = stage.wait_state(operation_id, "succeeded")
-    assert (done["stage"], done["detail"]["pause_ms"], done["detail"]["steps"]) == ("watching", 1.5, 9)
+    stage.engine.acceptance = {stage.first: 0.4, new: 0.7}
+    done = stage.finish(operation_id)
+    assert (done["state"], done["detail"]["pause_ms"], done["detail"]["steps"]) == ("succeeded", 1.5, 9)
+    assert stage.engine.live_version == new
     assert stage.aliases() | {"floor": None} == {"active": new, "previous": stage.first, "candidate": None, "floor": None}
     assert stage.service.store.drain(10)
-    assert [mark["kind"] for mark in stage.client.get("/v1/timeline?since=0").json()["marks"]] == ["swap"]
+    assert [mark["kind"] for mark in stage.client.get("/v1/timeline?since=0").json()["marks"]] == ["canary", "canary", "swap"]
 
 
 def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
@@ -132,14 +153,12 @@ def test_a_swap_that_an_engine_refuses_leaves_the_old_version_active(stage: Stag
 
 def test_promote_and_roll_back(stage: Stage) -> None:
     new = stage.version(1.0)
-    promoted = stage.client.post(f"/v1/drafters/{new}:promote", json={"reason": "mine"}).json()
-    stage.engine.answer_swap()
-    stage.wait_state(promoted["operation_id"], "succeeded")
+    promoted = stage.promote(new)
     back = stage.client.post("/v1/drafters:rollback", json={"reason": "worse"}).json()
     assert stage.engine.answer_swap().args["version"] == stage.first
     stage.wait_state(back["operation_id"], "succeeded")
     assert stage.aliases()["active"] == stage.first
-    assert stage.operation(promoted["operation_id"])["stage"] == "done"
+    assert stage.operation(promoted)["stage"] == "done"
     assert stage.client.post("/v1/drafters:rollback").status_code == 409
     assert stage.service.store.drain(10)
     actions = [row["action"] for row in stage.client.get("/v1/audit").json()]
@@ -169,9 +188,7 @@ def test_an_engine_that_swapped_but_could_not_say_so_settles_it_by_its_hello(sta
 
 def test_a_restarted_engine_is_brought_to_the_active_version(stage: Stage) -> None:
     new = stage.version(1.0)
-    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
-    stage.engine.answer_swap()
-    stage.wait_state(operation_id, "succeeded")
+    stage.promote(new)
     stage.engine.boot_id = "second boot"
     stage.engine.reconnect()
     assert stage.engine.hello(drafter_path=str(stage.folder / "drafter")).drafter_version == stage.first
@@ -232,37 +249,10 @@ def test_cancelling_tells_the_trainer(stage: Stage) -> None:
 def test_a_candidate_of_an_outdated_parent_is_not_swapped_in(stage: Stage) -> None:
     operation_id, _ = stage.recalibrate()
     other = stage.version(2.0)
-    promoted = stage.client.post(f"/v1/drafters/{other}:promote").json()["operation_id"]
-    stage.engine.answer_swap()
-    stage.wait_state(promoted, "succeeded")
+    stage.promote(other)
     stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=stage.version(1.0)))
     assert "became active meanwhile" in stage.wait_state(operation_id, "failed")["error"]
     assert stage.aliases()["active"] == other
-
-
-def test_a_version_that_the_watch_finds_bad_goes_by_itself(stage: Stage) -> None:
-    seq = 0
-
-    def play(version: str, accepted: int, batches: int) -> None:
-        nonlocal seq
-        for _ in range(batches):
-            seq += 1
-            stage.engine.send(stage.engine.batch(seq, rounds=40, accepted=[accepted] * 40, drafter_version=version))
-        stage.engine.wait_acked(seq)
-
-    play(stage.first, 3, 60)
-    with stage.service.lock:
-        while stage.service.steering.observe():
-            pass
-    new = stage.version(1.0)
-    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
-    stage.engine.answer_swap()
-    stage.wait_state(operation_id, "succeeded")
-    play(new, 0, 60)
-    assert stage.engine.answer_swap().args["version"] == stage.first
-    assert stage.aliases()["active"] == stage.first
-    assert stage.service.lifecycle.rollbacks == {"canary": 1}
-    assert "rolled back" in stage.operation(operation_id)["detail"]["watch"]
 
 
 def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
@@ -283,9 +273,7 @@ def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
 
 def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     new = stage.version(1.0)
-    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
-    stage.engine.answer_swap()
-    stage.wait_state(operation_id, "succeeded")
+    stage.promote(new)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise StoreError("full")
@@ -314,3 +302,34 @@ def test_a_change_based_on_an_older_generation_is_refused(stage: Stage) -> None:
     assert (stale.status_code, stale.json()["title"]) == (412, "Changed meanwhile")
     assert stage.client.post(path, headers={"If-Match": "soon"}).status_code == 422
     assert stage.client.post(path, headers={"If-Match": f'"{generation}"'}).status_code == 202
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(stage: Stage) -> None:
+    version, before = stage.version(1.0), stage.aliases()
+    answer = stage.client.post(f"/v1/drafters/{version}:promote", json={"dry_run": True}, headers={"Idempotency-Key": "k"})
+    assert answer.status_code == 202
+    view = answer.json()
+    assert (view["operation_id"], view["stage"]) == ("planned", "planned")
+    assert (view["detail"]["version"], view["detail"]["engines"]) == (version, ["engine-0"])
+    assert stage.client.post("/v1/drafters:rollback", json={"dry_run": True}).status_code == 409  # nothing to go back to
+    assert stage.aliases() == before
+    assert stage.client.get("/v1/operations").json() == []
+    # The key isn't used up: it may be given to the real one.
+    made = stage.client.post(f"/v1/drafters/{version}:promote", json={}, headers={"Idempotency-Key": "k"})
+    stage.engine.answer_swap()
+    stage.wait_state(made.json()["operation_id"], "succeeded")
+    back = stage.client.post("/v1/drafters:rollback", json={"dry_run": True}).json()["detail"]
+    assert (back["version"], back["rolled_back"]) == (stage.first, version)
+    assert stage.aliases()["active"] == version
+
+
+def test_a_key_of_an_operation_is_refused_for_another_request(stage: Stage) -> None:
+    version = stage.version(1.0)
+    headers = {"Idempotency-Key": "k"}
+    path = f"/v1/drafters/{version}:promote"
+    first = stage.client.post(path, json={"reason": "one"}, headers=headers).json()
+    assert stage.client.post(path, json={"reason": "one"}, headers=headers).json()["operation_id"] == first["operation_id"]
+    for other, body in ((path, {"reason": "two"}), ("/v1/drafters:rollback", {}), ("/v1/training:pause", {})):
+        answer = stage.client.post(other, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["title"]) == (422, "Key was used before")
+    assert len(stage.client.get("/v1/operations").json()) == 1

@@ -107,7 +107,7 @@ def test_figures_are_shown_as_they_are() -> None:
         assert figure in text
 
 
-@pytest.mark.parametrize("name", ["status", "drafters", "operation"])
+@pytest.mark.parametrize("name", ["status", "drafters", "operation", "canary"])
 def test_empty_documents_render(name: str) -> None:
     assert text_of(getattr(show, name)({}))
 
@@ -159,3 +159,25 @@ def test_aliases_stand_beside_their_versions() -> None:
 def test_narrow_terminals_keep_every_word_whole() -> None:
     words = text_of(show.engines(HEALTHY["engines"]), width=40).split()
     assert {"engine-0", "connected", "v0002-beef,", "1,234,567", "goodput", "#12"} <= set(words)
+
+
+TRIAL: dict[str, Any] = {
+    "operation_id": "op-1", "kind": "canary", "old": "v0001-a", "new": "v0002-b", "began_unix_s": 1.0, "rounds": 1280,
+    "max_rounds": 20000, "pairs": 10, "change": -0.12, "evidence_worse": 1.4, "evidence_better": -3.0,
+    "decision": "", "text": "all traffic looks worst so far",
+}  # fmt: skip
+
+
+def test_a_trial_that_is_under_way_is_on_the_first_screen() -> None:
+    text = text_of(show.status(changed(canary=TRIAL)))
+    assert "v0002-b against v0001-a, 1,280 of at most 20,000 rounds: -12.0 % accepted, evidence 10^1.4 against" in text
+
+
+def test_trials_and_their_evidence_over_time() -> None:
+    assert "going on" in text_of(show.canaries([TRIAL]))
+    point = {"t": 2.0, "rounds": 128, "evidence_worse": 0.2, "evidence_better": -0.1, "change": -0.1}
+    points = [point | {"pairs": n, "workload": name} for n in range(1, 101) for name in ("", "code")]
+    shown = text_of(show.canary(TRIAL | {"decision": "worse", "points": points})).splitlines()
+    assert len(shown) < 60
+    assert any("worse" in line for line in shown)
+    assert " 100 " in shown[-1] + shown[-2]  # the latest is always there

@@ -7,9 +7,10 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import client_load
 import honed_side
@@ -32,6 +33,23 @@ class Beside:
     daemon: Child
     config: Path
     state_dir: Path
+    flags: list[str]
+    environment: dict[str, str]
+
+    def restart_vllm(self) -> None:
+        """kill -9 of the server and its engine, and another start with the same flags."""
+        os.killpg(self.server.child.pid, signal.SIGKILL)
+        self.server.child.popen.wait(30)
+        self.server = vllm_server.start(self.processes, "vllm-again", extra=self.flags, environment=self.environment)
+        vllm_server.wait(self.server)
+        honed_side.wait_attached(self.server.child, self.client)
+
+    def play_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """Traffic, a little at a time, until the condition holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, "played in vain"
+            assert self.play(8, 32).num_failed == 0
 
     def restart_daemon(self) -> None:
         self.daemon, _ = honed_side.start_daemon(self.processes, self.config, self.client)
@@ -66,6 +84,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
     config.write_text(
         f'[paths]\nruntime_dir = "{runtime_dir}"\nstate_dir = "{state_dir}"\n'
         f'[http]\nmetrics_listen = "127.0.0.1:{free_port()}"\n[recalibration]\nautomatic = false\n'
+        "[canary]\nwindow_s = 0.2\nwindow_rounds = 32\n"
     )
     with Processes(folder / "logs") as processes, AdminClient(runtime_dir / "admin.sock") as client:
         daemon, environment = honed_side.start_daemon(processes, config, client)
@@ -73,7 +92,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
         server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=args["environment"])
         vllm_server.wait(server)
         honed_side.wait_attached(server.child, client)
-        yield Beside(processes, server, client, daemon, config, state_dir)
+        yield Beside(processes, server, client, daemon, config, state_dir, args["flags"], args["environment"])
 
 
 def test_rounds_are_stored_once(beside: Beside) -> None:
@@ -155,3 +174,47 @@ def wait_for(client: AdminClient, operation_id: str) -> dict[str, object]:
             return operation
         time.sleep(0.1)
     raise AssertionError("the operation never ended")
+
+
+def test_daemon_and_vllm_are_killed_while_two_versions_take_turns(beside: Beside, tmp_path: Path) -> None:
+    """Afterwards one version is active, and the engine's own checksum of its weights is that version's."""
+    from safetensors.torch import load_file, save_file
+
+    from honed.recalib.registry import Registry
+
+    registry = Registry(beside.state_dir / "registry")
+    stock = registry.alias("active")
+    assert stock is not None
+    tensors = load_file(registry.path(stock) / "model.safetensors")
+    folder = tmp_path / "spoilt"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((registry.path(stock) / "config.json").read_bytes())
+    # Nothing that cached keys and values depend on; it drafts hardly anything right.
+    save_file({n: t * (0.1 if "o_proj" in n else 1.0) for n, t in tensors.items()}, folder / "model.safetensors")
+    spoilt = registry.import_checkpoint(folder, target_path=str(vllm_server.ROOT / vllm_server.TARGET), note="test").version
+
+    before = beside.play(8, 48)
+    operation = beside.client.post(f"/v1/drafters/{spoilt}:promote", {"reason": "test"})
+    assert wait_for(beside.client, operation["operation_id"])["state"] == "succeeded"
+
+    beside.play_until(lambda: trial_of(beside.client).get("pairs", 0) >= 2)
+    os.killpg(beside.daemon.pid, signal.SIGKILL)
+    beside.daemon.popen.wait(10)
+    beside.restart_daemon()
+    beside.play_until(lambda: trial_of(beside.client).get("pairs", 0) >= 4 or registry.alias("active") == stock)
+
+    beside.restart_vllm()
+    after = beside.play(8, 48)
+    assert not client_load.differing(before.replies, after.replies), "output depends on the drafter"
+    beside.play_until(lambda: registry.alias("active") == stock and not trial_of(beside.client))
+    status = beside.client.get("/v1/status")
+    assert status["drafters"]["active"] == stock
+    beside.play_until(lambda: honed_side.engine_of(beside.client)["drafter_version"] == stock)
+    engine_id = honed_side.engine_of(beside.client)["engine_id"]
+    asked = beside.client.post(f"/v1/engines/{engine_id}:verify")
+    assert wait_for(beside.client, asked["operation_id"])["state"] == "succeeded"
+
+
+def trial_of(client: AdminClient) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/v1/status")["canary"] or {}
+    return found

@@ -7,6 +7,7 @@ everything some hundred times slower: fewer and shorter requests there.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 
 from honed.adapt import wire
 from tests.e2e.engine import DRAFTER, IS_V2, ROOT, RUNNER, TARGET, K, TestEngine, engine
+from tests.e2e.logged import counted, rounds, set_policy, take_batches
 
 pytestmark = [pytest.mark.e2e]
 MAX_TOKENS = 10 if IS_V2 else 48
@@ -48,48 +50,6 @@ def _fresh_log(request: pytest.FixtureRequest) -> None:
         take_batches(request.getfixturevalue("attached"))
 
 
-def take_batches(running: TestEngine) -> list[wire.EventBatch]:
-    """What was logged since the last call, as the daemon would get it."""
-    honed = running.honed
-    publisher = honed._publisher
-    publisher._stop.set()  # from here on this thread collects
-    publisher._thread.join(5)
-    publisher._collect()
-    publisher._seal()
-    frames = [batch.frame for batch in publisher._outbox._unsent]
-    publisher._outbox._unsent.clear()
-    return [b for b in map(wire.decode_to_daemon, frames) if isinstance(b, wire.EventBatch)]
-
-
-def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
-    """Rounds as rows, with their own slices of the token lists."""
-    rows = []
-    for batch in batches:
-        columns, at_emitted, at_draft = batch.rounds, 0, 0
-        for i in range(len(columns.step)):
-            emitted = columns.emitted[at_emitted : at_emitted + columns.num_emitted[i]]
-            draft = columns.draft[at_draft : at_draft + columns.num_draft_tokens[i]]
-            at_emitted, at_draft = at_emitted + len(emitted), at_draft + len(draft)
-            rows.append(
-                {
-                    "request": columns.request[i],
-                    "workload": batch.workloads[columns.workload[i]],
-                    "position": columns.position[i],
-                    "k": columns.num_draft_tokens[i],
-                    "accepted": columns.num_accepted_tokens[i],
-                    "emitted": emitted,
-                    "draft": draft,
-                }
-            )
-    return rows
-
-
-def set_policy(running: TestEngine, **fields: Any) -> None:
-    base: dict[str, Any] = {"engine_id": "e", "generation": 1, "ttl_s": 1e9, "kind": "static", "static_k": K, "max_k": K}
-    running.honed._on_policy(wire.Policy(**(base | fields)))
-    running.honed.before_schedule()
-
-
 def test_the_runner_under_test_is_the_one_that_runs(attached: TestEngine) -> None:
     hello = attached.honed._hello(0)
     assert hello.runner == RUNNER
@@ -104,11 +64,7 @@ def test_logged_events_equal_vllms_counters(attached: TestEngine) -> None:
     completions = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS, extra=extra)
     rows = rounds(take_batches(attached))
     after = attached.counters()
-    assert {name: after[name] - before[name] for name in after} == {
-        "num_drafts": len([r for r in rows if r["k"]]),
-        "num_draft_tokens": sum(r["k"] for r in rows),
-        "num_accepted_tokens": sum(r["accepted"] for r in rows),
-    }
+    assert {name: after[name] - before[name] for name in after} == counted(rows)
     assert {r["workload"] for r in rows} == {"x"}
     by_request: dict[int, list[int]] = {}
     for row in rows:
@@ -238,13 +194,13 @@ def perturbed_drafter(folder: Path) -> Path:
     return folder
 
 
-def swap(running: TestEngine, version: str, folder: Path, sha256: str = "") -> wire.CommandResult:
+def swap(running: TestEngine, version: str, folder: Path, sha256: str = "", **more: str) -> wire.CommandResult:
     """Ask for a swap as the daemon does, and let the engine's thread get on with it."""
     results: list[wire.CommandResult] = []
     commands = running.honed.commands
     commands._report = results.append
-    args = {"version": version, "path": str(folder), "sha256": sha256}
-    commands.put(wire.Command(command_id=f"swap-{version}", kind="swap", args=args))
+    args = {"version": version, "path": str(folder), "sha256": sha256, **more}
+    commands.put(wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args))
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         running.honed.before_schedule()
@@ -308,6 +264,26 @@ def worker_of(running: TestEngine) -> Any:
 
 def target_parameters(running: TestEngine) -> list[tuple[str, torch.Tensor]]:
     return list(worker_of(running).model_runner.get_model().named_parameters())
+
+
+def test_versions_that_take_turns_are_held_and_exact(attached: TestEngine, tmp_path: Path) -> None:
+    folders = {"stock": DRAFTER, "other": perturbed_drafter(tmp_path / "other")}
+    plain = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
+    sums: dict[str, str] = {}
+    for number, version in enumerate(("other", "stock", "other", "stock")):
+        beside = "stock" if version == "other" else "other"
+        turns = {"beside_version": beside, "beside_path": str(folders[beside]), "home_version": "stock", "lease_s": "600"}
+        result = swap(attached, version, folders[version], drops_cache="1", **turns)
+        assert result.ok, result.error
+        assert (result.figures["stage_ms"] > 0) == (number == 0)  # read once, both of them
+        assert attached.rpc("honed_checksum") == sums.setdefault(version, attached.rpc("honed_checksum"))
+        assert attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == plain
+    assert sums["stock"] != sums["other"]
+    swapper = worker_of(attached)._honed_side.swapper
+    assert set(swapper._held) == {"stock", "other"}
+    assert swap(attached, "stock", DRAFTER).ok
+    assert not swapper._held  # the last swap lets go of the memory
+    assert attached.rpc("honed_checksum") == sums["stock"]
 
 
 def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_path: Path) -> None:

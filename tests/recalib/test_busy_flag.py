@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -43,6 +44,19 @@ def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
     assert not flag.is_busy()
 
 
+def test_when_work_came_is_known_to_the_trainer(tmp_path):
+    engine, flag = Writer(tmp_path / "busy"), BusyFlag(tmp_path / "busy")
+    assert flag.raised_s == 0.0
+    before_s = time.monotonic()
+    engine.set(True)
+    assert flag.is_busy()
+    first_s = flag.raised_s
+    assert before_s <= first_s <= time.monotonic()
+    engine.set(True)  # it was up: the work came earlier
+    assert flag.is_busy()
+    assert flag.raised_s == first_s
+
+
 def test_empty_file_means_idle(tmp_path):
     (tmp_path / "busy").touch()
     assert not BusyFlag(tmp_path / "busy").is_busy()
@@ -61,8 +75,8 @@ def test_idleness_is_a_share_of_time():
 
 def test_preemptions_report_the_ninety_ninth_percentile():
     preemptions = Preemptions()
-    assert preemptions.p99_s == 0.0
+    assert preemptions.quantile_s(0.99) == 0.0
     for i in range(200):
         preemptions.observe(i / 1000)
     assert preemptions.count == 200
-    assert preemptions.p99_s == 0.197
+    assert preemptions.quantile_s(0.99) == 0.197

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from honed.recalib.drafter import DFlashDrafter
+from honed.recalib.evaluate import run_through
 from honed.recalib.micro_step import Loss, MicroTrainer, Scope, TrainingSettings, is_kv_path
+from honed.recalib.pace import Pace
 from honed.recalib.sample import TrainingSample
 
 MakeDrafter = Callable[..., DFlashDrafter]
@@ -262,3 +264,34 @@ def test_kept_samples_are_not_revealed(make_drafter: MakeDrafter, make_sample: M
     figures = trainer.step([make_sample()], kept=[True])
     assert figures.acceptance.num_blocks == figures.num_anchors
     assert figures.loss == pytest.approx(0.0, abs=1e-6)
+
+
+class EveryOther(Pace):
+    """A pace of 3 blocks, then 1, then 3, …"""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def blocks(self, wanted: int) -> int:
+        return min(wanted, 3 if len(self.sizes) % 2 == 0 else 1)
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        self.sizes.append(num_blocks)
+
+
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+def test_how_a_micro_step_is_divided_makes_no_difference(
+    scope: Scope, make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    settings = replace(QUICK, scope=scope)
+    sample, pace = make_sample(is_fused=scope != "full"), EveryOther()
+    whole, divided = make_drafter(), make_drafter()
+    one, other = MicroTrainer(whole, settings), MicroTrainer(divided, settings)
+    for _ in range(3):
+        expected = one.step([sample])
+        found = run_through(other.parts([sample], pace=pace))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert (found.num_anchors, found.is_update) == (expected.num_anchors, expected.is_update)
+    assert len(pace.sizes) > 3
+    for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

@@ -183,7 +183,7 @@ def test_what_cannot_work_is_one_clear_line(site, change, reason):
 
 def test_unexpected_failure_is_a_result_too(site, monkeypatch):
     write_sessions(site.ring, "b", 40)
-    monkeypatch.setattr("honed.recalib.training_run.MicroTrainer.step", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("honed.recalib.training_run.MicroTrainer.parts", lambda *_, **__: 1 / 0)
     result = site.finish(site.begin())
     assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
 
@@ -231,7 +231,7 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
     write_sessions(site.ring, "b", 40)
     weights = trained_weights(monkeypatch)
     site.reading_s = 0.001
-    settings = replace(SETTINGS, max_steps=40, save_state_s=0.01)
+    settings = replace(SETTINGS, max_steps=40, save_state_s=0.01, preempt_budget_s=0.0)
     site.finish(site.begin(settings))
 
     site.state_dir = site.registry.root.parent / "training"

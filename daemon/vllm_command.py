@@ -1,0 +1,133 @@
+"""A vLLM server's command line, read as far as honed cares: which model, which drafter, which classes of ours.
+
+Pure: words in, values out. Flags may be written as vLLM takes them: `--a-b x`, `--a_b x`, `--a-b=x`, and nested ones as
+`--speculative-config.method dflash`. Source: vllm/engine/arg_utils.py (0.32), `create_speculative_config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SHORT = {"-sc": "--speculative-config", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
+SPECULATIVE = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+SWITCHES = frozenset({"--enable-lora"})
+SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server", "vllm.entrypoints.cli.main")
+
+
+@dataclass(frozen=True)
+class VllmCommand:
+    """What a command asks vLLM for; "" and 0 where it says nothing."""
+
+    model: str = ""
+    scheduler_cls: str = ""
+    worker_extension_cls: str = ""
+    speculative: dict[str, Any] = field(default_factory=dict)
+    is_lora: bool = False
+    pipeline_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.0
+    config_file: str = ""
+    """Its flags count too, and aren't looked at here."""
+    unreadable: tuple[str, ...] = ()
+    """Flags whose value isn't what the flag takes."""
+
+    @property
+    def method(self) -> str:
+        return str(self.speculative.get("method") or "")
+
+    @property
+    def drafter(self) -> str:
+        return str(self.speculative.get("model") or "")
+
+
+def is_server(words: Sequence[str]) -> bool:
+    """Whether the command starts vLLM's OpenAI server."""
+    return bool(_after_program(words))
+
+
+def parse(words: Sequence[str]) -> VllmCommand:
+    """Read a command, program included: `vllm serve MODEL …` or `python -m vllm.entrypoints.openai.api_server …`."""
+    rest = _after_program(words) or list(words)
+    values: dict[str, str] = {}
+    speculative: dict[str, Any] = {}
+    positional, unreadable = "", []
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            positional = positional or word
+            continue
+        name, has_value, value = word.partition("=")
+        name = _canonical(name)
+        if not has_value and name not in SWITCHES and rest and not _is_flag(rest[0]):
+            value = rest.pop(0)
+        head, _, key = name.partition(".")
+        if name == "--speculative-config":
+            made = _json(value)
+            if isinstance(made, dict):
+                speculative |= {k.replace("-", "_"): v for k, v in made.items()}
+            else:
+                unreadable.append(f"--speculative-config {value!r} is no JSON object")
+        elif head == "--speculative-config" and key:
+            speculative[key.replace("-", "_")] = _loose(value)
+        elif name in SPECULATIVE:
+            speculative[SPECULATIVE[name]] = _loose(value)
+        else:
+            values[name] = value
+    return VllmCommand(
+        model=values.get("--model", "") or positional,
+        scheduler_cls=values.get("--scheduler-cls", ""),
+        worker_extension_cls=values.get("--worker-extension-cls", ""),
+        speculative=speculative,
+        is_lora="--enable-lora" in values,
+        pipeline_parallel_size=int(_number(values.get("--pipeline-parallel-size", ""), 1)),
+        gpu_memory_utilization=_number(values.get("--gpu-memory-utilization", ""), 0.0),
+        config_file=values.get("--config", ""),
+        unreadable=tuple(unreadable),
+    )
+
+
+def _after_program(words: Sequence[str]) -> list[str]:
+    """What follows the program's name; empty when it isn't vLLM's server."""
+    for i, word in enumerate(words):
+        if word in SERVERS or word.endswith("/vllm/entrypoints/openai/api_server.py"):
+            return [*words[i + 1 :], ""]
+        if word.rpartition("/")[2] == "vllm" and i + 1 < len(words) and words[i + 1] == "serve":
+            return [*words[i + 2 :], ""]
+    return []
+
+
+def _canonical(name: str) -> str:
+    head, dot, key = name.partition(".")
+    head = SHORT.get(head, head.replace("_", "-"))
+    return f"{head}{dot}{key}"
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not _is_number(word)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(text: str, default: float) -> float:
+    return float(text) if _is_number(text) else default
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _loose(text: str) -> Any:
+    """JSON where it is some, else the text itself."""
+    found = _json(text)
+    return text if found is None and text != "null" else found

@@ -1,0 +1,60 @@
+"""How much one unit of work may do, so that serving gets the device back in time: measured, never assumed.
+
+A unit's time is about a fixed part (the context that everything in it attends to) and a part that grows with its blocks. Both
+are followed by recursive least squares, slow units counting more than quick ones: what matters is the slow end. Units are
+sized for `SHARE` of the budget, since work that arrives during one makes it slower; the first are as small as can be.
+"""
+
+from __future__ import annotations
+
+import math
+
+SHARE = 0.5
+_FORGETTING = 0.97
+_SLOW_WEIGHT = 4.0
+_GROWTH = 2.0
+"""A unit has at most so many times the blocks of the largest one that was measured."""
+
+
+class Pace:
+    """Sizes units, in blocks.
+
+    Args:
+        budget_s: how long serving may have to wait for a unit; 0: units are as large as asked for.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._goal_s = SHARE * budget_s
+        self._largest = 0
+        self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·s, w·n·s
+
+    def blocks(self, wanted: int) -> int:
+        """How many of `wanted` blocks the next unit is to do, at least one."""
+        if not self._goal_s:
+            return wanted
+        if not self._largest:
+            return 1
+        fixed_s, block_s = self.costs
+        fitting = math.floor((self._goal_s - fixed_s) / block_s) if block_s > 0 else wanted
+        return max(1, min(wanted, fitting, int(_GROWTH * self._largest)))
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        """A unit of so many blocks took so long."""
+        self._largest = max(self._largest, num_blocks)
+        fixed_s, block_s = self.costs
+        is_slow = seconds > fixed_s + block_s * num_blocks
+        weight = _SLOW_WEIGHT if is_slow else 1.0
+        new = (1.0, num_blocks, num_blocks**2, seconds, num_blocks * seconds)
+        self._sums = [_FORGETTING * old + weight * value for old, value in zip(self._sums, new, strict=True)]
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Seconds of a unit without blocks, and of each block."""
+        weight, n, nn, s, ns = self._sums
+        if not weight:
+            return 0.0, 0.0
+        scatter = nn - n * n / weight
+        if scatter < 1e-6 * nn:  # all of one size: nothing tells the parts apart, so all is laid to the blocks
+            return 0.0, s / n
+        block_s = max((ns - n * s / weight) / scatter, 0.0)
+        return max((s - block_s * n) / weight, 0.0), block_s

@@ -1,0 +1,76 @@
+"""What the engine's thread notes of a step, and in which order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from honed.attach.step_log import Over, Started, Step, StepLog
+from honed.attach.step_recorder import Plan, StepRecorder
+from tests.attach.step_cases import started
+
+
+def outputs(sampled: list[list[int]], num_tokens: int = 5) -> tuple[Any, Any]:
+    """(scheduler output, runner output) of one request with three drafts."""
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=num_tokens, num_scheduled_tokens={"r": 4}, num_invalid_spec_tokens=None,
+        scheduled_spec_decode_tokens={"r": [5, 6, 7]},
+    )  # fmt: skip
+    return output, SimpleNamespace(sampled_token_ids=sampled, req_id_to_index={"r": 0})
+
+
+def entries(log: StepLog) -> list[Any]:
+    return [log.take() for _ in range(len(log))]
+
+
+def test_a_request_that_ends_in_a_step_is_over_after_it() -> None:
+    log = StepLog()
+    recorder = StepRecorder(log)
+    recorder.started("r", started().request)
+    recorder.begin(*outputs([[5, 9]]))
+    recorder.verified.append(("r", 3, 1))
+    recorder.over("r")
+    recorder.end(Plan(1, 0, "policy", 7, 41, "v1"))
+    recorder.over("s")  # aborted between two steps
+    first, step, over, aborted = entries(log)
+    assert isinstance(first, Started)
+    assert isinstance(step, Step)
+    assert (step.verified, step.num_drafting, step.context_tokens, step.drafter_version) == ([("r", 3, 1)], 7, 41, "v1")
+    assert (over, aborted) == (Over("r"), Over("s"))
+    assert recorder.spent_ns > 0
+
+
+def test_a_step_without_tokens_is_none() -> None:
+    log = StepLog()
+    recorder = StepRecorder(log)
+    recorder.begin(*outputs([], num_tokens=0))
+    recorder.over("r")
+    recorder.end(Plan(1, 0, "policy", 7, 0))
+    assert entries(log) == [Over("r")]
+
+
+def test_token_ids_that_are_to_be_logged_are_those_before_vllm_cuts_them() -> None:
+    log = StepLog()
+    recorder = StepRecorder(log)
+    for is_logging in (False, True):
+        recorder.is_logging_token_ids = is_logging
+        sampled = [[5, 6, 9]]
+        output, runner_output = outputs(sampled)
+        recorder.begin(output, runner_output)
+        del sampled[0][1:]
+        output.scheduled_spec_decode_tokens["r"].clear()
+        recorder.end(Plan(1, 0, "policy", 7, 0))
+    _, step = entries(log)
+    assert step.has_token_ids
+    assert (step.sampled, step.drafts) == ([[5, 6, 9]], {"r": [5, 6, 7]})
+
+
+def test_steps_that_overlap_take_their_own_time_only() -> None:
+    log = StepLog()
+    recorder = StepRecorder(log)
+    for number in (1, 2):
+        recorder.begin(*outputs([[5]]))
+        recorder.end(Plan(number, 0, "policy", 7, 0))
+    first, second = entries(log)
+    assert first.duration_us * 1000 > 10 * (second.duration_us * 1000)  # the clock's zero is long ago
+    assert second.end_ns >= first.end_ns

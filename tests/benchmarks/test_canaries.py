@@ -1,0 +1,46 @@
+"""How often a canary errs, 10,000 times over with honed's own test: what an operator is promised."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from canaries import CURVES, change_for_length, simulate, window
+
+from honed.adapt.acceptance import acceptance_length
+from honed.adapt.canary import CanarySettings
+
+RUNS = 10_000
+
+
+def test_equal_versions_are_rarely_promoted_and_rarely_rolled_back() -> None:
+    outcome = simulate(CURVES["medium"], 0.0, RUNS, seed=11)
+    assert outcome.promoted <= 0.01
+    assert outcome.rolled_back <= 0.01
+
+
+def test_a_loss_of_ten_percent_is_rolled_back_within_2000_rounds_and_never_promoted() -> None:
+    outcome = simulate(CURVES["medium"], -0.10, RUNS, seed=12)
+    assert outcome.promoted <= 0.01
+    assert outcome.rolled_back >= 0.99
+    assert outcome.median_rounds["rolled_back"] <= 2000
+
+
+def test_a_gain_of_five_percent_is_promoted_and_hardly_ever_rolled_back() -> None:
+    outcome = simulate(CURVES["medium"], 0.05, RUNS, seed=13)
+    assert outcome.rolled_back <= 0.01
+    assert outcome.promoted >= 0.95
+
+
+def test_windows_are_as_rounds_would_leave_them() -> None:
+    settings = CanarySettings()
+    trials, successes = window(np.random.default_rng(0), np.array(CURVES["high"]), 2000, settings)
+    assert (trials[:, 0] == settings.window_rounds).all()
+    assert (successes <= trials).all()
+    assert (trials[:, 1:] <= successes[:, :-1]).all()
+    assert successes.sum(axis=0) / trials.sum(axis=0) == pytest.approx(CURVES["high"], abs=0.02)
+
+
+def test_a_change_for_a_length_makes_that_length() -> None:
+    curve = np.array(CURVES["low"])
+    shorter = acceptance_length(curve * (1.0 + change_for_length(CURVES["low"], 0.9)))
+    assert shorter == pytest.approx(0.9 * acceptance_length(curve))

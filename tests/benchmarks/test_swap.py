@@ -1,0 +1,44 @@
+"""A swap's stall is the gap in which it happened, which is the one before the step whose drafts are still the old version's."""
+
+import pytest
+import swap
+import yielding
+from measured import percentile
+from processes import ProcessError
+
+
+def steps_with_swap_after(number: int, gap_ms: float, count: int = 40) -> list[tuple[int, float, str]]:
+    """Steps of 10 ms, and one longer gap between step `number` and the next."""
+    steps, end_ms = [], 0.0
+    for step in range(1, count + 1):
+        end_ms += gap_ms if step == number + 1 else 10.0
+        # The step right after the swap verifies what the old weights drafted.
+        steps.append((step, end_ms, "old" if step <= number + 1 else "new"))
+    return steps
+
+
+def test_the_gap_around_a_swap_is_found_and_compared_with_the_steps_nearby() -> None:
+    (stall,) = swap.stalls_of(steps_with_swap_after(20, 14.0), [3.0])
+    assert stall == {"pause_ms": 3.0, "gap_ms": pytest.approx(14.0), "step_ms": pytest.approx(10.0)}
+
+
+def test_a_swap_that_is_not_in_the_log_is_an_error() -> None:
+    with pytest.raises(ProcessError, match="2 swaps were made, 1 are in the log"):
+        swap.stalls_of(steps_with_swap_after(20, 14.0), [3.0, 3.0])
+
+
+def test_naming_the_version_that_runs_already_is_no_swap() -> None:
+    steps = [(n, end, name if n > 3 else "") for n, end, name in steps_with_swap_after(20, 14.0)]
+    assert len(swap.stalls_of(steps, [3.0])) == 1
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert swap.spread(values) == {"p50": 50.0, "p99": 99.0}
+
+
+def test_a_ratio_of_latencies_is_over_all_phases_and_its_interval_over_pairs() -> None:
+    pair = {"on": yielding.Phase([0.010] * 99 + [0.022], []), "off": yielding.Phase([0.010] * 99 + [0.020], [])}
+    assert yielding.ratio_of([pair, pair], 1.0) == pytest.approx(1.1)
+    assert yielding.interval([pair, pair], 1.0) == {"low": 1.1, "high": 1.1}

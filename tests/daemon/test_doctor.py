@@ -1,0 +1,263 @@
+"""What doctor says of the machine, the daemon and Prometheus; each check is shown to find what it looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from click.testing import Result
+from typer.testing import CliRunner
+
+from honed.daemon import database, doctor_daemon, doctor_host, doctor_memory
+from honed.daemon.command_line import app
+from honed.daemon.doctor import ORDER, Check, exit_code, worst_first
+from honed.daemon.serve import start
+from honed.daemon.settings import load
+from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.test_show import HEALTHY
+
+GIB = 1 << 30
+
+
+def levels(checks: Iterator[Check] | list[Check]) -> list[str]:
+    return [check.level for check in checks]
+
+
+def only(checks: Iterator[Check]) -> Check:
+    (found,) = checks
+    assert found.level == "ok" or found.cure or found.level == "unknown", "what is wrong comes with a cure"
+    return found
+
+
+# --- folders, sockets, disk -------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_everybody_can_enter_are_errors(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    assert only(doctor_host.check_folder("state directory", tmp_path)).level == "ok"
+    tmp_path.chmod(0o755)
+    found = only(doctor_host.check_folder("state directory", tmp_path))
+    assert (found.level, found.cure) == ("error", f"chmod o= {tmp_path}")
+    assert only(doctor_host.check_folder("state directory", tmp_path / "gone")).level == "warning"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o600)
+    assert "is no folder" in only(doctor_host.check_folder("x", tmp_path / "file")).text
+
+
+def test_a_runtime_folder_on_disk_is_a_warning() -> None:
+    assert levels(doctor_host.check_in_memory(Path("/dev/shm"))) == []
+    found = only(doctor_host.check_in_memory(Path(__file__).parent))
+    assert found.level == "warning"
+    assert "samples, which are prompts in disguise, reach the disk" in found.text
+
+
+def test_engines_folders_must_hand_on_their_group(tmp_path: Path) -> None:
+    assert levels(doctor_host.check_engines_folder(tmp_path / "gone")) == []
+    tmp_path.chmod(0o2770)
+    assert only(doctor_host.check_engines_folder(tmp_path)).level == "ok"
+    tmp_path.chmod(0o770)
+    assert "chmod g+s" in only(doctor_host.check_engines_folder(tmp_path)).cure
+    tmp_path.chmod(0o700)
+    assert only(doctor_host.check_engines_folder(tmp_path)).level == "ok"  # daemon and vLLM are one user
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "used", "level"),
+    [
+        (100 * GIB, 4 * GIB, 0, "ok"),
+        (2 * GIB, 4 * GIB, 0, "warning"),
+        (2 * GIB, 4 * GIB, 4 * GIB, "ok"),
+        (GIB // 2, 0, 0, "error"),
+    ],
+)
+def test_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, limit: int, used: int, level: str
+) -> None:
+    monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
+    assert only(doctor_host.check_room(tmp_path, limit, used)).level == level
+
+
+def test_sockets_are_told_apart(folder: Path) -> None:
+    path = folder / "s"
+    assert "no daemon is running" in only(doctor_host.check_socket("admin socket", path)).text
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o660)
+        assert "nobody listens" in only(doctor_host.check_socket("admin socket", path)).text
+        listener.listen()
+        assert only(doctor_host.check_socket("admin socket", path)).level == "ok"
+        path.chmod(0o666)
+        assert only(doctor_host.check_socket("admin socket", path)).cure == f"chmod 0660 {path}"
+
+
+def test_a_sqlite_that_corrupts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor_host.check_sqlite()).level == "ok"
+    monkeypatch.setattr(database.sqlite3, "sqlite_version_info", (3, 40, 1))
+    found = only(doctor_host.check_sqlite())
+    assert found.level == "error"
+    assert "SQLite 3.40.1 can corrupt databases" in found.text
+    assert "pysqlite3" in found.cure
+
+
+def test_a_trainer_without_pytorch_or_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor_host.check_torch("cpu")).level == "ok"
+    monkeypatch.setattr(doctor_host.os.path, "exists", lambda path: False)
+    assert only(doctor_host.check_torch("cuda:0")).level == "error"
+    monkeypatch.setattr(doctor_host, "find_spec", lambda name: None)
+    assert "pip install 'honed[train]'" in only(doctor_host.check_torch("cpu")).cure
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------
+
+SHAPE = doctor_memory.Shape(parameters=1_000_000_000, vocab_size=100_000, hidden_size=4096, block_size=16, anchors=16)
+SMI = "0, 143771, 20000\n1, 143771, 100\n"
+
+
+def test_the_need_grows_with_the_drafter_and_the_vocabulary() -> None:
+    assert 16e9 < doctor_memory.needed_bytes(SHAPE) < 24e9
+
+
+def test_gpu_memory_left_for_training() -> None:
+    assert only(doctor_memory.check_gpu(SMI, "cuda", 10 * GIB)).level == "ok"
+    found = only(doctor_memory.check_gpu(SMI, "cuda:1", 10 * GIB))
+    assert found.level == "error"
+    assert "0.1 GiB of 140.4 GiB are free on GPU 1; training takes about 10.0 GiB" in found.text
+    assert "Lower vLLM's --gpu-memory-utilization by 0.08" in found.cure
+    assert "the machine's GPUs are 0, 1" in only(doctor_memory.check_gpu(SMI, "cuda:7", 1)).text
+    assert only(doctor_memory.check_gpu(None, "cuda", 1)).level == "unknown"
+
+
+def test_memory_of_the_machine() -> None:
+    meminfo = "MemTotal: 1 kB\nMemAvailable:   8388608 kB\n"
+    assert only(doctor_memory.check_host(meminfo, 4 * GIB, 2 * GIB, trains_here=True)).level == "ok"
+    assert only(doctor_memory.check_host(meminfo, 7 * GIB, 2 * GIB, trains_here=True)).level == "warning"
+    assert only(doctor_memory.check_host(meminfo, 7 * GIB, 2 * GIB, trains_here=False)).level == "ok"
+
+
+# --- the daemon's own word --------------------------------------------------------------------------------------------------
+
+
+def engine(drafted: int, accepted: int, **changes: Any) -> dict[str, Any]:
+    figures = {"drafted_by_position": [drafted, drafted], "accepted_by_position": [accepted, 0], "honed_version": "0.1.0"}
+    return HEALTHY | {"engines": [HEALTHY["engines"][0] | figures | changes]}
+
+
+def test_a_drafter_of_another_target_shows_in_what_is_accepted() -> None:
+    (found,) = [c for c in doctor_daemon.check_daemon(engine(5000, 150), "0.1.0") if c.level != "ok"]
+    assert found.level == "error"
+    assert "right on 3.0 % of first tokens in 5,000 rounds: it was trained for another target" in found.text
+    assert "honed recalibrate" in found.cure
+    assert levels(doctor_daemon.check_daemon(engine(5000, 3500), "0.1.0")) == ["ok", "ok"]
+    assert levels(doctor_daemon.check_daemon(engine(40, 0), "0.1.0")) == ["ok"]  # too few to say
+
+
+def test_versions_that_differ_are_named() -> None:
+    texts = [c.text for c in doctor_daemon.check_daemon(engine(0, 0, honed_version="0.0.9"), "0.2.0") if c.level == "warning"]
+    assert texts == ["it runs honed 0.1.0, this command is 0.2.0", "has honed 0.0.9, the daemon 0.1.0"]
+
+
+def test_what_status_finds_doctor_says_too() -> None:
+    found = list(doctor_daemon.check_daemon(HEALTHY | {"trainer": None, "problems": ["the writer thread has ended"]}, "0.1.0"))
+    assert levels(found) == ["ok", "error", "warning"]
+
+
+def test_metrics_and_prometheus() -> None:
+    def fetch(status: int, body: str) -> Callable[[str], tuple[int, str]]:
+        return lambda url: (status, body)
+
+    check = doctor_daemon.check_metrics
+    assert only(check("127.0.0.1:9464", fetch(200, "honed_build_info{} 1"))).level == "ok"
+    assert "isn't honed's" in only(check("127.0.0.1:9464", fetch(200, "go_info 1"))).text
+    assert "answers 404" in only(check("127.0.0.1:9464", fetch(404, ""))).text
+    assert "gives no answer (refused)" in only(check("127.0.0.1:9464", fetch(0, "refused"))).text
+    assert only(check("", fetch(200, ""))).level == "warning"
+    check_prometheus = doctor_daemon.check_prometheus
+    assert only(check_prometheus("http://p", fetch(200, '{"value":[1,"1"]}'), is_asked=False)).level == "ok"
+    assert only(check_prometheus("http://p", fetch(200, '{"result":[]}'), is_asked=False)).level == "warning"
+    assert only(check_prometheus("http://p", fetch(0, "refused"), is_asked=False)).level == "unknown"
+    assert only(check_prometheus("http://p", fetch(0, "refused"), is_asked=True)).level == "error"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    for name in [name for name in os.environ if name.startswith("HONED_")]:
+        monkeypatch.delenv(name)
+    found = {"runtime_dir": folder / "run", "state_dir": folder / "state"}
+    monkeypatch.setenv("HONED_RUNTIME_DIR", str(found["runtime_dir"]))
+    monkeypatch.setenv("HONED_STATE_DIR", str(found["state_dir"]))
+    monkeypatch.setattr("honed.daemon.diagnose.vllm_processes.running", lambda: [])
+    return found
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def of(result: Result, level: str) -> dict[str, str]:
+    return {c["subject"]: c["text"] for c in json.loads(result.stdout)["checks"] if c["level"] == level}
+
+
+def test_without_a_daemon_it_says_so_once_and_ends_with_1(paths: dict[str, Path]) -> None:
+    result = run("--json")
+    assert result.exit_code == 1
+    assert set(of(result, "error")) == {"admin socket", "engine socket"}
+
+
+def test_beside_a_sound_daemon_there_are_only_warnings(paths: dict[str, Path]) -> None:
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ["HONED_HTTP__METRICS_LISTEN"] = f"127.0.0.1:{port}"
+    try:
+        with ExitStack() as stack:
+            stack.callback(structlog.reset_defaults)
+            for path in paths.values():
+                path.mkdir(mode=0o750)
+            start(load(), stack)
+            fake = FakeEngine(paths["runtime_dir"] / "engine.sock")
+            fake.hello()
+            fake.send_status()
+            result = run("--json")
+            fake.close()
+    finally:
+        del os.environ["HONED_HTTP__METRICS_LISTEN"]
+    assert of(result, "error") == {}, result.stdout
+    assert result.exit_code == 4
+    assert {"SQLite", "admin socket", "engine socket", "metrics", "daemon"} <= set(of(result, "ok"))
+
+
+def test_wrong_settings_are_said_and_the_command_is_still_judged(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HONED_STORE__MAX_RAW_BITES", "1")
+    result = run("--json", "--", "vllm", "serve", "m")
+    assert result.exit_code == 1
+    assert "MAX_RAW_BITES" in of(result, "error")["settings"]
+    assert "vLLM command" in of(result, "error")
+
+
+def test_a_command_is_judged_before_it_is_run(paths: dict[str, Path]) -> None:
+    result = run("--", "vllm", "serve", "m", "--scheduler-cls", "my.Own")
+    assert result.exit_code == 1
+    assert "✗ vLLM command: has --scheduler-cls my.Own, not honed's" in result.stdout
+    assert "    → Use --scheduler-cls honed.attach.scheduler.make_scheduler" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "code"), [(["ok"], 0), (["ok", "unknown"], 0), (["warning", "ok"], 4), (["warning", "error"], 1)]
+)
+def test_exit_codes(found: list[Any], code: int) -> None:
+    checks = [Check("x", level, "") for level in found]
+    assert exit_code(checks) == code
+    assert [check.level for check in worst_first(checks)] == [level for level in ORDER if level in found]

@@ -1,0 +1,62 @@
+"""What an engine under test has logged, as the daemon would get it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from honed.adapt import wire
+from tests.e2e.engine import K, TestEngine
+
+
+def take_batches(running: TestEngine) -> list[wire.EventBatch]:
+    """What was logged since the last call."""
+    honed = running.honed
+    publisher = honed._publisher
+    publisher._stop.set()  # from here on this thread collects
+    publisher._thread.join(5)
+    publisher._collect()
+    publisher._seal()
+    frames = [batch.frame for batch in publisher._outbox._unsent]
+    publisher._outbox._unsent.clear()
+    return [b for b in map(wire.decode_to_daemon, frames) if isinstance(b, wire.EventBatch)]
+
+
+def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
+    """Rounds as rows, with their own slices of the token lists."""
+    rows = []
+    for batch in batches:
+        columns, at_emitted, at_draft = batch.rounds, 0, 0
+        for i in range(len(columns.step)):
+            emitted = columns.emitted[at_emitted : at_emitted + columns.num_emitted[i]]
+            draft = columns.draft[at_draft : at_draft + columns.num_draft_tokens[i]]
+            at_emitted, at_draft = at_emitted + len(emitted), at_draft + len(draft)
+            rows.append(
+                {
+                    "request": columns.request[i],
+                    "workload": batch.workloads[columns.workload[i]],
+                    "position": columns.position[i],
+                    "k": columns.num_draft_tokens[i],
+                    "invalid": columns.num_invalid_tokens[i],
+                    "accepted": columns.num_accepted_tokens[i],
+                    "num_emitted": columns.num_emitted[i],
+                    "emitted": emitted,
+                    "draft": draft,
+                }
+            )
+    return rows
+
+
+def counted(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """The rows' sums, as vLLM counts."""
+    return {
+        "num_drafts": len([r for r in rows if r["k"]]),
+        "num_draft_tokens": sum(r["k"] - r["invalid"] for r in rows),
+        "num_accepted_tokens": sum(r["accepted"] for r in rows),
+    }
+
+
+def set_policy(running: TestEngine, **fields: Any) -> None:
+    """Put a policy in force: static K, but for `fields`."""
+    base: dict[str, Any] = {"engine_id": "e", "generation": 1, "ttl_s": 1e9, "kind": "static", "static_k": K, "max_k": K}
+    running.honed._on_policy(wire.Policy(**(base | fields)))
+    running.honed.before_schedule()

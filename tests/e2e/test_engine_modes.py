@@ -1,0 +1,152 @@
+"""However an engine is set up, what is logged is what vLLM counts, positions are true, and no token changes.
+
+V1, in this process; ngram in one of its own, since numba, which it imports, keeps vLLM from starting another engine afterwards.
+Each way has an engine of its own; what they all have to answer comes from one without speculation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import IS_V2, ROOT, TestEngine, engine
+from tests.e2e.logged import counted, rounds, set_policy, take_batches
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(IS_V2, reason="these ways are V1's")]
+MAX_TOKENS = 40
+SMALL = {"max_model_len": 256, "block_size": 32}
+WAYS: dict[str, dict[str, Any]] = {
+    "chunked prefill": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
+    "prefix cache": {"enable_prefix_caching": True},
+    "preemption": {"num_gpu_blocks_override": 26},
+}
+NGRAM = {"ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}}}
+IS_NGRAM = os.environ.get("HONED_TEST_WAY") == "ngram"
+"""Whether this is the process for it."""
+GRAMMAR = "[a-z ,.]{30,200}"
+
+
+def prompts() -> list[str]:
+    """Texts of both domains, the first of which share a beginning."""
+    texts = []
+    for name in ("a", "b"):
+        lines = (ROOT / "benchmarks" / "tiny" / f"prompts_{name}.jsonl").read_text().splitlines()
+        texts += [json.loads(line)["prompt"][:280] for line in lines[:3]]
+    return [texts[0], texts[0][:200] + texts[3][:80], *texts[1:]]
+
+
+def grammar() -> dict[str, Any]:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {"structured_outputs": StructuredOutputsParams(regex=GRAMMAR)}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[list[int]]]:
+    """What the target says, free and under a grammar, without speculation and without honed."""
+    with engine(None, speculative_config=None, **SMALL) as plain:
+        asked = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+        return {"free": plain.generate(prompts(), **asked), "grammar": plain.generate(prompts(), **asked, **grammar())}
+
+
+@pytest.mark.parametrize("way", NGRAM if IS_NGRAM else WAYS)
+def test_every_way_is_logged_as_vllm_counts_it(way: str, answers: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    with engine(tmp_path, **(SMALL | (WAYS | NGRAM)[way])) as running:
+        set_policy(running)
+        for _ in range(2):  # the second time the prefix cache is warm
+            take_batches(running)
+            before, preempted_before = running.counters(), int(metric(running, "vllm:num_preemptions"))
+            assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+            rows = rounds(take_batches(running))
+            after = running.counters()
+            assert {name: after[name] - before[name] for name in after} == counted(rows)
+            preempted = int(metric(running, "vllm:num_preemptions"))
+            check_positions(running, rows, preempted - preempted_before)
+        if way == "preemption":
+            assert preempted > preempted_before, "nothing was preempted: this test shows nothing"
+        if way == "prefix cache":
+            assert metric(running, "vllm:prefix_cache_hits") > 0
+        assert sum(r["k"] for r in rows) > 0
+        if way == "ngram":
+            check_lengths_are_obeyed(running, answers["free"])
+
+
+def metric(running: TestEngine, name: str) -> float:
+    return float(sum(m.value for m in running.llm.get_metrics() if m.name == name))
+
+
+def check_positions(running: TestEngine, rows: list[dict[str, Any]], num_preemptions: int = 0) -> None:
+    """Each round stands where the one before it ended; the first where the prompt did.
+
+    A request that was preempted is computed anew as a prompt, which ends with a token that no round has emitted.
+    """
+    tokenizer = running.llm.get_tokenizer()
+    by_request: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_request.setdefault(row["request"], []).append(row)
+    first = sorted(found[0]["position"] for found in by_request.values())
+    assert first == sorted(len(tokenizer(prompt).input_ids) for prompt in prompts())
+    pairs = [pair for found in by_request.values() for pair in itertools.pairwise(found)]
+    skipped = [other["position"] - one["position"] - one["num_emitted"] for one, other in pairs]
+    assert min(skipped) == 0
+    assert sum(skipped) <= num_preemptions, "positions are off by more than preemptions explain"
+
+
+def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> None:
+    ceilings = [i % 4 for i in range(len(prompts()))]
+    extra = [{"honed_max_draft_tokens": c, "honed_workload": f"k{c}"} for c in ceilings]
+    assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS, extra=extra) == expected
+    rows = rounds(take_batches(running))
+    assert all(row["k"] <= int(row["workload"][1:]) for row in rows)
+    assert {row["k"] for row in rows} >= {0, 1, 2}
+    assert set(running.honed._hello(0).capabilities) == {"events", "draft_length"}
+    assert any("ngram" in limit for limit in running.honed._hello(0).limits)
+
+
+@pytest.mark.skipif(IS_NGRAM, reason="this is the process that runs it")
+def test_ngram_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", __file__, "-k", "every_way"]
+    environment = os.environ | {"HONED_TEST_WAY": "ngram"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert "1 passed" in done.stdout
+
+
+def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    with engine(tmp_path, **SMALL) as running:
+        set_policy(running)
+        before = running.counters()
+        answered = running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS, **grammar())
+        assert answered == answers["grammar"]
+        rows = rounds(take_batches(running))
+        after = running.counters()
+        assert {name: after[name] - before[name] for name in after} == counted(rows)
+        assert answers["grammar"] != answers["free"], "the grammar changes nothing: this test shows nothing"
+        check_positions(running, rows)
+
+        llm_engine = running.llm.llm_engine
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        for number, prompt in enumerate(prompts()):
+            llm_engine.add_request(f"given-up-{number}", prompt, params)
+        for _ in range(3):
+            llm_engine.step()
+        llm_engine.abort_request([f"given-up-{number}" for number in (0, 3)])
+        while llm_engine.has_unfinished_requests():
+            llm_engine.step()
+        rows = rounds(take_batches(running))
+        ended = running.counters()
+        assert {name: ended[name] - after[name] for name in after} == counted(rows)
+        assert len({row["request"] for row in rows}) == len(prompts())
+        check_positions(running, rows)
+        assert len(running.honed._requests) == 0
+        assert running.honed._publisher._builder._running == {}
+        assert running.honed.errors.count == 0
