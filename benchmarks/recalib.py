@@ -11,7 +11,7 @@ documents that neither the traffic nor any training had, are measured again by v
                       recalibration on A's traffic from the moved target wins back
 
 Both scopes learn from one capture, of the layers side by side: kv-frozen fuses them with the frozen `fc`, which gives what a
-capture of fused features holds. Intervals are 95 % bootstraps over five parts of the prompts. The last line of stdout is
+capture of fused features holds. Intervals are 95 % bootstraps over four parts of the prompts. The last line of stdout is
 JSON; the exit code is 1 when a bar is
 missed (kv-frozen: B >= 1.4 and A >= 0.98 at temperature 0 within 10 minutes; recovered >= 0.6).
 """
@@ -63,12 +63,12 @@ class Plan:
     """How much is measured."""
 
     heldout: int = 160
-    traffic_a: int = 240
-    traffic_b: int = 360
+    traffic_a: int = 192
+    traffic_b: int = 320
     steps: int = 1600
     """Micro-steps of every recalibration."""
     losses: tuple[Loss, ...] = get_args(Loss)
-    fine_tune_steps: int = 60
+    fine_tune_steps: int = 48
     threads: int = max(1, (os.cpu_count() or 1) // 2)
     """Of the training, as the trainer takes them: the engine's spin beside it."""
 
@@ -90,8 +90,8 @@ class Site:
     def play(self, workload: str, prompts: Sequence[Prompt]) -> None:
         """Live traffic, captured."""
         self.engine.capture(True, self.parent.version)
-        for i in range(0, len(prompts), 2 * recalib_engine.CONCURRENCY):
-            self.engine.generate(prompts[i : i + 2 * recalib_engine.CONCURRENCY], workload=workload)
+        for i in range(0, len(prompts), recalib_engine.CONCURRENCY):
+            self.engine.generate(prompts[i : i + recalib_engine.CONCURRENCY], workload=workload)
             self.traffic.discover()
             while self.traffic.poll():
                 pass
@@ -190,10 +190,10 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
             if loss == default:
                 continue
             told = site.recalibrate("b", "kv-frozen", loss)
-            compared = {(w, 0.0): compare(before[w, 0.0], engine.measure(held[w])) for w in "ab"}
+            compared = compare(before["b", 0.0], engine.measure(held["b"]))
             site.swap_back()
-            found["losses"][loss] = compared["b", 0.0]["ratio"]
-            details[f"loss {loss}"] = told | {w: c for (w, _), c in compared.items()}
+            found["losses"][loss] = compared["ratio"]
+            details[f"loss {loss}"] = told | {"b": compared}
             tell(loss, details[f"loss {loss}"])
     return found | {"details": details}
 

@@ -20,8 +20,8 @@ from client_load import Prompt
 
 NUM_DRAFT_TOKENS = 7
 NUM_EMITTED_TOKENS = 96
-CONCURRENCY = 32
-PARTS = 5
+CONCURRENCY = 64
+PARTS = 4
 
 
 @dataclass(frozen=True)
