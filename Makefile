@@ -9,13 +9,14 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-api test-systemd lint typecheck dashboards reference clean help
-.PHONY: bench bench-overhead bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
-.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib
+.PHONY: setup demo test test-api test-systemd test-observability lint typecheck dashboards reference clean help
+.PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
+.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
+	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make lint typecheck the other checks"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
@@ -62,6 +63,12 @@ test-systemd: setup
 	  cd build/systemd-container && apt-get -qq download systemd-container && dpkg -x systemd-container_*.deb .; }
 	@echo "== honed as services, under a systemd of its own (some 10 minutes)"
 	@HONED_TEST_SYSTEMD=1 HONED_TEST_NSPAWN=$(NSPAWN) $(BIN)/python -m pytest -x tests/systemd/test_boot.py
+# Everything real: vLLM, honed, Prometheus, Alertmanager, Chromium. What the machine lacks is unpacked into build/tools.
+PICTURES ?= docs/pictures
+test-observability: setup
+	@echo "== dashboards, rules, alerts and the status page on a running vLLM with honed (some 8 minutes on two cores)"
+	@$(BIN)/python tests/observability/fetch_tools.py build/tools
+	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
 lint: setup
 	@echo "== ruff"
@@ -79,8 +86,8 @@ reference: setup
 	@echo "== writing docs/reference.md and daemon/openapi.json anew"
 	@$(BIN)/python -m honed.daemon.reference .
 
-bench: bench-decide bench-hotpath bench-regret bench-trees bench-against-vllm bench-canary bench-swap bench-capture bench-yield \
-       bench-overhead bench-recalib bench-adapt
+bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-swap \
+       bench-capture bench-yield bench-overhead bench-recalib bench-adapt
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
@@ -89,6 +96,10 @@ bench-overhead: setup
 bench-hotpath: setup
 	@echo "== what honed adds to vLLM's engine thread in a step"
 	@$(BIN)/python benchmarks/hotpath.py
+
+bench-scrape: setup
+	@echo "== what a scrape and the status page cost the daemon (a few minutes of one core)"
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/scrape.py
 
 bench-decide: setup
 	@echo "== how long deciding a step takes"
@@ -101,6 +112,10 @@ bench-regret: setup
 bench-trees: setup
 	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/trees.py
+
+bench-kernels: setup
+	@echo "== the device ops: time, share of what the device can do, ratio to the best alternative (on a CPU: their twins)"
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernel_bench.py
 
 bench-against-vllm: setup
 	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"

@@ -57,7 +57,7 @@ class CanarySettings:
     max_rounds: int = 20_000
     """Without a verdict after so many, nothing is proven."""
     max_s: float = 3600.0
-    """Without a verdict after so much time, nothing is proven."""
+    """Without a verdict after so much time with traffic, nothing is proven."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("false_roll_back", "false_promotion"), PROBABILITY),
@@ -159,12 +159,13 @@ class Canary:
             return age_s >= settings.window_s
         return rounds > 0 and age_s >= settings.max_window_s
 
-    def observe(self, batch: EventBatch) -> None:
-        """Count a batch of either version. Raises ValueError for unequal columns."""
+    def observe(self, batch: EventBatch) -> bool:
+        """Count a batch if it is of either version. Returns whether it is. Raises ValueError for unequal columns."""
         counts = self._counts.get(batch.drafter_version)
         if counts is not None:
             for workload, rounds in rounds_by_workload(batch):
                 counts.add(workload, rounds)
+        return counts is not None
 
     def turn(self, *, old_begins: bool) -> Verdict:
         """End the window; after a pair's second one weigh the pair and open the next, in which `old_begins` or not."""

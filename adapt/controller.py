@@ -134,14 +134,8 @@ class EngineController:
 
     def beliefs(self) -> dict[str, object]:
         """Describe what is believed, in plain figures that JSON can carry."""
-        typical = self._steps.typical
-        fixed_length = None if self.settings.mode in ("goodput", "latency") else self._static_k()
-        plans = Plans(
-            self._steps.model(), self._acceptance.engine_curve(), typical.get("context_tokens", 0.0),
-            self.settings.mode == "latency", fixed_length,
-        )  # fmt: skip
+        plans = self._plans()
         sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
-        num_requests = max(1, min(round(typical.get("num_requests", 1.0)), self.max_num_seqs))
         return {
             "engine_id": self.engine_id,
             "drafter_version": self._drafter_version or "",
@@ -153,9 +147,29 @@ class EngineController:
             "decisions": dict(self._decisions),
             "changes": [{"generation": generation, "reason": reason} for generation, reason in self._changes],
             "draft_tokens_by_batch": [plan for size in sizes if (plan := plans.plan(size))],
-            "speedup_estimate": plans.plan(num_requests).get("speedup"),
+            "speedup_estimate": self._speedup(plans),
             "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
         }
+
+    def headline(self) -> dict[str, float | None]:
+        """The few figures of `beliefs` that change all the time: seconds of a typical step, and the gain over not drafting."""
+        typical = self._steps.typical
+        return {
+            "predicted_seconds": typical.get("predicted_step_seconds"),
+            "measured_seconds": typical.get("step_seconds"),
+            "speedup": self._speedup(self._plans()),
+        }
+
+    def _plans(self) -> Plans:
+        fixed_length = None if self.settings.mode in ("goodput", "latency") else self._static_k()
+        return Plans(
+            self._steps.model(), self._acceptance.engine_curve(), self._steps.typical.get("context_tokens", 0.0),
+            self.settings.mode == "latency", fixed_length,
+        )  # fmt: skip
+
+    def _speedup(self, plans: Plans) -> float | None:
+        num_requests = max(1, min(round(self._steps.typical.get("num_requests", 1.0)), self.max_num_seqs))
+        return plans.plan(num_requests).get("speedup")
 
     def _static_k(self) -> int:
         k = self.settings.static_k

@@ -369,9 +369,9 @@ class TrainerStatus(_Message, frozen=True):
     idle_ratio: float = 0.0
     ring_lost_records: int = 0
     gate: list[GateFigures] = []
+    preemption_s_p50: float = 0.0
     memory_bytes: int = 0
     """What the training was estimated to take on its device; 0 before it is known."""
-    preemption_s_p50: float = 0.0
 
 
 class TrainResult(_Message, frozen=True):

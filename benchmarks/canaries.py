@@ -5,7 +5,8 @@ is accepted with a given conditional probability, the new version's being that m
 is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.evidence` and `adapt.canary` themselves.
 For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took (both
 versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is more
-where little is accepted. The last line of stdout is JSON.
+where little is accepted. And a case against independence: every window has a mood, a shift of all its log-odds, as when one
+long request fills it; equal versions must not be told apart by that. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from measured import commit, hardware
 from processes import ROOT
 
-from honed.adapt.acceptance import Floats, acceptance_length
+from honed.adapt.acceptance import Floats, acceptance_length, scale_odds
 from honed.adapt.canary import CanarySettings
 from honed.adapt.evidence import Evidence
 
@@ -33,6 +34,7 @@ CURVES = {
     "low": (0.55, 0.50, 0.50, 0.50, 0.45, 0.45, 0.45),
 }
 """Conditional acceptance by position; acceptance lengths at 7 draft tokens: 4.3, 3.2 and 2.0."""
+MOOD = 0.5
 CHANGES = {"a/a": 0.0, "-10 %": -0.10, "+5 %": 0.05}
 
 
@@ -48,9 +50,14 @@ class Outcome:
 
 
 def simulate(
-    acceptance: tuple[float, ...], change: float, runs: int, settings: CanarySettings | None = None, seed: int = 0
+    acceptance: tuple[float, ...],
+    change: float,
+    runs: int,
+    settings: CanarySettings | None = None,
+    seed: int = 0,
+    mood: float = 0.0,
 ) -> Outcome:
-    """Run canaries to their verdicts, all at once."""
+    """Run canaries to their verdicts, all at once. `mood`: standard deviation of the shift of a window's log-odds."""
     settings, rng = settings or CanarySettings(), np.random.default_rng(seed)
     old = np.array(acceptance)
     new = np.clip(old * (1.0 + change), 0.0, 0.995)
@@ -58,7 +65,8 @@ def simulate(
     bars = np.array([settings.log_bar("worse"), settings.log_bar("better")])
     decided, rounds, num_rounds = np.zeros(runs, np.int64), np.zeros(runs), 0
     while num_rounds < settings.max_rounds and not decided.all():
-        evidence.add(*evidence.weigh(*window(rng, old, runs, settings), *window(rng, new, runs, settings)))
+        windows = [window(rng, curve, runs, settings, mood) for curve in (old, new)]
+        evidence.add(*evidence.weigh(*windows[0], *windows[1]))
         num_rounds += 2 * settings.window_rounds
         above = evidence.log_e >= bars  # [runs, 2]
         found = np.where(above[:, 0], 1, np.where(above[:, 1], 2, 0))
@@ -73,13 +81,16 @@ def simulate(
     )
 
 
-def window(rng: np.random.Generator, acceptance: Floats, runs: int, settings: CanarySettings) -> tuple[Floats, Floats]:
+def window(
+    rng: np.random.Generator, acceptance: Floats, runs: int, settings: CanarySettings, mood: float = 0.0
+) -> tuple[Floats, Floats]:
     """Trials and successes of one window each, both [runs, K]; draft lengths are 1 … K with equal chances."""
     k = len(acceptance)
+    failing = np.exp(mood * rng.standard_normal(runs)) if mood else np.ones(runs)
     trials, successes = np.empty((runs, k)), np.empty((runs, k))
     tried = np.full(runs, settings.window_rounds)
     for position in range(k):
-        passed = rng.binomial(tried, acceptance[position])
+        passed = rng.binomial(tried, scale_odds(acceptance[position], failing))
         trials[:, position], successes[:, position] = tried, passed
         # Of the rounds that drafted this position, those that drafted the next as well.
         tried = rng.binomial(passed, (k - position - 1) / (k - position))
@@ -103,9 +114,11 @@ def run(runs: int) -> dict[str, Any]:
     for number, (name, curve) in enumerate(CURVES.items()):
         outcomes = {label: simulate(curve, change, runs, seed=number) for label, change in CHANGES.items()}
         shorter = simulate(curve, change_for_length(curve, 0.9), runs, seed=number)
+        moody = simulate(curve, 0.0, runs, seed=number, mood=MOOD)
         figures[name] = {
             "false_promotions": {label: outcomes[label].promoted for label in ("a/a", "-10 %")},
             "false_roll_backs": {label: outcomes[label].rolled_back for label in ("a/a", "+5 %")},
+            "with_moods_a/a": {"promoted": moody.promoted, "rolled_back": moody.rolled_back},
             "found_minus_10": outcomes["-10 %"].rolled_back,
             "median_rounds_minus_10": outcomes["-10 %"].median_rounds.get("rolled_back"),
             "median_rounds_minus_10_of_length": shorter.median_rounds.get("rolled_back"),

@@ -100,19 +100,19 @@ def block_loss(
     drafter: DFlashDrafter, aux: Tensor, token_ids: Tensor, anchors: Tensor, decay_tokens: float
 ) -> tuple[Tensor, Tensor]:  # [S, T, A], [S, T], [S, N] -> [], [K]
     """Position-decayed cross-entropy on the target's tokens, and the share that is right at each position."""
-    positions = torch.arange(token_ids.shape[1])
-
-    def one(features: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-        return drafter.draft_hidden(features, positions, ids, rows)
-
+    num_samples, length = token_ids.shape
+    segments = torch.arange(num_samples).repeat_interleave(length)  # [S * T]
+    positions = torch.arange(length).repeat(num_samples)
+    rows = (anchors + length * torch.arange(num_samples)[:, None]).flatten()  # [S * N]
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = torch.vmap(one)(drafter.fuse(aux), token_ids, anchors)  # [S, N, K, H]
-        logits = F.linear(hidden, drafter.lm_head).flatten(0, 1)  # [S * N, K, V]
+        hidden = drafter.draft_hidden(drafter.fuse(aux).flatten(0, 1), positions, token_ids.flatten(), rows, segments)
+        logits = F.linear(hidden, drafter.lm_head)  # [S * N, K, V]
     offsets = 1 + torch.arange(logits.shape[1])
     labels = token_ids.gather(1, (anchors[:, :, None] + offsets).flatten(1)).view(logits.shape[:2])
     weights = losses.position_weights(labels.shape[1], decay_tokens).expand(labels.shape)
     is_right = (logits.detach().argmax(-1) == labels).float().mean(0)
-    return losses.weighted_mean(losses.cross_entropy(logits, labels), weights), is_right
+    surprise = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
+    return (surprise * losses.shares(weights, (0, 1))).sum(), is_right
 
 
 def train_drafter(

@@ -99,7 +99,7 @@ async def run(plan: Plan, logs: Path) -> Document:
     }
     async with attached(logs, sections, trains=True) as at:
         for workload in ("a", "b"):
-            prompts = read_prompts(TINY / f"traffic_{workload}.jsonl", 160)
+            prompts = read_prompts(TINY / f"traffic_{workload}.jsonl", 80)
             await play(at.server.url, prompts, concurrency=8, max_tokens=80, workload=workload)
         operation = at.client.post("/v1/recalibrations", {"reason": "benchmark: never over", "dry_run": True})
         await training(at)

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +29,7 @@ ROLE = "honed.role"
 CREDENTIALS: dict[Role, str] = {"read": "honed-read-token", "admin": "honed-admin-token"}
 """Files in $CREDENTIALS_DIRECTORY, where systemd's LoadCredential puts them."""
 MIN_LENGTH = 32
+CHALLENGE = 'Bearer realm="honed"'
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 bearer = HTTPBearer(auto_error=False, description="Over TCP only: the read or the admin token.")
@@ -79,10 +80,11 @@ class Authenticate:
     Args:
         app: what it protects.
         tokens: None for a listener whose users its file's permissions have chosen: they have every right.
+        on_refused: told the method of each request that was refused.
     """
 
-    def __init__(self, app: App, tokens: Tokens | None) -> None:
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: App, tokens: Tokens | None, on_refused: Callable[[str], None] = lambda method: None) -> None:
+        self._app, self._tokens, self._on_refused = app, tokens, on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -91,7 +93,8 @@ class Authenticate:
                 shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
                 role = self._tokens.role_of(shown[0]) if len(shown) == 1 else None
             if role is None:
-                headers = [(b"www-authenticate", b'Bearer realm="honed"')]
+                self._on_refused(scope["method"])
+                headers = [(b"www-authenticate", CHALLENGE.encode())]
                 await answer(send, 401, "Unauthorized", "no token, or not one of this daemon's", headers)
                 return
             scope[ROLE] = role

@@ -18,8 +18,9 @@ from honed.daemon.api_changes import Name, add_changes
 from honed.daemon.follow import add_follow
 from honed.daemon.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.metrics import CONTENT_TYPE, render
+from honed.daemon.page import add_page
 from honed.daemon.plain_json import finite
-from honed.daemon.problems import finish
+from honed.daemon.problems import METHODS, finish
 from honed.daemon.queries import only_known_parameters
 from honed.daemon.service import Service
 
@@ -54,21 +55,27 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=settings.max_body_bytes, bucket=bucket, hosts=hosts)
-    app.add_middleware(Authenticate, tokens=tokens)  # the last added is the first asked: strangers use up no rate
+
+    def count_stranger(method: str) -> None:
+        service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
+
+    # The last added is the first asked: strangers use up no rate.
+    app.add_middleware(Authenticate, tokens=tokens, on_refused=count_stranger)
     return app
 
 
 def make_read_only_app(service: Service) -> FastAPI:
-    """/metrics, /healthz and /readyz, for the loopback listener."""
+    """The status page, /metrics, /healthz and /readyz, for the loopback listener."""
     app = FastAPI(title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, openapi_url=None)
     router = APIRouter()
     add_health(router, service)
     app.include_router(router)
+    add_page(app, service)
     socket = service.settings.paths.admin_socket
     finish(
         app,
         service,
-        other_routes="This is honed's port for metrics: /metrics, /healthz and /readyz. "
+        other_routes="This is honed's port for metrics: /metrics, /healthz, /readyz, and a status page at /. "
         f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
     )
     app.add_middleware(Limits, max_body_bytes=1024, hosts=LOCAL_HOSTS)
@@ -156,10 +163,12 @@ def add_reading(app: APIRouter, service: Service) -> None:
 
     @app.get("/v1/canaries", response_model=list[models.CanaryRow])
     def canaries(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Any:
+        """Trials of two drafter versions in turns on live traffic; newest first."""
         return finite(canary_tables.listing(service.store, limit))
 
     @app.get("/v1/canaries/{operation_id}", response_model=models.CanaryView)
     def canary(operation_id: Name) -> Any:
+        """One trial, with its evidence over time."""
         return finite(views.canary(service, operation_id))
 
     @app.get("/v1/overrides", response_model=list[models.OverrideView])

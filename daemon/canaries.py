@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("honed.canaries")
 
 LEASE_S = 90.0
+PAUSE_S = 2.0
+"""Silence beyond this is not time in which anything could have been found out: a trial outlasts a night without traffic."""
 Kind = Literal["canary", "watch"]
 
 
@@ -49,8 +51,10 @@ class Trial:
     canary: Canary
     new_sha256: str
     began_unix_s: float
-    deadline_s: float
     window_began_s: float
+    active_s: float = 0.0
+    """How long there was traffic to compare on."""
+    heard_s: float = float("-inf")
     sent_s: float = float("-inf")
     is_swapping: bool = False
 
@@ -124,7 +128,6 @@ class Canaries:
             Canary(settings, old, new, max(most, 1), old_begins=self._toss()),
             service.drafters.manifest(new).sha256,
             service.clock(),
-            now_s + settings.max_s,
             now_s,
         )
         self._save(self.trial)
@@ -179,10 +182,14 @@ class Canaries:
         except (HonedError, KeyError, TypeError, ValueError) as error:
             self._write_end(row, "stopped", f"it can't be taken up again: {error}")
             return set()
-        now_s = service.monotonic()
-        left_s = max(settings.max_s - state["elapsed_s"], 0.0)
         self.trial = Trial(
-            row["operation_id"], row["kind"], canary, row["new_sha256"], row["began_unix_s"], now_s + left_s, now_s
+            row["operation_id"],
+            row["kind"],
+            canary,
+            row["new_sha256"],
+            row["began_unix_s"],
+            service.monotonic(),
+            float(state["active_s"]),
         )
         log.info("trial goes on", old=canary.old, new=canary.new, pairs=canary.pairs)
         return {row["operation_id"]}
@@ -195,18 +202,22 @@ class Canaries:
         if trial is None:
             return
         try:
-            trial.canary.observe(batch)
+            is_ours = trial.canary.observe(batch)
         except ValueError:
             return
-        self._look(trial, self._service.monotonic())
+        now_s = self._service.monotonic()
+        if is_ours:
+            trial.active_s += min(max(now_s - trial.heard_s, 0.0), PAUSE_S)
+            trial.heard_s = now_s
+        self._look(trial, now_s)
 
     def tick(self, now_s: float) -> None:
         """Deadlines, and engines that came or went."""
         trial = self.trial
         if trial is None:
             return
-        if now_s >= trial.deadline_s:
-            verdict = trial.canary.give_up(f"shows no proven difference in {trial.canary.settings.max_s:g} s")
+        if trial.active_s >= trial.canary.settings.max_s:
+            verdict = trial.canary.give_up(f"shows no proven difference in {trial.active_s:.0f} s of traffic")
             self._end(trial, verdict.decision, verdict.text)
         elif not trial.is_swapping:
             self._look(trial, now_s)
@@ -301,8 +312,7 @@ class Canaries:
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         settings = trial.canary.settings
-        elapsed_s = settings.max_s - (trial.deadline_s - self._service.monotonic())
-        state = {"canary": trial.canary.state(), "elapsed_s": elapsed_s, "max_rounds": settings.max_rounds}
+        state = {"canary": trial.canary.state(), "active_s": trial.active_s, "max_rounds": settings.max_rounds}
         return {
             "operation_id": trial.operation_id,
             "kind": trial.kind,

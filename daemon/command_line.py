@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon import cells, changes, doctor_command, install_commands, replay, show, top
+from honed.daemon import cells, changes, doctor_command, install_commands, replay, show, show_config, top
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
@@ -42,7 +42,7 @@ for name, path, render, text in (
     ("engines", "/v1/engines", show.engines, "Engines that have attached."),
     ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
     ("audit", "/v1/audit", show.audit, "Who changed what, and why."),
-    ("config", "/v1/config", show.config, "The settings that the daemon runs with."),
+    ("config", "/v1/config", show_config.config, "The settings that the daemon runs with."),
 ):
     app.command(name, help=text)(listing(path, render))
 for module in (changes, replay, doctor_command, top, install_commands):

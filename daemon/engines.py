@@ -55,6 +55,8 @@ class Engine:
     status: EngineStatus | None = None
     policy: Policy | None = None
     policy_sent_s: float = float("-inf")
+    latest_rounds: Counts | None = None
+    """Of the latest batch that had any."""
     live_version: str = ""
     """Drafter version that it runs, from whatever it said last; "" when that isn't a registered one."""
     note: str = ""
@@ -64,6 +66,17 @@ class Engine:
     @property
     def hello(self) -> EngineHello | None:
         return self.boot.hello
+
+    @property
+    def budget_nodes(self) -> int:
+        """Most nodes that the policy sent to it lets a request verify (for a chain, draft tokens); 0 without a policy."""
+        if self.policy is None or self.hello is None:
+            return 0
+        policy, most = self.policy, self.hello.num_spec_tokens
+        if policy.kind == "off":
+            return most
+        most = min(most, policy.static_k if policy.kind == "static" else policy.max_k)
+        return most if policy.request_ceiling < 0 else min(most, policy.request_ceiling)
 
     @property
     def can_swap(self) -> bool:

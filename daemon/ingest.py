@@ -89,7 +89,7 @@ class Ingest:
     ) -> None:
         self._engines, self._store, self._listener, self._send = engines, store, listener, send
         self._clock, self._monotonic = clock, monotonic
-        self._bounded = WorkloadNames(max_workloads)
+        self.bounded = WorkloadNames(max_workloads)
         self.figures = IngestFigures()
 
     def handle(self, peer: bytes, frame: bytes) -> None:
@@ -160,7 +160,7 @@ class Ingest:
 
     def _count(self, batch: wire.EventBatch, now_ns: int) -> BatchCounts:
         try:
-            return count_batch(batch, now_ns, self._bounded)
+            return count_batch(batch, now_ns, self.bounded)
         except MalformedBatchError as error:
             # It is stored all the same: unacknowledged it would block everything behind it.
             self.figures.malformed += 1

@@ -44,13 +44,16 @@ class Lifecycle:
         self.canaries = Canaries(service, self._on_trial_end)
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
+        self.promotions: Counter[str] = Counter()
+        """Versions made active, by the kind of operation."""
 
     @property
     def current(self) -> Operation | None:
-        """The operation that is under way: a swap before a trial before a training."""
+        """The operation that is under way: a swap before a canary before a training. A watch is nobody's: it may be ended."""
         trial = self.canaries.trial
         tried = self._service.operations.find(trial.operation_id) if trial is not None else None
-        return self.swapping or tried or self._service.recalibrations.training
+        is_running = tried is not None and not tried.is_finished
+        return self.swapping or (tried if is_running else None) or self._service.recalibrations.training
 
     @property
     def is_quiet(self) -> bool:
@@ -108,7 +111,7 @@ class Lifecycle:
             service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
             self.swapping = None
-            self._make_active(version)
+            self._make_active(version, operation.kind)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
@@ -120,7 +123,8 @@ class Lifecycle:
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
             if dry_run:
-                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new)
+                takers = [engine.engine_id for engine in capable.swappable(service, old)]
+                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
             operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
             service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
             self.canaries.fail(f"rolled back by {actor}: {reason}")
@@ -201,7 +205,7 @@ class Lifecycle:
             return
         old = service.drafters.active
         try:
-            self._make_active(swap.version)
+            self._make_active(swap.version, operation.kind)
         except HonedError as error:
             service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
             return
@@ -233,8 +237,8 @@ class Lifecycle:
         is_valid = service.drafters.active == old
         try:
             if decision == "better" and is_valid:
-                self._make_active(new)
-                service.journal.mark("swap", f"{old} -> {new}")
+                self._make_active(new, operation.kind if operation is not None else "recalibrate")
+                service.journal.mark("promote", f"{old} -> {new}")
             else:
                 service.drafters.move({"candidate": None})
         except HonedError as error:
@@ -282,10 +286,11 @@ class Lifecycle:
             figures = swaps.figures(swap) | {"version": swap.version}
             self._service.operations.finish(operation, "succeeded", **figures)
 
-    def _make_active(self, version: str) -> None:
+    def _make_active(self, version: str, kind: str) -> None:
         old = self._service.drafters.active
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
         self._service.drafters.move(changes | {"active": version, "candidate": None})
+        self.promotions[kind] += 1
 
     def check_no_swap(self) -> None:
         """Raises ConflictError while another swap is under way."""

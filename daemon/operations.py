@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,8 @@ class Operations:
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
         self._by_id: dict[str, Operation] = {}
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """(kind, state) -> operations that ended since the daemon started."""
 
     def load(self, resumed: Collection[str] = ()) -> None:
         """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
@@ -134,6 +137,7 @@ class Operations:
         """End it; `stage` may say that something still follows."""
         operation.state, operation.stage, operation.error = state, stage, error
         operation.finished_unix_s = self._clock()
+        self.ended[operation.kind, state] += 1
         operation.detail.update(detail)
         level = log.warning if state == "failed" else log.info
         level("operation ended", operation_id=operation.operation_id, kind=operation.kind, state=state, error=error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,8 @@ class Overrides:
     ) -> None:
         self._store, self._journal, self._settings, self._clock = store, journal, settings, clock
         self._by_name: dict[str, SetOverride] = {}
+        self.changes: Counter[tuple[str, str]] = Counter()
+        """(name, "set", "cleared" or "expired") -> how often since the daemon started."""
 
     def load(self) -> None:
         """Take up those that were in force when the daemon stopped, except what the settings don't allow any more."""
@@ -74,6 +77,7 @@ class Overrides:
         now = self._clock()
         made = SetOverride(name, value, now + ttl_s, reason, actor, now)
         self._by_name[name] = made
+        self.changes[name, "set"] += 1
         row = {field: getattr(made, field) for field in SetOverride.__slots__}
         self._journal.insert("overrides", row | {"value": json.dumps(value)}, replace=True)
         self._journal.audit(actor, "override.set", name, reason, f"{value!r} for {ttl_s:g} s")
@@ -86,6 +90,7 @@ class Overrides:
             why = f"no override {name!r} is in force; {there_are(self._by_name)}"
             raise UnknownError(why, cure="`honed override list` shows them.")
         self._remove(name)
+        self.changes[name, "cleared"] += 1
         self._journal.audit(actor, "override.clear", name, reason)
         self._journal.mark("override", f"{name} cleared")
 
@@ -94,6 +99,7 @@ class Overrides:
         now = self._clock()
         for name in [o.name for o in self._by_name.values() if o.until_unix_s <= now]:
             self._remove(name)
+            self.changes[name, "expired"] += 1
             self._journal.audit("honed", "override.clear", name, "time to live is over")
             self._journal.mark("override", f"{name} expired")
 

@@ -141,7 +141,7 @@ class HttpSettings(Section):
     """The read-only listener and limits of the admin API."""
 
     metrics_listen: str = "127.0.0.1:9464"
-    """host:port of /metrics, /healthz, /readyz; "" for none. Only loopback addresses."""
+    """host:port of the status page, /metrics, /healthz and /readyz; "" for none. Only loopback addresses."""
     admin_listen: str = ""
     """host:port of the admin API beside its unix socket, with tokens; "" for none. Only loopback addresses."""
     read_token_file: Path | None = None

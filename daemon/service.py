@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version as installed_version
@@ -28,11 +28,12 @@ from honed.daemon.filesystem import filesystem_of
 from honed.daemon.ingest import Ingest
 from honed.daemon.journal import Journal
 from honed.daemon.lifecycle import Lifecycle
+from honed.daemon.live_rounds import LiveRounds
+from honed.daemon.load_history import LoadHistory
 from honed.daemon.operations import Operations
 from honed.daemon.overrides import Overrides
 from honed.daemon.recalibrations import Recalibrations
 from honed.daemon.recall import recall
-from honed.daemon.rollups import Counts
 from honed.daemon.router import Router
 from honed.daemon.settings import Settings
 from honed.daemon.steering import Steering
@@ -93,8 +94,9 @@ class Service:
             clock=clock,
             monotonic=monotonic,
         )
-        self.live: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
-        """(engine, workload, drafter version) -> rounds taken since the daemon started."""
+        self.live = LiveRounds()
+        """Rounds taken since the daemon started."""
+        self.load = LoadHistory()
         self.decisions: Counter[tuple[str, str]] = Counter()
         """(engine, reason) -> steps since the daemon started."""
         self.requests: Counter[tuple[str, str, str]] = Counter()
@@ -211,6 +213,9 @@ class Service:
 
     def _recall(self, engine: Engine, hello: wire.EngineHello) -> None:
         controller = self.steering.new_controller(hello)
+        with self.lock:
+            if controller is not None and (trial := self.lifecycle.canaries.trial) is not None:
+                controller.take_turns(trial.versions)
         try:
             learned = recall(self.settings.paths.database, hello, controller) if controller is not None else 0
             log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
@@ -245,7 +250,10 @@ class Service:
 
     def on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():
-            self.live[engine.engine_id, workload, item.batch.drafter_version].add(counts)
+            self.live.add((engine.engine_id, workload, item.batch.drafter_version), counts)
+        if item.counts.total.rounds:
+            engine.latest_rounds = item.counts.total
+        self.load.add(engine.engine_id, item.batch.steps, engine.budget_nodes, item.received_unix_ns / 1e9)
         self.decisions.update((engine.engine_id, reason) for reason in item.batch.steps.decision)
         if not item.counts.malformed:
             self.steering.put(engine, item.batch)

@@ -7,8 +7,7 @@ never read as markup.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -233,22 +232,6 @@ def audit(rows: Sequence[Document]) -> RenderableType:
         texts = (cells.text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))
         table.add_row(cells.moment(r.get("t")), *texts)
     return table
-
-
-def config(document: Document) -> RenderableType:
-    """Settings, a line each, as honed.toml would have them."""
-    grid = Rows.of(show_header=False)
-    for key, value in _flat(document):
-        grid.add_row(Text(key, "dim"), json.dumps(value, ensure_ascii=False))
-    return grid
-
-
-def _flat(document: Document, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in document.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _verdict(document: Document) -> RenderableType:

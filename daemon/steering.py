@@ -97,6 +97,11 @@ class Steering:
         controller = self.controller(engine)
         return dict(controller.beliefs()) if controller is not None else {}
 
+    def headline(self, engine: Engine) -> dict[str, float | None]:
+        """The few figures of `beliefs` that metrics show; cheap."""
+        controller = self.controller(engine)
+        return controller.headline() if controller is not None else {}
+
     @staticmethod
     def is_steerable(engine: Engine) -> bool:
         """Whether policies mean anything to it: it can set draft lengths or at least capture."""

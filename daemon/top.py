@@ -91,7 +91,7 @@ def screen(frame: Frame) -> Layout:
         Layout(_engines(frame), size=2 + 2 * max(1, len(frame.status.get("engines") or []))),
         Layout(_curves(frame), size=5),
         Layout(_workloads(frame), ratio=1, minimum_size=4),
-        Layout(_bottom(frame), size=9),
+        Layout(_bottom(frame), size=10),
     )
     return layout
 
@@ -163,6 +163,8 @@ def _bottom(frame: Frame) -> RenderableType:
     names = (f"{alias} {drafters[alias]}" for alias in ("active", "candidate", "previous") if drafters.get(alias))
     grid.add_row(Text("drafter", "dim"), ", ".join(names) or cells.NOTHING)
     grid.add_row(Text("trainer", "dim"), show.trainer_line(frame.status.get("trainer")))
+    if trial := frame.status.get("canary"):
+        grid.add_row(Text("canary", "dim"), Text(show.canary_line(trial), "cyan"))
     for mark in reversed((frame.timeline.get("marks") or [])[-2:]):
         grid.add_row(Text(cells.text(mark.get("kind")), "magenta"), Text(cells.text(mark.get("text"))))
     for operation in frame.operations[:3]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,18 +162,34 @@ def total_counts(service: Service) -> Counts:
     return total
 
 
-def workloads(service: Service, window_s: float) -> list[dict[str, Any]]:
-    """Sums by engine, workload and drafter version over the last `window_s` seconds; 0: all time."""
-    resolution = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
+def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What the controllers of these engines believe; the lock, for which events wait, is let go between two of them."""
+    found = {}
+    for engine_id in engine_ids:
+        with service.lock:
+            engine = service.engines.by_id.get(engine_id)
+            found[engine_id] = service.steering.beliefs(engine) if engine is not None else {}
+    return found
+
+
+def workloads(
+    service: Service, window_s: float, resolution_s: int = 0, believed: dict[str, dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Sums by engine, workload and drafter version over the last `window_s` seconds (0: all time).
+
+    Args:
+        resolution_s: of the roll-ups that are read; 0: the finest that are kept for so long.
+        believed: what `beliefs` gave, if it is at hand.
+    """
+    finest = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
+    resolution = resolution_s or finest
     since = int(service.clock() - window_s) // resolution * resolution if window_s else 0
     sums: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
-    rows = service.store.read(
-        "SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s >= ?", (resolution, since)
-    )
+    rows = service.store.read("SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s >= ?", (resolution, since))
     for row in rows:
         sums[row["engine_id"], row["workload"], row["drafter_version"]].add(Counts.from_row(row))
-    with service.lock:
-        beliefs = {e.engine_id: service.steering.beliefs(e) for e in service.engines.by_id.values()}
+    if believed is None:
+        believed = beliefs(service, list(service.engines.by_id))
     return [
         {
             "engine_id": engine_id,
@@ -183,7 +200,7 @@ def workloads(service: Service, window_s: float) -> list[dict[str, Any]]:
             "by_position": ratio(counts.accepted, counts.tried),
             "drafted_by_position": counts.drafted.tolist(),
             "accepted_by_position": counts.accepted.tolist(),
-            "drift": drift_of(beliefs.get(engine_id, {}), workload),
+            "drift": drift_of(believed.get(engine_id, {}), workload),
         }
         for (engine_id, workload, version), counts in sorted(sums.items())
     ]
@@ -212,9 +229,7 @@ def timeline(service: Service, resolution: str, since: float, workload: str) -> 
     )
     for row in rows:
         row["draft_tokens_per_round"] = row["draft_tokens"] / row["rounds"] if row["rounds"] else 0.0
-    marks = service.store.read(
-        "SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,)
-    )
+    marks = service.store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,))
     return {"points": rows[::-1], "marks": marks[::-1]}
 
 

@@ -9,8 +9,6 @@ Source: RMSNorm, arXiv 1910.07467; where it stands in DFlash: arXiv 2602.06036, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from honed.kernels import reference
@@ -26,16 +24,9 @@ MAX_HIDDEN = 16_384
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _context_features_kernel(
-        states_ptr: Any,
-        rows_ptr: Any,
-        weight_ptr: Any,
-        out_ptr: Any,
-        states_stride: Any,
-        hidden: Any,
-        eps: Any,
-        BLOCK: tl.constexpr,
-    ) -> None:
+    def _context_features_kernel(  # type: ignore[no-untyped-def]
+        states_ptr, rows_ptr, weight_ptr, out_ptr, states_stride, hidden, eps, BLOCK: tl.constexpr
+    ):
         i_n = tl.program_id(0).to(tl.int64)
         o_h = tl.arange(0, BLOCK)
         m_h = o_h < hidden

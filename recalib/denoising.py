@@ -84,7 +84,7 @@ def reveal_randomly(
 
 
 def draft_in_steps(
-    logits_of: Callable[[Tensor], Tensor],  # [N, K] block tokens -> [N, K, V]
+    best_of: Callable[[Tensor], tuple[Tensor, Tensor]],  # [N, K] block tokens -> likeliest tokens, log-probabilities
     num_blocks: int,
     num_draft_tokens: int,
     mask_token_id: int,
@@ -95,10 +95,10 @@ def draft_in_steps(
     tokens = torch.full((num_blocks, num_draft_tokens), mask_token_id, device=device)
     counts = denoising.counts(num_draft_tokens)
     if len(counts) == 1:
-        return logits_of(tokens).argmax(-1)
+        return best_of(tokens)[0]
     is_masked = torch.ones_like(tokens, dtype=torch.bool)
     for count in counts:
-        confidence, best = logits_of(tokens).float().log_softmax(-1).max(-1)  # 2 x [N, K]
+        best, confidence = best_of(tokens)  # 2 x [N, K]
         chosen = confidence.masked_fill(~is_masked, float("-inf")).topk(count, dim=-1).indices  # [N, count]
         tokens = tokens.scatter(1, chosen, best.gather(1, chosen))
         is_masked = is_masked.scatter(1, chosen, False)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from honed.kernels.anchor_attention import Visible, anchor_attention
 from honed.recalib.drafter_config import DrafterConfig
 from honed.recalib.rope_scaling import RopeScaling, scale_frequencies
 
@@ -65,7 +66,6 @@ class Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.group = config.num_attention_heads // config.num_key_value_heads
         width, query_width = config.hidden_size, config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
@@ -85,19 +85,11 @@ class Attention(nn.Module):
         x: Tensor,  # [N, B, H]
         tables: tuple[Tensor, Tensor],  # 2 x [N, B, D/2]
         context: tuple[Tensor, Tensor],  # 2 x [T, G, D]
-        is_visible: Tensor,  # [N, T]
+        visible: Visible,  # of N blocks
     ) -> Tensor:  # [N, B, H]
         n, b, _ = x.shape
-        heads = (self.num_kv_heads, self.group, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(n, b, -1, self.head_dim)), tables) * self.head_dim**-0.5
-        q = q.view(n, b, *heads)  # [N, B, G, R, D]
-        own_k, own_v = self.keys_values(x, tables)  # [N, B, G, D]
-        by_context = torch.einsum("nbgrd,tgd->gnrbt", q, context[0])
-        by_own = torch.einsum("nbgrd,ncgd->gnrbc", q, own_k)
-        by_context = by_context.masked_fill(~is_visible[None, :, None, None, :], float("-inf"))
-        weights = torch.cat((by_context, by_own), dim=-1).softmax(dim=-1)
-        out = torch.einsum("gnrbt,tgd->nbgrd", weights[..., :-b], context[1])
-        out = out + torch.einsum("gnrbc,ncgd->nbgrd", weights[..., -b:], own_v)
+        q = rotate(self.q_norm(self.q_proj(x).view(n, b, -1, self.head_dim)), tables)
+        out = anchor_attention(q, *self.keys_values(x, tables), *context, visible)
         projected: Tensor = self.o_proj(out.reshape(n, b, -1))
         return projected
 
@@ -127,9 +119,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], is_visible: Tensor
+        self, x: Tensor, tables: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], visible: Visible
     ) -> Tensor:  # [N, B, H]
-        x = x + self.self_attn(self.input_layernorm(x), tables, context, is_visible)
+        x = x + self.self_attn(self.input_layernorm(x), tables, context, visible)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -201,13 +193,12 @@ class DFlashDrafter(nn.Module):
         x = F.embedding(block_ids, self.embed_tokens)  # [N, B, H]
         block_positions = positions[anchors, None] + offsets
         tables = self._rotary_tables(block_positions)
-        is_visible = torch.arange(len(token_ids), device=anchors.device) < anchors[:, None]  # [N, T]
-        if segments is not None:
-            is_visible &= segments == segments[anchors, None]
+        begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])
+        visible = Visible(begins, anchors)
         context = self.context_keys_values(features, positions)
         is_recomputing = self.recomputes_layers and torch.is_grad_enabled()
         for layer, keys_values in zip(self.layers, context, strict=True):
-            given = (x, tables, keys_values, is_visible)
+            given = (x, tables, keys_values, visible)
             x = checkpoint(layer, *given, use_reentrant=False) if is_recomputing else layer(*given)
         hidden: Tensor = self.norm(x[:, 1:])
         return hidden

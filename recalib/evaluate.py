@@ -10,20 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from honed.kernels.block_loss import top_tokens
 from honed.recalib.blocks import block_labels, eligible_anchors
 from honed.recalib.denoising import ONE_PASS, Denoising, draft_in_steps
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.losses import AcceptanceCounts, accepted_prefix, count_acceptance
-from honed.recalib.pace import Pace
+from honed.recalib.pace import Pace, run_through
 from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
-
-R = TypeVar("R")
 
 # Letters: N anchors, K draft positions.
 
@@ -79,7 +77,7 @@ def expected_acceptance_length(
         drafter: the drafter to judge; it is not changed.
         samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
         num_draft_tokens: k, by default the drafter's full block.
-        max_anchors_per_pass: bounds memory: a pass holds that many blocks' logits.
+        max_anchors_per_pass: bounds memory: a pass holds that many blocks' activations.
         denoising: how many passes draft a block; a server has one.
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
@@ -105,30 +103,30 @@ def replay_in_parts(
     denoising: Denoising = ONE_PASS,
     pace: Pace | None = None,
 ) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
-    """Replay one sample, returning control by a `yield` after each pass; None for a sample without a whole block.
+    """Replay one sample, returning control by a `yield` after some of its anchors; None for a sample without a whole block.
 
     Args:
-        pace: how many anchors a pass has, up to `max_anchors_per_pass`.
+        pace: how many anchors are drafted from at a time, up to `max_anchors_per_pass`.
     """
     packed = pack([sample])
     anchors = eligible_anchors(packed, num_draft_tokens)
     anchors = anchors[anchors >= sample.num_prompt_tokens]
     if not len(anchors):
         return None
-    on_device = packed.to(drafter.norm.weight.device)
+    labels = block_labels(packed.token_ids, anchors, num_draft_tokens)
+    packed = packed.to(drafter.norm.weight.device)
     drafts: list[Tensor] = []
-    done = 0
+    done, clock = 0, pace.clock if pace is not None else time.perf_counter
     while done < len(anchors):
-        began_s = time.perf_counter()
+        began_s = clock()
         most = min(max_anchors_per_pass, len(anchors) - done)
         part = anchors[done : done + (pace.blocks(most) if pace else most)]
-        drafts.append(draft_blocks(drafter, on_device, part, num_draft_tokens, denoising))
+        drafts.append(draft_blocks(drafter, packed, part, num_draft_tokens, denoising))
         done += len(part)
         if pace is not None:
-            pace.observe(len(part), time.perf_counter() - began_s)
+            pace.observe(len(part), clock() - began_s)
         yield
-    drafted, labels = torch.cat(drafts), block_labels(packed.token_ids, anchors, num_draft_tokens)
-    is_valid = torch.ones_like(labels, dtype=torch.bool)
+    drafted, is_valid = torch.cat(drafts), torch.ones_like(labels, dtype=torch.bool)
     accepted = accepted_prefix(drafted, labels, is_valid).tolist()
     rounds = walk(accepted)
     figures = SessionFigures(
@@ -138,33 +136,27 @@ def replay_in_parts(
 
 
 def draft_blocks(
-    drafter: DFlashDrafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int, denoising: Denoising = ONE_PASS
-) -> Tensor:  # [N, K]
-    """Greedy drafts from some anchors; `packed` is where the drafter is, the drafts are on the CPU."""
+    drafter: DFlashDrafter,
+    packed: PackedSamples,
+    anchors: Tensor,
+    num_draft_tokens: int,
+    denoising: Denoising = ONE_PASS,
+) -> Tensor:  # [N, K], on the CPU
+    """Greedy drafts from some anchors of samples that are on the drafter's device."""
     device = drafter.norm.weight.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
         features = packed.features.float()
         context = features if packed.is_fused else drafter.fuse(features)
 
-        def logits_of(tokens: Tensor) -> Tensor:
-            logits: Tensor = drafter(
+        def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = drafter.draft_hidden(
                 context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
             )
-            return logits
+            return top_tokens(hidden, drafter.lm_head)
 
         mask = drafter.config.mask_token_id
-        return draft_in_steps(logits_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
-
-
-def run_through(parts: Generator[None, None, R]) -> R:
-    """All parts in one go; what the generator returns."""
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            result: R = end.value
-            return result
+        return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
 
 
 def walk(accepted: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Losses for a block drafter, and its figures as sums and counts.
 
-Every per-token loss maps `[N, K, V]` logits to `[N, K]`; `weighted_mean` reduces it. Position j of a block matters only
-when all before it were accepted, so weights fall with j.
+Losses of every token, `[N, K]`, come from `kernels.block_loss` (its formulas are in `kernels/reference_training.py`); here they
+are weighted. Position j of a block matters only when all before it were accepted, so weights fall with j.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Letters: N blocks, K draft positions (anchor excluded), V vocabulary. p target's distribution, q draft's.
+# Letters: N blocks, K draft positions (anchor excluded). p target's distribution, q draft's.
 
 
 def position_weights(num_draft_tokens: int, decay_tokens: float) -> Tensor:  # [K]
@@ -23,44 +23,13 @@ def position_weights(num_draft_tokens: int, decay_tokens: float) -> Tensor:  # [
     return torch.exp(-torch.arange(num_draft_tokens, dtype=torch.float32) / decay_tokens)
 
 
-def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:  # 2 x [N, K] -> []
-    """Sum of w * loss / sum of w; 0 where nothing has weight."""
-    return (losses * weights).sum() / weights.sum().clamp_min(1e-12)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # [N, K, V], [N, K] -> [N, K]
-    """-log q(label): the tokens the target emitted are the labels."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
-
-
-def forward_kl(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
-    """KL(p || q) = sum of p * (log p - log q): covers every mode of the target. Source: arXiv 2310.07177, section 3."""
-    log_q, log_p = logits.float().log_softmax(-1), target_logits.float().log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def overlap(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
-    """alpha = sum of min(p, q): the chance that speculative sampling accepts. Source: arXiv 2211.17192, theorem 3.5."""
-    return torch.minimum(logits.float().softmax(-1), target_logits.float().softmax(-1)).sum(-1)
-
-
-def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
-    """TV = 1 - alpha: one minus the acceptance rate itself. Source: arXiv 2310.08461, section 3."""
-    return 1.0 - overlap(logits, target_logits)
-
-
-def kl_tv_hybrid(logits: Tensor, target_logits: Tensor) -> Tensor:  # 2 x [N, K, V] -> [N, K]
-    """lambda * KL + (1 - lambda) * TV with lambda = exp(-3 * alpha): KL while far away, TV when close.
-
-    TV's gradient vanishes where p and q don't overlap, KL's spends capacity on tails that acceptance doesn't see.
-    """
-    alpha = overlap(logits, target_logits)
-    share = torch.exp(-3.0 * alpha.detach())
-    return share * forward_kl(logits, target_logits) + (1.0 - share) * (1.0 - alpha)
+def shares(weights: Tensor, dim: tuple[int, ...]) -> Tensor:  # [N, K] -> [N, K]
+    """w / sum of w over `dim`, so that a sum of share * loss is a weighted mean; 0 where nothing has weight."""
+    return weights / weights.sum(dim, keepdim=True).clamp_min(1e-12)
 
 
 def hybrid_on_labels(surprise: Tensor) -> Tensor:  # [N, K] -> [N, K]
-    """`kl_tv_hybrid` against the emitted token alone, from `surprise` = -log q(label): KL is the surprise, TV is 1 - q(label).
+    """`block_loss`'s "hybrid" against the emitted token alone: KL is the surprise, -log q(label), and TV is 1 - q(label).
 
     Exact where the target is greedy, and what can be had where its distribution was not captured.
     """
@@ -82,7 +51,7 @@ def dpace_weights(accept_probabilities: Tensor, smoothing: float = 0.5) -> Tenso
 def negative_acceptance_length(accept_probabilities: Tensor) -> Tensor:  # [N, K] -> [N]
     """-E[tau] = -(1 + sum over k of prod over j <= k of alpha_j): the aim itself, bonus token included.
 
-    alpha_j is q(label_j) when the target is greedy, `overlap` when it samples.
+    alpha_j is q(label_j) when the target is greedy, Σ min(p, q) when it samples.
     """
     return -(1.0 + accept_probabilities.cumprod(-1).sum(-1))
 

@@ -6,7 +6,7 @@
     optimizer    AdamW's two moments, and the moving average where one is kept
     context      features of the packed rows, and their keys and values in every layer
     layers       what a layer keeps for the way back: all of them, or one at a time with gradient checkpointing
-    logits       [N, K, V] float32 as often as the loss needs it at once
+    loss         a tile of scores, or the scores of a few rows, and gradients of hidden states; never [N, K, V]
 
 The first four are exact; the others count the tensors that are alive together at the worst moment of `MicroTrainer.step`. The
 estimate is held against the measured peak in `tests/recalib/test_memory_budget.py`: it must not be too low, nor idle talk.
@@ -18,16 +18,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from honed.kernels.anchor_attention import PART_QUERIES
+from honed.kernels.block_loss_goal import BUFFER_BYTES, CACHED_BYTES
+from honed.kernels.block_loss_labels import ROWS, TILE
 from honed.recalib.drafter_config import DrafterConfig
-from honed.recalib.training_settings import Loss, TrainingSettings
+from honed.recalib.training_settings import TrainingSettings
 
 # Letters: T packed rows, N blocks, K draft positions, B = K + 1, V vocabulary, H width, I MLP width, L layers.
 
 FLOAT = 4
-LOGITS_ALIVE: dict[Loss, float] = {"ce": 3.0, "dpace": 3.0, "acceptance": 3.0, "kl": 7.0, "hybrid": 10.0}
-"""How many [N, K, V] tensors are alive at once: logits, log-softmax and gradient; more where a distribution is the goal."""
-KEPT_LOGITS_ALIVE = 7.0
-"""The same of kept blocks: KL to the parent's distribution, whatever the loss of fresh ones."""
 GIB = 2**30
 
 
@@ -58,7 +57,6 @@ def estimate(
     *,
     is_fused: bool = True,
     is_head_tied: bool = False,
-    has_goal: bool = False,
     shared_bytes: int = FLOAT,
     compute_bytes: int = FLOAT,
 ) -> MemoryEstimate:
@@ -68,7 +66,6 @@ def estimate(
         rows: T of a micro-step.
         is_fused: whether rows are fused features, rather than the target's layers side by side.
         is_head_tied: whether head and embedding are one tensor.
-        has_goal: whether the target's distribution was captured.
         shared_bytes: of a value of the embedding and the head; 2 where they are kept in bfloat16.
         compute_bytes: of a value that a layer keeps; 2 under bfloat16.
     """
@@ -82,7 +79,7 @@ def estimate(
         "optimizer": FLOAT * num_trained * (3 if settings.ema_decay else 2),
         "context": _context_bytes(config, settings, rows, is_fused, compute_bytes),
         "layers": _layer_bytes(config, settings, blocks, rows, compute_bytes),
-        "logits": _logits_bytes(config, settings, blocks, has_goal),
+        "loss": _loss_bytes(config, blocks),
     }
     return MemoryEstimate(parts)
 
@@ -136,20 +133,24 @@ def _layer_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int,
     tokens = blocks * config.block_size
     h, heads, d = config.hidden_size, config.num_attention_heads, config.head_dim
     queries, values = heads * d, config.num_key_value_heads * d
-    scores = tokens * heads * (rows + config.block_size)
+    part = max(1, PART_QUERIES // config.block_size) * config.block_size
+    read = math.ceil(tokens / part) * (rows + part)  # keys that the parts of the attention read, all together
     # One of norms in float32, their inputs and outputs, projections before and after rotation, MLP's three and its products.
     row = 8 * h + 7 * queries + 6 * values + 5 * config.intermediate_size
-    kept = tokens * row * compute_bytes + scores * (compute_bytes + FLOAT)
-    passing = scores * (FLOAT + compute_bytes)  # the gradients of one layer's scores, or its scores before softmax
+    kept = (tokens * row + 2 * read * values) * compute_bytes + tokens * heads * FLOAT
+    passing = 2 * read * values * compute_bytes + part * read * FLOAT  # one layer's gradients of keys and values; the masks
     if settings.gradient_checkpointing:
         return kept + passing + config.num_hidden_layers * tokens * h * FLOAT
     return config.num_hidden_layers * kept + passing
 
 
-def _logits_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int, has_goal: bool) -> int:
-    is_on_labels = settings.loss == "hybrid" and not has_goal
-    alive = max(LOGITS_ALIVE["ce" if is_on_labels else settings.loss], KEPT_LOGITS_ALIVE)
-    return math.ceil(blocks * config.num_draft_tokens * config.vocab_size * FLOAT * alive)
+def _loss_bytes(config: DrafterConfig, blocks: int) -> int:
+    """Kept blocks are held to the parent's distribution whatever the loss of fresh ones, and that takes most."""
+    tokens, h, v = blocks * config.num_draft_tokens, config.hidden_size, config.vocab_size
+    by_labels = min(tokens, ROWS) * (min(TILE, v) + h)
+    scores = min(2 * tokens * v, max(max(BUFFER_BYTES.values()) // FLOAT, 2 * v))
+    by_goal = scores * 5 // 4 + 3 * min(tokens * v, CACHED_BYTES // FLOAT)
+    return FLOAT * (max(by_labels, by_goal) + 5 * tokens * h)
 
 
 def check_fits(needed: MemoryEstimate, available_bytes: int, where: str, cures: list[tuple[str, MemoryEstimate]]) -> None:

@@ -22,16 +22,15 @@ from honed.recalib.blocks import block_labels, break_anchors, choose_anchors, el
 from honed.recalib.denoising import Denoising, reveal_randomly
 from honed.recalib.drafter import KV_PATH, DFlashDrafter
 from honed.recalib.ema import WeightAverage
-from honed.recalib.evaluate import run_through
 from honed.recalib.objective import Blocks, Objective
-from honed.recalib.pace import Pace
+from honed.recalib.pace import Pace, run_through
 from honed.recalib.precision import compute_dtype, computing
 from honed.recalib.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training_settings import Loss, Scope, TrainingSettings
 
 __all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "is_kv_path", "set_scope"]
 
-# Letters: N blocks, K draft positions, V vocabulary.
+# Letters: N blocks, K draft positions.
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class MicroTrainer:
         """One micro-step, a few blocks at a time; every `micro_steps_per_update`-th also updates the weights.
 
         Between two parts control returns, by a `yield`, so that serving needs to wait for one of them only. How the blocks are
-        divided makes no difference to the weights but for rounding, and, with "dpace", for what its weights are divided by.
+        divided makes no difference to the weights but for rounding.
 
         Args:
             samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
@@ -134,37 +133,26 @@ class MicroTrainer:
         packed = pack(list(samples))
         self._check_features(packed)
         blocks = self._choose(packed, samples, preferred_anchors, kept)
-        num_blocks = len(blocks.anchors)
-        drafts, loss, done, spent_s = [], 0.0, 0, 0.0
-        while done < num_blocks:
-            size = pace.blocks(num_blocks - done) if pace else num_blocks
-            part = blocks.where(slice(done, done + size))
-            part_loss, drafted = self._train_on(part, len(part.anchors) / num_blocks)
+        clock = pace.clock if pace is not None else time.perf_counter
+        drafts: list[Tensor] = []
+        loss, spent_s = 0.0, 0.0
+        done = 0
+        while done < len(blocks.anchors):
+            part_began_s = clock()
+            left = len(blocks.anchors) - done
+            part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
+            part_loss, part_drafts = self._learn(part)
             loss, done = loss + part_loss, done + len(part.anchors)
-            drafts.append(drafted)
-            part_s = time.perf_counter() - began_s
+            drafts.append(part_drafts)
             if pace is not None:
-                pace.observe(len(part.anchors), part_s)
-            spent_s += part_s
+                pace.observe(len(part.anchors), clock() - part_began_s)
+            spent_s += time.perf_counter() - began_s
             yield
             began_s = time.perf_counter()
         self._progress.micro_steps += 1
         is_update = self.is_between_updates
         grad_norm = self._update(remaining) if is_update else None
-        seconds = spent_s + time.perf_counter() - began_s
-        return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, seconds)
-
-    def _train_on(self, part: Blocks, share: float) -> tuple[float, Tensor]:
-        """Forward and backward of some blocks: their share of the loss, and what they drafted."""
-        packed = part.packed
-        with computing(self._device, self._dtype):
-            context = self._context(packed)
-            logits = self.drafter(
-                context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
-            )
-            loss = self._objective(logits, part, context) * share
-        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), logits.detach().argmax(-1)
+        return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
 
     def finish(self) -> None:
         """Leave the result in the drafter: the average of the weights where one was kept."""
@@ -172,7 +160,7 @@ class MicroTrainer:
             self._average.copy_to_parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next step depends on, beside the samples; only between two updates.
+        """All that the next step depends on, beside the samples; only between two updates, and not amid `parts`.
 
         The tensors are the trainer's own: to be written away before the next step.
         """
@@ -231,8 +219,21 @@ class MicroTrainer:
             tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
             is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a block that is partly revealed
             tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
-        anchors, labels, is_kept = (tensor.to(self._device) for tensor in (anchors, labels, is_kept))
-        return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked.to(self._device))
+        anchors, labels, is_kept, is_masked = (tensor.to(self._device) for tensor in (anchors, labels, is_kept, is_masked))
+        weights = self._objective.weights(is_kept, is_masked)
+        return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked, weights, share=1.0 / len(anchors))
+
+    def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
+        """Gather the gradients of some blocks; reading the loss waits for the device."""
+        packed = part.packed
+        with computing(self._device, self._dtype):
+            context = self._context(packed)
+            hidden = self.drafter.draft_hidden(
+                context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
+            )
+            loss, drafts = self._objective(hidden, part, context)
+        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), drafts
 
     def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
         features = packed.features.float()

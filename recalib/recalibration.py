@@ -118,7 +118,11 @@ class Recalibration:
             yield "collecting"
         yield "training"
         run.check_memory()  # what was free may be gone
-        drafter, before_training = run.load()
+        run.load_head()
+        yield "training"
+        drafter = run.load_drafter()
+        yield "training"
+        before_training = run.load_drafter()
         for _ in run.steps(drafter, before_training, is_usable):
             yield "training"
         held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
@@ -146,13 +150,12 @@ class Recalibration:
     ) -> Generator[Stage, None, list[SessionFigures]]:
         """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
-        num_draft_tokens, pace = drafter.config.num_draft_tokens, Pace(self._settings.preempt_budget_s)
+        pace = Pace.on(self._settings.device, self._settings.preempt_budget_s)
         for stretch in held_out:
             yield "gating"
-            sample = run.sample(stretch)
-            # No more at once than a micro-step of training, whose logits are alive several times.
-            blocks = 4 * self._settings.anchors_per_micro_step
-            parts = replay_in_parts(drafter, sample, num_draft_tokens, max_anchors_per_pass=blocks, pace=pace)
+            # No more at once than a micro-step of training takes, which keeps what every layer computed.
+            most = 4 * self._settings.anchors_per_micro_step
+            parts = replay_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
             while True:
                 try:
                     next(parts)

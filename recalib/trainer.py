@@ -59,7 +59,7 @@ class Trainer:
         self._is_paused = self._was_working = False
         self._last_result: wire.TrainResult | None = None
         self._state = ""
-        self._next_status_s = self._next_discovery_s = 0.0
+        self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:
@@ -123,8 +123,13 @@ class Trainer:
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def _take_samples(self) -> None:
-        if self._monotonic() >= self._next_discovery_s:
-            self._next_discovery_s = self._monotonic() + 1.0
+        """Every `tick_s`: while the engine is at work, the flag is looked at much more often, and that must cost nothing."""
+        now_s = self._monotonic()
+        if now_s < self._next_samples_s:
+            return
+        self._next_samples_s = now_s + self._settings.tick_s
+        if now_s >= self._next_discovery_s:
+            self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
             if self._operation is None and (paths := self._traffic.busy_paths()):
                 self._busy = BusyFlag(paths[0])

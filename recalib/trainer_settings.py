@@ -74,21 +74,21 @@ class TrainerSettings(SampleSettings):
     break_share: float = 0.5
     """Part of the anchors that is drawn where rounds broke off."""
     ema_decay: float = 0.0
-    """What a moving average of the weights keeps at each update; 0: none is kept, the cool-down does its work already."""
+    """0: no moving average; the cool-down of the learning rate does its work already."""
     precision: Precision = "auto"
-    """Of matrix products, over float32 master weights; "auto": bfloat16 where the GPU has it, else float32."""
+    """Of products: "auto" is bfloat16 on a GPU that has it; master weights are float32."""
     gradient_checkpointing: bool = False
-    """Compute layers again on the way back rather than keeping what they computed: less memory, more time."""
+    """Compute the layers again for the gradient rather than keep what they computed: less memory, more time."""
     denoising_steps: int = 1
     """Passes that draft a block. vLLM has one; more train the drafter for blocks that are partly revealed."""
     mask_schedule: MaskSchedule = "cosine"
-    """How many tokens each of several passes reveals."""
+    """How many tokens stay masked after each pass."""
     memory_bytes: int = 0
     """The most that a training may take on its device; 0: nine tenths of what is free when it begins."""
     save_state_s: float = 60.0
     """Training between two savings of its state, from which it goes on after its process was killed; 0: never."""
     seed: int = 0
-    """Of everything random in a training."""
+    """Of what is drawn at random."""
     max_steps: int = 4000
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256

@@ -1,4 +1,4 @@
-"""The training stage of one operation: from the parent's checkpoint to trained weights, one micro-step at a time.
+"""The training stage of one operation: from the parent's checkpoint to trained weights, some blocks at a time.
 
 Now and then the state is saved, so that a trainer that was killed goes on where it was: with the same weights, optimizer,
 random choices and figures. Samples aren't saved: the engine's ring still has the latest.
@@ -81,12 +81,14 @@ class TrainingRun:
         check_fits(needed, available, str(self._device), cures)
         hold_to(self._device, available)
 
-    def load(self) -> tuple[DFlashDrafter, DFlashDrafter]:
-        """The parent twice: one to be trained, one to compare with. Embedding and head are one tensor for both."""
-        target = self._request.target_path
-        self._head = load_target_head(target).to(self._device, self._shared_dtype)
-        drafter, parent = (load_drafter(self._parent_dir, target, self._head).to(self._device) for _ in range(2))
-        return drafter, parent
+    def load_head(self) -> None:
+        """Embedding and head of the target, one tensor each for all drafters."""
+        self._head = load_target_head(self._request.target_path).to(self._device, self._shared_dtype)
+
+    def load_drafter(self) -> DFlashDrafter:
+        """The parent, on the head that was loaded: once to be trained, once to compare with."""
+        assert self._head is not None, "load_head comes first"
+        return load_drafter(self._parent_dir, self._request.target_path, self._head).to(self._device)
 
     def sample(self, stretch: Stretch) -> TrainingSample:
         """As tensors, with the target's own distribution where the loss wants it and it was captured."""
@@ -97,7 +99,7 @@ class TrainingRun:
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
 
     def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
-        """Micro-steps, some blocks at a time, until max_steps or max_seconds of them; then the drafter holds the result."""
+        """Micro-steps until max_steps or max_seconds of them; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
         mix = ReplayMix(
@@ -108,32 +110,12 @@ class TrainingRun:
             settings.rows_per_micro_step,
             settings.seed,
         )
+        pace = Pace.on(settings.device, settings.preempt_budget_s)
         self._take_up(trainer, mix)
-        pace = Pace(settings.preempt_budget_s)
         saved_s = progress.train_seconds
         while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
             yield
-            began_s = self._monotonic()
-            samples = [self.sample(stretch) for stretch in mix.draw()]
-            if not samples:
-                raise OperationError("the samples are gone: they were purged, or another model was loaded")
-            # What isn't to gain is to stay: there the drafter is held to what it was.
-            kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
-            done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
-            spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
-            while True:
-                try:
-                    next(parts)
-                except StopIteration as end:
-                    figures: StepFigures = end.value
-                    break
-                spent_s += self._monotonic() - began_s
-                yield
-                began_s = self._monotonic()
-            progress.steps += 1
-            progress.tokens += figures.num_tokens
-            progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
-            progress.train_seconds += spent_s + self._monotonic() - began_s
+            yield from self._micro_step(trainer, mix, pace)
             if trainer.is_between_updates and progress.train_seconds - saved_s >= settings.save_state_s:
                 yield
                 self._save(trainer, mix)
@@ -143,6 +125,31 @@ class TrainingRun:
             self._save(trainer, mix)  # the gate may be interrupted as well
         trainer.finish()
         yield
+
+    def _micro_step(self, trainer: MicroTrainer, mix: ReplayMix, pace: Pace) -> Iterator[None]:
+        """One micro-step in parts; what passes between them is no training."""
+        request, progress = self._request, self._progress
+        began_s = self._monotonic()
+        samples = [self.sample(stretch) for stretch in mix.draw()]
+        if not samples:
+            raise OperationError("the samples are gone: they were purged, or another model was loaded")
+        # What isn't to gain is to stay: there the drafter is held to what it was.
+        kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
+        done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
+        spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                figures: StepFigures = end.value
+                break
+            spent_s += self._monotonic() - began_s
+            yield
+            began_s = self._monotonic()
+        progress.steps += 1
+        progress.tokens += figures.num_tokens
+        progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
+        progress.train_seconds += spent_s + self._monotonic() - began_s
 
     def discard_state(self) -> None:
         """The operation is over: nothing of it is to be taken up."""

@@ -15,7 +15,7 @@ from tests.build_wheel import build_wheel
 ROOT = Path(__file__).parents[1]
 NOT_INSTALLED = {"tests", "benchmarks"}
 IGNORED = {"build", "dist", "demo-out"}
-DATA = {".json", ".yml", ".service", ".conf", ".toml", ".env"}
+DATA = {".json", ".yml", ".html", ".css", ".js", ".service", ".conf", ".toml", ".env"}
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]

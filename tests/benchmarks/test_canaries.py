@@ -18,6 +18,13 @@ def test_equal_versions_are_rarely_promoted_and_rarely_rolled_back() -> None:
     assert outcome.rolled_back <= 0.01
 
 
+def test_moods_of_whole_windows_are_not_taken_for_a_difference() -> None:
+    """Counted as independent rounds, these windows would tell equal versions apart most of the time."""
+    outcome = simulate(CURVES["medium"], 0.0, RUNS // 4, seed=14, mood=0.5)
+    assert outcome.promoted <= 0.015
+    assert outcome.rolled_back <= 0.015
+
+
 def test_a_loss_of_ten_percent_is_rolled_back_within_2000_rounds_and_never_promoted() -> None:
     outcome = simulate(CURVES["medium"], -0.10, RUNS, seed=12)
     assert outcome.promoted <= 0.01

@@ -108,6 +108,10 @@ def test_strangers_use_up_no_rate(client: TestClient, service: Service) -> None:
     for _ in range(service.settings.http.mutations_per_minute + 5):
         assert client.post("/v1/training:pause", headers=bearer("x" * 32)).status_code == 401
     assert client.post("/v1/training:pause", headers=bearer(ADMIN)).status_code == 202
+    refused = service.requests["POST", "unauthenticated", "401"]
+    assert refused == service.settings.http.mutations_per_minute + 5
+    counted = client.get("/metrics", headers=bearer(READ)).text
+    assert f'{{code="401",method="POST",route="unauthenticated"}} {refused}' in counted
 
 
 def test_a_router_that_nobody_put_behind_a_token_refuses(service: Service) -> None:

@@ -82,6 +82,15 @@ def test_every_operation_keeps_to_the_document(case: Any, url: str) -> None:
         excluded.append(schemathesis.checks.CHECKS.get_one("positive_data_acceptance"))
     if len(case.headers.get("Idempotency-Key") or "") in range(1, 201):
         case.headers["Idempotency-Key"] = uuid.uuid4().hex  # one that was used for another request is refused, rightly
-    headers = {"Authorization": f"Bearer {ADMIN}"}
+    if is_lost_on_the_way(case):
+        excluded.append(schemathesis.checks.CHECKS.get_one("negative_data_rejection"))
+    # A case whose fault is that it shows no token is left as it is.
+    is_shown = case.meta is None or case.meta.generation.mode.is_positive or "Authorization" in case.headers
+    headers = {"Authorization": f"Bearer {ADMIN}"} if is_shown else {}
     answer = case.call_and_validate(base_url=url, headers=headers, excluded_checks=excluded)
     assert answer.status_code < 500
+
+
+def is_lost_on_the_way(case: Any) -> bool:
+    """Whether what is wrong with a case is a parameter that HTTP has no way of writing: an empty list is no parameter."""
+    return any(value in ([], {}) for value in (case.query or {}).values())

@@ -80,7 +80,7 @@ def test_nothing_proven_leaves_the_old_version(stage: Stage) -> None:
     with stage.service.lock:
         trial = stage.service.lifecycle.canaries.trial
         assert trial is not None
-        trial.deadline_s = 0.0
+        trial.active_s = trial.canary.settings.max_s
         stage.service.tick(stage.service.monotonic())
     done = stage.finish(operation_id)
     assert done["state"] == "failed"
@@ -259,3 +259,15 @@ def test_an_engine_is_verified_by_its_weights(stage: Stage) -> None:
     asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
     assert "does not run the weights of" in stage.finish(asked)["error"]
     assert stage.client.post("/v1/engines/nothing:verify").status_code == 404
+
+
+def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -> None:
+    candidate(stage, 1.0)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    trial = stage.service.lifecycle.canaries.trial
+    assert trial is not None
+    with stage.service.lock:
+        night_s = stage.service.monotonic() + 100 * trial.canary.settings.max_s
+        stage.service.lifecycle.canaries.tick(night_s)
+        assert stage.service.lifecycle.canaries.trial is trial
+        assert trial.active_s < 60.0

@@ -123,7 +123,8 @@ def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage)
     assert stage.engine.live_version == new
     assert stage.aliases() | {"floor": None} == {"active": new, "previous": stage.first, "candidate": None, "floor": None}
     assert stage.service.store.drain(10)
-    assert [mark["kind"] for mark in stage.client.get("/v1/timeline?since=0").json()["marks"]] == ["canary", "canary", "swap"]
+    marks = stage.client.get("/v1/timeline?since=0").json()["marks"]
+    assert [mark["kind"] for mark in marks] == ["canary", "canary", "promote"]
 
 
 def test_a_dry_run_swaps_nothing(stage: Stage) -> None:

@@ -62,18 +62,15 @@ def test_one_pass_reveals_nothing_in_training() -> None:
 
 
 def test_the_surest_places_are_revealed_first_and_then_seen() -> None:
-    """Place j is sure by 10 - j; what it says next depends on how many places it sees revealed."""
+    """Place j is surer than the next; what it says next depends on how many places it sees revealed."""
     seen: list[Tensor] = []
 
-    def logits_of(tokens: Tensor) -> Tensor:
+    def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(tokens.clone())
-        logits = torch.zeros(*tokens.shape, 50)
         num_revealed = int((tokens[0] != MASK).sum())
-        for place in range(tokens.shape[1]):
-            logits[:, place, 10 + num_revealed] = 10.0 - place
-        return logits
+        return torch.full_like(tokens, 10 + num_revealed), -torch.arange(tokens.shape[1]).expand(tokens.shape).float()
 
-    drafts = draft_in_steps(logits_of, 2, 7, MASK, Denoising(2, "linear"), torch.device("cpu"))
+    drafts = draft_in_steps(best_of, 2, 7, MASK, Denoising(2, "linear"), torch.device("cpu"))
     first = Denoising(2, "linear").counts(7)[0]
     assert drafts.tolist() == [[10] * first + [10 + first] * (7 - first)] * 2
     assert [(tokens[0] != MASK).sum().item() for tokens in seen] == [0, first]

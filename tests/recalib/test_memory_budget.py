@@ -97,7 +97,7 @@ def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object]
 @pytest.mark.parametrize("loss", ["kl", "hybrid"])
 def test_a_distribution_as_goal_is_counted(loss: str) -> None:
     settings = replace(SETTINGS, loss=loss)  # type: ignore[arg-type]
-    needed = estimate(CONFIG, settings, ROWS, is_head_tied=True, has_goal=True).total_bytes
+    needed = estimate(CONFIG, settings, ROWS, is_head_tied=True).total_bytes
     measured = measured_bytes(settings, True, True, False)
     assert measured <= needed < 1.8 * measured
 

@@ -231,6 +231,7 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
     write_sessions(site.ring, "b", 40)
     weights = trained_weights(monkeypatch)
     site.reading_s = 0.001
+    # Micro-steps whole: divided by what was measured, they differ in rounding from one run to the next.
     settings = replace(SETTINGS, max_steps=40, save_state_s=0.01, preempt_budget_s=0.0)
     site.finish(site.begin(settings))
 
@@ -252,6 +253,24 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
     for whole, continued in zip(weights[0], weights[1], strict=True):
         assert torch.equal(whole, continued)
     assert not list(site.state_dir.glob("*")), "an operation that is over leaves nothing"
+
+
+def test_a_training_killed_amid_a_micro_step_goes_on_from_the_last_whole_one(site):
+    write_sessions(site.ring, "b", 40)
+    site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
+    settings = replace(SETTINGS, max_steps=30, save_state_s=0.01, preempt_budget_s=1e-9)  # a block at a time
+    killed = site.begin(settings)
+    while not list(site.state_dir.glob("*.safetensors")):
+        killed.advance()
+    saved_steps = killed.progress.steps
+    for _ in range(3):
+        killed.advance()
+    assert (killed.progress.stage, killed.progress.steps) == ("training", saved_steps), "not amid a micro-step"
+    taken_up = site.begin(settings)
+    while not taken_up.progress.steps:
+        taken_up.advance()
+    assert taken_up.progress.steps == saved_steps
+    assert site.finish(taken_up).steps == 30
 
 
 def test_a_training_that_does_not_fit_is_refused_before_it_waits_for_samples(site):

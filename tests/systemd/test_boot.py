@@ -183,15 +183,21 @@ def test_services_are_ready_and_say_what_they_do(machine: Machine) -> None:
     machine.until(lambda: says("honed-trainer.service", "idle"), "an idle trainer", 30, *SERVICES)
 
 
-def test_a_recalibration_over_the_admin_api_is_trained_judged_and_swapped_in(machine: Machine) -> None:
+def test_a_recalibration_over_the_admin_api_is_trained_judged_tried_out_and_swapped_in(machine: Machine) -> None:
     before = life_of_vllm(machine)
     play(machine, "a", "traffic_a.jsonl", 120)
     play(machine, "b", "traffic_b.jsonl", 160)
     first = engine(machine)["drafter_version"]
-    token = "/etc/credstore/honed-admin-token"
-    flags = ("--url", "http://127.0.0.1:9465", "--token-file", token)
-    command = ("recalibrate", "--workload", "b", "--reason", "drill", "--wait", "--json")
-    view = json.loads(machine.run("honed", *flags, *command, check=False, timeout_s=600).stdout)
+    flags = ("--url", "http://127.0.0.1:9465", "--token-file", "/etc/credstore/honed-admin-token")
+    asked = machine.honed(*flags, "recalibrate", "--workload", "b", "--reason", "drill")
+
+    def ended() -> dict[str, Any]:
+        view: dict[str, Any] = machine.honed("operations", asked["operation_id"])
+        if view["stage"] == "canary":  # old and new take turns on live traffic until one has proven better
+            play(machine, "b", "traffic_b.jsonl", 40)
+        return view if view["state"] in ("succeeded", "failed", "cancelled") else {}
+
+    view = machine.until(ended, "the recalibration", 900, *SERVICES)
     assert view["state"] == "succeeded", (view, machine.journal("honed-trainer.service"))
     assert view["detail"]["pause_ms"] > 0
     after = machine.until(lambda: engine(machine), "the engine", 30, "honed.service")

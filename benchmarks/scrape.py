@@ -1,0 +1,158 @@
+"""What looking at the daemon costs it: a scrape of /metrics, and the status page's document, small, large and at their bounds.
+
+A real service whose engines sent five minutes of verify rounds, so that it has all beliefs that it reports. Three sizes: one
+engine with four workloads; eight engines; and as many engines and combinations of labels as a scrape shows at most. For each:
+milliseconds of a scrape, of them with the lock held that engines' events wait for, samples and bytes; milliseconds to make the
+page's document (it is made at most every two seconds). Median and quartiles. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measured import commit, hardware
+
+from honed.adapt import wire
+from honed.daemon import metrics_acceptance, page_document
+from honed.daemon.live_rounds import MOST_CELLS
+from honed.daemon.metric_families import MOST_ENGINES
+from honed.daemon.metrics import GROUPS, render
+from honed.daemon.page_document import WINDOWS
+from honed.daemon.service import Service
+from honed.daemon.settings import load
+
+K = 15
+SECONDS = 300
+MOST_BATCHES = 10_000
+"""Of all engines together: with many of them each sends less often."""
+SIZES = {"small": (1, 4), "large": (8, 4), "bound": (MOST_ENGINES, MOST_CELLS // MOST_ENGINES)}
+"""Engines, and workloads of each."""
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=None, help="also write the result to this file")
+    arguments = parser.parse_args()
+    rows = {name: measure(engines, workloads, arguments.repeats) for name, (engines, workloads) in SIZES.items()}
+    for name, row in rows.items():
+        pages = ", ".join(f"{window} {row['page_ms'][window][1]:.0f} ms" for window in WINDOWS)
+        print(f"{name}: scrape {row['scrape_ms'][1]:.1f} ms, {row['locked_ms'][1]:.1f} ms locked, {row['samples']} samples, "
+              f"{row['bytes'] / 1024:.0f} KiB; page {pages}", flush=True)  # fmt: skip
+    result = {"sizes": rows, "num_spec_tokens": K, "hardware": hardware(), "commit": commit()}
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+def measure(engines: int, workloads: int, repeats: int) -> dict[str, Any]:
+    """All figures of one size; times as (lower quartile, median, upper quartile) in milliseconds."""
+    with filled(engines, workloads) as service:
+        text = render(service)
+        return {
+            "engines": engines,
+            "workloads": workloads,
+            "samples": sum(not line.startswith(b"#") for line in text.splitlines()),
+            "bytes": len(text),
+            "scrape_ms": timed(lambda: render(service), repeats),
+            "locked_ms": timed(lambda: read_locked(service), repeats),
+            "page_ms": {name: timed(lambda name=name: page_document.document(service, name), repeats) for name in WINDOWS},  # type: ignore[misc]
+        }
+
+
+def read_locked(service: Service) -> None:
+    """The part of a scrape that holds the service's lock."""
+    with service.lock:
+        for group in GROUPS:
+            list(group.families(service))
+        metrics_acceptance.read(service)
+
+
+def timed(work: Callable[[], object], repeats: int) -> list[float]:
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        taken.append((time.perf_counter() - began) * 1e3)
+    return [round(float(value), 3) for value in np.quantile(taken, (0.25, 0.5, 0.75))]
+
+
+@contextmanager
+def filled(engines: int, workloads: int) -> Iterator[Service]:
+    """A service that has taken in five minutes of every engine's rounds, a batch a second."""
+    with tempfile.TemporaryDirectory(prefix="honed-scrape-") as name:
+        folder = Path(name)
+        paths = {"state_dir": folder / "state", "runtime_dir": folder / "run"}
+        for path in paths.values():
+            path.mkdir()
+        service = Service(load(None, {"paths": paths, "http": {"metrics_listen": ""}}, env={}), daemon_id="benchmark")
+        service.store.start()
+        rng = np.random.default_rng(0)
+        step = max(1, engines * SECONDS // MOST_BATCHES)
+        for engine in range(engines):
+            hello = hello_of(engine)
+            service.on_frame(b"%d" % engine, wire.encode(hello))
+            for seq in range(1, SECONDS // step + 1):
+                service.on_frame(b"%d" % engine, wire.encode(batch(hello, seq, SECONDS - seq * step, workloads, rng)))
+                with service.lock:
+                    service.steering.observe()
+            service.on_frame(b"%d" % engine, wire.encode(status_of(hello)))
+        assert service.store.drain(60.0)
+        try:
+            yield service
+        finally:
+            service.stop()
+
+
+def hello_of(engine: int) -> wire.EngineHello:
+    return wire.EngineHello(
+        wire_version=wire.WIRE_VERSION, engine_id=f"engine-{engine}", boot_id="boot", pid=1, model_name="model",
+        target_path="/model", drafter_path="", drafter_version="v0001-00000000", vllm_version="0.32.0", honed_version="0.1.0",
+        runner="v2", method="dflash", num_spec_tokens=K, max_num_seqs=256, max_model_len=4096,
+        capabilities=["events", "draft_length"],
+    )  # fmt: skip
+
+
+def status_of(hello: wire.EngineHello) -> wire.EngineStatus:
+    return wire.EngineStatus(
+        engine_id=hello.engine_id, boot_id=hello.boot_id, num_running=8, num_waiting=0, kv_cache_usage=0.2, policy_generation=1,
+        policy_age_s=0.1, fallback="", drafter_version=hello.drafter_version, drafter_generation=0, queue_bytes=0,
+        queue_batches=0, errors=0,
+    )  # fmt: skip
+
+
+def batch(hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np.random.Generator) -> wire.EventBatch:
+    """A step of eight requests, so many seconds ago."""
+    rounds = 8
+    drafted = rng.integers(1, K + 1, rounds)
+    accepted = np.minimum(rng.geometric(0.35, rounds) - 1, drafted)
+    mono, ago_ns = time.monotonic_ns(), ago_s * 10**9
+    return wire.EventBatch(
+        engine_id=hello.engine_id, boot_id=hello.boot_id, seq=seq, sent_unix_ns=time.time_ns() - ago_ns, sent_mono_ns=mono,
+        drafter_version=hello.drafter_version, workloads=[f"workload-{i}" for i in range(workloads)],
+        steps=wire.StepColumns(
+            step=[seq], end_ns=[mono - ago_ns], duration_us=[5000 + 20 * int(drafted.sum())], num_requests=[rounds],
+            num_tokens=[int(drafted.sum()) + rounds], num_prefill_tokens=[0], num_draft_tokens=[int(drafted.sum())],
+            context_tokens=[4000], num_drafting=[K], decision=["policy"],
+        ),
+        rounds=wire.RoundColumns(
+            step=[seq] * rounds, request=list(range(rounds)), workload=[i % workloads for i in range(rounds)],
+            position=[500] * rounds, num_draft_tokens=drafted.tolist(), num_accepted_tokens=accepted.tolist(),
+            num_invalid_tokens=[0] * rounds, temperature=[0.0] * rounds, num_emitted=(accepted + 1).tolist(),
+        ),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The last hour of each engine's load beside what was drafted under it, in memory: slots of a few seconds.
+
+A slot sums the engine steps that fell into it; means are by step (requests) or by request (draft tokens).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from honed.adapt.wire import StepColumns
+
+SLOT_S = 5
+HELD_S = 3600
+MOST_ENGINES = 64
+
+
+@dataclass(slots=True)
+class Slot:
+    """Sums over the steps of `SLOT_S` seconds."""
+
+    t: int
+    """Wall second at which it begins."""
+    steps: int = 0
+    requests: int = 0
+    draft_tokens: int = 0
+    budget: int = 0
+    """Most nodes (draft tokens, for a chain) that the policy in force allowed a request; the largest of the slot."""
+
+    @property
+    def requests_per_step(self) -> float:
+        return self.requests / self.steps if self.steps else 0.0
+
+    @property
+    def draft_tokens_per_request(self) -> float:
+        return self.draft_tokens / self.requests if self.requests else 0.0
+
+
+class LoadHistory:
+    """Slots by engine. Guarded by the service's lock."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, deque[Slot]] = {}
+
+    def add(self, engine_id: str, steps: StepColumns, budget: int, now_s: float) -> None:
+        """Add a batch's steps, placed at their arrival: batches are a fraction of a slot long."""
+        slot = self._slot(engine_id, now_s)
+        if slot is None:
+            return
+        slot.steps += len(steps.num_requests)
+        slot.requests += sum(steps.num_requests)
+        slot.draft_tokens += sum(steps.num_draft_tokens)
+        slot.budget = max(slot.budget, budget)
+
+    def slots(self, engine_id: str, since_s: float) -> list[Slot]:
+        """Slots that began at or after a moment, oldest first; seconds without steps have none."""
+        return [slot for slot in self._slots.get(engine_id, ()) if slot.t >= since_s]
+
+    def _slot(self, engine_id: str, now_s: float) -> Slot | None:
+        slots = self._slots.get(engine_id)
+        if slots is None:
+            if len(self._slots) >= MOST_ENGINES:
+                return None
+            slots = self._slots[engine_id] = deque(maxlen=HELD_S // SLOT_S)
+        t = int(now_s) // SLOT_S * SLOT_S
+        # A clock that was set back goes on in the slot that is there.
+        if not slots or t > slots[-1].t:
+            slots.append(Slot(t))
+        return slots[-1]

@@ -1,0 +1,88 @@
+"""The status page's part about weights: versions, what the gate said, the trial of a fresh one, and what is under way."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+MOST_VERSIONS = 8
+PROGRESS = (
+    "state", "samples", "sessions", "steps", "max_steps", "tokens", "loss", "train_seconds", "max_seconds", "elapsed_s",
+    "preemptions", "gate", "version", "workloads",
+)  # fmt: skip
+
+Document = dict[str, Any]
+
+
+def progress(operation: Document | None) -> Document | None:
+    """The operation under way, without what its operator wrote."""
+    if operation is None:
+        return None
+    fields = ("operation_id", "kind", "state", "stage", "created_unix_s")
+    detail = {name: operation["detail"][name] for name in PROGRESS if name in operation["detail"]}
+    return {field: operation[field] for field in fields} | {"detail": detail}
+
+
+def weights(service: Service) -> Document:
+    """The newest versions and those with a role, newest first; and the trial that is under way."""
+    listing = service.drafters.listing()
+    roles: dict[str, list[str]] = {}
+    for role, version in listing["aliases"].items():
+        if version:
+            roles.setdefault(version, []).append(role)
+    newest = sorted(listing["versions"], key=lambda one: -one["created_unix_s"])
+    kept = newest[:MOST_VERSIONS]
+    kept += [one for one in newest[MOST_VERSIONS:] if one["version"] in roles]
+    with service.lock:
+        outcomes = _outcomes(service)
+        found = {"trial": _trial(service)}
+    versions = [
+        {
+            "version": one["version"],
+            "roles": roles.get(one["version"], []),
+            "parent": one["parent"],
+            "created_unix_s": one["created_unix_s"],
+            "bytes": one["bytes"],
+            "state": one["state"],
+            "gate": (one["figures"] or {}).get("gate") or [],
+            "watched": outcomes.get(one["version"], ""),
+        }
+        for one in kept
+    ]
+    return found | {"versions": versions}
+
+
+def _outcomes(service: Service) -> dict[str, str]:
+    """Version -> how its trial ended, or that it goes on."""
+    found: dict[str, str] = {}
+    for operation in service.operations.listing():
+        version = operation.detail.get("version")
+        if version and version not in found and operation.kind != "rollback":
+            ended = str(operation.detail.get("watch", ""))
+            if ended.startswith("rolled back"):  # what follows may be an operator's reason
+                ended = "rolled back"
+            found[version] = "on trial" if operation.stage in ("watching", "canary") else ended
+    return found
+
+
+def _trial(service: Service) -> Document | None:
+    """The version on trial: evidence for and against it, by workload, in powers of ten; `bar_*` is what decides."""
+    trial = service.lifecycle.canaries.trial
+    if trial is None:
+        return None
+    shown = trial.view()
+    settings = trial.canary.settings
+    fields = ("kind", "old", "new", "serving", "began_unix_s", "pairs", "rounds", "max_rounds", "text")
+    workloads = [
+        {
+            "workload": name,
+            "bar_worse": settings.log_bar("worse", number) / math.log(10.0),
+            "bar_better": settings.log_bar("better", number) / math.log(10.0),
+            **figures,
+        }
+        for number, (name, figures) in enumerate(shown["workloads"].items())
+    ]
+    return {field: shown[field] for field in fields} | {"workloads": workloads}

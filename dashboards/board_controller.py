@@ -1,0 +1,132 @@
+"""The dashboard of deciding: how many tokens are drafted under which load, who decides, and how good the predictions are."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from honed.dashboards.frame import board
+from honed.dashboards.panels import Panel, plot, timeline
+from honed.dashboards.queries import ENGINE, JOB, VLLM, WORKLOAD, rate, ratio
+
+
+def controller() -> dashboard.Dashboard:
+    """What is decided, and on what grounds."""
+    text = "How many tokens are drafted under which load, who decides it, and predicted against measured."
+    return board("Controller", text, [("Lengths and load", lengths()), ("Who decides", deciders()), ("Grounds", grounds())])
+
+
+def lengths() -> list[Panel]:
+    """Draft length and budget, against load."""
+    per_round = ratio("honed_draft_tokens_total", "honed_verify_rounds_total", "engine")
+    running = f"sum by (engine) (honed_engine_requests_running{{{ENGINE}}})"
+    return [
+        plot(
+            "Draft tokens a round, and load",
+            "What was drafted on average, the most that the policy allowed (nodes; for a chain its length), and requests in "
+            "the batch (right axis).",
+            [
+                (per_round, "drafted {{engine}}"),
+                (f"max by (engine) (honed_tree_budget_nodes{{{ENGINE}}})", "budget {{engine}}"),
+                (running, "running {{engine}} (right)"),
+            ],
+            low=0,
+            right="C",
+            span=24,
+        ),
+        plot(
+            "Draft tokens a round by workload",
+            "Requests of one batch may get different lengths.",
+            [(ratio("honed_draft_tokens_total", "honed_verify_rounds_total", "workload"), "{{workload}}")],
+            low=0,
+        ),
+        plot(
+            "Load",
+            "Requests in the batch and waiting, as the engine tells honed, and vLLM's own count.",
+            [
+                (running, "running {{engine}}"),
+                (f"sum by (engine) (honed_engine_requests_waiting{{{ENGINE}}})", "waiting {{engine}}"),
+                (f"sum by (model_name) (vllm:num_requests_running{{{VLLM}}})", "vLLM running {{model_name}}"),
+            ],
+            low=0,
+        ),
+    ]
+
+
+def deciders() -> list[Panel]:
+    """Whose decision it is."""
+    return [
+        plot(
+            "Decisions",
+            "Engine steps a second by what decided the draft lengths.",
+            [(rate("honed_decisions_total", "reason", ENGINE), "{{reason}}")],
+            is_stacked=True,
+            low=0,
+        ),
+        plot(
+            "Policy age",
+            "Seconds since each engine's policy arrived; negative: it has none.",
+            [(f"max by (engine) (honed_policy_age_seconds{{{ENGINE}}})", "{{engine}}")],
+            unit="s",
+        ),
+        timeline(
+            "Fallback",
+            "1 while an engine decides without a policy, by reason.",
+            [(f"max by (engine, reason) (honed_fallback_active{{{ENGINE}}})", "{{engine}} {{reason}}")],
+        ),
+        timeline(
+            "Overrides",
+            "1 while an operator's override is in force.",
+            [(f"max by (name) (honed_override_active{{{JOB}}})", "{{name}}")],
+        ),
+    ]
+
+
+def grounds() -> list[Panel]:
+    """What decisions rest on."""
+    predicted = f"max by (engine) (honed_step_time_predicted_seconds{{{ENGINE}}})"
+    measured = f"max by (engine) (honed_step_time_measured_seconds{{{ENGINE}}})"
+    at = ratio("honed_position_accepted_total", "honed_position_tried_total", "position")
+    return [
+        plot(
+            "Step time, predicted and measured",
+            "Of the steps that the engine lately ran; both smoothed alike.",
+            [(predicted, "predicted {{engine}}"), (measured, "measured {{engine}}")],
+            unit="s",
+            low=0,
+        ),
+        plot(
+            "Prediction error",
+            "Predicted step time over measured, minus 1.",
+            [(f"-1 + {predicted} / ({measured} > 0)", "{{engine}}")],
+            unit="percentunit",
+        ),
+        plot(
+            "Estimated speed-up",
+            "Tokens per second against not drafting at all, at the present load.",
+            [(f"max by (engine) (honed_speedup_estimated_ratio{{{ENGINE}}})", "{{engine}}")],
+        ),
+        plot(
+            "Acceptance by position",
+            "Of the rounds that accepted every draft before a position (from 0), the share that accepted it too.",
+            [(at, "position {{position}}")],
+            unit="percentunit",
+            low=0,
+            high=1,
+        ),
+        plot(
+            "Drift alarms",
+            "Alarms since the daemon's start, by workload.",
+            [(f"sum by (workload) (honed_drift_detections_total{{{WORKLOAD}}})", "{{workload}}")],
+            low=0,
+        ),
+        plot(
+            "Cost inside vLLM",
+            "p99 of what honed does on the engine's thread, a step.",
+            [
+                (f"max by (engine) (honed_engine_decide_seconds{{{ENGINE}}})", "decide {{engine}}"),
+                (f"max by (engine) (honed_engine_log_seconds{{{ENGINE}}})", "log {{engine}}"),
+            ],
+            unit="s",
+            low=0,
+        ),
+    ]

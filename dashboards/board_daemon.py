@@ -1,0 +1,140 @@
+"""The dashboard of the daemon itself: what reaches it, what its database and its process do."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from honed.dashboards.frame import board
+from honed.dashboards.panels import Panel, number, plot, timeline
+from honed.dashboards.queries import ENGINE, JOB, quantile, rate
+
+
+def daemon() -> dashboard.Dashboard:
+    """Is the daemon well?"""
+    text = "What reaches the daemon, and what its database, its disk and its process do."
+    rows = [("Now", now()), ("Events", events()), ("Database", database()), ("Process", process())]
+    return board("Daemon", text, rows)
+
+
+def now() -> list[Panel]:
+    """Figures of this moment."""
+    age = f"time() - honed_start_time_seconds{{{JOB}}}"
+    silent = f"time() - honed_last_event_timestamp_seconds{{{JOB}}}"
+    free = f"honed_disk_free_bytes{{{JOB}}} / (honed_disk_size_bytes{{{JOB}}} > 0)"
+    return [
+        number("Up", "Scrapes that succeed.", [(f"up{{{JOB}}}", "{{instance}}")]),
+        number("Running for", "Since the daemon's start.", [(age, "{{instance}}")], unit="s"),
+        number("Since the last event", "Without traffic it grows.", [(silent, "{{instance}}")], unit="s"),
+        number("Disk free", "Of the state directory's filesystem.", [(free, "{{instance}}")], unit="percentunit"),
+        number("Database errors", "Refusals by the database.", [(f"honed_db_errors_total{{{JOB}}}", "{{instance}}")], worst=1),
+        number("Version", "Of honed.", [(f"honed_build_info{{{JOB}}}", "{{version}}")], shows_name=True),
+    ]
+
+
+def events() -> list[Panel]:
+    """Does everything arrive?"""
+    return [
+        plot(
+            "Events",
+            "Verify rounds a second that reached the daemon, and batches a second (right axis).",
+            [
+                (rate("honed_events_received_total", "job", JOB), "rounds/s"),
+                (rate("honed_event_batches_received_total", "job", JOB), "batches/s (right)"),
+            ],
+            low=0,
+            right="B",
+        ),
+        plot(
+            "Queues",
+            "Batches that wait to be committed, and bytes that wait in engines (right axis).",
+            [
+                (f"honed_event_queue_length{{{JOB}}}", "batches {{instance}}"),
+                (f"max by (engine) (honed_engine_queue_bytes{{{ENGINE}}})", "bytes {{engine}} (right)"),
+            ],
+            low=0,
+            right="B",
+        ),
+        plot("Lag", "Age of the latest batch when it arrived.", [(f"honed_event_lag_seconds{{{JOB}}}", "{{instance}}")],
+             unit="s", low=0),
+        plot(
+            "Not taken",
+            "A second: batches that came again, that found no room, that the controllers had no time for; frames by reason.",
+            [
+                (rate("honed_event_batches_duplicate_total", "job", JOB), "duplicate"),
+                (rate("honed_event_batches_refused_total", "job", JOB), "no room"),
+                (rate("honed_event_batches_not_learned_total", "job", JOB), "not learned from"),
+                (rate("honed_frames_rejected_total", "reason", JOB), "frame {{reason}}"),
+            ],
+            low=0,
+        ),
+        timeline(
+            "Engines heard",
+            "1 while the daemon hears the engine.",
+            [(f"max by (model_name, engine) (honed_engine_connected{{{ENGINE}}})", "{{model_name}} {{engine}}")],
+        ),
+        timeline(
+            "What runs where",
+            "The daemon's version and its engines'.",
+            [
+                (f"honed_build_info{{{JOB}}}", "daemon {{instance}} {{version}}"),
+                (f"honed_engine_info{{{ENGINE}}}", "{{engine}} {{version}}, vLLM {{vllm_version}}"),
+            ],
+        ),
+    ]  # fmt: skip
+
+
+def database() -> list[Panel]:
+    """Does what arrives stay?"""
+    return [
+        plot(
+            "Commits",
+            "How long a group of batches takes to be safe on disk.",
+            [
+                (quantile(0.5, "honed_db_commit_seconds", "job", JOB), "median"),
+                (quantile(0.99, "honed_db_commit_seconds", "job", JOB), "p99"),
+            ],
+            unit="s",
+            low=0,
+        ),
+        plot(
+            "Size",
+            "Database with its log, and what is free on its disk (right axis).",
+            [
+                (f"honed_db_size_bytes{{{JOB}}}", "database {{instance}}"),
+                (f"honed_disk_free_bytes{{{JOB}}}", "free {{instance}} (right)"),
+            ],
+            unit="bytes",
+            low=0,
+            right="B",
+        ),
+        plot(
+            "Trouble",
+            "Refusals a second, and 1 while it refuses what was received.",
+            [
+                (rate("honed_db_errors_total", "job", JOB), "errors/s"),
+                (f"honed_db_failing{{{JOB}}}", "failing {{instance}}"),
+            ],
+            low=0,
+        ),
+    ]
+
+
+def process() -> list[Panel]:
+    """What does it cost?"""
+    return [
+        plot("CPU", "Cores used.", [(rate("honed_process_cpu_seconds_total", "instance", JOB), "{{instance}}")], low=0),
+        plot("Memory", "Resident.", [(f"honed_process_resident_memory_bytes{{{JOB}}}", "{{instance}}")], unit="bytes", low=0),
+        plot(
+            "Requests",
+            "HTTP requests a second, this scrape included.",
+            [(rate("honed_admin_requests_total", "method, route, code", JOB), "{{method}} {{route}} {{code}}")],
+            low=0,
+        ),
+        plot(
+            "Controllers' rest",
+            "Seconds since the controllers last ran; they run many times a second.",
+            [(f"honed_tick_age_seconds{{{JOB}}}", "{{instance}}")],
+            unit="s",
+            low=0,
+        ),
+    ]

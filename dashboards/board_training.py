@@ -1,0 +1,144 @@
+"""The dashboard of weights: what the trainer does and yields, what it costs users, and what becomes of its candidates."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from honed.dashboards.frame import board
+from honed.dashboards.panels import Panel, number, plot, timeline
+from honed.dashboards.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio, training_is
+
+
+def training() -> dashboard.Dashboard:
+    """From sample to swap."""
+    text = "What the trainer does, what that costs users, and what becomes of its candidates."
+    rows = [("Now", now()), ("Training", progress()), ("What it costs users", costs()), ("Weights", weights())]
+    return board("Training and weights", text, rows)
+
+
+def now() -> list[Panel]:
+    """Figures of this moment."""
+    state = f"honed_trainer_state{{{JOB}}} == 1"
+    return [
+        number("Trainer", "The state that the trainer is in.", [(state, "{{state}}")], shows_name=True, span=6),
+        number(
+            "Active drafter",
+            "Version in the role active.",
+            [(f'honed_drafter_info{{{JOB},role="active"}}', "{{version}}")],
+            shows_name=True,
+            span=6,
+        ),
+        number("Latest swap's pause", "How long it held the engine.", [(f"honed_swap_pause_seconds{{{JOB}}}", "")],
+               unit="s", decimals=1, span=6),
+        number("On trial", "1 while two drafter versions take turns.", [(f"honed_canary_active{{{JOB}}}", "")], span=6),
+    ]  # fmt: skip
+
+
+def progress() -> list[Panel]:
+    """Is it getting on?"""
+    return [
+        timeline(
+            "Trainer", "1 for the state that it is in.", [(f"max by (state) (honed_trainer_state{{{JOB}}})", "{{state}}")]
+        ),
+        plot(
+            "Idle share",
+            "Share of time in which the engine left the trainer room to work.",
+            [(f"max by (job) (honed_gpu_idle_ratio{{{JOB}}})", "idle")],
+            unit="percentunit",
+            low=0,
+            high=1,
+        ),
+        plot("Loss", "Latest training loss.", [(f"max by (job) (honed_training_loss{{{JOB}}})", "loss")], low=0),
+        plot(
+            "Speed",
+            "Micro-steps a second, and tokens trained on a second (right axis).",
+            [
+                (rate("honed_training_steps_total", "job", JOB), "steps/s"),
+                (rate("honed_training_tokens_total", "job", JOB), "tokens/s (right)"),
+            ],
+            low=0,
+            right="B",
+        ),
+        plot(
+            "Samples held",
+            "In the trainer's memory.",
+            [(f"max by (job) (honed_samples_held_bytes{{{JOB}}})", "samples")],
+            unit="bytes",
+            low=0,
+        ),
+        plot(
+            "Capture",
+            "Rows of context features that engines hand over a second, and rows that they skipped.",
+            [
+                (rate("honed_captured_rows_total", "engine", ENGINE), "captured {{engine}}"),
+                (rate("honed_capture_skipped_rows_total", "engine", ENGINE), "skipped {{engine}}"),
+            ],
+            low=0,
+        ),
+    ]
+
+
+def costs() -> list[Panel]:
+    """Does training hurt?"""
+    latency = quantile(0.99, "vllm:inter_token_latency_seconds", "model_name", VLLM)
+    return [
+        plot(
+            "Pre-emptions",
+            "Times a second that the trainer yielded to the engine, and the p99 of how long that took it (right axis).",
+            [
+                (rate("honed_training_preemptions_total", "job", JOB), "pre-emptions/s"),
+                (f"max by (job) (honed_training_preemption_seconds{{{JOB}}})", "p99 seconds (right)"),
+            ],
+            low=0,
+            right="B",
+        ),
+        plot(
+            "Inter-token latency p99, while training and not",
+            "vLLM's own measurement, split by whether a trainer of these jobs was at work (computing, yielding or gating).",
+            [
+                (f"{latency} and {training_is(1)}", "while training {{model_name}}"),
+                (f"{latency} and {training_is(0)}", "not training {{model_name}}"),
+            ],
+            unit="s",
+            low=0,
+        ),
+    ]
+
+
+def weights() -> list[Panel]:
+    """What becomes of candidates."""
+    length = ratio("honed_accepted_tokens_total", "honed_verify_rounds_total", "drafter_version")
+    return [
+        timeline(
+            "Drafter in use",
+            "The version that each engine runs; a bar ends where another one took over.",
+            [(f"honed_engine_drafter_info{{{ENGINE}}}", "{{engine}} {{version}}")],
+        ),
+        plot(
+            "Acceptance length by version",
+            "Tokens a round emits, bonus token included.",
+            [(f"1 + {length}", "{{drafter_version}}")],
+            low=1,
+        ),
+        plot(
+            "Canary evidence",
+            "log10 of the evidence on the version on trial, of all traffic together; about 2 and more is proof.",
+            [(f'honed_canary_log_evidence{{{JOB}, workload=""}}', "{{version}} is {{says}}")],
+        ),
+        plot(
+            "Swaps, promotions and roll-backs",
+            "Swap commands that engines answered, versions made active, versions taken back.",
+            [
+                (new("honed_swaps_total", "result", JOB), "swap {{result}}"),
+                (new("honed_promotions_total", "reason", JOB), "promotion {{reason}}"),
+                (new("honed_rollbacks_total", "reason", JOB), "roll-back {{reason}}"),
+            ],
+            low=0,
+        ),
+        plot(
+            "Operations",
+            "Operations that ended since the daemon's start.",
+            [(f"sum by (kind, result) (honed_operations_total{{{JOB}}})", "{{kind}} {{result}}")],
+            low=0,
+        ),
+    ]

@@ -1,0 +1,96 @@
+"""Panels: lines, bars, present values, states over time. Descriptions name the metrics, so that one can go on in Explore."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+
+from grafana_foundation_sdk.builders import common as common_builder
+from grafana_foundation_sdk.builders import dashboard, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.variants import Dataquery
+from grafana_foundation_sdk.models import common
+from grafana_foundation_sdk.models import dashboard as model
+
+from honed.dashboards.queries import Queries
+
+SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
+METRIC = re.compile(r"\b(?:honed_|vllm:)[a-z0-9_]+\b|\bup\b")
+
+Panel: TypeAlias = timeseries.Panel | stat.Panel | statetimeline.Panel
+
+
+def plot(
+    title: str,
+    text: str,
+    queries: Queries,
+    *,
+    unit: str = "short",
+    low: float | None = None,
+    high: float | None = None,
+    is_stacked: bool = False,
+    right: str = "",
+    span: int = 12,
+) -> timeseries.Panel:
+    """Lines over time; `right` is the letter of a query that has the axis on the right."""
+    panel = timeseries.Panel().title(title).description(describe(text, queries)).datasource(SOURCE).unit(unit)
+    panel = panel.height(8).span(span).legend(legend()).line_width(1).fill_opacity(40 if is_stacked else 8)
+    panel = panel.tooltip(common_builder.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI))
+    panel = panel if low is None else panel.min(low)
+    panel = panel if high is None else panel.max(high)
+    if is_stacked:
+        panel = panel.stacking(common_builder.StackingConfig().mode(common.StackingMode.NORMAL))
+    if right:
+        panel = panel.override_by_query(right, [model.DynamicConfigValue("custom.axisPlacement", "right")])
+    return panel.targets(targets(queries))
+
+
+def number(
+    title: str,
+    text: str,
+    queries: Queries,
+    *,
+    unit: str = "short",
+    decimals: int = 0,
+    worst: float | None = None,
+    shows_name: bool = False,
+    span: int = 4,
+) -> stat.Panel:
+    """The present value; red from `worst` on."""
+    steps = [model.Threshold(value=None, color="green" if worst is not None else "text")]
+    if worst is not None:
+        steps.append(model.Threshold(value=worst, color="red"))
+    panel = stat.Panel().title(title).description(describe(text, queries)).datasource(SOURCE).unit(unit).decimals(decimals)
+    panel = panel.height(4).span(span).color_mode(common.BigValueColorMode.VALUE).graph_mode(common.BigValueGraphMode.NONE)
+    panel = panel.text_mode(common.BigValueTextMode.NAME if shows_name else common.BigValueTextMode.VALUE)
+    panel = panel.thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
+    # At this instant: over the range, a version that was active an hour ago would be shown beside the present one.
+    return panel.reduce_options(common_builder.ReduceDataOptions().calcs(["lastNotNull"])).targets(targets(queries, True))
+
+
+def timeline(title: str, text: str, queries: Queries, *, span: int = 12) -> statetimeline.Panel:
+    """Bars while something holds."""
+    panel = statetimeline.Panel().title(title).description(describe(text, queries)).datasource(SOURCE)
+    panel = panel.height(8).span(span).show_value(common.VisibilityMode.NEVER).legend(legend())
+    return panel.targets(targets(queries))
+
+
+def legend() -> common_builder.VizLegendOptions:
+    """Below the plot."""
+    options = common_builder.VizLegendOptions().show_legend(True)
+    return options.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM)
+
+
+def targets(queries: Queries, is_instant: bool = False) -> list[Builder[Dataquery]]:
+    """Queries, named A, B, …"""
+    made: list[Builder[Dataquery]] = []
+    for i, (expr, text) in enumerate(queries):
+        query = prometheus.Dataquery().ref_id(chr(ord("A") + i)).datasource(SOURCE).expr(expr).legend_format(text)
+        made.append(query.instant() if is_instant else query.range())
+    return made
+
+
+def describe(text: str, queries: Queries) -> str:
+    """The text, and the metrics that it speaks of."""
+    names = dict.fromkeys(name for expr, _ in queries for name in METRIC.findall(expr))
+    return f"{text} Metrics: {', '.join(names)}."

@@ -1,0 +1,88 @@
+"""Plain PyTorch twins of the ops of training: what each means, with everything materialised.
+
+Letters: N blocks, B tokens of a block (anchor included), T context rows, G key/value heads, Q query heads, D head width;
+M rows of hidden states, H width, V vocabulary. p is the target's distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def anchor_attention(
+    q: torch.Tensor,  # [N, B, Q, D]
+    own_k: torch.Tensor,  # [N, B, G, D]
+    own_v: torch.Tensor,  # [N, B, G, D]
+    context_k: torch.Tensor,  # [T, G, D]
+    context_v: torch.Tensor,  # [T, G, D]
+    begins: torch.Tensor,  # [N]
+    ends: torch.Tensor,  # [N]
+    scale: float,
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Attend from every token of block n to the context rows begins[n] … ends[n] − 1 and to all tokens of its own block.
+
+    Query head i reads key/value head i // (Q / G).
+    """
+    n, b, _, d = q.shape
+    rows = torch.arange(len(context_k), device=q.device)
+    is_visible = (rows >= begins[:, None]) & (rows < ends[:, None])  # [N, T]
+    grouped = (q * scale).view(n, b, own_k.shape[2], -1, d)  # [N, B, G, R, D]
+    by_context = torch.einsum("nbgrd,tgd->gnrbt", grouped, context_k)
+    by_own = torch.einsum("nbgrd,ncgd->gnrbc", grouped, own_k)
+    by_context = by_context.masked_fill(~is_visible[None, :, None, None, :], float("-inf"))
+    weights = torch.cat((by_context, by_own), dim=-1).softmax(dim=-1)
+    out = torch.einsum("gnrbt,tgd->nbgrd", weights[..., :-b], context_v)
+    out = out + torch.einsum("gnrbc,ncgd->nbgrd", weights[..., -b:], own_v)
+    return out.reshape(q.shape)
+
+
+def block_loss(
+    hidden: torch.Tensor,  # [M, H]
+    head: torch.Tensor,  # [V, H]
+    *,
+    labels: torch.Tensor | None = None,  # [M]
+    goal: torch.Tensor | None = None,  # [M, H']
+    goal_head: torch.Tensor | None = None,  # [V, H']
+    kind: str = "ce",
+) -> tuple[torch.Tensor, torch.Tensor]:  # [M], [M]
+    """Loss of every row, and the token that the row's logits favour: the full logits, then the formula."""
+    logits = F.linear(_wide(hidden), _wide(head))
+    top = logits.argmax(-1)
+    if kind == "ce":
+        assert labels is not None
+        return F.cross_entropy(logits, labels, reduction="none"), top
+    assert goal is not None
+    goal_logits = F.linear(_wide(goal), _wide(head if goal_head is None else goal_head)).detach()
+    return DISTANCES[kind](logits, goal_logits), top
+
+
+def forward_kl(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
+    """KL(p || q) = Σ p · (log p − log q): covers every mode of the target. Source: arXiv 2310.07177, section 3."""
+    log_q, log_p = logits.log_softmax(-1), goal_logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def overlap(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
+    """α = Σ min(p, q): the chance that speculative sampling accepts. Source: arXiv 2211.17192, theorem 3.5."""
+    return torch.minimum(logits.softmax(-1), goal_logits.softmax(-1)).sum(-1)
+
+
+def total_variation(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
+    """TV = 1 − α: one minus the acceptance rate itself. Source: arXiv 2310.08461, section 3."""
+    return 1.0 - overlap(logits, goal_logits)
+
+
+def kl_tv_hybrid(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
+    """λ · KL + (1 − λ) · TV with λ = exp(−3α), through which no gradient flows: KL while far away, TV when close."""
+    alpha = overlap(logits, goal_logits)
+    share = torch.exp(-3.0 * alpha.detach())
+    return share * forward_kl(logits, goal_logits) + (1.0 - share) * (1.0 - alpha)
+
+
+DISTANCES = {"kl": forward_kl, "tv": total_variation, "hybrid": kl_tv_hybrid}
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32: half-precision operands, but no half-precision logits."""
+    return x if x.dtype == torch.float64 else x.float()

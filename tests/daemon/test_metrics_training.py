@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from honed.adapt import wire
+from honed.daemon.metrics_training import TRAINER_STATES
+from honed.daemon.service import Service
+from honed.daemon.settings import Settings
+from tests.daemon.conftest import wait_for
+from tests.daemon.exposition import scrape
+from tests.daemon.fake_engine import FakeEngine, FakeTrainer
+
+
+def states(service: Service) -> set[str]:
+    return {labels for labels, value in scrape(service)["honed_trainer_state"].items() if value}
+
+
+def test_without_a_trainer_it_is_absent_and_says_nothing_of_it(service: Service) -> None:
+    found = scrape(service)
+    assert states(service) == {"state=absent"}
+    assert len(found["honed_trainer_state"]) == len(TRAINER_STATES)
+    assert found["honed_training_steps_total"] == {"": 0}
+    assert "honed_training_loss" not in found
+
+
+def test_a_trainers_figures(service: Service, settings: Settings) -> None:
+    with closing(FakeTrainer(settings.paths.engine_socket)) as trainer:
+        trainer.introduce()
+        check_figures(service, trainer)
+
+
+def check_figures(service: Service, trainer: FakeTrainer) -> None:
+    status = {"operation_id": "op-1", "state": "training", "steps": 30, "tokens": 600, "preemptions": 2, "loss": 1.5}
+    figures = {"samples_bytes": 4096, "idle_ratio": 0.75, "preemption_s_p99": 0.02}
+    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **figures))
+    wait_for(lambda: states(service) == {"state=training"}, "the trainer's state")
+    found = scrape(service)
+    assert found["honed_training_loss"] == {"": 1.5}
+    assert found["honed_gpu_idle_ratio"] == {"": 0.75}
+    assert found["honed_samples_held_bytes"] == {"": 4096}
+    assert found["honed_training_preemption_seconds"] == {"": 0.02}
+    # Its own figures begin anew with the next operation; a counter goes on.
+    status |= {"operation_id": "op-2", "steps": 5, "state": "waiting"}
+    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status))
+    wait_for(lambda: states(service) == {"state=waiting"}, "the next operation")
+    found = scrape(service)
+    assert found["honed_training_steps_total"] == {"": 35}
+    assert found["honed_training_tokens_total"] == {"": 1200}
+    assert found["honed_training_preemptions_total"] == {"": 4}
+
+
+def test_what_an_engine_captured(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.send_status(captured_rows=100, capture_skipped_rows=7)
+    wait_for(lambda: scrape(service).get("honed_captured_rows_total"), "the status")
+    found = scrape(service)
+    assert found["honed_captured_rows_total"] == {"engine=engine-0 model_name=tiny": 100}
+    assert found["honed_capture_skipped_rows_total"] == {"engine=engine-0 model_name=tiny": 7}

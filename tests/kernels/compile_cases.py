@@ -1,0 +1,131 @@
+"""Every kernel compiled for sm_90 through its own launcher, on a machine that needs no GPU: see test_compiled.py.
+
+A driver that knows its target only stands in for CUDA's, and each launch stops where the kernel would be handed to the device.
+So what is compiled has the types, sizes and alignments that launchers give it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from honed.kernels import (
+    block_loss_goal,
+    block_loss_labels,
+    context_features,
+    reference_trees,
+    top_candidates,
+    tree_attention,
+    tree_build,
+)
+from honed.kernels.tree_attention_plan import Device, choose_plan
+
+HALF = torch.bfloat16
+
+
+class Target:
+    """What the compiler asks a driver for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that were compiled, in the order of their launches."""
+    kernels: list[Any] = []
+    run = triton.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(triton.JITFunction, "run", compile_only)
+    driver.set_active(Target())
+    return kernels
+
+
+def test_context_features(compiled: list[Any]) -> None:
+    # Annotations of its parameters that Triton doesn't know kept it from compiling at all; the interpreter doesn't mind them.
+    states, rows = torch.zeros(9, 2560, dtype=HALF), torch.zeros(5, dtype=torch.int64)
+    context_features.launch(states, rows, torch.zeros(2560, dtype=HALF), 1e-6, HALF)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(("max_nodes", "has_options"), [(32, False), (60, True), (256, False)])
+def test_tree_build(compiled: list[Any], max_nodes: int, has_options: bool) -> None:
+    log_probs, ids = torch.zeros(2, 15, 8), torch.zeros(2, 15, 8, dtype=torch.int32)
+    trees = tree_build.allocate(2, max_nodes, "cpu")
+    tree_build.launch(log_probs, ids, trees.num_nodes, trees, log_probs if has_options else None, has_options)
+    assert compiled[0].metadata.num_warps == 1  # nothing waits for another warp
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_top_candidates(compiled: list[Any], dtype: torch.dtype) -> None:
+    logits = torch.zeros(2, 3, 151_936, dtype=dtype)
+    log_probs, ids = torch.zeros(2, 3, 8), torch.zeros(2, 3, 8, dtype=torch.int32)
+    top_candidates.launch(logits, torch.ones(2), log_probs, ids)
+    assert len(compiled) == 2
+    assert "ld.global.v4" in compiled[0].asm["ptx"]  # 16 bytes a thread
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "head_size", "dtype", "cache_dtype", "page", "is_wide", "launches"),
+    [
+        (64, 32, 128, HALF, HALF, 16, True, 1),
+        (1, 4, 128, HALF, HALF, 16, False, 2),
+        (1, 8, 64, torch.float16, torch.float8_e4m3fn, 128, False, 2),
+        (64, 16, 256, HALF, HALF, 16, True, 1),
+    ],
+)
+def test_tree_attention(
+    compiled: list[Any], batch: int, rows: int, head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, page: int,
+    is_wide: bool, launches: int,
+) -> None:  # fmt: skip
+    q, k = torch.zeros(rows, 32, head_size, dtype=dtype), torch.zeros(rows, 8, head_size, dtype=dtype)
+    starts = torch.zeros(batch + 1, dtype=torch.int32)
+    masks = torch.zeros(batch, rows, 2, dtype=torch.int32)
+    cache = torch.zeros(1, page, 8, head_size, dtype=cache_dtype)
+    factor = torch.ones(1) if cache_dtype != dtype else None
+    prefix = reference_trees.PagedPrefix(cache, cache, masks[:, 0], starts[1:], factor, factor)
+    plan = choose_plan(batch, 8, 4, rows, head_size, 4096, 2, cache.element_size(), Device())
+    lse = torch.zeros(q.shape[:2])
+    tree_attention.launch(q, k, k, starts, masks, rows, 0.1, prefix, 4096, torch.empty_like(q), lse, plan)
+    assert len(compiled) == launches
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 232_448
+        assert "cp.async" in kernel.asm["ptx"]
+    assert ("wgmma" in compiled[0].asm["ptx"]) == is_wide
+
+
+def test_tree_attention_after_another_kernels_pass(compiled: list[Any]) -> None:
+    q, starts = torch.zeros(8, 4, 64, dtype=HALF), torch.zeros(3, dtype=torch.int32)
+    masks, lse = torch.zeros(2, 4, 1, dtype=torch.int32), torch.zeros(8, 4)
+    attended = reference_trees.AttendedPrefix(q, torch.zeros(4, 8).T)
+    tree_attention.launch(q, q, q, starts, masks, 4, 0.1, attended, 0, torch.empty_like(q), lse)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_block_loss_of_labels(compiled: list[Any], dtype: torch.dtype, with_gradient: bool) -> None:
+    hidden, head, labels = torch.zeros(4, 2560, dtype=dtype), torch.zeros(9000, 2560, dtype=dtype), torch.zeros(4).long()
+    block_loss_labels.fold_labels(hidden, head, labels, with_gradient, is_triton=True)
+    assert len(compiled) == 2  # a whole tile of the vocabulary, and the rest
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "hybrid"])
+def test_block_loss_of_goals(compiled: list[Any], kind: str) -> None:
+    hidden, head = torch.zeros(4, 64, dtype=HALF), torch.zeros(9000, 64, dtype=HALF)
+    block_loss_goal.fold_goal(hidden, head, hidden, head, kind, True, is_triton=True)
+    assert len(compiled) == 1

@@ -1,0 +1,74 @@
+"""Every query that a person or a rule asks runs on a real Prometheus, and has data of what test_events.py did."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from tests.dashboards.contents import (
+    ALERTS,
+    FOREIGN,
+    METRIC,
+    RECORDING,
+    annotation_queries,
+    fill,
+    panel_queries,
+    rules,
+    variable_queries,
+)
+from tests.observability.stack import Stack
+
+INTERVAL = "4s"
+RECORDED = re.compile(r"\b(honed:[a-z0-9_:]+)")
+
+
+def test_every_panel_has_data(stack: Stack) -> None:
+    end_s = time.time()
+    empty = [
+        (query.where, query.expr)
+        for query in panel_queries()
+        if not stack.prometheus.during(query.filled(INTERVAL), stack.start_s, end_s)
+    ]
+    assert not empty
+
+
+def test_every_annotation_has_marks(stack: Stack) -> None:
+    empty = [
+        query.where
+        for query in annotation_queries()
+        if not stack.prometheus.during(query.filled(INTERVAL), stack.start_s, time.time())
+    ]
+    assert not empty
+
+
+def test_every_variable_has_values(stack: Stack) -> None:
+    asked = variable_queries()
+    assert len(asked) == 4
+    for selector, label in asked:
+        series = stack.prometheus.series(fill(selector), stack.start_s)
+        assert series, selector
+        assert all(one.get(label) for one in series), (selector, label)
+
+
+def test_every_recording_rule_records(stack: Stack) -> None:
+    names = [rule["record"] for rule in rules(RECORDING)]
+    empty = [name for name in names if not stack.prometheus.during(name, stack.start_s, time.time())]
+    assert not empty
+
+
+def test_every_alert_is_evaluated_and_what_it_looks_at_is_there(stack: Stack) -> None:
+    found = {rule["name"]: rule for rule in stack.prometheus.rules()}
+    for rule in rules(ALERTS):
+        assert found[rule["alert"]]["health"] == "ok", found[rule["alert"]]
+        looked_at = [name + (f"{{{labels}}}" if labels else "") for pattern in (METRIC, FOREIGN)
+                     for name, labels in pattern.findall(rule["expr"])]  # fmt: skip
+        looked_at += RECORDED.findall(rule["expr"])
+        assert looked_at
+        for selector in looked_at:
+            assert stack.prometheus.during(selector, stack.start_s, time.time()), (rule["alert"], selector)
+
+
+def test_only_what_happened_fires(stack: Stack) -> None:
+    firing = {one["labels"]["alertname"] for one in stack.alertmanager.alerts()}
+    # Answers come from a loaded two-core machine, so latency while training may well be worse; nothing else is.
+    assert firing - {"HonedTrainerHurtsLatency", "HonedAcceptanceRegressed"} == {"HonedRolledBack"}
