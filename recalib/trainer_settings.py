@@ -58,7 +58,7 @@ class TrainerSettings(SampleSettings):
     """0: half of the cores. With all of them, torch's threads spin against whoever else works: on two busy cores that
     made 300 micro-steps take over two minutes instead of twelve seconds."""
 
-    loss: Loss = "dpace"
+    loss: Loss = "ce"
     """"ce": cross-entropy that falls with the position; "dpace": the same, weighted by what depends on a position; "hybrid":
     KL and total variation; "acceptance": minus the expected acceptance length; "kl": needs the target's last hidden state."""
     decay_tokens: float = 0.0
