@@ -58,7 +58,7 @@ def install(
         written = installing.apply(place, items, overwrite=overwrite) if apply else []
     except InstallError as error:
         fail(str(error), cure=error.cure)
-    commands = _commands_after(place)
+    commands = _commands_after()
     failed = _run(commands) if apply and place.is_live else ""
     notes = [*installing.obstacles(place), *([failed] if failed else [])]
     document: dict[str, Any] = {
@@ -125,7 +125,7 @@ def _place(root: Path, prefix: Path, vllm_unit: str) -> Place:
     return Place(place.root, place.prefix, name)
 
 
-def _commands_after(place: Place) -> list[list[str]]:
+def _commands_after() -> list[list[str]]:
     return [
         ["systemd-sysusers", "/etc/sysusers.d/honed.conf"],
         ["systemd-tmpfiles", "--create", "/etc/tmpfiles.d/honed.conf"],

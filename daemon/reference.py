@@ -173,8 +173,9 @@ def _endpoints(document: dict[str, Any]) -> Iterator[str]:
     yield "## Endpoints\n"
     yield (
         "On the unix socket `admin.sock`, and on `http.admin_listen` with a bearer token: GET takes the read or the admin\n"
-        "token, all else the admin token. `/metrics`, `/healthz`, `/readyz` are also on `http.metrics_listen`, without one.\n"
-        "Changes take `Idempotency-Key` and `If-Match`. Errors are problem documents (RFC 9457) with a `cure`.\n"
+        "token, all else the admin token. On `http.metrics_listen`, without one: `/metrics`, `/healthz`, `/readyz`, and a\n"
+        "status page at `/`. Changes take `Idempotency-Key` and `If-Match`. Errors are problem documents (RFC 9457) with a\n"
+        "`cure`.\n"
     )
     yield "| | what | takes |\n|---|---|---|"
     for path, methods in sorted(document["paths"].items()):

@@ -112,7 +112,8 @@ def fold_goal(
     losses, log_probs = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
     top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
-    step = even_size(len(hidden), max(1, BUFFER_BYTES[hidden.device.type] // (2 * vocabulary * wide.itemsize)))
+    room = BUFFER_BYTES.get(hidden.device.type, BUFFER_BYTES["cpu"])
+    step = even_size(len(hidden), max(1, room // (2 * vocabulary * wide.itemsize)))
     buffers = torch.empty((2, step, vocabulary), dtype=wide, device=hidden.device)
     narrow = torch.empty((step, vocabulary), dtype=hidden.dtype, device=hidden.device) if is_triton and with_gradient else None
     for part in slices(len(hidden), step):

@@ -4,7 +4,7 @@ Computes: ℓ = logsumexp(z) − z[label], z = head·h, and dℓ/dh = Σ_v softm
     query h over keys and values `head`, so one pass over tiles of the vocabulary with a running maximum gives both (online
     softmax): logits of a tile, weights exp(z − reference), gradient += weights · tile.
 Moves: head twice and hidden once per ROWS rows; a tile of scores is written, read and written again, 12 bytes a score with
-    bfloat16 weights, in the L2 cache for the default sizes (ROWS · TILE · 6 bytes = 48 MiB). Floor: 4·M·V·H FLOPs.
+    bfloat16 weights; the default sizes (ROWS · TILE · 6 bytes = 48 MiB) mean to keep that in L2. Floor: 4·M·V·H FLOPs.
     Peak: ROWS · TILE scores and weights, and ROWS · H sums, whatever V is.
 Layout: scores [rows, TILE] float32 and gradient [rows, H] float32, contiguous; one program of the kernel folds one row's tile.
     The row's reference is renewed only when its maximum has grown by more than SLACK: then the program rescales that row's
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from honed.kernels.wide_matmul import add_weighted, even_size, scores_into, slices, wide_dtype
+from honed.kernels.wide_matmul import add_weighted, even_size, operand_dtype, scores_into, slices, wide_dtype
 
 try:
     import triton
@@ -126,13 +126,14 @@ def fold_labels(
             shape = (len(some), tile.stop - tile.start)
             scores = buffer[: shape[0] * shape[1]].view(shape)
             weights = narrow[: shape[0] * shape[1]].view(shape)
-            scores_into(scores, some, head[tile])
+            right = head[tile].to(operand_dtype(hidden))
+            scores_into(scores, some, right)
             if is_triton:
                 _fold_by_kernel(rows, scores, weights, tile.start, with_gradient)
             else:
                 _fold(rows, scores, tile.start, with_gradient)
             if with_gradient:
-                add_weighted(rows.gradient, weights, head[tile])
+                add_weighted(rows.gradient, weights, right)
         lse = rows.reference + rows.total.log()
         losses[part], top[part], log_probs[part] = lse - rows.label_score, rows.top, rows.peak - lse
         if with_gradient:

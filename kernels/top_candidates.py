@@ -143,8 +143,8 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _merge_kernel(  # type: ignore[no-untyped-def]
-        keys_ptr, sums_ptr, temperature_ptr, log_probs_ptr, ids_ptr,
-        D: tl.constexpr, S: tl.constexpr, M: tl.constexpr, TAKEN: tl.constexpr,
+        keys_ptr, sums_ptr, temperature_ptr, log_probs_ptr, ids_ptr, S,
+        D: tl.constexpr, M: tl.constexpr, TAKEN: tl.constexpr,
         BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     ):  # fmt: skip
         i_r = tl.program_id(0).to(tl.int64)
@@ -252,7 +252,7 @@ def launch(
         HAS_TEMPERATURE=temperature is not None, num_warps=4,
     )  # fmt: skip
     _merge_kernel[(num_rows,)](
-        keys, sums, warmth, log_probs, ids,
-        D=num_depths, S=num_splits, M=kept, TAKEN=taken, BLOCK_S=triton.next_power_of_2(num_splits),
+        keys, sums, warmth, log_probs, ids, num_splits,
+        D=num_depths, M=kept, TAKEN=taken, BLOCK_S=triton.next_power_of_2(num_splits),
         BLOCK_K=triton.next_power_of_2(num_splits * kept), HAS_TEMPERATURE=temperature is not None, num_warps=1,
     )  # fmt: skip

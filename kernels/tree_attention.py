@@ -40,27 +40,28 @@ if triton is not None:
     _LN_2 = tl.constexpr(0.6931471805599453)
     _WORD = tl.constexpr(32)
     _LEAST_TILES = tl.constexpr(LEAST_TILES)
+    _VARYING = ["max_rows", "num_splits"]  # from step to step: one compiled kernel has to do for all
     _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _tokens_of_split(length, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-        return tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS), _LEAST_TILES) * BLOCK_N
+    def _tokens_of_split(length, num_splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+        return tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits), _LEAST_TILES) * BLOCK_N
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
     def _prefix_kernel(  # type: ignore[no-untyped-def]
         q_ptr, starts_ptr, k_cache_ptr, v_cache_ptr, table_ptr, lengths_ptr, k_scale_ptr, v_scale_ptr, part_ptr, part_lse_ptr,
         stride_qr, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
-        stride_lx, num_heads, max_rows, scale, G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+        stride_lx, num_heads, max_rows, num_splits, scale, G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SCALES: tl.constexpr, DOT: tl.constexpr,
     ):  # fmt: skip
         """One split of a request's prefix for one tile of rows × heads: (out, log-sum-exp) into part [X, R, H, ·]."""
-        num_tiles = tl.num_programs(0) // SPLITS
+        num_tiles = tl.num_programs(0) // num_splits
         i_m, i_x = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
         i_h, i_b = tl.program_id(1), tl.program_id(2)
         first = tl.load(starts_ptr + i_b).to(tl.int64)
         num_rows = tl.minimum(tl.load(starts_ptr + i_b + 1) - first, max_rows).to(tl.int32)
         length = tl.load(lengths_ptr + i_b).to(tl.int32)
-        span = _tokens_of_split(length, SPLITS, BLOCK_N)
+        span = _tokens_of_split(length, num_splits, BLOCK_N)
         start = i_x * span
         if (i_m * BLOCK_M >= num_rows * G) | (start >= length):
             return
@@ -81,14 +82,14 @@ if triton is not None:
         tl.store(part_ptr + (o_part * E)[:, None] + o_e[None, :], b_acc / b_sum[:, None], mask=m_m[:, None])
         tl.store(part_lse_ptr + o_part, (b_high + tl.log2(b_sum)) * _LN_2, mask=m_m)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
     def _tree_kernel(  # type: ignore[no-untyped-def]
         q_ptr, k_ptr, v_ptr, starts_ptr, masks_ptr, k_cache_ptr, v_cache_ptr, table_ptr, lengths_ptr, k_scale_ptr, v_scale_ptr,
         part_ptr, part_lse_ptr, out_ptr, lse_ptr,
         stride_qr, stride_qh, stride_tkr, stride_tkh, stride_tvr, stride_tvh, stride_mb, stride_mr,
         stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
-        stride_px, stride_pr, stride_ph, stride_lx, stride_lr, stride_lh, stride_or, stride_oh, num_heads, max_rows, scale,
-        G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+        stride_px, stride_pr, stride_ph, stride_lx, stride_lr, stride_lh, stride_or, stride_oh, num_heads, max_rows,
+        num_splits, scale, G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PAGES: tl.constexpr, HAS_SCALES: tl.constexpr,
         HAS_PARTS: tl.constexpr, DOT: tl.constexpr,
     ):  # fmt: skip
@@ -131,9 +132,9 @@ if triton is not None:
 
         if HAS_PARTS:
             num_parts = 1
-            if SPLITS > 1:
+            if num_splits > 1:
                 length = tl.load(lengths_ptr + i_b).to(tl.int32)
-                num_parts = tl.cdiv(length, _tokens_of_split(length, SPLITS, BLOCK_N))
+                num_parts = tl.cdiv(length, _tokens_of_split(length, num_splits, BLOCK_N))
             p_part = part_ptr + (o_r * stride_pr + o_h * stride_ph)[:, None] + o_e[None, :]
             p_lse = part_lse_ptr + o_r * stride_lr + o_h * stride_lh
             for _ in tl.range(0, num_parts, num_stages=3):
@@ -267,11 +268,11 @@ def launch(
     cache_strides = (*paged.k_cache.stride()[:3], *paged.v_cache.stride()[:3], paged.block_table.stride(0))
     dot = _TYPES[q.dtype] if isinstance(_tree_kernel, triton.JITFunction) else tl.float32  # else it is interpreted
     sizes = {"G": group, "E": head_size, "PAGE": paged.k_cache.shape[1], "BLOCK_N": plan.block_n, "HAS_SCALES": has_scales}
-    options = {"DOT": dot, "SPLITS": plan.num_splits if is_paged else 1}
+    num_splits = plan.num_splits if is_paged else 1
 
     part, part_lse = (q, lse) if not isinstance(prefix, AttendedPrefix) else prefix
     part_strides = (0, *part.stride()[:2], 0, *part_lse.stride())
-    is_split = is_paged and plan.num_splits > 1
+    is_split = num_splits > 1
     if is_split:
         part = torch.empty((plan.num_splits, num_rows, num_heads, head_size), dtype=torch.float32, device=q.device)
         part_lse = torch.empty(part.shape[:3], dtype=torch.float32, device=q.device)
@@ -279,7 +280,7 @@ def launch(
         tiles = triton.cdiv(max_rows * group, plan.block_m)
         _prefix_kernel[(tiles * plan.num_splits, num_kv_heads, num_requests)](
             q, row_starts, *caches, part, part_lse, *q.stride()[:2], *cache_strides,
-            part_lse.stride(0), num_heads, max_rows, scale, BLOCK_M=plan.block_m, **sizes, **options,
+            part_lse.stride(0), num_heads, max_rows, num_splits, scale, BLOCK_M=plan.block_m, DOT=dot, **sizes,
             num_warps=plan.num_warps, num_stages=plan.num_stages,
         )  # fmt: skip
     has_parts = is_split or isinstance(prefix, AttendedPrefix)
@@ -287,7 +288,7 @@ def launch(
     _tree_kernel[(triton.cdiv(max_rows * group, block_m), num_kv_heads, num_requests)](
         q, k, v, row_starts, row_masks, *caches, part, part_lse, out, lse,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *row_masks.stride()[:2], *cache_strides, *part_strides,
-        *out.stride()[:2], num_heads, max_rows, scale,
-        BLOCK_M=block_m, HAS_PAGES=is_paged and not is_split, HAS_PARTS=has_parts, **sizes, **options,
+        *out.stride()[:2], num_heads, max_rows, num_splits, scale,
+        BLOCK_M=block_m, HAS_PAGES=is_paged and not is_split, HAS_PARTS=has_parts, DOT=dot, **sizes,
         num_warps=num_warps, num_stages=plan.num_stages,
     )  # fmt: skip

@@ -18,6 +18,11 @@ def wide_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def operand_dtype(x: torch.Tensor) -> torch.dtype:
+    """What is multiplied: the hidden states' own type on a GPU, the sums' on a CPU."""
+    return x.dtype if x.is_cuda else wide_dtype(x)
+
+
 def slices(length: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` that cover range(length)."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
@@ -30,7 +35,7 @@ def even_size(length: int, most: int) -> int:
 
 def scores_into(out: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor) -> None:  # [M, V], [M, H], [V, H]
     """out = hidden @ headᵀ; `out` is wide."""
-    dtype = hidden.dtype if hidden.is_cuda else out.dtype
+    dtype = operand_dtype(hidden)
     hidden = hidden.to(dtype)
     for part in _parts(head, dtype):
         right = head[part].to(dtype).T
@@ -45,7 +50,7 @@ def scores_into(out: torch.Tensor, hidden: torch.Tensor, head: torch.Tensor) -> 
 
 def add_weighted(out: torch.Tensor, weights: torch.Tensor, head: torch.Tensor) -> None:  # [M, H], [M, V], [V, H]
     """out += weights @ head; `out` is wide."""
-    dtype = weights.dtype if weights.is_cuda else out.dtype
+    dtype = operand_dtype(weights)
     for part in _parts(head, dtype):
         left, right = weights[:, part].to(dtype), head[part].to(dtype)
         if dtype == out.dtype:

@@ -135,8 +135,7 @@ class MicroTrainer:
         blocks = self._choose(packed, samples, preferred_anchors, kept)
         clock = pace.clock if pace is not None else time.perf_counter
         drafts: list[Tensor] = []
-        loss, spent_s = 0.0, 0.0
-        done = 0
+        loss, done, spent_s = 0.0, 0, 0.0
         while done < len(blocks.anchors):
             part_began_s = clock()
             left = len(blocks.anchors) - done

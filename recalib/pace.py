@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-import torch
-
 R = TypeVar("R")
 
 SHARE = 0.6
@@ -39,12 +37,6 @@ class Pace:
         self._goal_s = SHARE * budget_s
         self._largest = 0
         self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·s, w·n·s
-
-    @classmethod
-    def on(cls, device: str, budget_s: float) -> Pace:
-        """The pace of a trainer on that device."""
-        is_on_cpu = torch.device(device).type == "cpu"
-        return cls(budget_s, time.thread_time if is_on_cpu else time.perf_counter)
 
     def blocks(self, wanted: int) -> int:
         """How many of `wanted` blocks the next unit is to do, at least one."""

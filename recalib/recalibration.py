@@ -27,7 +27,6 @@ from honed.recalib.evaluate import SessionFigures, replay_in_parts
 from honed.recalib.gate import GateSettings, judge, summarise
 from honed.recalib.manifest import WEIGHTS
 from honed.recalib.memory_budget import MemoryBudgetError
-from honed.recalib.pace import Pace
 from honed.recalib.progress import OperationError, Progress, Stage
 from honed.recalib.registry import Manifest, Registry, RegistryError
 from honed.recalib.stretch import Stretch
@@ -150,7 +149,7 @@ class Recalibration:
     ) -> Generator[Stage, None, list[SessionFigures]]:
         """Figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
-        pace = Pace.on(self._settings.device, self._settings.preempt_budget_s)
+        pace = run.pace()
         for stretch in held_out:
             yield "gating"
             # No more at once than a micro-step of training takes, which keeps what every layer computed.

@@ -6,6 +6,7 @@ random choices and figures. Samples aren't saved: the engine's ring still has th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -98,6 +99,10 @@ class TrainingRun:
         assert self._head is not None
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
 
+    def pace(self) -> Pace:
+        """For units on the training's device; on a CPU they are timed by what their thread computes."""
+        return Pace(self._settings.preempt_budget_s, time.thread_time if self._device.type == "cpu" else time.perf_counter)
+
     def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
         """Micro-steps until max_steps or max_seconds of them; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
@@ -110,7 +115,7 @@ class TrainingRun:
             settings.rows_per_micro_step,
             settings.seed,
         )
-        pace = Pace.on(settings.device, settings.preempt_budget_s)
+        pace = self.pace()
         self._take_up(trainer, mix)
         saved_s = progress.train_seconds
         while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.adapt.draft_tree import build_tree
@@ -109,6 +109,7 @@ def test_nothing_to_attend_to_and_nobody_to_attend() -> None:
     kernel.tree_attention(none, none, none, torch.zeros(1, dtype=torch.int32), torch.zeros(0, 1, 1, dtype=torch.int32), 1)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_parts_merge_in_any_cut(seed: int, parts: int) -> None:
     rng = np.random.default_rng(seed)
@@ -165,6 +166,7 @@ SHAPES = st.tuples(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(SHAPES, st.sampled_from([Device(), Device(142, 101_376), Device(108, 166_912)]))
 def test_plans_fit_the_device(shape: tuple[int, ...], device: Device) -> None:
     plan = choose_plan(*shape, shape[-1], device)
