@@ -67,6 +67,7 @@ class Engine:
             enforce_eager=True,
             max_model_len=512,
             max_num_seqs=CONCURRENCY,
+            max_num_batched_tokens=512 * CONCURRENCY,  # no prompt in parts: with a seed that stops vLLM's CPU build
             disable_log_stats=False,
             enable_prefix_caching=False,
             seed=0,
