@@ -1,4 +1,4 @@
-"""Runs a kernel's cases in a process of their own, under Triton's interpreter or on a GPU.
+"""Runs a kernel's cases in a process of their own: under Triton's interpreter, on a GPU, or through the compiler only.
 
 TRITON_INTERPRET must be set before Triton is first imported and then holds for the whole process, vLLM included.
 """
@@ -21,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def run_cases(name: str, device: str) -> None:
-    """Run NAME_cases.py with HONED_TEST_DEVICE set; on the "cpu" under the interpreter, elsewhere with the compiler."""
+    """Run NAME_cases.py with HONED_TEST_DEVICE set: "cpu" under the interpreter, "cuda" and "none" with the compiler."""
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(FOLDER / f"{name}_cases.py")]
     environ = os.environ | {"HONED_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}
     environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,21 +12,21 @@ from honed.kernels import block_loss as op
 from honed.kernels import block_loss_goal, block_loss_labels
 from honed.kernels import reference_training as reference
 from honed.kernels.block_loss import block_loss
-from tests.kernels.own_process import run_cases
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 KINDS = ["ce", "kl", "tv", "hybrid"]
 M, H, V = 6, 5, 150
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_equal_their_twin_under_the_interpreter() -> None:
-    run_cases("block_loss_cases.py", "cpu", TRITON_INTERPRET="1")
+    run_cases("block_loss", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_the_kernels_equal_their_twin_on_a_gpu() -> None:
-    run_cases("block_loss_cases.py", "cuda", TRITON_INTERPRET="0")
+    run_cases("block_loss", "cuda")
 
 
 @pytest.fixture(autouse=True)

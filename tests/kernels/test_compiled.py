@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.own_process import ROOT, run_cases
+from tests.kernels.interpreting import FOLDER, needs_triton, run_cases
 
-KERNELS = sorted((ROOT / "kernels").glob("*.py"))
+KERNELS = sorted((FOLDER.parents[1] / "kernels").glob("*.py"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_every_kernel_compiles_for_sm_90_through_its_launcher() -> None:
-    run_cases("compile_cases.py", "cpu", TRITON_INTERPRET="0")
+    run_cases("compile", "none")
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)

@@ -1,44 +1,24 @@
-"""The public function here; the kernel itself under Triton's interpreter, and on a GPU where there is one.
-
-TRITON_INTERPRET must be set before Triton is first imported and then holds for the whole process, vLLM included: so the
-kernel's cases run in a process of their own.
-"""
+"""The public function here; the kernel itself in a process of its own, under Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from honed.kernels import context_features as kernel
 from honed.kernels import reference
-
-ROOT = Path(__file__).parents[2]
-
-
-def run_cases(device: str, **env: str) -> None:
-    cases = Path(__file__).with_name("context_features_cases.py")
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(cases)]
-    environ = os.environ | {"HONED_TEST_DEVICE": device} | env
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
-    run_cases("cpu", TRITON_INTERPRET="1")
+    run_cases("context_features", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
-    run_cases("cuda")
+    run_cases("context_features", "cuda")
 
 
 def test_without_a_gpu_the_twin_runs() -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from honed.kernels import top_candidates as kernel
-from tests.kernels.own_process import run_cases
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_equal_their_twin_under_the_interpreter() -> None:
-    run_cases("top_candidates_cases.py", "cpu", TRITON_INTERPRET="1")
+    run_cases("top_candidates", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_the_kernels_equal_their_twin_on_a_gpu() -> None:
-    run_cases("top_candidates_cases.py", "cuda", TRITON_INTERPRET="0")
+    run_cases("top_candidates", "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

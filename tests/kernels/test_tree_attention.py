@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from typing import Any
 
@@ -18,20 +17,20 @@ from honed.kernels import tree_attention as kernel
 from honed.kernels import tree_build
 from honed.kernels.reference_trees import AttendedPrefix, PagedPrefix
 from honed.kernels.tree_attention_plan import SPLITS, STAGES, Device, choose_plan
-from tests.kernels.own_process import run_cases
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernels_equal_their_twin_under_the_interpreter() -> None:
-    run_cases("tree_attention_cases.py", "cpu", TRITON_INTERPRET="1")
+    run_cases("tree_attention", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_the_kernels_equal_their_twin_on_a_gpu() -> None:
-    run_cases("tree_attention_cases.py", "cuda", TRITON_INTERPRET="0")
+    run_cases("tree_attention", "cuda")
 
 
 class Step:

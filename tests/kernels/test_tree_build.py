@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -14,20 +12,20 @@ from honed.adapt.draft_tree import ROOT, build_tree
 from honed.kernels import reference_trees as reference
 from honed.kernels import top_candidates as candidates
 from honed.kernels import tree_build as kernel
-from tests.kernels.own_process import run_cases
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 VALUES = [0.0, -0.25, -0.5, -1.0 / 3.0, -1.0, -7.5, -np.inf]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
-    run_cases("tree_build_cases.py", "cpu", TRITON_INTERPRET="1")
+    run_cases("tree_build", "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
-    run_cases("tree_build_cases.py", "cuda", TRITON_INTERPRET="0")
+    run_cases("tree_build", "cuda")
 
 
 @st.composite
