@@ -120,12 +120,12 @@ class Engine:
 
     def swap(self, version: str, folder: Path) -> float:
         """Bring a version into the running engine, as the daemon does; the milliseconds that the copy took."""
-        self._rpc("honed_stage", version, str(folder), "", "")
+        self._rpc("honed_stage", [(version, str(folder), "")])
         while (state := self._rpc("honed_staged", version)) == "staging":
             time.sleep(0.005)
         if state:
             raise RuntimeError(f"{version} can't be swapped in: {state}")
-        return float(self._rpc("honed_apply", version)["copy_ms"])
+        return float(self._rpc("honed_apply", version, False)["copy_ms"])
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._core.model_executor.collective_rpc(method, args=args)[0]
