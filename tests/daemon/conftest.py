@@ -37,7 +37,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll until the condition holds and return what it gave."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -250,10 +250,12 @@ class ServingEngine(FakeEngine):
         self.reconnect()
 
     def turn(self, rounds: int = 40) -> None:
-        """Do what was asked, then run a step of so many requests."""
+        """Do what was asked, then run a step of so many requests (none: no step)."""
         while (message := self.receive()) is not None:
             if isinstance(message, wire.Command):
                 self._obey(message)
+        if not rounds:
+            return
         chance = self.acceptance.get(self.live_version, 0.5)
         accepted = [next((n for n in range(3) if self._rng.random() >= chance), 3) for _ in range(rounds)]
         batch = self.batch(self._seq + 1, rounds=rounds, accepted=accepted, drafter_version=self.live_version)

@@ -75,14 +75,14 @@ class Stage:
             self.wait_state(operation_id, "succeeded")
         return operation_id
 
-    def finish(self, operation_id: str) -> dict[str, Any]:
-        """Serve until it is over."""
+    def finish(self, operation_id: str, rounds: int = 40) -> dict[str, Any]:
+        """Do whatever is asked (a trial's turns may come first), in steps of so many requests, until it is over."""
 
         def look() -> dict[str, Any] | None:
             found = self.operation(operation_id)
             return found if found["state"] in ("succeeded", "failed", "cancelled") and found["stage"] == "done" else None
 
-        found: dict[str, Any] = self.engine.serve(look, f"the end of {operation_id}")
+        found: dict[str, Any] = self.engine.serve(look, f"the end of {operation_id}", rounds)
         return found
 
     def aliases(self) -> dict[str, str | None]:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 from tests.daemon.exposition import scrape
 from tests.daemon.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)
 
@@ -13,17 +11,12 @@ def roles(found: dict[str, float]) -> dict[str, str]:
     return {one["role"]: one["version"] for one in labels}
 
 
-def change(stage: Stage, path: str, **body: Any) -> None:  # noqa: F811
-    answer = stage.client.post(path, json=body)
-    assert answer.status_code == 202, answer.text
-    stage.engine.answer_swap()
-    stage.wait_state(answer.json()["operation_id"], "succeeded")
-
-
 def test_a_promotion_and_the_way_back(stage: Stage) -> None:  # noqa: F811
     first, second = stage.first, stage.version(1.0)
     assert roles(scrape(stage.service)["honed_drafter_info"]) == {"active": first, "floor": first}
-    change(stage, f"/v1/drafters/{second}:promote")
+    answer = stage.client.post(f"/v1/drafters/{second}:promote", json={}).json()
+    stage.engine.answer_swap()
+    stage.wait_state(answer["operation_id"], "succeeded")
     found = scrape(stage.service)
     assert roles(found["honed_drafter_info"]) == {"active": second, "previous": first, "floor": first}
     assert found["honed_engine_drafter_info"] == {f"{ENGINE} version={second}": 1}
@@ -32,7 +25,8 @@ def test_a_promotion_and_the_way_back(stage: Stage) -> None:  # noqa: F811
     assert found["honed_swap_pause_seconds"] == {"": 0.0015}
     assert found["honed_canary_active"] == {"": 1}
     assert found["honed_canary_rounds"] == {"": 0}
-    change(stage, "/v1/drafters:rollback")
+    answer = stage.client.post("/v1/drafters:rollback", json={}).json()
+    assert stage.finish(answer["operation_id"], rounds=0)["state"] == "succeeded"
     found = scrape(stage.service)
     assert roles(found["honed_drafter_info"]) == {"active": first, "floor": first}
     assert found["honed_rollbacks_total"] == {"reason=canary": 0, "reason=operator": 1}
