@@ -66,9 +66,7 @@ def count_trials(
     weights: Floats | None = None,
 ) -> tuple[Floats, Floats]:
     """Count trials and successes per position, both [K], optionally weighting each round."""
-    reached, accepted = reached_and_accepted(
-        num_draft_tokens, num_accepted_tokens, num_spec_tokens, num_invalid_tokens
-    )
+    reached, accepted = reached_and_accepted(num_draft_tokens, num_accepted_tokens, num_spec_tokens, num_invalid_tokens)
     return _at_least(reached, num_spec_tokens, weights), _at_least(accepted, num_spec_tokens, weights)
 
 

@@ -271,9 +271,7 @@ def _surplus(model: StepTimeModel, totals: Ints, base_tokens: int) -> Ints:
     return surplus
 
 
-def _all_but_least_likely(
-    by_depth: npt.NDArray[np.floating], levels: npt.NDArray[np.intp], level: int, left_out: int
-) -> Ints:
+def _all_but_least_likely(by_depth: npt.NDArray[np.floating], levels: npt.NDArray[np.intp], level: int, left_out: int) -> Ints:
     """Admit everything above a level, and of the level itself all but its `left_out` least likely entries."""
     lengths: Ints = (levels < level).sum(axis=0)
     depth, request = np.nonzero(levels == level)

@@ -129,9 +129,7 @@ class Canary:
         old_begins: the coin for the first pair.
     """
 
-    def __init__(
-        self, settings: CanarySettings, old: str, new: str, num_spec_tokens: int, *, old_begins: bool
-    ) -> None:
+    def __init__(self, settings: CanarySettings, old: str, new: str, num_spec_tokens: int, *, old_begins: bool) -> None:
         self.settings, self.old, self.new, self.num_spec_tokens = settings, old, new, num_spec_tokens
         self.pairs = self.rounds = 0
         self._evidence: dict[str, Evidence] = {ALL: Evidence(num_spec_tokens)}

@@ -199,9 +199,7 @@ class DriftMonitor:
         held = self._workloads.get(workload)
         if held is None:
             held = self._workloads[workload] = _Workload(self._num_spec_tokens, self.settings)
-        trials, successes = count_trials(
-            num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens
-        )
+        trials, successes = count_trials(num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens)
         held.recent.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
         alarms = []
         if held.rounds >= self.settings.min_reference_rounds:
@@ -254,9 +252,7 @@ class DriftMonitor:
         held.state = "suspect" if is_suspect else "stable"
         return []
 
-    def _test_low(
-        self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float
-    ) -> list[Alarm]:
+    def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
         settings = self.settings
         if held.was_low or held.rounds > settings.new_workload_rounds:
             return []
@@ -285,9 +281,7 @@ class DriftMonitor:
             f"acceptance of workload {workload!r} {what}: acceptance length {length:.2f} against {reference_length:.2f}, "
             f"e-value 10^{evidence:.1f}"
         )
-        return Alarm(
-            kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text
-        )
+        return Alarm(kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text)
 
 
 def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Floats:

@@ -80,9 +80,7 @@ def predict(
     )  # fmt: skip
 
 
-def run(
-    requests: Sequence[CandidateRequest], rule: TreePolicy, model: StepTimeModel, num_requests: int, block: int
-) -> Floats:
+def run(requests: Sequence[CandidateRequest], rule: TreePolicy, model: StepTimeModel, num_requests: int, block: int) -> Floats:
     """Play the log through a batch of `num_requests`; sums of each request, [Q, 5]."""
     sums = np.zeros((len(requests), 5))
     waiting, left = 0, len(requests)
@@ -124,9 +122,7 @@ def _begin(requests: Sequence[CandidateRequest], places: list[tuple[int, int, bo
     return rounds, is_exact
 
 
-def _teach(
-    rule: TreePolicy, places: list[tuple[int, int, bool]], rounds: Sequence[Round], plans: Sequence[Planned]
-) -> None:
+def _teach(rule: TreePolicy, places: list[tuple[int, int, bool]], rounds: Sequence[Round], plans: Sequence[Planned]) -> None:
     kept = [index for index, (_, _, counts) in enumerate(places) if counts]
     if kept:
         rule.observe([rounds[index] for index in kept], [plans[index] for index in kept])

@@ -127,9 +127,7 @@ class StepTimeModel:
         seconds[0] = 0.0
         return seconds
 
-    def seconds(
-        self, num_requests: int, num_tokens: int, context_tokens: int, num_prefill_tokens: int, block: int
-    ) -> float:
+    def seconds(self, num_requests: int, num_tokens: int, context_tokens: int, num_prefill_tokens: int, block: int) -> float:
         """Price one whole step."""
         tokens = self._token_seconds(np.array([num_tokens]))[0]
         fixed = self.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
@@ -321,9 +319,7 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
     return matrix
 
 
-def fit_parameters(
-    steps: Floats, seconds: Floats, weights: Floats, scale: Floats, captured_tokens: Sequence[int]
-) -> Floats:
+def fit_parameters(steps: Floats, seconds: Floats, weights: Floats, scale: Floats, captured_tokens: Sequence[int]) -> Floats:
     """Minimise Σ w·huber((Xβ − y) / ŷ) over β ≥ 0, by re-weighting; `scale` is a first, robust guess of ŷ."""
     matrix = features(steps, captured_tokens)
     norm = np.sqrt((matrix**2).mean(axis=0))

@@ -225,6 +225,7 @@ class Traffic:
     def _decay(self) -> tuple[Floats, Floats]:
         columns = np.array([(one.decay, one.decay_from) for one in self.trace.workloads], dtype=np.float64).T
         return columns[0], columns[1]
+
     def typical(self, stage: int) -> Floats:
         """Each workload's mean curve as log-odds, drift included, [W, K]."""
         return _log_odds(self._base) + self.shift(stage)

@@ -18,8 +18,15 @@ TREE_COSTS: dict[str, StepTimeModel] = {
         base=8e-3, per_request=2e-4, per_token=2e-3, per_context_token=1e-7, drafting=3e-3, drafting_per_request=1e-3
     ),
     "gpu": StepTimeModel.of(
-        _CAPTURED, base=5.2e-3, per_request=1e-5, per_token=2e-6, per_token_above_64=2e-5, per_token_above_256=2e-5,
-        per_context_token=4e-8, drafting=9e-4, drafting_per_request=2e-5,
+        _CAPTURED,
+        base=5.2e-3,
+        per_request=1e-5,
+        per_token=2e-6,
+        per_token_above_64=2e-5,
+        per_token_above_256=2e-5,
+        per_context_token=4e-8,
+        drafting=9e-4,
+        drafting_per_request=2e-5,
     ),
 }
 

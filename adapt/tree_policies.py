@@ -175,9 +175,7 @@ class CostAware(NoDrafts):
 class SharedBudget(NoDrafts):
     """One budget over the batch, from what nodes are expected to gain and what tokens cost."""
 
-    def __init__(
-        self, name: str, num_depths: int, *, is_calibrated: bool, settings: TreeBudgetSettings | None = None
-    ) -> None:
+    def __init__(self, name: str, num_depths: int, *, is_calibrated: bool, settings: TreeBudgetSettings | None = None) -> None:
         settings = settings or TreeBudgetSettings(most_nodes_per_request=MOST_NODES)
         self.name = name
         self.budget = TreeBudget(num_depths, settings)

@@ -31,9 +31,7 @@ class Attached:
 
 
 @contextlib.asynccontextmanager
-async def attached(
-    logs: Path, sections: Mapping[str, Mapping[str, Any]], *, trains: bool = False
-) -> AsyncIterator[Attached]:
+async def attached(logs: Path, sections: Mapping[str, Mapping[str, Any]], *, trains: bool = False) -> AsyncIterator[Attached]:
     """Start daemon, trainer (if wanted) and server; end them all on the way out."""
     runtime_dir = Path(tempfile.mkdtemp(prefix="honed-bench-"))  # short: a unix socket's path has 107 characters
     state_dir = runtime_dir / "state"

@@ -111,9 +111,7 @@ async def one_run(at: Attached, name: str) -> Document:
     await vllm_server.quiet([at.server])
     prompts = read_prompts(ROOT / "benchmarks" / "tiny" / "prompts_a.jsonl")
     chosen = [prompts[i % len(prompts)] for i in range(REQUESTS)]
-    played = await play(
-        at.server.url, chosen, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, workload="a", ignore_eos=True
-    )
+    played = await play(at.server.url, chosen, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, workload="a", ignore_eos=True)
     if played.num_failed:
         raise ProcessError(next(reply.error for reply in played.replies if reply.error))
     counted = await vllm_server.settled(at.server) - before

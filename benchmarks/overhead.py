@@ -165,9 +165,7 @@ async def measure_level(
     return pairs
 
 
-async def one_run(
-    name: str, servers: dict[str, Server], prompts: Sequence[Prompt], concurrency: int, max_tokens: int
-) -> Run:
+async def one_run(name: str, servers: dict[str, Server], prompts: Sequence[Prompt], concurrency: int, max_tokens: int) -> Run:
     """One server's run while the other idles. Every request generates the full length; one that fails is an error."""
     server, other = servers[name], next(s for n, s in servers.items() if n != name)
     before = await vllm_server.settled(server)

@@ -86,9 +86,7 @@ class WithTruth(Steered):
             self._told = told
             sent = self._sent or self.controller.propose(now_s)
             self.decider.set_policy(self._changed(sent, request_ids), now_s)
-        decision: Decision = self.decider.decide(
-            request_ids, context_tokens, num_prefill_tokens, now_s, contexts
-        )
+        decision: Decision = self.decider.decide(request_ids, context_tokens, num_prefill_tokens, now_s, contexts)
         return decision
 
     def _stage(self, now_s: float) -> int:

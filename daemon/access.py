@@ -135,5 +135,3 @@ def _read(role: Role, path: Path | None, env: Mapping[str, str]) -> str:
         make = f"make one with `openssl rand -hex 32 > {place}`"
         raise StartError(f"the {role} token in {place} must be one line of {MIN_LENGTH} or more printable characters; {make}")
     return secret
-
-

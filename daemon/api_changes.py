@@ -109,14 +109,10 @@ def add_changes(router: APIRouter, service: Service) -> None:
         """Train a candidate on what was captured, judge it, and swap it in if it is better."""
         arguments = body.model_dump()
         asked = fingerprint("recalibrate", arguments)
-        return changes.operation(
-            generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=ACTOR, key=key)
-        )
+        return changes.operation(generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=ACTOR, key=key))
 
     @router.post("/v1/operations/{operation_id}:cancel", status_code=202, response_model=models.OperationView)
-    def cancel(
-        operation_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None
-    ) -> Any:
+    def cancel(operation_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         """Give up a recalibration that hasn't reached the engines; nothing of it is kept."""
         reason = body.reason if body else ""
 

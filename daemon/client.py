@@ -69,9 +69,7 @@ class AdminClient:
         timeout_s: longest wait for an answer (not for an operation: operations are polled).
     """
 
-    def __init__(
-        self, socket_path: Path | None = None, *, url: str = "", token: str = "", timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, socket_path: Path | None = None, *, url: str = "", token: str = "", timeout_s: float = 10.0) -> None:
         if bool(url) == (socket_path is not None):
             raise ValueError("give either the daemon's socket or its URL")
         self.socket_path = socket_path

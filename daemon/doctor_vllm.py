@@ -27,7 +27,7 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -
     found = [*_attaches(command, subject), *_speculates(command, subject)]
     yield from found
     for text in command.unreadable:
-        yield Check(subject, "error", text, "Quote it for the shell: --speculative-config '{\"method\":\"dflash\",…}'.")
+        yield Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.')
     if not found:
         yield Check(subject, "ok", f"has honed's flags and drafts with {command.method}")
     if command.drafter and command.model:

@@ -43,9 +43,7 @@ def add_follow(router: APIRouter, service: Service) -> None:
     open_streams = threading.Semaphore(MOST_STREAMS)
 
     @router.get("/v1/events:follow", response_class=EventStreamResponse)
-    def follow(
-        after: Annotated[int, Query(ge=-1, le=2**62)] = -1, last_event_id: LastEvent = None
-    ) -> EventStreamResponse:
+    def follow(after: Annotated[int, Query(ge=-1, le=2**62)] = -1, last_event_id: LastEvent = None) -> EventStreamResponse:
         """What happens from now on, or after a number, as server-sent events: drift, swap, promote, rollback, override."""
         if not open_streams.acquire(blocking=False):
             raise ConflictError(f"{MOST_STREAMS} clients follow already", cure="End one of them.")

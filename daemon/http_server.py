@@ -64,9 +64,7 @@ class HttpServer:
                 ws="none",
             )
             server = uvicorn.Server(config)
-            thread = threading.Thread(
-                target=server.run, kwargs={"sockets": [listener]}, name=f"honed-{name}", daemon=True
-            )
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=f"honed-{name}", daemon=True)
             thread.start()
             self._running.append((server, thread))
 
@@ -115,6 +113,6 @@ def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.
         listener.listen(128)
     except OSError as error:
         listener.close()
-        why = f"{error.strerror}; set another address or \"\" for none"
+        why = f'{error.strerror}; set another address or "" for none'
         raise StartError(f"{setting} {address}: {why}") from error
     return listener

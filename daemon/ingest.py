@@ -37,9 +37,7 @@ class Listener(Protocol):
 
     def on_command_result(self, result: wire.CommandResult) -> None: ...
 
-    def on_trainer(
-        self, peer: bytes, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult
-    ) -> None: ...
+    def on_trainer(self, peer: bytes, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None: ...
 
 
 @dataclass(slots=True)

@@ -65,9 +65,7 @@ class Operations:
 
     def load(self, resumed: Collection[str] = ()) -> None:
         """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
-        rows = self._store.read(
-            "SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,)
-        )
+        rows = self._store.read("SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,))
         for row in reversed(rows):
             row["detail"] = json.loads(row["detail"])
             operation = Operation(**row)

@@ -37,9 +37,7 @@ class SetOverride:
 class Overrides:
     """Those in force. Guarded by the service's lock."""
 
-    def __init__(
-        self, store: Store, journal: Journal, settings: ControllerSettings, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: Store, journal: Journal, settings: ControllerSettings, clock: Callable[[], float]) -> None:
         self._store, self._journal, self._settings, self._clock = store, journal, settings, clock
         self._by_name: dict[str, SetOverride] = {}
         self.changes: Counter[tuple[str, str]] = Counter()

@@ -59,7 +59,8 @@ def command(
     policies: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[POLICY]...", show_default=False,
+            metavar="[POLICY]...",
+            show_default=False,
             help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), goodput, threshold, kelly, tide, "
             "ema. Without any: static and goodput. With --trees: none, chain:K, tree:B, calibrated:B, caddtree, shared, honed.",
         ),

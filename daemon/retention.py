@@ -27,9 +27,7 @@ def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> int:
     ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
     for resolution, age_s in ages.items():
         if age_s:
-            db.conn.execute(
-                "DELETE FROM rollups WHERE resolution_s = ? AND bucket_s < ?", (resolution, int(now_s - age_s))
-            )
+            db.conn.execute("DELETE FROM rollups WHERE resolution_s = ? AND bucket_s < ?", (resolution, int(now_s - age_s)))
     return _delete_batches(db, settings, now_s)
 
 

@@ -165,9 +165,7 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     # vLLM counts a round whose drafts a grammar struck out as a draft, but not the struck tokens as drafted.
     invalid = batch.rounds.num_invalid_tokens
     drafted = scheduled - _column(invalid, "num_invalid_tokens", num_rounds) if invalid else scheduled
-    emitted = (
-        _column(batch.rounds.num_emitted, "num_emitted", num_rounds) if batch.rounds.num_emitted else accepted + 1
-    )
+    emitted = _column(batch.rounds.num_emitted, "num_emitted", num_rounds) if batch.rounds.num_emitted else accepted + 1
     if drafted.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or (drafted > scheduled).any() or emitted.min() < 0:
         raise MalformedBatchError("a round's number of tokens is out of range")
     if accepted.min() < 0 or (accepted > drafted).any():

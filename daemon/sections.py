@@ -216,6 +216,7 @@ def value_of(settings_class: type[D], section: Section) -> D:
 
 
 if TYPE_CHECKING:  # made at run time, so a type checker only knows what they have in common
+
     class ControllerSection(Section): ...
 
     class CanarySection(Section): ...

@@ -188,9 +188,7 @@ class Service:
         assert hello is not None
         text = msgspec.json.encode(hello).decode()
         now_ns = int(self.clock() * 1e9)
-        self.store.submit(
-            lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns)
-        )
+        self.store.submit(lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
         if engine.controller is None and not engine.is_recalling:
             engine.is_recalling = True

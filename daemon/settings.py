@@ -76,9 +76,7 @@ class Settings(BaseSettings):
         return value_of(GateSettings, self.gate)
 
 
-def load(
-    config: Path | None = None, flags: Mapping[str, Any] | None = None, env: Mapping[str, str] = os.environ
-) -> Settings:
+def load(config: Path | None = None, flags: Mapping[str, Any] | None = None, env: Mapping[str, str] = os.environ) -> Settings:
     """Read all sources into one value.
 
     Args:

@@ -86,9 +86,7 @@ class Swaps:
         self.last_pause_s = 0.0
         self.are_taking_turns: Callable[[], bool] = lambda: False
 
-    def begin(
-        self, version: str, engines: list[Engine], on_done: Callable[[Swap], None], beside: Beside | None = None
-    ) -> Swap:
+    def begin(self, version: str, engines: list[Engine], on_done: Callable[[Swap], None], beside: Beside | None = None) -> Swap:
         """Send a version to engines; `on_done` is called once all have answered or their time is over.
 
         Raises:

@@ -18,9 +18,7 @@ TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult
 class Trainer:
     """The connection to the trainer. Guarded by the service's lock."""
 
-    def __init__(
-        self, send: Callable[[bytes, Any], None], lost_after_s: float, monotonic: Callable[[], float]
-    ) -> None:
+    def __init__(self, send: Callable[[bytes, Any], None], lost_after_s: float, monotonic: Callable[[], float]) -> None:
         self._send, self._lost_after_s, self._monotonic = send, lost_after_s, monotonic
         self._peer = b""
         self._seen_s = float("-inf")

@@ -42,9 +42,7 @@ class VllmArgs:
         return _systemd(self) if format == "systemd" else _shell(self)
 
 
-def make(
-    runtime_dir: Path, *, model: str = "", drafter: str = "", num_draft_tokens: int = 0, engine_id: str = ""
-) -> VllmArgs:
+def make(runtime_dir: Path, *, model: str = "", drafter: str = "", num_draft_tokens: int = 0, engine_id: str = "") -> VllmArgs:
     """Name what a vLLM server needs to find this daemon.
 
     Args:

@@ -105,9 +105,7 @@ def anchor_attention(
     if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
         return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
     if torch.compiler.is_compiling():  # parts depend on values: what is traced is the whole
-        return reference_training.anchor_attention(
-            q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale
-        )
+        return reference_training.anchor_attention(q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale)
     return _in_parts(q, own_k, own_v, context_k, context_v, visible, scale)
 
 

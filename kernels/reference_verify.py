@@ -66,9 +66,7 @@ def draw(weight: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, chunk
     return winner * chunk + _race(within, seed, position, winner * chunk, PURPOSE_TOKEN)
 
 
-def _race(
-    weight: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, first: torch.Tensor, purpose: int
-) -> torch.Tensor:
+def _race(weight: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, first: torch.Tensor, purpose: int) -> torch.Tensor:
     index = first[:, None] + torch.arange(weight.shape[1], device=weight.device)
     noise = -torch.log1p(-uniform(seed[:, None], position[:, None].expand_as(index), index, purpose))
     return torch.where(weight > 0, weight / noise, -1.0).argmax(-1)

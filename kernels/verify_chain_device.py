@@ -216,9 +216,7 @@ def emit_kernel(
                 token = first + tl.argmax(race_keys(b_left, seed, position, o_v, C_TOKEN), axis=0)
         else:
             hidden = tl.where(is_one_hot, draft, -1)
-            token = race_within(
-                logits_ptr + row, first, vocab, hidden, 1.0 / temperature, top, seed, position, CHUNK, CHUNK
-            )
+            token = race_within(logits_ptr + row, first, vocab, hidden, 1.0 / temperature, top, seed, position, CHUNK, CHUNK)
     else:
         token = tl.max(tl.where(o_c == tl.argmax(b_peak, axis=0), b_mass, 0.0), axis=0).to(tl.int32)
     o_t = tl.arange(0, TOKENS)

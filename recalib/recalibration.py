@@ -41,7 +41,12 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Recalibration:
-    """An operation under way; `advance` does one unit of it."""
+    """An operation under way; `advance` does one unit of it.
+
+    Args:
+        monotonic: for deadlines.
+        working_s: a clock that stands still while a unit is held up; default: `monotonic`.
+    """
 
     def __init__(
         self,
@@ -52,12 +57,13 @@ class Recalibration:
         feed: Feed,
         monotonic: Callable[[], float] = time.monotonic,
         state_dir: Path | None = None,
+        working_s: Callable[[], float] | None = None,
     ) -> None:
         self.request = request
         self.progress = Progress(max_steps=request.max_steps or settings.max_steps)
         self.result: wire.TrainResult | None = None
         self._settings, self._gate, self._registry, self._feed = settings, gate, registry, feed
-        self._monotonic, self._state_dir = monotonic, state_dir
+        self._monotonic, self._working_s, self._state_dir = monotonic, working_s or monotonic, state_dir
         self._began_s = monotonic()
         self._run: TrainingRun | None = None
         self._units = self._work()
@@ -77,7 +83,7 @@ class Recalibration:
         if self.result is not None:
             return
         try:
-            self._check_deadline()
+            self.check_deadline()
             self.progress.stage = next(self._units)
         except StopIteration as end:
             self._conclude(end.value)
@@ -90,9 +96,17 @@ class Recalibration:
     def keep_waiting(self) -> None:
         """Nothing may be done now; notices when that has gone on for too long."""
         try:
-            self._check_deadline()
+            self.check_deadline()
         except OperationError as error:
             self._end(str(error))
+
+    def check_deadline(self) -> None:
+        """Raise OperationError when it takes too long."""
+        if self.elapsed_s > self._settings.deadline_s:
+            raise OperationError(
+                f"not done after {self._settings.deadline_s:.0f} s, of which {self.progress.train_seconds:.0f} s were spent "
+                "training: the engine is hardly ever idle; try again at a quieter time"
+            )
 
     def cancel(self, reason: str) -> None:
         """Give up between two units; nothing is kept."""
@@ -108,7 +122,7 @@ class Recalibration:
         parent_dir = self._registry.path(parent.version)
         is_usable = self._usable(parent)
         run = self._run = TrainingRun(
-            self.request, self._settings, parent_dir, self._feed, self.progress, self._monotonic, self._state_dir
+            self.request, self._settings, parent_dir, self._feed, self.progress, self._working_s, self._state_dir
         )
         run.check_memory()
         while missing := self._missing(is_usable):
@@ -221,13 +235,6 @@ class Recalibration:
         return chosen
 
     # --- the end ------------------------------------------------------------------------------------------------------
-
-    def _check_deadline(self) -> None:
-        if self.elapsed_s > self._settings.deadline_s:
-            raise OperationError(
-                f"not done after {self._settings.deadline_s:.0f} s, of which {self.progress.train_seconds:.0f} s were spent "
-                "training: the engine is hardly ever idle; try again at a quieter time"
-            )
 
     def _end(self, error: str) -> None:
         self._conclude(self._result(ok=False, error=error))

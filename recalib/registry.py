@@ -95,9 +95,7 @@ class Registry:
         about = {"parent": parent, "scope": scope, "target_path": target_path, "note": note}
         with self._temporary_folder() as folder:
             write(folder)
-            draft = describe_checkpoint(
-                folder, "", figures=dict(figures or {}), data_window=dict(data_window or {}), **about
-            )
+            draft = describe_checkpoint(folder, "", figures=dict(figures or {}), data_window=dict(data_window or {}), **about)
             for name in (WEIGHTS, CONFIG):
                 (folder / name).chmod(0o440)
                 fsync_path(folder / name)
@@ -320,6 +318,4 @@ class Registry:
 
 def _corrupt(folder: Path, error: str) -> Manifest:
     """A listing's entry for a version whose manifest or files are damaged."""
-    return Manifest(
-        version=folder.name, created_unix_s=0.0, sha256="", bytes=0, config_sha256="", state="corrupt", error=error
-    )
+    return Manifest(version=folder.name, created_unix_s=0.0, sha256="", bytes=0, config_sha256="", state="corrupt", error=error)

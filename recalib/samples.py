@@ -94,9 +94,7 @@ class SampleStore:
     def _shrink(self) -> None:
         share = self.settings.held_out_share
         while self.num_bytes > self.cap_bytes and self.num_stretches > 1:
-            _, stratum = max(
-                self._strata.items(), key=lambda item: item[1].num_bytes / (share if item[0][1] else 1.0 - share)
-            )
+            _, stratum = max(self._strata.items(), key=lambda item: item[1].num_bytes / (share if item[0][1] else 1.0 - share))
             self._forget_one(stratum.drop_one())
 
     def _forget_one(self, stretch: Stretch) -> None:

@@ -1,8 +1,9 @@
 """The trainer process: reads the rings always, trains when it is asked to and nobody needs the device.
 
 One thread. Each turn of the loop looks at the socket, takes in a bounded number of new samples and does at most one unit of
-the operation under way; a unit is a micro-step or the judging of one stretch. Before each unit the busy flag is read, so
-work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM.
+the operation under way; a unit is some blocks of a micro-step or of the judging of a stretch. Before each unit the busy flag
+is read, so work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM. On a CPU a unit
+stops where it is (`yield_points`) and stands by until the work is done.
 
 The daemon may be away: work goes on, and the last result is sent again whenever the daemon says welcome, until it asks for
 something else. So results have to be taken idempotently, by operation id.
@@ -11,6 +12,7 @@ something else. So results have to be taken idempotently, by operation id.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -26,16 +28,19 @@ from honed.adapt import wire
 from honed.recalib.busy_flag import BusyFlag, Idleness, Preemptions
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut, load_salt
+from honed.recalib.progress import OperationError
 from honed.recalib.recalibration import Recalibration
 from honed.recalib.registry import Registry
 from honed.recalib.traffic import Traffic
 from honed.recalib.trainer_link import TrainerLink
 from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.yield_points import YieldPoints
 
 log = structlog.get_logger("honed.trainer")
 
 _BUSY_TICK_S = 0.002
 """How often the flag is looked at while an operation waits for the engine: idle gaps are short."""
+_STOPPED = "the trainer was stopped"
 
 
 class Trainer:
@@ -50,9 +55,15 @@ class Trainer:
         endpoint: str,
         monotonic: Callable[[], float] = time.monotonic,
         state_dir: Path | None = None,
+        on_tick: Callable[[str], None] | None = None,
     ) -> None:
         self._settings, self._gate, self._registry, self._traffic = settings, gate, registry, traffic
-        self._monotonic, self._state_dir = monotonic, state_dir
+        self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
+        is_yielding = torch.device(settings.device).type == "cpu"
+        self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
+        self._unit_began_s = self._stood_by_s = 0.0
+        self._put_off: list[wire.ToTrainer] = []
+        self.is_stopping = False
         self._operation: Recalibration | None = None
         self._busy = BusyFlag("")
         self._idleness, self._preemptions = Idleness(), Preemptions()
@@ -64,40 +75,35 @@ class Trainer:
 
     def turn(self) -> None:
         """Listen, take samples in, do one unit of work, report."""
-        for message in self._link.receive(self._wait_s()):
+        put_off, self._put_off = self._put_off, []
+        for message in (*put_off, *self._link.receive(self._wait_s())):
             self._take(message)
         self._take_samples()
         is_busy = self._busy.is_busy()
         self._idleness.observe(is_busy, self._monotonic())
         self._work(is_busy)
         self._report(is_busy)
+        if self._on_tick is not None:
+            self._on_tick(self._state)
 
     def close(self) -> None:
         """Give up what is under way, say so, and disconnect."""
         if self._operation is not None:
-            self._operation.cancel("the trainer was stopped")
+            self._operation.cancel(_STOPPED)
             self._finish()
         self._link.close()
-
-    @property
-    def state(self) -> str:
-        """What it is doing, as the daemon is told."""
-        return self._state
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _take(self, message: wire.ToTrainer) -> None:
+        if self._operation is not None and (why := _ends(message, self._operation)) is not None:
+            self._operation.cancel(why)
         if isinstance(message, wire.TrainRequest):
             self._begin(message)
-        elif isinstance(message, wire.TrainCancel):
-            if self._operation is not None and self._operation.request.operation_id == message.operation_id:
-                self._operation.cancel(f"cancelled: {message.reason}" if message.reason else "cancelled")
         elif isinstance(message, wire.TrainPause):
             self._is_paused = message.paused
         elif isinstance(message, wire.Purge):
             self._traffic.purge()
-            if self._operation is not None:
-                self._operation.cancel("the samples were purged")
         elif isinstance(message, wire.Welcome) and self._last_result is not None:
             self._link.send(self._last_result)
 
@@ -116,7 +122,7 @@ class Trainer:
         self._busy, self._preemptions = BusyFlag(request.busy_path), Preemptions()
         feed = self._traffic.feed(Path(request.capture_path))
         self._operation = Recalibration(
-            request, self._settings, self._gate, self._registry, feed, self._monotonic, self._state_dir
+            request, self._settings, self._gate, self._registry, feed, self._monotonic, self._state_dir, self._working_s
         )
         log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
 
@@ -145,15 +151,52 @@ class Trainer:
             self._was_working = False
             operation.keep_waiting()
         else:
-            is_heavy, began_s = operation.needs_device, self._monotonic()
-            operation.advance()
-            self._was_working = is_heavy
+            is_heavy = self._was_working = operation.needs_device
+            self._unit_began_s = self._monotonic()
+            with self._yield_points if is_heavy else contextlib.nullcontext():
+                operation.advance()
             if is_heavy and self._busy.is_busy():
-                # Raised at an unknown time (0): as if it had been at the unit's very beginning.
-                self._preemptions.observe(self._monotonic() - max(began_s, self._busy.raised_s))
-                self._was_working = False
+                self._yielded()
         if operation.result is not None:
             self._finish()
+
+    def _yielded(self) -> None:
+        """Work arrived during a unit, and the trainer has stopped."""
+        # Raised at an unknown time (0): as if it had been at the unit's very beginning.
+        self._preemptions.observe(self._monotonic() - max(self._unit_began_s, self._busy.raised_s))
+        self._was_working = False
+
+    def _stand_by(self) -> None:
+        """Amid a unit, with nothing to do but to be there until the engine's work is done.
+
+        Raises:
+            OperationError: the operation isn't to go on.
+        """
+        if not self._busy.is_busy():
+            return
+        self._yielded()
+        began_s, operation = self._monotonic(), self._operation
+        assert operation is not None
+        while self._busy.is_busy():
+            if self.is_stopping:
+                raise OperationError(_STOPPED)
+            operation.check_deadline()
+            messages = self._link.receive(_BUSY_TICK_S)
+            self._put_off += messages
+            for message in messages:
+                if (why := _ends(message, operation)) is not None:
+                    raise OperationError(why)
+            self._take_samples()
+            self._idleness.observe(is_busy=True, now_s=self._monotonic())
+            self._report(is_busy=True)
+            if self._on_tick is not None:
+                self._on_tick(self._state)
+        self._stood_by_s += self._monotonic() - began_s
+        self._was_working = True
+
+    def _working_s(self) -> float:
+        """A clock that stands still while a unit stands by."""
+        return self._monotonic() - self._stood_by_s
 
     def _finish(self) -> None:
         assert self._operation is not None
@@ -212,6 +255,13 @@ class Trainer:
         if self._operation is None:
             return "idle"
         return "waiting" if is_busy and self._operation.needs_device else self._operation.progress.stage
+
+
+def _ends(message: wire.ToTrainer, operation: Recalibration) -> str | None:
+    """Why the operation isn't to go on after this message; None: it is."""
+    if isinstance(message, wire.TrainCancel) and message.operation_id == operation.request.operation_id:
+        return f"cancelled: {message.reason}" if message.reason else "cancelled"
+    return "the samples were purged" if isinstance(message, wire.Purge) else None
 
 
 def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire.TrainerStatus:
@@ -277,20 +327,17 @@ def run(
         Traffic(runtime_dir, settings, hold_out),
         endpoint,
         state_dir=state_dir / "training",
+        on_tick=on_tick,
     )
     log.info("trainer started", device=settings.device, daemon=endpoint)
-    is_stopping = False
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal is_stopping
-        is_stopping = True
+        trainer.is_stopping = True
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        while not is_stopping:
+        while not trainer.is_stopping:
             trainer.turn()
-            if on_tick is not None:
-                on_tick(trainer.state)
     finally:
         trainer.close()
         for number, handler in previous.items():

@@ -39,6 +39,7 @@ class TrainingRun:
     """One training. `steps` does a part of a micro-step, or saves the state, each time it is advanced.
 
     Args:
+        working_s: what training is timed with.
         state_dir: where the state is kept; None: a training that is killed begins anew.
     """
 
@@ -49,11 +50,11 @@ class TrainingRun:
         parent_dir: Path,
         feed: Feed,
         progress: Progress,
-        monotonic: Callable[[], float],
+        working_s: Callable[[], float],
         state_dir: Path | None,
     ) -> None:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
-        self._progress, self._monotonic = progress, monotonic
+        self._progress, self._working_s = progress, working_s
         self._device = torch.device(settings.device)
         self._config = read_drafter_config(parent_dir)
         self._training = training_settings(settings, request.scope, self._config)
@@ -134,7 +135,7 @@ class TrainingRun:
     def _micro_step(self, trainer: MicroTrainer, mix: ReplayMix, pace: Pace) -> Iterator[None]:
         """One micro-step in parts; what passes between them is no training."""
         request, progress = self._request, self._progress
-        began_s = self._monotonic()
+        began_s = self._working_s()
         samples = [self.sample(stretch) for stretch in mix.draw()]
         if not samples:
             raise OperationError("the samples are gone: they were purged, or another model was loaded")
@@ -148,13 +149,13 @@ class TrainingRun:
             except StopIteration as end:
                 figures: StepFigures = end.value
                 break
-            spent_s += self._monotonic() - began_s
+            spent_s += self._working_s() - began_s
             yield
-            began_s = self._monotonic()
+            began_s = self._working_s()
         progress.steps += 1
         progress.tokens += figures.num_tokens
         progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
-        progress.train_seconds += spent_s + self._monotonic() - began_s
+        progress.train_seconds += spent_s + self._working_s() - began_s
 
     def discard_state(self) -> None:
         """The operation is over: nothing of it is to be taken up."""

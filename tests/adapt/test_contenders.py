@@ -387,9 +387,7 @@ EVENTS = st.lists(
         st.tuples(st.just("start"), st.sampled_from([*"abcdefgh"]), st.just("w"), ANY | SMALL),
         st.tuples(st.just("finish"), st.sampled_from([*"abcdefgh", "never seen"])),
         st.tuples(st.just("observe"), IDS, st.lists(ANY | SMALL, max_size=9), st.lists(ANY | SMALL, max_size=9)),
-        st.tuples(
-            st.just("set_limits"), ANY | SMALL, ANY | SMALL, st.lists(st.tuples(SMALL, ANY | SMALL), max_size=3), MODELS
-        ),
+        st.tuples(st.just("set_limits"), ANY | SMALL, ANY | SMALL, st.lists(st.tuples(SMALL, ANY | SMALL), max_size=3), MODELS),
         st.tuples(st.just("decide"), IDS, ANY, ANY, st.floats()),
     ),
     max_size=25,

@@ -143,9 +143,7 @@ def test_drafting_that_does_not_pay_is_tried_again_now_and_then():
     st.sampled_from(["goodput", "static"]), st.integers(-1, 9), st.integers(0, 9), st.floats(0.0, 1.0),
 )  # fmt: skip
 def test_ceilings_hold_in_every_mode(ceilings, kind, request_ceiling, max_k, explore_share):
-    decider = make_decider(
-        make_policy(kind=kind, request_ceiling=request_ceiling, max_k=max_k, explore_share=explore_share)
-    )
+    decider = make_decider(make_policy(kind=kind, request_ceiling=request_ceiling, max_k=max_k, explore_share=explore_share))
     ids = [f"r{i}" for i in range(len(ceilings))]
     for request_id, ceiling in zip(ids, ceilings, strict=True):
         decider.start(request_id, "good", ceiling)
@@ -186,9 +184,7 @@ def test_starting_twice_changes_nothing():
 
 
 numbers = st.one_of(st.floats(), st.just(float("nan")), st.floats(0.0, 1.0))
-priors = st.builds(
-    WorkloadPrior, workload=st.just("w"), acceptance=st.lists(numbers, max_size=12), strength=numbers
-)
+priors = st.builds(WorkloadPrior, workload=st.just("w"), acceptance=st.lists(numbers, max_size=12), strength=numbers)
 policies = st.builds(
     Policy, engine_id=st.just("e"), generation=st.just(1), ttl_s=numbers, explore_share=numbers, hysteresis=numbers,
     kind=st.sampled_from(["goodput", "static", "off", ""]), static_k=st.integers(-99, 99), max_k=st.integers(-99, 99),
@@ -198,9 +194,7 @@ policies = st.builds(
 )  # fmt: skip
 
 
-@given(
-    policies, numbers, st.integers(-5, 10**9), st.integers(-5, 10**6)
-)
+@given(policies, numbers, st.integers(-5, 10**9), st.integers(-5, 10**6))
 def test_no_policy_however_odd_breaks_a_decision(policy, now_s, context, prefill):
     decider = make_decider(policy, now_s=now_s)
     decider.observe(["a", "b", "a"], [3, 99, 0], [99, -1, 5])

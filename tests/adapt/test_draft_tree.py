@@ -96,9 +96,7 @@ def test_forbidden_candidates_are_never_drafted():
         assert len(build_tree(log_probs, 9, is_chain_first=is_chain_first)) == 1
 
 
-@pytest.mark.parametrize(
-    "log_probs", [[[-1.0, -0.5]], [[float("nan"), -1.0]], [[0.5, -1.0]], [-1.0, -2.0]]
-)
+@pytest.mark.parametrize("log_probs", [[[-1.0, -0.5]], [[float("nan"), -1.0]], [[0.5, -1.0]], [-1.0, -2.0]])
 def test_what_is_not_a_sorted_table_of_log_probabilities_is_refused(log_probs):
     with pytest.raises(ValueError, match=r"log-probabilities|candidates"):
         build_tree(np.array(log_probs), 4)

@@ -148,9 +148,7 @@ def test_what_was_drafted_gives_what_was_logged(requests):
 def test_without_drafts_every_token_is_a_round_and_with_some_never_more(requests):
     log = log_of_requests(requests)
     replay = Replay(log, 4)
-    rounds = [
-        replay._text.rounds(replay._text.walk(np.full(len(log.step), k), replay._whole.odds)).sum() for k in range(5)
-    ]
+    rounds = [replay._text.rounds(replay._text.walk(np.full(len(log.step), k), replay._whole.odds)).sum() for k in range(5)]
     assert rounds[0] == pytest.approx(log.emitted.sum())
     assert all(len(requests) - 1e-9 <= count <= rounds[0] + 1e-9 for count in rounds)
 

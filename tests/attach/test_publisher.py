@@ -120,9 +120,7 @@ def test_an_acknowledged_batch_is_forgotten(publisher: Publisher, daemon: Daemon
     eventually(lambda: len(publisher._outbox) == 0)
 
 
-def test_a_new_daemon_gets_what_the_old_one_did_not_commit(
-    publisher: Publisher, endpoint: str, log: StepLog
-) -> None:
+def test_a_new_daemon_gets_what_the_old_one_did_not_commit(publisher: Publisher, endpoint: str, log: StepLog) -> None:
     old = Daemon(endpoint)
     old.welcome()
     for number in (1, 2, 3):

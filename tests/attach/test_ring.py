@@ -43,9 +43,7 @@ def path(tmp_path):
     return tmp_path / "ring"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "row_dtype"), [("float32", np.float32), ("float16", np.float16), ("bfloat16", np.uint16)]
-)
+@pytest.mark.parametrize(("dtype", "row_dtype"), [("float32", np.float32), ("float16", np.float16), ("bfloat16", np.uint16)])
 def test_rows_come_out_as_they_went_in(path, dtype, row_dtype):
     ring = make(path, dtype=dtype)
     ids, features = rows(7, 5, row_dtype)

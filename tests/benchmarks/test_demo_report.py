@@ -60,7 +60,7 @@ def record(**changes: Any) -> dict[str, Any]:
 
 def test_nothing_comes_from_outside() -> None:
     page = demo_report.render(record())
-    assert not re.search(r'(?:src|href)=|https?://|@import|url\(', page)
+    assert not re.search(r"(?:src|href)=|https?://|@import|url\(", page)
     assert "prefers-color-scheme: dark" in page
 
 

@@ -398,7 +398,6 @@ def test_override_values_are_numbers_where_they_can_be(text: str, value: Any) ->
     assert (made, type(made)) == (value, type(value))
 
 
-
 # --- the command line as a whole --------------------------------------------------------------------------------------------
 
 
@@ -441,9 +440,7 @@ def test_the_shell_completes_commands_and_options(paths: dict[str, Path], words:
     assert offers in made.stdout.split(), made.stderr
 
 
-def test_the_service_is_found_by_users_without_a_daemon_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_service_is_found_by_users_without_a_daemon_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "SERVICE_DIR", tmp_path)
     monkeypatch.setattr("honed.daemon.sections.default_runtime_dir", lambda: Path("/nowhere/honed"))
     assert terminal.socket_of(PathSettings(runtime_dir=Path("/nowhere/honed"))) == tmp_path / "admin.sock"

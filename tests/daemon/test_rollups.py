@@ -11,9 +11,7 @@ from tests.daemon.fake_engine import make_batch
 
 NOW_NS = 1_800_000_000 * 10**9
 
-rounds = st.lists(
-    st.integers(0, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1, max_size=40
-)
+rounds = st.lists(st.integers(0, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1, max_size=40)
 
 
 @given(rounds)

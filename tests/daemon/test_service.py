@@ -95,9 +95,7 @@ def test_a_malformed_batch_does_not_block_those_behind_it(service: Service, make
     assert "accepted more" in service.store.read("SELECT malformed FROM batches WHERE seq = 1")[0]["malformed"]
 
 
-def test_a_newer_peer_is_answered_and_marked_and_its_batches_are_left_alone(
-    service: Service, make_engine: MakeEngine
-) -> None:
+def test_a_newer_peer_is_answered_and_marked_and_its_batches_are_left_alone(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     assert engine.hello(wire_version=wire.WIRE_VERSION + 1).wire_version == wire.WIRE_VERSION
     engine.send(engine.batch(1))

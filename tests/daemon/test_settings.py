@@ -58,7 +58,7 @@ def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
         ({"env": {"HONED_STORE__SYNCHRONOUS": "OFF"}}, "'FULL'"),
         ({"env": {"HONED_CONTROLLER__MOED": "off"}}, "did you mean HONED_CONTROLLER__MODE?"),
         ({"env": {"HONED_CONTROLLER__MODE": "fast"}}, "'controller.mode' is 'fast': must be one of goodput"),
-        ({"env": {"HONED_CONTROLLER__MODE": "table"}}, "settings [controller]: mode \"table\" needs a table"),
+        ({"env": {"HONED_CONTROLLER__MODE": "table"}}, 'settings [controller]: mode "table" needs a table'),
         ({"env": {"HONED_CONTROLLER__TABLE": "4=5"}}, "HONED_CONTROLLER__TABLE='4=5' in the environment isn't JSON"),
         ({"env": {"HONED_CONTROLLER__TABLE": "[[4,-5]]"}}, "(from HONED_CONTROLLER__TABLE in the environment)"),
         ({"env": {"HONED_GATE": "no"}}, "HONED_GATE='no' in the environment isn't JSON"),

@@ -248,9 +248,7 @@ def test_a_version_1_database_opens_with_what_it_holds(folder: Path) -> None:
     raw = pysqlite3.connect(str(path))
     for statement in split_statements(SCHEMA_1):
         raw.execute(statement)
-    raw.execute(
-        "CREATE TABLE _sqlite_migrations (id INTEGER PRIMARY KEY, migration_set TEXT, name TEXT, applied_at TEXT)"
-    )
+    raw.execute("CREATE TABLE _sqlite_migrations (id INTEGER PRIMARY KEY, migration_set TEXT, name TEXT, applied_at TEXT)")
     raw.execute("INSERT INTO _sqlite_migrations VALUES (1, 'honed', 'm001_initial', '2026-11-20')")
     columns = "engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, committed_seq"
     raw.execute(f"INSERT INTO boots ({columns}) VALUES ('e', 'b', 1, 1, 7)")

@@ -50,7 +50,7 @@ def test_a_drafter_that_is_not_there(tmp_path: Path) -> None:
 
 def test_shell_lines_survive_a_shell(tmp_path: Path) -> None:
     made = vllm_args.make(RUNTIME_DIR, model="a b", drafter=drafter(tmp_path, block_size=8), engine_id="x")
-    script = made.render("shell").replace(vllm_args.SERVER, "printf '%s\\n' \"$HONED_RUNTIME_DIR\" \"$HONED_ENGINE_ID\"")
+    script = made.render("shell").replace(vllm_args.SERVER, 'printf \'%s\\n\' "$HONED_RUNTIME_DIR" "$HONED_ENGINE_ID"')
     lines = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines == [str(RUNTIME_DIR), "x", *made.flags]
 

@@ -121,9 +121,7 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
     for prompt, completion in zip(prompts(), completions, strict=True):
         ids = tokenizer(prompt).input_ids + completion
         hidden = hidden_states(ids)
-        expected, shifted = (
-            drafter.fuse(torch.cat([hidden[i + 1 + by] for i in layer_ids], dim=-1)) for by in (0, -1)
-        )
+        expected, shifted = (drafter.fuse(torch.cat([hidden[i + 1 + by] for i in layer_ids], dim=-1)) for by in (0, -1))
         rows = rows_of(records, ids)
         # What the last round emitted was never an input: at most a whole block has no rows.
         assert len(rows) >= len(ids) - K - 1, "committed rows are missing"

@@ -142,9 +142,7 @@ class Site:
             lambda folder: write_checkpoint(folder, float(self.made)), parent=active, target_path="/models/tiny"
         ).version
         self.engine.acceptance = {active: 0.4, version: 0.8}
-        self.trainer.send(
-            wire.TrainResult(operation_id=answer.json()["operation_id"], ok=True, version=version, steps=1)
-        )
+        self.trainer.send(wire.TrainResult(operation_id=answer.json()["operation_id"], ok=True, version=version, steps=1))
 
     def come_back(self) -> None:
         """The daemon is started again; engine and trainer notice."""

@@ -47,9 +47,7 @@ def test_in_a_cuda_graph() -> None:
     buffer, wanted = EventBuffer.of(layout, DEVICE), EventBuffer.of(layout, DEVICE).data
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.pack_events(
-            buffer, *inputs[:6], parents=inputs[6], path=inputs[7], candidates=inputs[8], log_probs=inputs[9]
-        )
+        kernel.pack_events(buffer, *inputs[:6], parents=inputs[6], path=inputs[7], candidates=inputs[8], log_probs=inputs[9])
     inputs[0] += 1
     reference.pack_events(wanted, layout, *inputs)
     graph.replay()

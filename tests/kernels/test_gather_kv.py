@@ -27,9 +27,7 @@ def gathered(plane: PagedPlane, head_size: int) -> torch.Tensor:
 def test_rows_come_in_the_order_of_the_sequence() -> None:
     rows = rows_of(5)
     out = torch.zeros(5, 2, 5)
-    made = gather_kv(
-        PagedPlane(rows), torch.tensor([[2, 0], [1, 1]]), torch.tensor([2, 1]), torch.tensor([0, 3, 5]), out, 9
-    )
+    made = gather_kv(PagedPlane(rows), torch.tensor([[2, 0], [1, 1]]), torch.tensor([2, 1]), torch.tensor([0, 3, 5]), out, 9)
     assert made is out
     assert torch.equal(made, torch.stack((rows[2, 2], rows[2, 3], rows[0, 0], rows[1, 1], rows[1, 2])))
 

@@ -72,8 +72,6 @@ def test_digest_of_chosen_tensors_ignores_the_others_and_their_place(tmp_path):
     first, second = tmp_path / "1", tmp_path / "2"
     first.write_bytes(save({"fc.weight": np.arange(4, dtype=np.float32), "norm": np.ones(1, np.float32)}))
     second.write_bytes(save({"fc.weight": np.arange(4, dtype=np.float32), "a": np.zeros(9, np.float64)}))
-    digests = {
-        sha256_tensors(path, read_tensor_entries(path), lambda name: name.startswith("fc")) for path in (first, second)
-    }
+    digests = {sha256_tensors(path, read_tensor_entries(path), lambda name: name.startswith("fc")) for path in (first, second)}
     assert len(digests) == 1
     assert sha256_tensors(first, read_tensor_entries(first), lambda name: False) == ""
