@@ -40,10 +40,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Played:
-    """A whole phase: replies in the prompts' order, and how long it took."""
+    """A whole phase: replies in the prompts' order, and how long it took.
+
+    `tokens_before` of the replies' tokens came before that time began.
+    """
 
     replies: list[Reply]
     seconds: float
+    tokens_before: int = 0
 
     @property
     def num_failed(self) -> int:
@@ -52,8 +56,8 @@ class Played:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens that were generated."""
-        return sum(len(r.token_ids) for r in self.replies)
+        """Tokens that were generated in that time."""
+        return sum(len(r.token_ids) for r in self.replies) - self.tokens_before
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,24 +122,31 @@ def request_of(prompt: Prompt, max_tokens: int, workload: str, capture: bool, ig
 async def play_full(
     url: str, prompts: Sequence[Prompt], *, concurrency: int, max_tokens: int, workload: str = "", ignore_eos: bool = False
 ) -> Played:
-    """Send the prompts, `concurrency` at a time, until one can't be followed by another; the others are then let go.
+    """Serve as if it had always been so: all places are taken, each by a request that has come some way.
 
-    So all places are taken all the time: requests that end at different times leave no half-empty batches at the end, which
-    would count against rules under which they do. Replies, whole or not, are in the prompts' order.
+    The first requests, one a place, are of staggered lengths. From when they all have a token until a place finds no prompt
+    to go on with, as many requests begin as end, whatever the rule; from a standing start, rules under which requests end
+    at different times would have begun more prompts for the same tokens, and at a common end left half-empty batches.
+
+    Replies, whole or not, are in the prompts' order; seconds and tokens are those of that time only.
     """
-    waiting = iter(prompts)
+    waiting = iter(enumerate(prompts))
     replies: list[Reply] = []
     limits = httpx2.Limits(max_connections=concurrency)
     async with httpx2.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
 
         async def place() -> None:
-            for prompt in waiting:
+            for number, prompt in waiting:
                 replies.append(Reply())
-                await stream(client, request_of(prompt, max_tokens, workload, True, ignore_eos), replies[-1])
+                share = min(number + 1, concurrency) / concurrency
+                length = max(1, round(share * max_tokens))
+                await stream(client, request_of(prompt, length, workload, True, ignore_eos), replies[-1])
 
-        began_s = time.monotonic()
         places = [asyncio.create_task(place()) for _ in range(concurrency)]
         try:
+            while not _are_under_way(replies, concurrency) and not any(task.done() for task in places):
+                await asyncio.sleep(0.002)
+            began_s, before = time.monotonic(), sum(len(reply.token_ids) for reply in replies)
             ended, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
             seconds = time.monotonic() - began_s
             so_far = [dataclasses.replace(reply, token_ids=list(reply.token_ids)) for reply in replies]
@@ -145,7 +156,12 @@ async def play_full(
             for task in places:
                 task.cancel()
             await asyncio.gather(*places, return_exceptions=True)
-    return Played(so_far, seconds)
+    return Played(so_far, seconds, before)
+
+
+def _are_under_way(replies: Sequence[Reply], count: int) -> bool:
+    """Whether the first `count` requests have a token, or have ended."""
+    return len(replies) >= count and all(reply.first_token_s or reply.seconds for reply in replies[:count])
 
 
 async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any], reply: Reply | None = None) -> Reply:

@@ -108,6 +108,16 @@ def test_as_many_at_once_as_asked(server: tuple[str, Server]) -> None:
     assert server[1].most_at_once == 1
 
 
+def test_the_first_of_each_place_are_staggered(server: tuple[str, Server]) -> None:
+    prompts = [Prompt("s", "abcdefgh") for _ in range(9)]
+    found = asyncio.run(play_full(server[0], prompts, concurrency=4, max_tokens=8))
+    asked = sorted(body["max_tokens"] for body in server[1].bodies)
+    assert asked[:4] == [2, 4, 6, 8]
+    assert set(asked[4:]) == {8}
+    assert found.tokens_before >= 4
+    assert found.num_tokens == sum(len(reply.token_ids) for reply in found.replies) - found.tokens_before
+
+
 def test_only_the_time_in_which_all_places_are_taken_counts(server: tuple[str, Server]) -> None:
     prompts = [Prompt("s", text) for text in ("held", "abc", "after", "after")]
     found = asyncio.run(play_full(server[0], prompts, concurrency=2, max_tokens=5))
