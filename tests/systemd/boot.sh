@@ -7,7 +7,7 @@
 #     STUFF   folder that the container finds as /opt/test; has the wheel
 #     PYTHON  interpreter that /opt/honed is made with
 #     PIP     interpreter that has pip
-#     SITE    site-packages with everything that honed needs, vLLM included
+#     SITE    site-packages with everything that honed needs, vLLM included; the container has it as /opt/site
 #     NSPAWN  systemd-nspawn
 set -eu
 space=$1 stuff=$2 python=$3 pip=$4 site=$5 nspawn=$6
@@ -27,9 +27,10 @@ chmod -R a+rX "$root/opt/test"
 
 # What an operator does: an environment in /opt/honed. Its packages are this machine's; honed itself is the wheel.
 chroot "$root" "$python" -m venv --without-pip /opt/honed
-echo "$site" > "$(echo "$root"/opt/honed/lib/python3*/site-packages)/others.pth"
+echo /opt/site > "$(echo "$root"/opt/honed/lib/python3*/site-packages)/others.pth"
 chroot "$root" "$pip" -m pip --disable-pip-version-check --python /opt/honed/bin/python install \
     --quiet --no-deps --no-index "/$(cd "$root" && ls opt/test/honed-*.whl)"
 
 exec "$nspawn" --directory="$root" --boot --register=no --keep-unit --private-network --link-journal=no --console=pipe \
+    --bind-ro="$site:/opt/site" \
     systemd.unit=multi-user.target
