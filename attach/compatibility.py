@@ -1,7 +1,7 @@
-"""Is this vLLM one that the attachment knows? Checked once, at attach, against what the code really calls.
+"""Is this vLLM one that the attachment knows? Checked once, at attach, as far as the scheduler's own class goes.
 
-Each capability lists what it relies on. Where something doesn't fit, that capability is left out and the reason is said
-once; when even "events" doesn't fit, nothing is attached. Nothing here may raise.
+`contract.py` lists what each capability relies on. Where something doesn't fit, that capability is left out and the reason is
+said once; when even "events" doesn't fit, nothing is attached. Nothing here may raise.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from honed.attach.contract import CONTRACT, Method
 
 SUPPORTED = ((0, 32), (0, 34))
 """vLLM releases from the first, up to but not including the second."""
@@ -23,36 +25,24 @@ class Findings:
     limits: tuple[str, ...]
 
 
-_SCHEDULER_NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "events": {
-        "schedule": (),
-        "update_from_output": ("scheduler_output", "model_runner_output"),
-        "make_spec_decoding_stats": (
-            "spec_decoding_stats",
-            "num_draft_tokens",
-            "num_accepted_tokens",
-            "num_invalid_spec_tokens",
-            "request_id",
-        ),
-        "add_request": ("request",),
-        "_free_request": ("request",),
-        "has_unfinished_requests": (),
-        "get_request_counts": (),
-    },
-    "draft_length": {
-        "_update_after_schedule": ("scheduler_output",),
-        "update_draft_token_ids": ("draft_token_ids",),
-    },
-}
+def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
+    """All findings on an engine. Of a vLLM that isn't known nothing but its events is touched.
+
+    Args:
+        base: the scheduler class that is subclassed.
+        vllm_config: vLLM's configuration.
+        vllm_version: for example "0.32.0+cpu".
+    """
+    scheduler, features = check_scheduler(base, vllm_version), check_features(vllm_config)
+    limits = scheduler.limits + features.limits
+    if not _is_supported(vllm_version):
+        return Findings(scheduler.capabilities, limits)
+    without = {name for name in scheduler.capabilities if any(limit.startswith(f"{name} is off") for limit in limits)}
+    return Findings(tuple(c for c in scheduler.capabilities + features.capabilities if c not in without), limits)
 
 
 def check_scheduler(base: type, vllm_version: str) -> Findings:
-    """Compare a vLLM scheduler class with what the attachment overrides.
-
-    Args:
-        base: the class that is subclassed (Scheduler or AsyncScheduler).
-        vllm_version: for example "0.32.0+cpu".
-    """
+    """Compare a vLLM scheduler class (Scheduler or AsyncScheduler) with what the contract wants of it."""
     limits: list[str] = []
     is_known = _is_supported(vllm_version)
     if not is_known:
@@ -62,8 +52,9 @@ def check_scheduler(base: type, vllm_version: str) -> Findings:
             "install a supported vLLM, or a newer honed"
         )
     capabilities = []
-    for capability, methods in _SCHEDULER_NEEDS.items():
-        misfits = [text for name, names in methods.items() if (text := _misfit(base, name, names))]
+    for capability in ("events", "draft_length"):
+        needed = [c for c in CONTRACT[capability] if isinstance(c, Method) and c.owner == "Scheduler" and c.name != "__init__"]
+        misfits = [text for method in needed if (text := _misfit(base, method.name, (*method.first, *method.parameters)))]
         if misfits:
             limits.append(f"{capability} is off: {'; '.join(misfits)}")
         elif is_known or capability == "events":

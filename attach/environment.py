@@ -51,7 +51,7 @@ class AttachSettings:
         return self.engine_dir / "busy"
 
 
-def from_environment(environ: Mapping[str, str], data_parallel_rank: int = 0) -> AttachSettings | None:
+def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -> AttachSettings | None:
     """Read the settings; None when honed is not switched on (no HONED_RUNTIME_DIR).
 
     Raises:
@@ -68,7 +68,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_rank: int = 0) ->
         raise ValueError(f"HONED_FEATURES={feature_kind!r}: use 'fused' or 'layers'")
     return AttachSettings(
         runtime_dir=Path(runtime_dir),
-        engine_id=f"{engine_id}-{data_parallel_rank}",
+        engine_id=f"{engine_id}-{data_parallel_index}",
         is_capture_on=environ.get("HONED_CAPTURE", "1") not in ("0", "false", "no"),
         ring_bytes=_bytes(environ, "HONED_RING_BYTES", 64 << 20, minimum=1 << 20),
         queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),

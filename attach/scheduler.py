@@ -17,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from honed.attach.attachment import Attachment
-from honed.attach.compatibility import Findings, check_features, check_scheduler
+from honed.attach.compatibility import Findings, check
 from honed.attach.environment import AttachSettings, from_environment, unknown_variables
 from honed.attach.step_log import Verified
 
@@ -32,8 +32,8 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     base: type[Scheduler] = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     try:
-        rank = vllm_config.parallel_config.data_parallel_rank
-        settings = from_environment(os.environ, rank)
+        # Not `data_parallel_rank`: vLLM sets that to 0 in every replica of a model without experts.
+        settings = from_environment(os.environ, vllm_config.parallel_config.data_parallel_index)
         if settings is None:
             return base(*args, **kwargs)
         for sentence in unknown_variables(os.environ):
@@ -48,15 +48,12 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
 
 
 def _check(base: type[Scheduler], vllm_config: Any) -> Findings:
-    ours, theirs = check_scheduler(base, str(vllm.__version__)), check_features(vllm_config)
-    limits = ours.limits + theirs.limits
-    for limit in limits:
+    findings = check(base, vllm_config, str(vllm.__version__))
+    for limit in findings.limits:
         logger.warning("honed: %s", limit)
-    if "events" not in ours.capabilities:
-        raise RuntimeError("this vLLM's scheduler is not one that honed knows: " + "; ".join(ours.limits))
-    without = {name for name in ours.capabilities if any(limit.startswith(f"{name} is off") for limit in limits)}
-    capabilities = tuple(c for c in ours.capabilities + theirs.capabilities if c not in without)
-    return Findings(capabilities, limits)
+    if "events" not in findings.capabilities:
+        raise RuntimeError("this vLLM's scheduler is not one that honed knows: " + "; ".join(findings.limits))
+    return findings
 
 
 _classes: dict[Any, type[Any]] = {}

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from honed.attach.compatibility import check_features, check_scheduler
+from honed.attach.compatibility import check, check_features, check_scheduler
 
 
 class Fits:
+    def __init__(self, vllm_config: Any) -> None: ...
     def schedule(self, throttle_prefills: bool = False) -> None: ...
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
     def make_spec_decoding_stats(
@@ -27,6 +28,8 @@ class Fits:
     def get_request_counts(self) -> tuple[int, int]: ...
     def _update_after_schedule(self, scheduler_output: Any) -> None: ...
     def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> None: ...
+    def shutdown(self) -> None: ...
 
 
 def test_a_scheduler_that_fits_gets_everything() -> None:
@@ -92,3 +95,16 @@ def test_what_cannot_be_is_said(given: Any, word: str) -> None:
     findings = check_features(given)
     assert findings.capabilities == ()
     assert word in findings.limits[0]
+
+
+def test_of_an_unknown_vllm_nothing_but_events_is_touched() -> None:
+    known, unknown = check(Fits, config(), "0.32.0"), check(Fits, config(), "0.34.0")
+    assert known.capabilities == ("events", "draft_length", "capture", "swap")
+    assert known.limits == ()
+    assert unknown.capabilities == ("events",)
+    assert "only observing" in unknown.limits[0]
+
+
+def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
+    findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
+    assert findings.capabilities == ("events",)

@@ -16,7 +16,7 @@ def test_without_the_runtime_directory_honed_is_off() -> None:
 
 
 def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
-    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_ENGINE_ID": "chat"}, data_parallel_rank=2)
+    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_ENGINE_ID": "chat"}, data_parallel_index=2)
     assert settings is not None
     assert settings.engine_id == "chat-2"
     assert settings.socket_endpoint == "ipc:///run/honed/engine.sock"

@@ -1,0 +1,237 @@
+"""What the attachment relies on in vLLM, as a list: what must be there, under which name, called with what, in which order.
+
+Most of it is private to vLLM, which releases every few weeks. `contract_check.py` holds the list against a release's Python
+sources, without importing them; `make contract` does so for every supported release, and `make test` for the one installed.
+What relies on something new in vLLM gets a line here.
+
+Files are below the package `vllm`. A class stands for its bases, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method, or a function where there is no class.
+
+    `parameters` are there under these names; `first` are its first ones, in this order. Its body calls `calls` in this order,
+    among other things.
+    """
+
+    file: str
+    owner: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """Fields, properties, or what methods of the class assign on `self`."""
+
+    file: str
+    owner: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Somewhere in a method, `callee` is called with these keywords (and, first, these names by position)."""
+
+    file: str
+    owner: str
+    name: str
+    callee: str
+    keywords: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A dataclass whose instances take an attribute of ours: neither frozen nor with slots."""
+
+    file: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A name of a module, or of a class, with this value."""
+
+    file: str
+    owner: str
+    name: str
+    value: int | str | bytes
+
+
+Clause: TypeAlias = Method | Attributes | Passes | Open | Constant
+
+_SCHED, _ASYNC = "v1/core/sched/scheduler.py", "v1/core/sched/async_scheduler.py"
+_CORE, _LINEAR = "v1/engine/core.py", "model_executor/layers/linear.py"
+_V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
+_PROPOSER, _SPECULATOR = "v1/spec_decode/dflash.py", "v1/worker/gpu/spec_decode/dflash/speculator.py"
+_DFLASH = "model_executor/models/qwen3_dflash.py"
+
+EVENTS: tuple[Clause, ...] = (
+    Constant("plugins/__init__.py", "", "DEFAULT_PLUGINS_GROUP", "vllm.general_plugins"),
+    Method(_SCHED, "Scheduler", "__init__", first=("vllm_config",)),
+    Method(_SCHED, "Scheduler", "schedule", calls=("_update_after_schedule",)),
+    Method(
+        _SCHED, "Scheduler", "update_from_output", ("scheduler_output", "model_runner_output"),
+        calls=("make_spec_decoding_stats",),
+    ),
+    Passes(
+        _SCHED, "Scheduler", "update_from_output", "make_spec_decoding_stats",
+        ("num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
+    ),
+    Method(
+        _SCHED, "Scheduler", "make_spec_decoding_stats",
+        first=("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
+    ),
+    Method(_SCHED, "Scheduler", "add_request", first=("request",)),
+    Method(_SCHED, "Scheduler", "_free_request", first=("request",)),
+    Method(_SCHED, "Scheduler", "finish_requests", calls=("_free_request",)),
+    Method(_SCHED, "Scheduler", "has_unfinished_requests"),
+    Method(_SCHED, "Scheduler", "get_request_counts"),
+    Method(_SCHED, "Scheduler", "shutdown"),
+    Attributes(_SCHED, "Scheduler", ("requests", "num_spec_tokens", "kv_cache_manager")),
+    Method(_ASYNC, "AsyncScheduler", "update_from_output"),
+    Attributes("v1/core/kv_cache_manager.py", "KVCacheManager", ("usage",)),
+    Open("v1/core/sched/output.py", "SchedulerOutput"),
+    Attributes(
+        "v1/core/sched/output.py", "SchedulerOutput",
+        ("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"),
+    ),
+    Attributes("v1/outputs.py", "ModelRunnerOutput", ("sampled_token_ids", "req_id_to_index")),
+    Attributes("v1/request.py", "Request", ("request_id", "sampling_params", "num_tokens", "num_computed_tokens")),
+    Attributes("sampling_params.py", "SamplingParams", ("extra_args", "temperature")),
+    Attributes(
+        "config/vllm.py", "VllmConfig",
+        (
+            "model_config", "parallel_config", "scheduler_config", "speculative_config", "num_speculative_tokens",
+            "use_v2_model_runner",
+        ),
+    ),
+    Attributes("config/parallel.py", "ParallelConfig", ("data_parallel_index", "pipeline_parallel_size")),
+    Attributes("config/scheduler.py", "SchedulerConfig", ("async_scheduling", "max_num_seqs", "scheduler_cls")),
+    Attributes("config/speculative.py", "SpeculativeConfig", ("method", "draft_model_config", "enable_adaptive_verification")),
+    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "max_model_len")),
+    Method(_CORE, "EngineCore", "__init__", calls=("load_general_plugins", "_initialize_kv_caches", "Scheduler")),
+    Method(_CORE, "EngineCore", "step", calls=("schedule", "execute_model", "sample_tokens", "update_from_output")),
+    Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("schedule", "execute_model", "update_from_output")),
+)  # fmt: skip
+
+DRAFT_LENGTH: tuple[Clause, ...] = (
+    Method(_SCHED, "Scheduler", "_update_after_schedule", first=("scheduler_output",)),
+    Method(_SCHED, "Scheduler", "update_draft_token_ids", first=("draft_token_ids",)),
+    Method(_ASYNC, "AsyncScheduler", "_update_after_schedule", first=("scheduler_output",)),
+    Attributes("v1/core/sched/output.py", "SchedulerOutput", ("num_spec_tokens_to_schedule",)),
+    Attributes("v1/outputs.py", "DraftTokenIds", ("req_ids",)),
+    Attributes("v1/request.py", "Request", ("spec_token_ids",)),
+    Method(_CORE, "EngineCore", "post_step", calls=("take_draft_token_ids", "update_draft_token_ids")),
+    Method("v1/executor/abstract.py", "Executor", "take_draft_token_ids"),
+    # A step without drafts is spared the draft pass (context_backlog.py); V1 only.
+    Passes(
+        _V1, "GPUModelRunner", "propose_draft_token_ids", "propose",
+        (
+            "num_speculative_tokens", "target_token_ids", "target_positions", "target_hidden_states", "next_token_ids",
+            "token_indices_to_sample", "common_attn_metadata", "num_rejected_tokens_gpu",
+        ),
+    ),
+    Method(
+        _PROPOSER, "DFlashProposer", "set_inputs_first_pass",
+        (
+            "target_token_ids", "next_token_ids", "target_positions", "target_hidden_states", "token_indices_to_sample", "cad",
+            "num_rejected_tokens_gpu",
+        ),
+    ),
+    Method(_PROPOSER, "DFlashProposer", "propose", calls=("combine_hidden_states", "set_inputs_first_pass")),
+    Attributes(
+        _PROPOSER, "DFlashProposer",
+        (
+            "method", "parallel_drafting", "num_speculative_tokens", "vllm_config", "_last_draft_probs",
+            "_context_positions_buffer", "_context_slot_mapping_buffer",
+        ),
+    ),
+    Method(
+        _DFLASH, "DFlashQwen3Model", "precompute_and_store_context_kv",
+        first=("context_states", "context_positions", "context_slot_mapping"),
+    ),
+    Constant("v1/spec_decode/utils.py", "", "PADDING_SLOT_ID", -1),
+)  # fmt: skip
+
+WORKERS: tuple[Clause, ...] = (
+    Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
+    Method(_CORE, "EngineCore", "_initialize_kv_caches"),
+    Attributes(_CORE, "EngineCore", ("model_executor", "_idle_state_callbacks")),
+    Attributes(_CORE, "EngineCoreProc", ("input_queue",)),
+    Method(_CORE, "EngineCoreProc", "_process_input_queue", calls=("_notify_idle_state_callbacks", "get")),
+    Attributes("v1/engine/__init__.py", "EngineCoreRequestType", ("WAKEUP",)),
+    Attributes("config/parallel.py", "ParallelConfig", ("worker_extension_cls",)),
+    Attributes("v1/worker/worker_base.py", "WorkerBase", ("rank", "device", "model_runner")),
+    Attributes(_V1, "GPUModelRunner", ("drafter",)),
+    Method(_V1, "GPUModelRunner", "execute_model", first=("scheduler_output",)),
+    Attributes(_V2, "GPUModelRunner", ("speculator",)),
+    Method(_V2, "GPUModelRunner", "execute_model", first=("scheduler_output",)),
+    Attributes(_PROPOSER, "DFlashProposer", ("model",)),
+    Attributes(_SPECULATOR, "DFlashSpeculator", ("model",)),
+    Attributes(_DFLASH, "DFlashQwen3ForCausalLM", ("model",)),
+    Method(_DFLASH, "DFlashQwen3ForCausalLM", "combine_hidden_states", first=("hidden_states",)),
+)
+"""What capture and swap both need: a way to the workers, also of an idle engine, and to the drafter in them."""
+
+CAPTURE: tuple[Clause, ...] = (
+    *WORKERS,
+    Attributes("v1/core/sched/output.py", "SchedulerOutput", ("finished_req_ids", "scheduled_new_reqs")),
+    Attributes("v1/core/sched/output.py", "NewRequestData", ("req_id", "prompt_token_ids", "sampling_params")),
+    Passes(
+        _V1, "GPUModelRunner", "propose_draft_token_ids", "propose",
+        ("target_token_ids", "target_positions", "target_hidden_states", "common_attn_metadata", "num_rejected_tokens_gpu"),
+    ),
+    Attributes(_PROPOSER, "DFlashProposer", ("_dflash_hidden_states",)),
+    Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc_cpu",)),
+    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
+    Method(
+        _SPECULATOR, "DFlashSpeculator", "propose", ("dummy_run",),
+        first=(
+            "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled",
+            "num_rejected",
+        ),
+    ),
+    Attributes(_SPECULATOR, "DFlashSpeculator", ("hidden_states",)),
+    Attributes(
+        "v1/worker/gpu/input_batch.py", "InputBatch",
+        ("req_ids", "num_reqs", "num_tokens", "query_start_loc_np", "input_ids", "positions"),
+    ),
+    Attributes(_DFLASH, "DFlashQwen3Model", ("hidden_norm",)),
+    Attributes("model_executor/layers/layernorm.py", "RMSNorm", ("weight", "variance_epsilon")),
+)  # fmt: skip
+
+SWAP: tuple[Clause, ...] = (
+    *WORKERS,
+    Method(_SCHED, "Scheduler", "reset_prefix_cache", ("reset_running_requests",)),
+    Attributes(
+        _DFLASH, "DFlashQwen3Model",
+        ("layers", "_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights", "mask_embedding", "has_separate_mask_embedding"),
+    ),
+    Attributes(_DFLASH, "DFlashQwen3DecoderLayer", ("self_attn",)),
+    Attributes(_DFLASH, "DFlashQwen3Attention", ("qkv_proj", "k_norm", "q_size")),
+    Attributes(_LINEAR, "ColumnParallelLinear", ("tp_rank", "tp_size", "output_size_per_partition", "quant_method")),
+    Attributes(_LINEAR, "RowParallelLinear", ("tp_rank", "tp_size", "input_size_per_partition", "params_dtype")),
+    Attributes(_LINEAR, "QKVParallelLinear", ("num_heads", "num_kv_heads", "head_size", "num_kv_head_replicas")),
+    Method(_LINEAR, "UnquantizedLinearMethod", "process_weights_after_loading", first=("layer",)),
+    Method(_LINEAR, "UnquantizedLinearMethod", "apply", first=("layer", "x", "bias")),
+    Method("distributed/communication_op.py", "", "tensor_model_parallel_all_gather", first=("input_", "dim")),
+)  # fmt: skip
+
+CONTRACT: dict[str, tuple[Clause, ...]] = {
+    "events": EVENTS,
+    "draft_length": DRAFT_LENGTH,
+    "capture": CAPTURE,
+    "swap": SWAP,
+}
+"""Capability -> what it needs."""
