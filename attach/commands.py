@@ -119,13 +119,20 @@ class CommandRunner:
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._staging = self._lease = None
         self._on_swapped(args["version"], drops_cache)
+        steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
+        logger.info("honed: drafter version %s serves; steps of each rank before it: %s", args["version"], " ".join(steps))
         if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
             self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
         copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
+        is_torn = len(set(steps)) > 1
         self._answer(
             command,
+            error=f"ranks swapped at different steps ({', '.join(steps)}): what was drafted between is of both versions, "
+            "and is not to be judged; please report this vLLM version"
+            if is_torn
+            else "",
             figures={"pause_ms": pause_ms, "stage_ms": staged_s * 1e3, "copy_ms": copy_ms, "ranks": float(len(figures))},
-            detail={"version": args["version"]},
+            detail={"version": args["version"], "steps": " ".join(steps)},
         )
 
     def _is_lease_over(self) -> bool:

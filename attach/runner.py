@@ -48,6 +48,18 @@ class Runner(ABC):
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
+        self.num_steps = 0
+        """Steps begun since `count_steps`: the same number on every rank between the same two steps."""
+
+    def count_steps(self) -> None:
+        """From now on count steps."""
+        execute = self._runner.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            self.num_steps += 1
+            return execute(*args, **kwargs)
+
+        self._runner.execute_model = execute_model
 
     @property
     @abstractmethod

@@ -2,11 +2,12 @@
 
 What vLLM's own reload path breaks for DFlash, and what is done here instead: parameters keep their storage (captured CUDA
 graphs hold its address), so does the fused context-K/V projection that vLLM builds at load; the target's `embed_tokens` and
-`lm_head`, which the drafter shares, are never touched. On a CPU vLLM packs linear weights away; they are unpacked into a
-fresh parameter and packed again.
+`lm_head`, which the drafter shares, are never touched. On a CPU vLLM packs linear weights away; they are made anew and packed
+again.
 
-Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies. Several versions can
-be held on the device at once: two that take turns are read once and swapped as often as one likes.
+Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies. A rank stages its own
+part of each tensor. Several versions can be held on the device at once: two that take turns are read once and swapped as often
+as one likes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load as load_safetensors
+
+from honed.attach.shard import Shard, shard_of
 
 _SHARED = ("embed_tokens", "lm_head")
 
@@ -39,11 +42,14 @@ class Swapper:
     def __init__(self, draft_model: Any, device: torch.device) -> None:
         self._model = draft_model
         self._device = device
-        self._is_sharded = any(getattr(m, "tp_size", 1) > 1 for m in draft_model.modules())
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._state = ""
         self._thread: threading.Thread | None = None
-        self._shapes = {name: tensor.shape for name, tensor in self.export().items()}
+        self._shards: dict[str, Shard] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        with torch.inference_mode():
+            for name, part, shard in self._live():
+                self._shards[name], self._shapes[name] = shard, shard.whole_shape(part.shape)
 
     def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
         """Begin to read, check and bring to the device what isn't held yet, and let go of all others; returns at once.
@@ -90,6 +96,7 @@ class Swapper:
             raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
         tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
         self._check(tensors)
+        tensors = {name: self._shards[name].cut(tensor).contiguous() for name, tensor in tensors.items()}
         side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if side is not None:
             with torch.cuda.stream(side):
@@ -104,7 +111,7 @@ class Swapper:
             what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the running drafter lacks"
             raise SwapError(f"the checkpoint {what}: it is for another drafter architecture")
         for name, tensor in tensors.items():
-            if not self._is_sharded and tensor.shape != live[name]:
+            if tensor.shape != live[name]:
                 raise SwapError(
                     f"{name} is {list(tensor.shape)} in the checkpoint, {list(live[name])} in the running drafter: "
                     "it was trained for another drafter"
@@ -130,7 +137,8 @@ class Swapper:
         unpacked = list(_packed_linears(inner))
         for layer in unpacked:
             _unpack(layer)
-        inner.load_weights(tensors.items())
+        for name, live, _ in self._live():
+            live.copy_(tensors[name])
         self._refresh_fused(inner)
         for layer in unpacked:
             layer.quant_method.process_weights_after_loading(layer)
@@ -150,14 +158,12 @@ class Swapper:
             inner._fused_kv_bias.copy_(torch.cat([a.qkv_proj.bias[a.q_size :] for a in attention], dim=0))
         inner._k_norm_weights.copy_(torch.stack([a.k_norm.weight.data for a in attention], dim=0))
 
-    @torch.inference_mode()
-    def export(self) -> dict[str, torch.Tensor]:
-        """The live weights under their checkpoint names. [rank's shard under tensor parallelism]
+    def _live(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
+        """This rank's part of each live tensor under its checkpoint name, as a view of the parameter that holds it.
 
-        Linear layers that a CPU build packed away are recovered by multiplying with the identity: exact in floating point.
+        Linear layers that a CPU build packed away are recovered by multiplying with the identity: exact, and no view.
         """
         inner = self._model.model
-        tensors: dict[str, torch.Tensor] = {}
         packed = {id(layer) for layer in _packed_linears(inner)}
         for module_name, module in inner.named_modules():
             if any(s in module_name for s in _SHARED):
@@ -167,11 +173,17 @@ class Swapper:
                 if name == "mask_embedding" and not inner.has_separate_mask_embedding:
                     continue
                 value = _dense_weight(module) if id(module) in packed and parameter_name == "weight" else parameter.data
-                tensors.update(_split(name, value, module))
-        return tensors
+                yield from _split(name, parameter_name, value, module)
+
+    @torch.inference_mode()
+    def export(self) -> dict[str, torch.Tensor]:
+        """The live weights, whole, under their checkpoint names. Under tensor parallelism all ranks have to call it at once."""
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        return {name: shard.join(part, tensor_model_parallel_all_gather) for name, part, shard in self._live()}
 
     def checksum(self) -> str:
-        """SHA-256 over the live weights: name, shape and float32 bytes of every tensor, by name."""
+        """SHA-256 over the live weights, whole: name, shape and float32 bytes of every tensor, by name. As `export`."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.export().items()):
             digest.update(f"{name}{list(tensor.shape)}".encode())
@@ -194,29 +206,23 @@ def _dense_weight(layer: Any) -> torch.Tensor:  # [out, in]
 
 
 def _unpack(layer: Any) -> None:
-    """Give a packed linear layer an ordinary weight again, with the loader that it had, for `load_weights` to fill."""
-    from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
-    from vllm.model_executor.parameter import ModelWeightParameter
+    """Give a packed linear layer an ordinary weight again, to be filled.
 
-    is_v2 = type(layer.quant_method).__name__ in WEIGHT_LOADER_V2_SUPPORTED and hasattr(layer, "weight_loader_v2")
-    # Every name was checked to be in the checkpoint, so all of it is overwritten: what was packed needn't be recovered.
+    Every name was checked to be in the checkpoint, so all of it is overwritten: what was packed needn't be recovered.
+    """
     inputs = getattr(layer, "input_size_per_partition", layer.input_size)
     outputs = getattr(layer, "output_size_per_partition", layer.output_size)
-    layer.weight = ModelWeightParameter(
-        data=torch.empty(outputs, inputs, dtype=layer.params_dtype),
-        input_dim=1,
-        output_dim=0,
-        weight_loader=layer.weight_loader_v2 if is_v2 else layer.weight_loader,
-    )
+    layer.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=layer.params_dtype), requires_grad=False)
 
 
-def _split(name: str, value: torch.Tensor, module: Any) -> dict[str, torch.Tensor]:
+def _split(name: str, parameter: str, value: torch.Tensor, module: Any) -> Iterator[tuple[str, torch.Tensor, Shard]]:
     """Undo vLLM's stacking: qkv_proj -> q, k, v; gate_up_proj -> gate, up."""
     if ".qkv_proj." in name:
         sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
-        parts = torch.split_with_sizes(value, sizes, dim=0)
-        return {name.replace("qkv_proj", p): t for p, t in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True)}
-    if ".gate_up_proj." in name:
-        gate, up = value.chunk(2, dim=0)
-        return {name.replace("gate_up_proj", "gate_proj"): gate, name.replace("gate_up_proj", "up_proj"): up}
-    return {name: value}
+        stack, parts = "qkv_proj", dict(zip(("q_proj", "k_proj", "v_proj"), torch.split_with_sizes(value, sizes), strict=True))
+    elif ".gate_up_proj." in name:
+        stack, parts = "gate_up_proj", dict(zip(("gate_proj", "up_proj"), value.chunk(2), strict=True))
+    else:
+        stack, parts = "", {"": value}
+    for one, part in parts.items():
+        yield name.replace(stack, one) if stack else name, part, shard_of(module, parameter, one)

@@ -31,6 +31,7 @@ class _WorkerSide:
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
         self.num_errors = 0
+        self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(worker.device))
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
@@ -88,15 +89,19 @@ class HonedWorkerExtension:
         return self._honed_required().swapper.staged(version)
 
     def honed_apply(self, version: str, is_held_on: bool) -> dict[str, float]:
-        """Copy the staged version in place; `is_held_on`: what is staged stays so."""
+        """Copy the staged version in place; `is_held_on`: what is staged stays so.
+
+        Returns:
+            copy_ms, and `step`: how many steps this rank has begun, which must be the same on all ranks.
+        """
         side = self._honed_required()
-        figures = side.swapper.apply(version, is_held_on)
+        figures = side.swapper.apply(version, is_held_on) | {"step": float(side.runner.num_steps)}
         if side.capturer is not None:
             side.capturer.set_share(side.capturer.share, version)
         return figures
 
     def honed_checksum(self) -> str:
-        """SHA-256 of the live drafter weights."""
+        """SHA-256 of the live drafter weights, put together from all ranks' parts."""
         return self._honed_required().swapper.checksum()
 
     def _honed_required(self) -> _WorkerSide:

@@ -125,6 +125,8 @@ class Swaps:
             for name, value in result.figures.items():
                 sent.swap.figures[name] = max(value, sent.swap.figures.get(name, value))
             self.last_pause_s = result.figures.get("pause_ms", 0.0) / 1000.0
+            tell = log.debug if sent.swap.is_turn else log.info
+            tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
         if not result.ok:
             sent.swap.refused.add(sent.engine_id)
         self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
