@@ -9,7 +9,7 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-api test-systemd test-observability lint typecheck dashboards reference clean help
+.PHONY: setup demo test test-api test-systemd test-observability test-parallel contract lint typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
@@ -17,6 +17,8 @@ help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
+	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
+	@echo "make contract       what honed relies on in vLLM, held against the sources of every supported release"
 	@echo "make lint typecheck the other checks"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
@@ -70,6 +72,10 @@ test-observability: setup
 	@$(BIN)/python tests/observability/fetch_tools.py build/tools
 	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
+test-parallel: setup
+	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 3 minutes on two cores)"
+	@HONED_TEST_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_parallel.py
+
 lint: setup
 	@echo "== ruff"
 	@$(BIN)/ruff check .
@@ -83,8 +89,14 @@ dashboards: setup
 	@$(BIN)/python dashboards/make_dashboards.py
 
 reference: setup
-	@echo "== writing docs/reference.md and daemon/openapi.json anew"
+	@echo "== writing docs/reference.md, docs/compatibility.md and daemon/openapi.json anew"
 	@$(BIN)/python -m honed.daemon.reference .
+	@$(BIN)/python -m honed.attach.contract_page .
+
+contract: setup
+	@echo "== fetching the sources of every supported vLLM release, and holding what honed relies on against them (some 700 MB)"
+	@folders=$$($(BIN)/python tests/attach/fetch_vllm.py) && $(BIN)/python -m honed.attach.contract_page . $$folders
+	@$(BIN)/python -m pytest tests/attach/test_contract.py
 
 bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-swap \
        bench-capture bench-yield bench-overhead bench-recalib bench-adapt

@@ -35,7 +35,7 @@ def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
     """
     scheduler, features = check_scheduler(base, vllm_version), check_features(vllm_config)
     limits = scheduler.limits + features.limits
-    if not _is_supported(vllm_version):
+    if not is_supported(vllm_version):
         return Findings(scheduler.capabilities, limits)
     without = {name for name in scheduler.capabilities if any(limit.startswith(f"{name} is off") for limit in limits)}
     return Findings(tuple(c for c in scheduler.capabilities + features.capabilities if c not in without), limits)
@@ -44,7 +44,7 @@ def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
 def check_scheduler(base: type, vllm_version: str) -> Findings:
     """Compare a vLLM scheduler class (Scheduler or AsyncScheduler) with what the contract wants of it."""
     limits: list[str] = []
-    is_known = _is_supported(vllm_version)
+    is_known = is_supported(vllm_version)
     if not is_known:
         low, high = (".".join(map(str, v)) for v in SUPPORTED)
         limits.append(
@@ -78,7 +78,8 @@ def check_features(vllm_config: Any) -> Findings:
     return Findings(() if limits else ("capture", "swap"), tuple(limits))
 
 
-def _is_supported(version: str) -> bool:
+def is_supported(version: str) -> bool:
+    """Whether a vLLM release, like "0.32.0+cpu", is one that honed was made for."""
     parts = version.split("+")[0].split(".")
     try:
         release = (int(parts[0]), int(parts[1]))

@@ -40,14 +40,13 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Somewhere in a method, `callee` is called with these keywords (and, first, these names by position)."""
+    """Somewhere in a method, `callee` is called with these keywords."""
 
     file: str
     owner: str
     name: str
     callee: str
-    keywords: tuple[str, ...] = ()
-    positional: tuple[str, ...] = ()
+    keywords: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

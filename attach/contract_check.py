@@ -1,7 +1,7 @@
 """Holds the contract against vLLM's Python sources, which are read and never imported.
 
-`python -m honed.attach.contract_check FOLDER` names what doesn't fit in the package `vllm` that lies there, and ends with 1 if
-anything doesn't.
+`python -m honed.attach.contract_check [FOLDER]` names what doesn't fit in the package `vllm` that lies there, by default the
+one that is installed, and ends with 1 if anything doesn't.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from honed.attach.contract import CONTRACT, Attributes, Clause, Constant, Method, Open, Passes
@@ -17,22 +17,12 @@ from honed.attach.contract import CONTRACT, Attributes, Clause, Constant, Method
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def check(package: Path, contract: Mapping[str, Sequence[Clause]] = CONTRACT) -> dict[str, list[str]]:
-    """What doesn't fit, by capability: a sentence for each clause that is broken.
-
-    Args:
-        package: the folder `vllm` of a release's sources.
-
-    Raises:
-        FileNotFoundError: there are no sources of vLLM.
-    """
-    if not (package / "__init__.py").exists():
-        raise FileNotFoundError(f"{package} holds no sources of vLLM: its folder `vllm` is wanted")
-    sources = Sources(package)
-    return {
-        capability: [misfit for clause in clauses if (misfit := _misfit(sources, clause))]
-        for capability, clauses in contract.items()
-    }
+def check(sources: Sources, contract: Mapping[str, Sequence[Clause]] = CONTRACT) -> dict[str, list[str]]:
+    """What doesn't fit, by capability: a sentence for each clause that is broken."""
+    found = {}
+    for capability, clauses in contract.items():
+        found[capability] = [text for clause in clauses if (text := misfit(sources, clause))]
+    return found
 
 
 class Sources:
@@ -40,35 +30,45 @@ class Sources:
 
     Args:
         package: folder of the package `vllm`.
+
+    Raises:
+        FileNotFoundError: there are no sources of vLLM.
     """
 
     def __init__(self, package: Path) -> None:
-        self._package = package
+        if not (package / "__init__.py").is_file():
+            raise FileNotFoundError(f"{package} holds no sources of vLLM: its folder `vllm` is wanted")
+        self.package = package
         self._trees: dict[str, ast.Module | None] = {}
+
+    @property
+    def files(self) -> list[str]:
+        """The modules that were read so far."""
+        return [file for file, tree in self._trees.items() if tree is not None]
 
     def tree(self, file: str) -> ast.Module | None:
         """A module; None when there is no such file."""
         if file not in self._trees:
-            path = self._package / file
+            path = self.package / file
             self._trees[file] = ast.parse(path.read_text()) if path.is_file() else None
         return self._trees[file]
 
-    def lineage(self, file: str, owner: str) -> list[ast.ClassDef]:
+    def lineage(self, file: str, owner: str, seen: frozenset[tuple[str, str]] = frozenset()) -> list[ast.ClassDef]:
         """A class and, after it, its bases as far as vLLM defines them; empty when it isn't there."""
         tree = self.tree(file)
-        found = next((c for c in tree.body if isinstance(c, ast.ClassDef) and c.name == owner), None) if tree else None
+        if tree is None or (file, owner) in seen:
+            return []
+        seen |= {(file, owner)}
+        found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner), None)
         if found is None:
-            source = self._imported(file, owner)
-            return self.lineage(*source) if source is not None else []
-        classes = [found]
-        for base in found.bases:
-            if isinstance(base, ast.Name) and base.id != owner:
-                classes += self.lineage(file, base.id)
-        return classes
+            source = self._imported(tree, file, owner)
+            return self.lineage(*source, seen) if source is not None else []
+        bases = [base.id for base in found.bases if isinstance(base, ast.Name)]
+        return [found, *(one for base in bases for one in self.lineage(file, base, seen))]
 
-    def _imported(self, file: str, name: str) -> tuple[str, str] | None:
+    def _imported(self, tree: ast.Module, file: str, name: str) -> tuple[str, str] | None:
         """(file, name) of what a module imports from elsewhere in vLLM under this name."""
-        for node in ast.walk(self.tree(file) or ast.Module([], [])):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name and (source := self._file_of(file, node)):
@@ -87,18 +87,17 @@ class Sources:
         else:
             return None
         stem = "/".join(parts)
-        return next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if (self._package / f).is_file()), None)
+        return next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if (self.package / f).is_file()), None)
 
 
-def _misfit(sources: Sources, clause: Clause) -> str:
+def misfit(sources: Sources, clause: Clause) -> str:
     """Why a clause doesn't hold, "" when it does."""
-    where = f"{clause.owner}.{clause.name}" if not isinstance(clause, Attributes | Open) and clause.owner else clause.owner
     tree = sources.tree(clause.file)
     if tree is None:
-        return f"{clause.file} is missing ({where or getattr(clause, 'name', '')})"
+        return f"{qualified(clause)}: {clause.file} is missing"
     classes = sources.lineage(clause.file, clause.owner) if clause.owner else []
     if clause.owner and not classes:
-        return f"{clause.owner} is missing in {clause.file}"
+        return f"{qualified(clause)}: {clause.owner} is missing in {clause.file}"
     bodies = [node.body for node in classes] or [tree.body]
     match clause:
         case Attributes():
@@ -108,17 +107,35 @@ def _misfit(sources: Sources, clause: Clause) -> str:
             return f"{clause.owner} takes no further attributes" if _is_closed(classes[0]) else ""
         case Constant():
             value = next((v for body in bodies for n, v in _constants(body) if n == clause.name), None)
-            return "" if value == clause.value else f"{where or clause.name} is {value!r}, not {clause.value!r}"
-    function = next((f for body in bodies for f in reversed(body) if isinstance(f, Function) and f.name == clause.name), None)
-    if function is None:
-        return f"{where or clause.name} is missing"
-    return (
-        _broken_method(clause, function, where or clause.name) if isinstance(clause, Method) else _broken_call(clause, function)
-    )
+            return "" if value == clause.value else f"{qualified(clause)} is {value!r}, not {clause.value!r}"
+        case Method() | Passes():
+            function = _function(bodies, clause.name)
+            if function is None:
+                return f"{qualified(clause)} is missing"
+            return _broken_method(clause, function) if isinstance(clause, Method) else _broken_call(clause, function)
 
 
-def _broken_method(clause: Method, function: Function, where: str) -> str:
-    arguments = function.args
+def qualified(clause: Clause) -> str:
+    """What a clause is about, in full."""
+    name = "" if isinstance(clause, Attributes | Open) else clause.name
+    return ".".join(part for part in (clause.owner, name) if part)
+
+
+def _function(bodies: Sequence[Sequence[ast.stmt]], name: str) -> Function | None:
+    """A class's own function of this name, else that of its bases; what a base only demands of others doesn't count."""
+    for depth, body in enumerate(bodies):
+        for node in reversed(body):  # overloads come before what they are of
+            if isinstance(node, Function) and node.name == name and not (depth and _is_abstract(node)):
+                return node
+    return None
+
+
+def _is_abstract(function: Function) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == "abstractmethod" for d in function.decorator_list)
+
+
+def _broken_method(clause: Method, function: Function) -> str:
+    where, arguments = qualified(clause), function.args
     names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
     names = names[1:] if clause.owner and names[:1] in (["self"], ["cls"]) else names
     if tuple(names[: len(clause.first)]) != clause.first:
@@ -136,18 +153,11 @@ def _broken_method(clause: Method, function: Function, where: str) -> str:
 
 def _broken_call(clause: Passes, function: Function) -> str:
     """The call that comes nearest says what is missing."""
-    fewest: list[str] | None = None
-    for call in _calls(function):
-        if _callee(call) == clause.callee:
-            given = {keyword.arg for keyword in call.keywords}
-            by_position = [a.id if isinstance(a, ast.Name) else "" for a in call.args[: len(clause.positional)]]
-            absent = [k for k in clause.keywords if k not in given]
-            absent += [p for p, have in zip(clause.positional, [*by_position, *[""] * 9], strict=False) if p != have]
-            fewest = absent if fewest is None or len(absent) < len(fewest) else fewest
-    where = f"{clause.owner}.{clause.name}"
-    if fewest is None:
-        return f"{where} does not call {clause.callee}"
-    return f"{where} calls {clause.callee} without {', '.join(fewest)}" if fewest else ""
+    given = [{k.arg for k in call.keywords} for call in _calls(function) if _callee(call) == clause.callee]
+    if not given:
+        return f"{qualified(clause)} does not call {clause.callee}"
+    absent = min(([name for name in clause.keywords if name not in names] for names in given), key=len)
+    return f"{qualified(clause)} calls {clause.callee} without {', '.join(absent)}" if absent else ""
 
 
 def _calls(function: Function) -> list[ast.Call]:
@@ -203,24 +213,21 @@ def _constants(body: Iterable[ast.stmt]) -> Iterator[tuple[str, object]]:
                 continue
 
 
-@cache
 def installed() -> Path | None:
     """The package `vllm` of this Python environment, found without importing it; None when there is none."""
-    from importlib.util import find_spec
-
     spec = find_spec("vllm")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def main(folders: Sequence[str]) -> int:
+def main(folders: Sequence[Path]) -> int:
     """Check source trees; 1 when something doesn't fit."""
     num_broken = 0
     for folder in folders:
-        for capability, misfits in check(Path(folder)).items():
+        for capability, misfits in check(Sources(folder)).items():
             num_broken += len(misfits)
-            print("\n".join(f"{folder}: {capability}: {misfit}" for misfit in misfits) or f"{folder}: {capability} fits")
+            print("\n".join(f"{folder}: {capability}: {text}" for text in misfits) or f"{folder}: {capability} fits")
     return 1 if num_broken else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main([Path(argument) for argument in sys.argv[1:]] or [found for found in [installed()] if found]))
