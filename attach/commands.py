@@ -124,13 +124,10 @@ class CommandRunner:
         if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
             self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
         copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
-        is_torn = len(set(steps)) > 1
+        torn = f"ranks swapped at different steps ({', '.join(steps)}): drafts between them were of both versions' weights"
         self._answer(
             command,
-            error=f"ranks swapped at different steps ({', '.join(steps)}): what was drafted between is of both versions, "
-            "and is not to be judged; please report this vLLM version"
-            if is_torn
-            else "",
+            error=torn if len(set(steps)) > 1 else "",
             figures={"pause_ms": pause_ms, "stage_ms": staged_s * 1e3, "copy_ms": copy_ms, "ranks": float(len(figures))},
             detail={"version": args["version"], "steps": " ".join(steps)},
         )

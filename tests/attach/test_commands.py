@@ -20,6 +20,7 @@ class Ranks:
         self.applied: list[tuple[str, bool]] = []
         self.wanted: list[tuple[str, str, str]] = []
         self.on_stage = ["staging", "staging"]
+        self.steps = (41.0, 41.0)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
@@ -32,7 +33,7 @@ class Ranks:
             return self.staged.pop(0) if len(self.staged) > 1 else self.staged[0]
         if method == "honed_apply":
             self.applied.append(args)
-            return [{"copy_ms": 1.0}, {"copy_ms": 3.0}]
+            return [{"copy_ms": 1.0, "step": self.steps[0]}, {"copy_ms": 3.0, "step": self.steps[1]}]
         return ["sum", "sum"]
 
 
@@ -184,3 +185,17 @@ def test_what_the_daemon_says_of_the_cache_counts(monkeypatch: pytest.MonkeyPatc
     harness.swap("2", scope="kv-frozen", drops_cache="1")
     harness.run()
     assert harness.swapped == [("v2", False), ("v2", True)]
+
+
+def test_ranks_that_swap_at_different_steps_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    harness.swap("1")
+    harness.run()
+    assert harness.results[0].ok
+    assert harness.results[0].detail["steps"] == "41 41"
+    harness.ranks.steps = (57.0, 58.0)
+    harness.swap("2", version="v3")
+    harness.run()
+    assert not harness.results[1].ok
+    assert "different steps (57, 58)" in harness.results[1].error
+    assert harness.swapped[-1] == ("v3", False)  # all ranks run it, whatever came between

@@ -232,6 +232,8 @@ class ServingEngine(FakeEngine):
         """Arguments of the swaps that were carried out."""
         self.refuses = ""
         """Why swaps are refused; "" when they aren't."""
+        self.other_ranks: dict[str, str] = {}
+        """Checksums of ranks beside the first one."""
         self._seq = 0
         self._rng = random.Random(1)
 
@@ -287,8 +289,8 @@ class ServingEngine(FakeEngine):
             self.live_version, self.live_sha256 = command.args["version"], found
             self.swaps.append(command.args)
         elif command.kind == "checksum":
-            digest = self._digest()
-            detail = {"sha256": digest, "rank0": digest}
+            digest = self.digest()
+            detail = {"sha256": digest, "rank0": digest, **self.other_ranks}
         self.try_send(
             wire.CommandResult(
                 engine_id=self.engine_id,
@@ -301,7 +303,8 @@ class ServingEngine(FakeEngine):
             )
         )
 
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Checksum of the weights that it runs."""
         return min(weights_digests(Path(self.swaps[-1]["path"] if self.swaps else self.checkpoint) / "model.safetensors"))
 
 

@@ -261,6 +261,18 @@ def test_an_engine_is_verified_by_its_weights(stage: Stage) -> None:
     assert stage.client.post("/v1/engines/nothing:verify").status_code == 404
 
 
+def test_ranks_that_run_different_weights_are_told(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.client.post(f"/v1/drafters/{new}:promote", json={"force": True})
+    stage.engine.serve(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the swap")
+    stage.engine.other_ranks = {"rank1": stage.engine.digest()}
+    asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
+    assert stage.finish(asked)["state"] == "succeeded"
+    stage.engine.other_ranks = {"rank1": "0" * 64}
+    asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
+    assert "its ranks run different weights" in stage.finish(asked)["error"]
+
+
 def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -> None:
     candidate(stage, 1.0)
     stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")

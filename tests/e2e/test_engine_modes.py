@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import IS_V2, ROOT, TestEngine, engine
+from tests.e2e.engine import DRAFTER, IS_V2, ROOT, K, TestEngine, engine
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.test_runner_contract import swap
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(IS_V2, reason="these ways are V1's")]
 MAX_TOKENS = 40
@@ -149,4 +150,25 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
         check_positions(running, rows)
         assert len(running.honed._requests) == 0
         assert running.honed._publisher._builder._running == {}
+        assert running.honed.errors.count == 0
+
+
+@pytest.mark.skipif(IS_NGRAM, reason="this is the process that runs ngram")
+def test_an_unknown_vllm_is_only_observed(
+    answers: dict[str, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with engine(tmp_path, **SMALL) as running:
+        set_policy(running, static_k=2)
+        before = running.counters()
+        assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+        rows, after = rounds(take_batches(running)), running.counters()
+        assert {name: after[name] - before[name] for name in after} == counted(rows)
+        assert max(row["k"] for row in rows) == K  # the policy's length cut nothing
+        hello = running.honed._hello(0)
+        assert hello.capabilities == ["events"]
+        assert "vLLM 0.99.0 is outside the range honed was made for" in hello.limits[0]
+        assert running.honed._status(0, 0).fallback == "observe_only"
+        refused = swap(running, "other", DRAFTER)
+        assert "honed is not attached to this worker" in refused.error
         assert running.honed.errors.count == 0
