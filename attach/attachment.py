@@ -19,7 +19,7 @@ from honed.adapt.decider import Decider
 from honed.adapt.policy_tables import PolicyTables
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
-from honed.attach.compatibility import Findings
+from honed.attach.compatibility import Findings, can_shorten_block
 from honed.attach.environment import AttachSettings
 from honed.attach.guard import Errors, guarded
 from honed.attach.introduction import introduce
@@ -48,8 +48,7 @@ class Attachment:
         self._boot_id = secrets.token_hex(8)
         self._num_spec_tokens: int = scheduler.num_spec_tokens
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
-        # Only the V1 runner drafts a shorter block for less; V2 always drafts K, and its CUDA graphs want that length.
-        self._can_shorten = self._can_decide and not vllm_config.use_v2_model_runner
+        self._can_shorten = self._can_decide and can_shorten_block(vllm_config)
         self.errors = Errors()
         self.log_latency = Latency()
         self.decide_latency = Latency()

@@ -78,6 +78,16 @@ def check_features(vllm_config: Any) -> Findings:
     return Findings(() if limits else ("capture", "swap"), tuple(limits))
 
 
+def can_shorten_block(vllm_config: Any) -> bool:
+    """Whether drafting fewer tokens than K in a step saves anything, and is allowed.
+
+    V2 always drafts K, and its CUDA graphs want that length. Data-parallel ranks of a model with experts take their steps
+    together: ranks that draft differently often wait for each other for ever, so vLLM switches its own dynamic lengths off
+    there (`config/vllm.py`, `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
+    """
+    return not vllm_config.use_v2_model_runner and vllm_config.parallel_config.data_parallel_size == 1
+
+
 def is_supported(version: str) -> bool:
     """Whether a vLLM release, like "0.32.0+cpu", is one that honed was made for."""
     parts = version.split("+")[0].split(".")

@@ -115,7 +115,7 @@ EVENTS: tuple[Clause, ...] = (
             "use_v2_model_runner",
         ),
     ),
-    Attributes("config/parallel.py", "ParallelConfig", ("data_parallel_index", "pipeline_parallel_size")),
+    Attributes("config/parallel.py", "ParallelConfig", ("data_parallel_index", "data_parallel_size", "pipeline_parallel_size")),
     Attributes("config/scheduler.py", "SchedulerConfig", ("async_scheduling", "max_num_seqs", "scheduler_cls")),
     Attributes("config/speculative.py", "SpeculativeConfig", ("method", "draft_model_config", "enable_adaptive_verification")),
     Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "max_model_len")),
@@ -165,10 +165,14 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
 
 WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
+    # Steps and calls reach all ranks through one queue: that is why a swap comes between the same two steps on each.
+    Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "execute_model", calls=("collective_rpc",)),
+    Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "collective_rpc", ("method", "args"), calls=("enqueue",)),
     Method(_CORE, "EngineCore", "_initialize_kv_caches"),
     Attributes(_CORE, "EngineCore", ("model_executor", "_idle_state_callbacks")),
     Attributes(_CORE, "EngineCoreProc", ("input_queue",)),
     Method(_CORE, "EngineCoreProc", "_process_input_queue", calls=("_notify_idle_state_callbacks", "get")),
+    Method(_CORE, "EngineCoreProc", "_notify_idle_state_callbacks", calls=("pop", "callback")),
     Attributes("v1/engine/__init__.py", "EngineCoreRequestType", ("WAKEUP",)),
     Attributes("config/parallel.py", "ParallelConfig", ("worker_extension_cls",)),
     Attributes("v1/worker/worker_base.py", "WorkerBase", ("rank", "device", "model_runner")),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from honed.attach.compatibility import check, check_features, check_scheduler
+from honed.attach.compatibility import can_shorten_block, check, check_features, check_scheduler
 
 
 class Fits:
@@ -108,3 +108,9 @@ def test_of_an_unknown_vllm_nothing_but_events_is_touched() -> None:
 def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
     findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
     assert findings.capabilities == ("events",)
+
+
+@pytest.mark.parametrize(("is_v2", "data_parallel_size", "can"), [(False, 1, True), (True, 1, False), (False, 2, False)])
+def test_a_block_is_shortened_where_it_saves_time_and_stalls_nobody(is_v2: bool, data_parallel_size: int, can: bool) -> None:
+    parallel = SimpleNamespace(data_parallel_size=data_parallel_size)
+    assert can_shorten_block(SimpleNamespace(use_v2_model_runner=is_v2, parallel_config=parallel)) == can

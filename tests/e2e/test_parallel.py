@@ -38,7 +38,91 @@ pytestmark = [
 ]
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """vLLM would give each worker cores of its own, which a small machine hasn't got."""
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""Tests that have an engine in their own process leave a 0 there."""
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+# --- data parallelism ---------------------------------------------------------------------------------------------------------
+
+
+def counters_by_engine(server: vllm_server.Server) -> dict[str, dict[str, int]]:
+    """vLLM's own counters, by its label `engine`."""
+    text = httpx2.get(f"{server.url}/metrics", timeout=10.0, trust_env=False).raise_for_status().text
+    found: dict[str, dict[str, int]] = {}
+    for name, labels, value in re.findall(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} (\S+)$", text, re.MULTILINE):
+        index = re.search(r'engine="(\d+)"', labels)
+        if index is not None and "position=" not in labels:
+            found.setdefault(f"engine-{index[1]}", {})[name] = int(float(value))
+    return found
+
+
+def stored_by_engine(client: AdminClient) -> dict[str, dict[str, int]]:
+    """What the daemon has stored, as vLLM counts; nothing may have been lost."""
+    engines: list[dict[str, Any]] = client.get("/v1/engines")
+    assert all(engine["lost_rounds"] == 0 for engine in engines)
+    names = {"drafts": "rounds", "draft_tokens": "draft_tokens", "accepted_tokens": "accepted_tokens"}
+    return {engine["engine_id"]: {name: engine[field] for name, field in names.items()} for engine in engines}
+
+
+def test_two_replicas_are_two_engines_of_one_daemon(tmp_path: Path) -> None:
+    from honed.recalib.registry import Registry
+
+    runtime_dir, state_dir, config = tmp_path / "run", tmp_path / "state", tmp_path / "honed.toml"
+    config.write_text(
+        f'[paths]\nruntime_dir = "{runtime_dir}"\nstate_dir = "{state_dir}"\n'
+        f'[http]\nmetrics_listen = "127.0.0.1:{free_port()}"\n[recalibration]\nautomatic = false\n'
+    )
+    prompts = client_load.read_prompts(vllm_server.ROOT / "benchmarks" / "tiny" / "prompts_a.jsonl", 12)
+    with Processes(tmp_path / "logs") as processes, AdminClient(runtime_dir / "admin.sock") as client:
+        daemon, environment = honed_side.start_daemon(processes, config, client)
+        args = honed_side.vllm_args(environment)
+        flags = [*args["flags"], "--data-parallel-size", "2"]
+        server = vllm_server.start(processes, "vllm", extra=flags, environment=args["environment"] | UNBOUND | APART)
+        vllm_server.wait(server)
+
+        def engines() -> dict[str, dict[str, Any]]:
+            return {engine["engine_id"]: engine for engine in client.get("/v1/engines") if engine["connected"]}
+
+        server.child.wait_until(lambda: set(engines()) == {"engine-0", "engine-1"}, 30.0, "two engines in the daemon")
+        assert len({engine["boot_id"] for engine in engines().values()}) == 2
+
+        def play() -> client_load.Played:
+            return asyncio.run(
+                client_load.play(server.url, prompts, concurrency=8, max_tokens=32, workload="a", ignore_eos=True)
+            )
+
+        def assert_conserved() -> None:
+            asyncio.run(vllm_server.settled(server))
+            counted_by_vllm, deadline_s = counters_by_engine(server), time.monotonic() + 15
+            while stored_by_engine(client) != counted_by_vllm and time.monotonic() < deadline_s:
+                time.sleep(0.25)
+            assert stored_by_engine(client) == counted_by_vllm
+            assert min(counts["drafts"] for counts in counted_by_vllm.values()) > 20, "one replica had nothing to do"
+
+        before = play()
+        assert before.num_failed == 0
+        assert_conserved()
+        assert all(engine["policy"]["generation"] > 0 for engine in engines().values())
+
+        registry = Registry(state_dir / "registry")
+        other = contract.perturbed_drafter(tmp_path / "other")
+        target = str(vllm_server.ROOT / vllm_server.TARGET)
+        version = registry.import_checkpoint(other, target_path=target, note="test").version
+        operation = client.post(f"/v1/drafters/{version}:promote", {"reason": "test", "force": True})
+        done = wait_for(client, operation["operation_id"])
+        assert done["state"] == "succeeded", done
+        assert {engine["drafter_version"] for engine in engines().values()} == {version}
+        logged = [json.loads(line) for line in daemon.log.read_text().splitlines() if "engine swapped" in line]
+        assert {(line["engine_id"], line["version"]) for line in logged} >= {("engine-0", version), ("engine-1", version)}
+        for engine_id in engines():  # each engine's live weights are the registry's
+            asked = client.post(f"/v1/engines/{engine_id}:verify")
+            verified = wait_for(client, asked["operation_id"])
+            assert verified["state"] == "succeeded", verified
+
+        after = play()
+        assert not client_load.differing(before.replies, after.replies), "a swap changed greedy output"
+        assert_conserved()
 
 
 # --- tensor parallelism -------------------------------------------------------------------------------------------------------
@@ -169,85 +253,3 @@ def test_swapped_parts_are_and_draft_as_a_fresh_load(two_ranks: TestEngine, tmp_
         set_policy(fresh)
         assert of_each_rank(fresh, "honed_checksum") == swapped
         assert drafts_of(fresh) == swapped_drafts
-
-
-# --- data parallelism ---------------------------------------------------------------------------------------------------------
-
-
-def counters_by_engine(server: vllm_server.Server) -> dict[str, dict[str, int]]:
-    """vLLM's own counters, by its label `engine`."""
-    text = httpx2.get(f"{server.url}/metrics", timeout=10.0, trust_env=False).raise_for_status().text
-    found: dict[str, dict[str, int]] = {}
-    for name, labels, value in re.findall(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} (\S+)$", text, re.MULTILINE):
-        index = re.search(r'engine="(\d+)"', labels)
-        if index is not None and "position=" not in labels:
-            found.setdefault(f"engine-{index[1]}", {})[name] = int(float(value))
-    return found
-
-
-def stored_by_engine(client: AdminClient) -> dict[str, dict[str, int]]:
-    """What the daemon has stored, as vLLM counts; nothing may have been lost."""
-    engines: list[dict[str, Any]] = client.get("/v1/engines")
-    assert all(engine["lost_rounds"] == 0 for engine in engines)
-    names = {"drafts": "rounds", "draft_tokens": "draft_tokens", "accepted_tokens": "accepted_tokens"}
-    return {engine["engine_id"]: {name: engine[field] for name, field in names.items()} for engine in engines}
-
-
-def test_two_replicas_are_two_engines_of_one_daemon(tmp_path: Path) -> None:
-    from honed.recalib.registry import Registry
-
-    runtime_dir, state_dir, config = tmp_path / "run", tmp_path / "state", tmp_path / "honed.toml"
-    config.write_text(
-        f'[paths]\nruntime_dir = "{runtime_dir}"\nstate_dir = "{state_dir}"\n'
-        f'[http]\nmetrics_listen = "127.0.0.1:{free_port()}"\n[recalibration]\nautomatic = false\n'
-    )
-    prompts = client_load.read_prompts(vllm_server.ROOT / "benchmarks" / "tiny" / "prompts_a.jsonl", 12)
-    with Processes(tmp_path / "logs") as processes, AdminClient(runtime_dir / "admin.sock") as client:
-        daemon, environment = honed_side.start_daemon(processes, config, client)
-        args = honed_side.vllm_args(environment)
-        flags = [*args["flags"], "--data-parallel-size", "2"]
-        server = vllm_server.start(processes, "vllm", extra=flags, environment=args["environment"] | UNBOUND)
-        vllm_server.wait(server)
-
-        def engines() -> dict[str, dict[str, Any]]:
-            return {engine["engine_id"]: engine for engine in client.get("/v1/engines") if engine["connected"]}
-
-        server.child.wait_until(lambda: set(engines()) == {"engine-0", "engine-1"}, 30.0, "two engines in the daemon")
-        assert len({engine["boot_id"] for engine in engines().values()}) == 2
-
-        def play() -> client_load.Played:
-            return asyncio.run(
-                client_load.play(server.url, prompts, concurrency=8, max_tokens=32, workload="a", ignore_eos=True)
-            )
-
-        def assert_conserved() -> None:
-            asyncio.run(vllm_server.settled(server))
-            counted_by_vllm, deadline_s = counters_by_engine(server), time.monotonic() + 15
-            while stored_by_engine(client) != counted_by_vllm and time.monotonic() < deadline_s:
-                time.sleep(0.25)
-            assert stored_by_engine(client) == counted_by_vllm
-            assert min(counts["drafts"] for counts in counted_by_vllm.values()) > 20, "one replica had nothing to do"
-
-        before = play()
-        assert before.num_failed == 0
-        assert_conserved()
-        assert all(engine["policy"]["generation"] > 0 for engine in engines().values())
-
-        registry = Registry(state_dir / "registry")
-        other = contract.perturbed_drafter(tmp_path / "other")
-        target = str(vllm_server.ROOT / vllm_server.TARGET)
-        version = registry.import_checkpoint(other, target_path=target, note="test").version
-        operation = client.post(f"/v1/drafters/{version}:promote", {"reason": "test", "force": True})
-        done = wait_for(client, operation["operation_id"])
-        assert done["state"] == "succeeded", done
-        assert {engine["drafter_version"] for engine in engines().values()} == {version}
-        logged = [json.loads(line) for line in daemon.log.read_text().splitlines() if "engine swapped" in line]
-        assert {(line["engine_id"], line["version"]) for line in logged} >= {("engine-0", version), ("engine-1", version)}
-        for engine_id in engines():  # each engine's live weights are the registry's
-            asked = client.post(f"/v1/engines/{engine_id}:verify")
-            verified = wait_for(client, asked["operation_id"])
-            assert verified["state"] == "succeeded", verified
-
-        after = play()
-        assert not client_load.differing(before.replies, after.replies), "a swap changed greedy output"
-        assert_conserved()
