@@ -73,7 +73,7 @@ test-observability: setup
 	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
 test-parallel: setup
-	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 3 minutes on two cores)"
+	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 2 minutes on two cores)"
 	@HONED_TEST_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_parallel.py
 
 lint: setup

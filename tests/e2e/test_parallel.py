@@ -1,7 +1,7 @@
 """Several ranks, several replicas: two tensor-parallel workers behind one engine, two data-parallel engines behind one server.
 
-All of it is vLLM's own, on its CPU build, which joins workers by shared memory or gloo. `make test-parallel` runs it: on two
-cores the workers' waiting for each other takes minutes.
+All of it is vLLM's own, on its CPU build, which joins workers by shared memory or gloo. `make test-parallel` runs it: some two
+minutes on two cores, most of which workers start or wait for each other.
 """
 
 from __future__ import annotations
