@@ -9,13 +9,14 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-api test-systemd test-observability test-parallel contract lint typecheck dashboards reference clean help
+.PHONY: setup demo test test-runners test-api test-systemd test-observability lint typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
+	@echo "make test-runners   what has to hold on every model runner of vLLM, on V1, on V2 and on V2 with async scheduling"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
 	@echo "make contract       what honed relies on in vLLM, held against the sources of every supported release"
@@ -53,6 +54,12 @@ demo: setup
 test: setup
 	@echo "== tests (the real engine included: some 13 minutes on two cores)"
 	@$(BIN)/python -m pytest
+
+test-runners: setup
+	@for runner in v1 v2 v2-async; do \
+	  echo "== one suite on vLLM's model runner $$runner (v2: under Triton's interpreter)"; \
+	  HONED_TEST_RUNNER=$$runner $(BIN)/python -m pytest -v -m runners tests/e2e || failed=1; \
+	done; test -z "$$failed"
 
 test-api: setup
 	@echo "== the admin API against its document, 1,000 requests an operation (some 15 minutes)"

@@ -64,6 +64,7 @@ class Attachment:
         self._began_ns = 0
         self._decide_ns = 0
         self._lengths: dict[str, int] = {}
+        self._with_stale_steps: set[str] = set()
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
@@ -100,9 +101,16 @@ class Attachment:
         self._decider.finish(request_id)
 
     @guarded
+    def request_preempted(self, request: Any) -> None:
+        """A request lost its cache; when vLLM schedules ahead, a step of it may be under way whose tokens it will drop."""
+        if request.drop_stale_output and request.num_stale_output_tokens > 0:
+            self._with_stale_steps.add(request.request_id)
+
+    @guarded
     def before_schedule(self) -> None:
         """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
         self._workers.attach()
+        self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
         if self._pending_policy is not None:
             self._apply_policy()
         if self.commands.is_pending:
@@ -154,7 +162,7 @@ class Attachment:
         """A step's results are about to be taken in; where vLLM's verify rounds are to be noted as it counts them."""
         self._plan = getattr(output, "honed_plan", None)
         recorder = self._recorder
-        recorder.begin(output, runner_output)
+        recorder.begin(output, runner_output, self._dropped(output) if self._with_stale_steps else ())
         return recorder.verified.append
 
     @guarded
@@ -181,6 +189,13 @@ class Attachment:
         self._workers.close()
 
     # --- helpers on the engine's thread -------------------------------------------------------------------------------
+
+    def _dropped(self, output: Any) -> set[str]:
+        """Requests whose tokens of this step vLLM is about to drop: it has taken them up anew since the step was scheduled."""
+        requests = self._scheduler.requests
+        stale = {r for r in self._with_stale_steps if r in requests and requests[r].num_stale_output_tokens > 0}
+        self._with_stale_steps = stale
+        return stale & output.num_scheduled_tokens.keys()
 
     def _is_off(self) -> bool:
         return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")

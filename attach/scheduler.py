@@ -140,6 +140,11 @@ class _HonedScheduler:
         honed.after_update()
         return outputs
 
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        if self._honed is not None:
+            self._honed.request_preempted(request)
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._honed is not None:
             self._honed.request_freed(request.request_id)

@@ -16,6 +16,9 @@ from honed.attach.request_book import Tracked
 Verified: TypeAlias = tuple[str, int, int]
 """A verify round: (request id, draft tokens, accepted tokens), as vLLM counts them."""
 
+DRAFT_IDS = "honed_draft_ids"
+"""Attribute of a `ModelRunnerOutput`: draft token ids [R, K] in the order of its `req_ids`, where the scheduler has none."""
+
 
 class Step(NamedTuple):
     """One engine step. What it refers to is vLLM's, and no longer changed when the step is over."""

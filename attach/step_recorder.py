@@ -8,11 +8,11 @@ what vLLM leaves alone once a step is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from honed.attach.request_book import Tracked
-from honed.attach.step_log import Over, Started, Step, StepLog, Verified
+from honed.attach.step_log import DRAFT_IDS, Over, Started, Step, StepLog, Verified
 
 _NOTHING: dict[str, int] = {}
 
@@ -44,7 +44,7 @@ class StepRecorder:
         self.invalid: Mapping[str, int] = _NOTHING
         """Drafts of the current step that a grammar struck out, by request."""
         self._output: Any = None
-        self._runner_output: Any = None
+        self._row_of: Mapping[str, int] = _NOTHING
         self._sampled: Any = ()
         self._drafts: Any = _NOTHING
         self._over: list[str] = []
@@ -63,15 +63,17 @@ class StepRecorder:
         else:
             self._over.append(request_id)
 
-    def begin(self, output: Any, runner_output: Any) -> None:
-        """A step's results are about to be taken in."""
+    def begin(self, output: Any, runner_output: Any, dropped: Collection[str] = ()) -> None:
+        """A step's results are about to be taken in, but for those of the requests `dropped`."""
         began_ns = time.perf_counter_ns()
         self.verified, self.invalid = [], output.num_invalid_spec_tokens or _NOTHING
         self._sampled, self._drafts = runner_output.sampled_token_ids, output.scheduled_spec_decode_tokens
         if self.is_logging_token_ids:  # copied: vLLM cuts the first lists at a stop, and may still change the second
             self._sampled = list(map(list, self._sampled))
-            self._drafts = {request_id: list(tokens) for request_id, tokens in self._drafts.items()}
-        self._output, self._runner_output = output, runner_output
+            self._drafts = _draft_ids(self._drafts, runner_output)
+        self._output, self._row_of = output, runner_output.req_id_to_index
+        if dropped:
+            self._row_of = {request_id: row for request_id, row in self._row_of.items() if request_id not in dropped}
         self.spent_ns = time.perf_counter_ns() - began_ns
 
     def end(self, plan: Plan) -> None:
@@ -87,12 +89,21 @@ class StepRecorder:
                 Step(
                     plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.context_tokens, plan.block,
                     plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
-                    self._runner_output.req_id_to_index, self.invalid, self.is_logging_token_ids,
+                    self._row_of, self.invalid, self.is_logging_token_ids,
                 )
             )  # fmt: skip
-        self._output = self._runner_output = None
+        self._output = None
         if self._over:
             for request_id in self._over:
                 self._log.append(Over(request_id))
             self._over.clear()
         self.spent_ns += time.perf_counter_ns() - began_ns
+
+
+def _draft_ids(drafts: Mapping[str, Sequence[int]], runner_output: Any) -> dict[str, list[int]]:
+    """A copy of the scheduler's draft token ids, or of the runner's, which are brought where the scheduler has placeholders."""
+    rows = getattr(runner_output, DRAFT_IDS, None)
+    if rows is None:
+        return {request_id: list(tokens) for request_id, tokens in drafts.items()}
+    row_of = runner_output.req_id_to_index
+    return {request_id: rows[row_of[request_id], : len(tokens)].tolist() for request_id, tokens in drafts.items()}

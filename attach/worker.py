@@ -15,6 +15,7 @@ import torch
 
 from honed.attach.capture import Capturer
 from honed.attach.context_backlog import skip_idle_drafts
+from honed.attach.draft_ids import DraftIds
 from honed.attach.ring import RingWriter
 from honed.attach.runner import Runner, runner_of
 from honed.attach.swap import Swapper
@@ -33,6 +34,10 @@ class _WorkerSide:
         self.num_errors = 0
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(worker.device))
+        self.draft_ids: DraftIds | None = None
+        if self.runner.name == "v2" and worker.rank == 0:
+            self.draft_ids = DraftIds(worker.model_runner, worker.vllm_config.max_concurrent_batches)
+            self.draft_ids.wrap(self._on_error)
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm
@@ -47,7 +52,7 @@ class _WorkerSide:
     def _on_error(self, where: str) -> None:
         self.num_errors += 1
         if self.num_errors == 1:
-            logger.warning("honed: capture failed in %s; vLLM is not affected, the rows are not used", where, exc_info=True)
+            logger.warning("honed: %s failed; vLLM is not affected, what it would have brought is lost", where, exc_info=True)
 
 
 def _ring_mode(path: Path) -> int:
@@ -79,6 +84,14 @@ class HonedWorkerExtension:
             return {}
         side.capturer.set_share(share, drafter_version)
         return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": side.num_errors}
+
+    def honed_draft_ids(self, is_wanted: bool) -> bool:
+        """Bring the ids of verified drafts to the host, where the scheduler isn't told them; whether that is done."""
+        side = self._honed_side
+        if side is None or side.draft_ids is None:
+            return False
+        side.draft_ids.is_on = is_wanted
+        return is_wanted
 
     def honed_stage(self, wanted: list[tuple[str, str, str]]) -> str:
         """Begin to stage versions, each (version, path, sha256); "" when they are there already, else "staging"."""

@@ -28,6 +28,7 @@ class WorkerLink:
         self._is_attached = False
         self._is_wake_pending = False
         self._share = -1.0
+        self._are_ids_wanted = False
         self._counted_step = 0
         self.captured: dict[str, float] = {}
         """rows, bytes, errors of what was captured, as of the last time anything was asked."""
@@ -81,6 +82,13 @@ class WorkerLink:
         if self.can_capture and is_news:
             self._share, self._counted_step = share, idle_since_step
             self.captured = self.rpc("honed_capture", share, drafter_version)[0]
+
+    def want_draft_ids(self, are_wanted: bool) -> None:
+        """Have draft token ids brought to the host, or no longer; the workers are called only when that changes."""
+        if are_wanted != self._are_ids_wanted:
+            self._are_ids_wanted = are_wanted
+            if "swap" in self.findings.capabilities:
+                self.rpc("honed_draft_ids", are_wanted)
 
     def wake(self, callback: Callable[[], None]) -> None:
         """Any thread: have `callback` run on the engine's thread once it is idle; at most one is under way."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from honed.attach.step_log import Over, Started, Step, StepLog
+import numpy as np
+
+from honed.attach.batch_builder import BatchBuilder
+from honed.attach.step_log import DRAFT_IDS, Over, Started, Step, StepLog
 from honed.attach.step_recorder import Plan, StepRecorder
 from tests.attach.step_cases import started
 
@@ -74,3 +77,36 @@ def test_steps_that_overlap_take_their_own_time_only() -> None:
     first, second = entries(log)
     assert first.duration_us * 1000 > 10 * (second.duration_us * 1000)  # the clock's zero is long ago
     assert second.end_ns >= first.end_ns
+
+
+def test_ids_that_the_runner_brought_take_the_place_of_placeholders() -> None:
+    log = StepLog()
+    recorder = StepRecorder(log)
+    recorder.is_logging_token_ids = True
+    output, runner_output = outputs([[5, 9]])
+    output.scheduled_spec_decode_tokens = {"r": [-1, -1]}
+    setattr(runner_output, DRAFT_IDS, np.array([[5, 6, 7]]))
+    recorder.begin(output, runner_output)
+    recorder.end(Plan(1, 0, "policy", 7, 0))
+    (step,) = entries(log)
+    assert step.drafts == {"r": [5, 6]}
+
+
+def test_tokens_that_vllm_drops_are_none_of_the_request() -> None:
+    """A preempted request is taken up anew, and what a step under way computed for it counts for nothing."""
+    log = StepLog()
+    recorder, builder = StepRecorder(log), BatchBuilder()
+    recorder.started("r", started().request)
+    for dropped in ((), {"r"}, ()):
+        output, runner_output = outputs([[5]])
+        output.scheduled_spec_decode_tokens = {}
+        output.num_scheduled_tokens = {"r": 1}
+        recorder.begin(output, runner_output, dropped)
+        recorder.end(Plan(1, 0, "policy", 0, 0))
+    for entry in entries(log):
+        if isinstance(entry, Step):
+            builder.add(entry)
+        else:
+            builder.note(entry)
+    # The first token is the prompt's; the second was dropped; the third is a round.
+    assert builder.take().rounds.position == [40]

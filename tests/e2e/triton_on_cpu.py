@@ -41,5 +41,21 @@ def install() -> None:
 
         utils = SimpleNamespace()
 
+    _take_masks_of_any_type()
     backends["cpu"] = Backend(compiler=next(iter(backends.values())).compiler, driver=CpuDriver)
     triton.runtime.driver.set_active(CpuDriver())
+
+
+def _take_masks_of_any_type() -> None:
+    """The interpreter's `and` of a scalar and a block of booleans gives int32, which its own `store` refuses as a mask.
+
+    vLLM's kernel for grammars (`structured_outputs.py`) does that; compiled, the mask is one bit wide.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    stored = InterpreterBuilder.create_masked_store
+
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+        return stored(self, ptrs, value, TensorHandle(mask.data.astype(bool), tl.int1), cache_policy)
+
+    InterpreterBuilder.create_masked_store = store

@@ -1,0 +1,89 @@
+"""Other weights for the tiny drafter, and a running engine asked to take them."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from honed.adapt import wire
+from tests.e2e.engine import DRAFTER, TestEngine
+
+
+def perturbed_drafter(folder: Path) -> Path:
+    """The tiny drafter with every weight moved, as a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(DRAFTER, folder)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        name: (t.float() + 0.1 * t.float().std() * torch.randn(t.shape, generator=generator)).to(t.dtype)
+        if t.numel() > 256
+        else t
+        for name, t in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def swap(running: TestEngine, version: str, folder: Path, sha256: str = "", **more: str) -> wire.CommandResult:
+    """Ask for a swap as the daemon does, and let the engine's thread get on with it."""
+    results: list[wire.CommandResult] = []
+    commands = running.honed.commands
+    commands._report = results.append
+    args = {"version": version, "path": str(folder), "sha256": sha256, **more}
+    commands.put(wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args))
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        running.honed.before_schedule()
+        if results:
+            return results[0]
+        time.sleep(0.005)
+    raise AssertionError("the swap never ended")
+
+
+def worker_of(running: TestEngine) -> Any:
+    """vLLM's worker object, in this process."""
+    worker = running.core.model_executor.driver_worker
+    return getattr(worker, "worker", worker)
+
+
+class Drafts:
+    """Every block that the drafter proposes while this listens, with what made it.
+
+    The version is noted where weights are really copied, not where honed says which it runs.
+    """
+
+    def __init__(self, running: TestEngine, version: str = "") -> None:
+        side = worker_of(running)._honed_side
+        self._drafter, self._swapper, self._version = side.runner.drafter, side.swapper, version
+        self.seen: list[tuple[str, list[int]]] = []
+        """(version, token ids [K])"""
+
+    def __enter__(self) -> Drafts:
+        propose, apply = self._drafter.propose, self._swapper.apply
+        self._before = propose, apply
+
+        def listening(*args: Any, **kwargs: Any) -> Any:
+            drafted = propose(*args, **kwargs)
+            self.seen += [(self._version, block) for block in drafted.tolist()]
+            return drafted
+
+        def applying(version: str, *args: Any) -> Any:
+            figures = apply(version, *args)
+            self._version = version
+            return figures
+
+        self._drafter.propose, self._swapper.apply = listening, applying
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._drafter.propose, self._swapper.apply = self._before
+
+    def of(self, version: str) -> list[list[int]]:
+        """What that version drafted."""
+        return [block for by, block in self.seen if by == version]

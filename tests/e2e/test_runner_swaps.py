@@ -1,0 +1,159 @@
+"""What the attachment promises of swaps on a real engine, the same for every runner and scheduler (see engine.py)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.engine import DRAFTER, IS_V2, TestEngine, engine, held_out
+from tests.e2e.logged import check_tokens, counted, rounds, set_policy, take_batches
+from tests.e2e.swapping import Drafts, perturbed_drafter, swap, worker_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.runners]
+MAX_TOKENS = 16 if IS_V2 else 48
+PROMPTS = held_out(2, 60) if IS_V2 else held_out(6, 300)
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
+    with engine(tmp_path_factory.mktemp("run"), max_num_seqs=4 if IS_V2 else 8) as running:
+        assert running.honed is not None
+        running.honed._recorder.is_logging_token_ids = True
+        yield running
+
+
+@pytest.mark.parametrize("damage", ["missing_file", "truncated", "wrong_sum", "wrong_shape", "missing_tensor", "not_finite"])
+def test_a_bad_checkpoint_is_refused_and_changes_nothing(attached: TestEngine, tmp_path: Path, damage: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, sha256 = tmp_path / "bad", ""
+    shutil.copytree(DRAFTER, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if damage == "missing_file":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "wrong_sum":
+        sha256 = "0" * 64
+    elif damage == "wrong_shape":
+        save_file(tensors | {"norm.weight": torch.ones(7)}, file)
+    elif damage == "missing_tensor":
+        save_file({n: t for n, t in tensors.items() if n != "norm.weight"}, file)
+    else:
+        save_file(tensors | {"norm.weight": torch.full_like(tensors["norm.weight"], torch.nan)}, file)
+    attached.honed.before_schedule()
+    before = attached.rpc("honed_checksum")
+    result = swap(attached, f"bad-{damage}", folder, sha256)
+    assert not result.ok
+    assert "\n" not in result.error
+    assert len(result.error) > 20
+    assert attached.rpc("honed_checksum") == before
+
+
+def answers_of(running: TestEngine) -> list[list[int]]:
+    return running.generate(PROMPTS, temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+def test_versions_that_take_turns_are_held_and_exact(attached: TestEngine, tmp_path: Path) -> None:
+    folders = {"stock": DRAFTER, "other": perturbed_drafter(tmp_path / "other")}
+    plain = answers_of(attached)
+    sums: dict[str, str] = {}
+    for number, version in enumerate(("other", "stock", "other", "stock")):
+        beside = "stock" if version == "other" else "other"
+        turns = {"beside_version": beside, "beside_path": str(folders[beside]), "home_version": "stock", "lease_s": "600"}
+        result = swap(attached, version, folders[version], drops_cache="1", **turns)
+        assert result.ok, result.error
+        assert (result.figures["stage_ms"] > 0) == (number == 0)  # read once, both of them
+        assert attached.rpc("honed_checksum") == sums.setdefault(version, attached.rpc("honed_checksum"))
+        assert answers_of(attached) == plain
+    assert sums["stock"] != sums["other"]
+    swapper = worker_of(attached)._honed_side.swapper
+    assert set(swapper._held) == {"stock", "other"}
+    assert swap(attached, "stock", DRAFTER).ok
+    assert not swapper._held  # the last swap lets go of the memory
+    assert attached.rpc("honed_checksum") == sums["stock"]
+
+
+@pytest.mark.parametrize("drops_cache", ["0", "1"])
+def test_a_swap_while_requests_stream_changes_no_token(attached: TestEngine, tmp_path: Path, drops_cache: str) -> None:
+    """Back and forth under running requests: tokens, counts, and in the log each round with the version that drafted it.
+
+    `drops_cache` preempts every running request: when vLLM schedules ahead, the step under way comes back to nobody.
+    """
+    from vllm import SamplingParams
+
+    other = perturbed_drafter(tmp_path / "other")
+    set_policy(attached)
+    assert swap(attached, "stock", DRAFTER).ok
+    plain, llm = answers_of(attached), attached.llm.llm_engine
+    take_batches(attached)
+    before, done = attached.counters(), {}
+    with Drafts(attached, "stock") as drafts:
+        for number, prompt in enumerate(PROMPTS):
+            llm.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        for step in range(1000):
+            if step in (1, 4):  # the first while the prompts are under way, when vLLM schedules ahead
+                assert llm.has_unfinished_requests(), "too late: this test shows nothing"
+                turn = {"drops_cache": drops_cache}
+                assert swap(attached, *(("other", other) if step == 1 else ("stock", DRAFTER)), **turn).ok
+            done |= {out.request_id: list(out.outputs[0].token_ids) for out in llm.step() if out.finished}
+            if not llm.has_unfinished_requests():
+                break
+    assert [done[str(number)] for number in range(len(PROMPTS))] == plain
+    rows, after = rounds(take_batches(attached)), attached.counters()
+    assert {name: after[name] - before[name] for name in after} == counted(rows)
+    tokenizer = attached.llm.get_tokenizer()
+    check_tokens(rows, [tokenizer(p).input_ids for p in PROMPTS], plain)
+    by_version = {v: [r["draft"] for r in rows if r["version"] == v and r["k"]] for v in ("stock", "other")}
+    assert all(by_version.values()), "a version verified nothing: this test shows nothing"
+    for version, logged in by_version.items():
+        made = drafts.of(version)
+        assert all(any(block[: len(draft)] == draft for block in made) for draft in logged), f"not drafted by {version}"
+    assert any(draft not in [b[: len(draft)] for b in drafts.of("stock")] for draft in by_version["other"])
+    assert attached.honed.errors.count == 0
+
+
+def drafts_of(running: TestEngine) -> list[list[int]]:
+    """Every block that is drafted for two prompts, as `propose` gives it, in an order that doesn't depend on batching."""
+    set_policy(running)
+    with Drafts(running) as drafts:
+        running.generate(PROMPTS[:2], temperature=0.0, max_tokens=MAX_TOKENS)
+    assert len(drafts.seen) > 4
+    return sorted(drafts.of(""))
+
+
+def target_parameters(running: TestEngine) -> list[tuple[str, torch.Tensor]]:
+    return list(worker_of(running).model_runner.get_model().named_parameters())
+
+
+def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_path: Path) -> None:
+    other = perturbed_drafter(tmp_path / "other")
+    plain = answers_of(attached)
+    stock_sum, stock_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
+    target_weights = [p for n, p in target_parameters(attached) if "embed_tokens" in n or "lm_head" in n]
+    addresses, sums = [p.data_ptr() for p in target_weights], [float(p.double().sum()) for p in target_weights]
+
+    result = swap(attached, "other", other)
+    assert result.ok, result.error
+    assert result.figures["pause_ms"] > 0
+    swapped_sum, swapped_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
+    assert swapped_sum != stock_sum
+    assert swapped_drafts != stock_drafts
+    assert answers_of(attached) == plain, "a swap changed the output"
+    assert [p.data_ptr() for p in target_weights] == addresses
+    assert [float(p.double().sum()) for p in target_weights] == sums
+
+    assert swap(attached, "stock", DRAFTER).ok
+    assert attached.rpc("honed_checksum") == stock_sum
+    assert drafts_of(attached) == stock_drafts
+
+    # Last: when an engine ends it takes vLLM's process groups with it, and the other one can't load weights any more.
+    with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_V2 else 8) as fresh:
+        fresh.honed.before_schedule()
+        assert fresh.rpc("honed_checksum") == swapped_sum
+        assert drafts_of(fresh) == swapped_drafts

@@ -1,0 +1,32 @@
+"""A part of what holds on every runner, on V2 with either scheduler: other processes, since one has one runner and one Triton.
+
+The whole, on all three, is `make test-runners`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.engine import ROOT, RUNNER
+
+
+@pytest.mark.e2e
+@pytest.mark.v2
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(RUNNER != "v1", reason="this is a process that runs it")
+@pytest.mark.parametrize(
+    ("runner", "files"),
+    [("v2", ["test_runner_contract.py"]), ("v2-async", ["test_runner_contract.py", "test_runner_swaps.py"])],
+)
+def test_what_is_promised_holds_on_v2(runner: str, files: list[str]) -> None:
+    paths = [str(ROOT / "tests" / "e2e" / name) for name in files]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *paths]
+    environment = os.environ | {"HONED_TEST_RUNNER": runner}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    print(done.stdout[-6000:])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
