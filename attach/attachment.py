@@ -195,7 +195,7 @@ class Attachment:
         requests = self._scheduler.requests
         stale = {r for r in self._with_stale_steps if r in requests and requests[r].num_stale_output_tokens > 0}
         self._with_stale_steps = stale
-        return stale & output.num_scheduled_tokens.keys()
+        return {r for r in stale if r in output.num_scheduled_tokens}
 
     def _is_off(self) -> bool:
         return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")
