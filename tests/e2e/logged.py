@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from honed.adapt import wire
+from honed.attach.request_book import key_of
 from tests.e2e.engine import K, TestEngine
 
 
@@ -56,15 +57,23 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def check_tokens(rows: list[dict[str, Any]], prompts: list[list[int]], completions: list[list[int]]) -> None:
-    """Each request's rounds stand where they say in one of the texts, a different one for each request."""
-    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    for request in {row["request"] for row in rows}:
-        found = [(row["position"] + 1, row["emitted"]) for row in rows if row["request"] == request]
+def keys_of(running: TestEngine) -> list[int]:
+    """Under which keys the running requests are logged, in the order in which they came."""
+    secret = running.honed._requests.secret
+    return [int.from_bytes(key_of(request_id, secret)) for request_id in running.scheduler.requests]
+
+
+def check_tokens(rows: list[dict[str, Any]], texts: dict[int, list[int]]) -> None:
+    """Each round emits what stands in its request's text after its position.
+
+    Args:
+        texts: prompt and completion, by the request's key.
+    """
+    assert {row["request"] for row in rows} == texts.keys()
+    for row in rows:
+        text, at = texts[row["request"]], row["position"] + 1
         # A request's last round may emit more than the request had room for.
-        fitting = [t for t in texts if all(t[at : at + len(tokens)] == tokens[: len(t) - at] for at, tokens in found)]
-        assert fitting, "the rounds of a request are in no text: positions and tokens don't belong together"
-        texts.remove(fitting[0])
+        assert text[at : at + row["num_emitted"]] == row["emitted"][: len(text) - at], f"not what stands at {at}: {row}"
 
 
 def set_policy(running: TestEngine, **fields: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.engine import DRAFTER, IS_V2, TestEngine, engine, held_out
-from tests.e2e.logged import check_tokens, counted, rounds, set_policy, take_batches
+from tests.e2e.logged import check_tokens, counted, keys_of, rounds, set_policy, take_batches
 from tests.e2e.swapping import Drafts, perturbed_drafter, swap, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
@@ -96,6 +96,7 @@ def test_a_swap_while_requests_stream_changes_no_token(attached: TestEngine, tmp
     with Drafts(attached, "stock") as drafts:
         for number, prompt in enumerate(PROMPTS):
             llm.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        keys = keys_of(attached)
         for step in range(1000):
             if step in (1, 4):  # the first while the prompts are under way, when vLLM schedules ahead
                 assert llm.has_unfinished_requests(), "too late: this test shows nothing"
@@ -108,7 +109,8 @@ def test_a_swap_while_requests_stream_changes_no_token(attached: TestEngine, tmp
     rows, after = rounds(take_batches(attached)), attached.counters()
     assert {name: after[name] - before[name] for name in after} == counted(rows)
     tokenizer = attached.llm.get_tokenizer()
-    check_tokens(rows, [tokenizer(p).input_ids for p in PROMPTS], plain)
+    texts = [tokenizer(prompt).input_ids + completion for prompt, completion in zip(PROMPTS, plain, strict=True)]
+    check_tokens(rows, dict(zip(keys, texts, strict=True)))
     by_version = {v: [r["draft"] for r in rows if r["version"] == v and r["k"]] for v in ("stock", "other")}
     assert all(by_version.values()), "a version verified nothing: this test shows nothing"
     for version, logged in by_version.items():
