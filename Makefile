@@ -52,7 +52,7 @@ demo: setup
 	@$(BIN)/python benchmarks/demo.py
 
 test: setup
-	@echo "== tests (the real engine included: some 13 minutes on two cores)"
+	@echo "== tests (the real engine included: some 15 minutes on two cores)"
 	@$(BIN)/python -m pytest
 
 test-runners: setup

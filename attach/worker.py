@@ -24,7 +24,7 @@ logger = logging.getLogger("honed.attach")
 
 
 class _WorkerSide:
-    """One rank's capture and swap."""
+    """One rank's capture, swap and draft token ids."""
 
     def __init__(self, worker: Any, settings: dict[str, Any]) -> None:
         self.runner: Runner = runner_of(worker.model_runner)
@@ -34,10 +34,7 @@ class _WorkerSide:
         self.num_errors = 0
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(worker.device))
-        self.draft_ids: DraftIds | None = None
-        if self.runner.name == "v2" and worker.rank == 0:
-            self.draft_ids = DraftIds(worker.model_runner, worker.vllm_config.max_concurrent_batches)
-            self.draft_ids.wrap(self._on_error)
+        self.draft_ids = self._draft_ids(worker)
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm
@@ -48,6 +45,18 @@ class _WorkerSide:
                 bytes.fromhex(settings["secret"]),
             )
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._on_error)
+
+    def _draft_ids(self, worker: Any) -> DraftIds | None:
+        """For the rank whose output the scheduler reads. V1 tells its scheduler, unless that runs ahead: then they stay unknown."""
+        if self.runner.name != "v2" or worker.rank != 0:
+            return None
+        try:
+            made = DraftIds(worker.model_runner, worker.vllm_config.max_concurrent_batches)
+        except (TypeError, AttributeError) as error:
+            logger.warning("honed: draft token ids are not logged: %s", error)
+            return None
+        made.wrap(self._on_error)
+        return made
 
     def _on_error(self, where: str) -> None:
         self.num_errors += 1

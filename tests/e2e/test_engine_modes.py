@@ -21,7 +21,7 @@ import pytest
 from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import engines
-from tests.e2e.engine import IS_V2, ROOT, TestEngine, engine, held_out
+from tests.e2e.engine import IS_ASYNC, IS_V2, ROOT, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.test_runner_contract import swap
 
@@ -127,6 +127,7 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
 
     with engine(tmp_path, **SMALL) as running:
         set_policy(running)
+        running.honed._recorder.is_logging_token_ids = True
         before = running.counters()
         answered = running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS, **grammar())
         assert answered == answers["grammar"]
@@ -135,16 +136,26 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
         assert {name: after[name] - before[name] for name in after} == counted(rows)
         assert answers["grammar"] != answers["free"], "the grammar changes nothing: this test shows nothing"
         check_positions(running, rows)
+        assert all(r["emitted"][: r["accepted"]] == r["draft"][: r["accepted"]] for r in rows)
 
         llm_engine = running.llm.llm_engine
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
         for number, prompt in enumerate(prompts()):
-            llm_engine.add_request(f"given-up-{number}", prompt, params)
+            llm_engine.add_request(str(number), prompt, params)
+        done: dict[int, list[int]] = {}
+
+        def step() -> None:
+            finished = [out for out in llm_engine.step() if out.finished]
+            done.update({int(out.request_id): list(out.outputs[0].token_ids) for out in finished})
+
         for _ in range(3):
-            llm_engine.step()
-        llm_engine.abort_request([f"given-up-{number}" for number in (0, 3)])
+            step()
+        assert len(running.core.batch_queue or ()) == IS_ASYNC  # a step of theirs is under way
+        assert not done, "too late: this test shows nothing"
+        llm_engine.abort_request(["0", "3"])
         while llm_engine.has_unfinished_requests():
-            llm_engine.step()
+            step()
+        assert done == {number: ids for number, ids in enumerate(answers["free"]) if number not in (0, 3)}
         rows = rounds(take_batches(running))
         ended = running.counters()
         assert {name: ended[name] - after[name] for name in after} == counted(rows)
