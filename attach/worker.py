@@ -47,7 +47,7 @@ class _WorkerSide:
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._on_error)
 
     def _draft_ids(self, worker: Any) -> DraftIds | None:
-        """For the rank whose output the scheduler reads. V1 tells its scheduler, unless that runs ahead: they stay unknown then."""
+        """For the rank whose output the scheduler reads. V1 tells its scheduler, unless that runs ahead: unknown then."""
         if self.runner.name != "v2" or worker.rank != 0:
             return None
         try:
