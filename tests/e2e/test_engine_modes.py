@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import engines
+from honed.recalib.ring_reader import RingReader
 from tests.e2e.engine import IS_ASYNC, IS_V2, ROOT, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.test_runner_contract import swap
@@ -63,6 +65,8 @@ def answers() -> dict[str, list[list[int]]]:
 def test_every_way_is_logged_as_vllm_counts_it(way: str, answers: dict[str, list[list[int]]], tmp_path: Path) -> None:
     with engine(tmp_path, **(SMALL | (WAYS | NGRAM)[way])) as running:
         set_policy(running)
+        if way != "ngram":
+            running.rpc("honed_capture", 1.0, "stock")
         for _ in range(2):  # the second time the prefix cache is warm
             take_batches(running)
             before, preempted_before = running.counters(), int(metric(running, "vllm:num_preemptions"))
@@ -79,6 +83,10 @@ def test_every_way_is_logged_as_vllm_counts_it(way: str, answers: dict[str, list
         assert sum(r["k"] for r in rows) > 0
         if way == "ngram":
             check_lengths_are_obeyed(running, answers["free"])
+        else:
+            tokenizer = running.llm.get_tokenizer()
+            inputs = [tokenizer(prompt).input_ids for prompt in prompts()]
+            check_captured(running, [one + ids for one, ids in zip(inputs, answers["free"], strict=True)])
 
 
 def metric(running: TestEngine, name: str) -> float:
@@ -100,6 +108,29 @@ def check_positions(running: TestEngine, rows: list[dict[str, Any]], num_preempt
     skipped = [other["position"] - one["position"] - one["num_emitted"] for one, other in pairs]
     assert min(skipped) == 0
     assert sum(skipped) <= num_preemptions, "positions are off by more than preemptions explain"
+
+
+def check_captured(running: TestEngine, texts: list[list[int]]) -> None:
+    """Captured rows stand where they say, and a token's features are the same however they came to be computed."""
+    by_request: dict[str, list[Any]] = {}
+    for record in RingReader(running.honed._settings.ring_path).poll(100_000).records:
+        if getattr(record, "token_ids", None) is not None:
+            by_request.setdefault(record.request, []).append(record)
+    assert len(by_request) == 2 * len(texts)
+    features: dict[tuple[int, int], Any] = {}
+    for records in by_request.values():
+        fitting = [number for number, text in enumerate(texts) if all(fits(record, text) for record in records)]
+        assert len(fitting) == 1, "a request's rows are in no text, or in too many"
+        for record in records:
+            for position, row in enumerate(record.features, record.first_position):
+                first = features.setdefault((fitting[0], position), row)
+                np.testing.assert_allclose(row, first, atol=2e-3, rtol=2e-3)
+
+
+def fits(record: Any, text: list[int]) -> bool:
+    first, tokens = record.first_position, record.token_ids.tolist()
+    # A request's last round may have accepted more than the request had room for.
+    return text[first : first + len(tokens)] == tokens[: max(len(text) - first, 0)]
 
 
 def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> None:
