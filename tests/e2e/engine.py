@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,6 @@ RUNNER = os.environ.get("HONED_TEST_RUNNER", "v1")
 IS_V2 = RUNNER in ("v2", "v2-async")
 IS_ASYNC = RUNNER == "v2-async"
 K = 7
-if IS_V2:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which transformers does too
 
 
 def held_out(number: int, num_chars: int) -> list[str]:
@@ -36,11 +33,6 @@ def held_out(number: int, num_chars: int) -> list[str]:
 
 def prepare(runtime_dir: Path | None) -> None:
     """Set what vLLM reads from the environment; call before the first import of vllm in the process."""
-    if IS_V2 and "vllm" not in sys.modules:
-        sys.path.insert(0, str(Path(__file__).parent))
-        import triton_on_cpu
-
-        triton_on_cpu.install()
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",

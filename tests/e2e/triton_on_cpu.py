@@ -1,18 +1,21 @@
 """Lets vLLM's V2 model runner start on a CPU: Triton's interpreter, and a backend that says it is there.
 
 vLLM's CPU build takes Triton for usable only when `triton.backends` knows a "cpu" backend. Triton's interpreter
-(TRITON_INTERPRET=1) needs none, so a stub is enough. Import before vllm.
+(TRITON_INTERPRET=1) needs none, so a stub is enough.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 
 def install() -> None:
     """Set the environment and register the stub; call before the first import of vllm."""
+    if found := {"triton", "vllm"} & sys.modules.keys():
+        raise RuntimeError(f"{min(found)} was imported before: it has already looked at the environment")
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     import torch
