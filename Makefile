@@ -9,7 +9,8 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-runners test-api test-systemd test-observability lint typecheck dashboards reference clean help
+.PHONY: setup demo test test-runners test-parallel test-api test-systemd test-observability contract lint typecheck dashboards
+.PHONY: reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 

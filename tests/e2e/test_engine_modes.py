@@ -23,9 +23,9 @@ from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import engines
 from honed.recalib.ring_reader import RingReader
-from tests.e2e.engine import IS_ASYNC, IS_V2, ROOT, TestEngine, engine, held_out
+from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.test_runner_contract import swap
+from tests.e2e.swapping import swap
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_V2 else 40
@@ -256,3 +256,24 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"
         time.sleep(0.02)
+
+
+@pytest.mark.skipif(IS_NGRAM or IS_V2, reason="V1 only, and not in the process that runs ngram")
+def test_an_unknown_vllm_is_only_observed(
+    answers: dict[str, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with engine(tmp_path, **SMALL) as running:
+        set_policy(running, static_k=2)
+        before = running.counters()
+        assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+        rows, after = rounds(take_batches(running)), running.counters()
+        assert {name: after[name] - before[name] for name in after} == counted(rows)
+        assert max(row["k"] for row in rows) == K  # the policy's length cut nothing
+        hello = running.honed._hello(0)
+        assert hello.capabilities == ["events"]
+        assert "vLLM 0.99.0 is outside the range honed was made for" in hello.limits[0]
+        assert running.honed._status(0, 0).fallback == "observe_only"
+        refused = swap(running, "other", DRAFTER)
+        assert "honed is not attached to this worker" in refused.error
+        assert running.honed.errors.count == 0
