@@ -64,6 +64,8 @@ class EngineHello(_Message, frozen=True):
     """File whose first byte is 1 while the engine has unfinished requests."""
     last_seq: int = 0
     """Highest batch sequence number produced so far in this boot."""
+    features: str = ""
+    """What a captured row holds: "fused" or "layers"; "": an older attachment, which didn't say."""
 
 
 class StepColumns(_Message, frozen=True):

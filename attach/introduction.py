@@ -39,6 +39,7 @@ def introduce(
         capture_path=str(settings.ring_path) if workers.can_capture else "",
         busy_path=str(settings.busy_path),
         last_seq=last_seq,
+        features=settings.feature_kind,
     )
 
 

@@ -16,7 +16,18 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon import cells, changes, doctor_command, install_commands, replay, show, show_config, top
+from honed.daemon import (
+    calibrate_command,
+    cells,
+    changes,
+    doctor_command,
+    install_commands,
+    replay,
+    retention_command,
+    show,
+    show_config,
+    top,
+)
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
@@ -45,7 +56,7 @@ for name, path, render, text in (
     ("config", "/v1/config", show_config.config, "The settings that the daemon runs with."),
 ):
     app.command(name, help=text)(listing(path, render))
-for module in (changes, replay, doctor_command, top, install_commands):
+for module in (changes, calibrate_command, retention_command, replay, doctor_command, top, install_commands):
     module.register(app)
 
 

@@ -88,6 +88,8 @@ class EngineView(BaseModel):
     max_num_seqs: int
     capabilities: list[str]
     limits: list[str]
+    captures: str
+    """"fused" or "layers": what training from this engine's samples can learn; "": it captures none, or doesn't say."""
     drafter_version: str
     drafter_generation: int
     num_running: int

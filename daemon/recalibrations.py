@@ -86,6 +86,12 @@ class Recalibrations:
                 f"no drafter version is active, so there is none to start from ({known} in the registry)",
                 cure="`honed promote VERSION` makes one active; the first that an engine loads becomes it by itself.",
             )
+        scope = scope or self._settings.scope
+        if scope == "full" and hello.features == "fused":
+            raise ConflictError(
+                f"engine {engine.engine_id} captures fused features, of which scope 'full' can't learn",
+                cure="Start vLLM with HONED_FEATURES=layers in its environment, or take scope kv-frozen.",
+            )
         seconds = max_seconds or self._settings.max_seconds
         operation = service.operations.create(
             "recalibrate",
@@ -109,7 +115,7 @@ class Recalibrations:
             target_path=hello.target_path,
             parent_version=active,
             parent_path=str(service.drafters.path(active)),
-            scope=scope or self._settings.scope,
+            scope=scope,
             workloads=workloads or [],
             max_seconds=seconds,
             reason=reason,

@@ -107,6 +107,7 @@ def engine_view(engine: Engine, is_connected: bool, recent: Counts, tokens_per_s
         "max_num_seqs": hello.max_num_seqs if hello else 0,
         "capabilities": hello.capabilities if hello else [],
         "limits": hello.limits if hello else [],
+        "captures": hello.features if hello and hello.capture_path else "",
         "drafter_version": engine.live_version,
         "drafter_generation": status.drafter_generation if status else 0,
         "num_running": status.num_running if status else 0,

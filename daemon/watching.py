@@ -27,7 +27,11 @@ SAYS = {"waiting": "yielding to the engine, which has work", "paused": "paused b
 
 def follow(client: AdminClient, operation_id: str, *, quiet: bool = False) -> View:
     """Wait for an operation, showing how it gets on (on stderr), and return its last view."""
-    views = client.follow(operation_id)
+    return watch(client.follow(operation_id), quiet=quiet)
+
+
+def watch(views: Iterable[View], *, quiet: bool = False) -> View:
+    """Show an operation's views as they come, and return the last one."""
     if quiet:
         return _last(views)
     console = Console(stderr=True, highlight=False)
