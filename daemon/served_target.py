@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -137,7 +138,11 @@ class ServedTarget:
     def __init__(self, url: str, *, model: str = "", key: str = "", timeout_s: float = 600.0) -> None:
         self.url, self.model, self._timeout_s = url.rstrip("/").removesuffix("/v1"), model, timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.Client(base_url=self.url, headers=self._headers, timeout=ANSWER_S, trust_env=False)
+        # Made once: reading the certificates takes longer than a short prompt.
+        self._tls = ssl.create_default_context() if self.url.startswith("https:") else False
+        self._http = httpx2.Client(
+            base_url=self.url, headers=self._headers, timeout=ANSWER_S, verify=self._tls, trust_env=False
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +212,7 @@ class ServedTarget:
         limits = httpx2.Limits(max_connections=concurrency)
         timeout = httpx2.Timeout(self._timeout_s, connect=CONNECT_S)
         async with httpx2.AsyncClient(
-            base_url=self.url, headers=self._headers, timeout=timeout, limits=limits, trust_env=False
+            base_url=self.url, headers=self._headers, timeout=timeout, limits=limits, verify=self._tls, trust_env=False
         ) as client:
 
             async def one(i: int, prompt: Prompt) -> Reply:
