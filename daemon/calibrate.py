@@ -234,8 +234,11 @@ def until_registered(
         if view["state"] in FINISHED or (view["stage"] in REGISTERED and detail.get("version")):
             return
         is_collecting = view["stage"] == "collecting" and detail.get("state") == "collecting"
-        since_s = (since_s or monotonic()) if is_collecting else None
-        if since_s is not None and monotonic() - since_s > STUCK_S:
+        if not is_collecting:
+            since_s = None
+        elif since_s is None:
+            since_s = monotonic()
+        elif monotonic() - since_s > STUCK_S:
             named = view["operation_id"]
             client.post(f"/v1/operations/{part(named)}:cancel", {"reason": "calibrate: too little was captured"})
             raise CalibrationError(

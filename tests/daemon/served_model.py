@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -30,6 +30,7 @@ class ServedModel:
     extra_tokens: int = 0
     """Generated for somebody else beside each request."""
     url: str = ""
+    on_answer: Callable[[], None] = lambda: None
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of all completions."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -55,6 +56,7 @@ class ServedModel:
         drafts = not (self.heeds_labels and body["vllm_xargs"].get("honed_max_draft_tokens") == 0)
         with self.lock:
             self.asked.append(body)
+            self.on_answer()
             self.generated += tokens + self.extra_tokens
             self.rounds += round(tokens / (1 + self.accepted)) if drafts else 0
         return 200, {"choices": [{}], "usage": {"prompt_tokens": _words(body), "completion_tokens": tokens}}
@@ -82,6 +84,7 @@ def _words(body: Any) -> int:
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
+    request_queue_size = 64
     allow_reuse_address = True
 
 

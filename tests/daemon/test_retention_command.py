@@ -19,9 +19,7 @@ from tests.daemon.served_model import serving_model
 
 Run = Callable[..., Result]
 
-PROMPTS = "".join(
-    f'{{"prompt": "{"word " * (i + 1)}", "class": "{name}"}}\n' for name in ("code", "prose") for i in range(3)
-)
+PROMPTS = "".join(f'{{"prompt": "{"word " * (i + 1)}", "class": "{name}"}}\n' for name in ("code", "prose") for i in range(3))
 
 
 @pytest.fixture
