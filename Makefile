@@ -9,8 +9,7 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-runners test-parallel test-api test-systemd test-observability contract lint typecheck dashboards
-.PHONY: reference clean help
+.PHONY: setup demo test test-api test-systemd test-observability test-calibrate lint typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
@@ -24,6 +23,7 @@ help:
 	@echo "make lint typecheck the other checks"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
+	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
 	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
 
 setup: $(STAMP) $(TREE)/honed/adapt
@@ -80,9 +80,9 @@ test-observability: setup
 	@$(BIN)/python tests/observability/fetch_tools.py build/tools
 	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
-test-parallel: setup
-	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 2 minutes on two cores)"
-	@HONED_TEST_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_parallel.py
+test-calibrate: setup
+	@echo "== honed calibrate and honed retention on a running vLLM: an untrained drafter is trained (some 10 minutes)"
+	@HONED_TEST_CALIBRATE=1 $(BIN)/python -m pytest -s tests/e2e/test_calibrate.py
 
 lint: setup
 	@echo "== ruff"

@@ -1,0 +1,125 @@
+"""A target without a drafter, on the real engine: an untrained one is served, calibrated on prompts, and drafts.
+
+Some minutes of both cores, so behind a switch: `make test-calibrate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import honed_side
+import pytest
+import vllm_server
+from processes import Processes, free_port
+
+from honed.daemon.client import AdminClient
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif("HONED_TEST_CALIBRATE" not in os.environ, reason="takes minutes: make test-calibrate"),
+]
+
+TINY = vllm_server.ROOT / "benchmarks" / "tiny"
+# The pair is small and nothing is learnt yet: larger steps and fewer blocks an update than for a drafter that is polished.
+SETTINGS = """
+[paths]
+runtime_dir = "{folder}/run"
+state_dir = "{folder}/state"
+[http]
+metrics_listen = "127.0.0.1:{port}"
+[recalibration]
+automatic = false
+grace_s = 600.0
+[trainer]
+learning_rate = 3e-3
+micro_steps_per_update = 1
+anchors_per_micro_step = 64
+rows_per_micro_step = 512
+max_steps = 100000
+nice = 0
+torch_threads = 2
+preempt_budget_s = 0
+"""
+
+
+@dataclass
+class Site:
+    """A vLLM server with an untrained drafter, honed attached, daemon and trainer."""
+
+    folder: Path
+    server: vllm_server.Server
+    client: AdminClient
+    environment: dict[str, str]
+
+    def honed(self, *arguments: Any) -> Any:
+        """A command's JSON; it must end with 0."""
+        return honed(self.environment, *arguments)
+
+    def retention(self, *more: Any) -> Any:
+        """Held-out prompts, all drafts of full length."""
+        prompts = ("--prompts", TINY / "prompts_b.jsonl", "--limit", 32, "--max-tokens", 64, "--draft-tokens", 7, "--repeat", 1)
+        return self.honed("retention", "--url", self.server.url, *prompts, *more)
+
+
+def honed(environment: dict[str, str], *arguments: Any) -> Any:
+    words = [honed_side.honed_command(), *(str(argument) for argument in arguments), "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=1500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("cal")
+    config = folder / "honed.toml"
+    config.write_text(SETTINGS.format(folder=folder, port=free_port()))
+    with Processes(folder / "logs") as processes, AdminClient(folder / "run" / "admin.sock") as client:
+        _, environment = honed_side.start_daemon(processes, config, client)
+        shape = ("--layers", 3, "--block-size", 8)
+        made = honed(environment, "calibrate", "--new-drafter", folder / "drafter", "--target", TINY / "target", *shape)
+        args = honed(environment, "vllm-args", "--drafter", made["drafter"])
+        processes.start("trainer", [honed_side.honed_command(), "train"], environment)
+        server = vllm_server.start(
+            processes,
+            "vllm",
+            extra=args["flags"],
+            environment=args["environment"] | {"HONED_FEATURES": "layers", "HONED_RING_BYTES": str(256 << 20)},
+            is_speculating=False,  # the flags of vllm-args bring the drafter
+        )
+        vllm_server.wait(server)
+        honed_side.wait_attached(server.child, client)
+        yield Site(folder, server, client, environment)
+
+
+def test_an_untrained_drafter_is_calibrated_until_it_drafts(site: Site) -> None:
+    before = site.retention()
+    untrained = before["tuned"]["classes"][""]
+    assert untrained["draft_tokens_per_round"] == pytest.approx(7, abs=0.5)
+    assert untrained["acceptance_length"] < 1.05
+    assert before["notes"] == []
+    (site.folder / "before.json").write_text(json.dumps(before))
+
+    made = site.honed(
+        "calibrate", "--url", site.server.url, "--prompts", TINY / "traffic_b.jsonl", "--limit", 256, "--max-tokens", 96,
+        "--temperature", 0, "--max-seconds", 240, "--promote",
+    )  # fmt: skip
+    collected = made["collected"]
+    assert collected["failed"] == 0
+    # All rows but each answer's last token's, whose hidden state nobody computes.
+    assert collected["captured_rows"] >= collected["prompt_tokens"] + collected["completion_tokens"] - 2 * 256
+    (gate,) = [row for row in made["operation"]["detail"]["gate"] if row["must_gain"]]
+    assert gate["passed"]
+    assert made["promotion"]["state"] == "succeeded"
+    assert site.client.get("/v1/drafters")["aliases"]["active"] == made["version"]
+
+    after = site.retention("--base", site.folder / "before.json")
+    (row,) = after["retained"]
+    print(json.dumps({"gate": gate, "collected": collected, "before": untrained, "after": after["tuned"]["classes"][""]}))
+    assert row["acceptance_length_retained"] > 1.15
