@@ -19,7 +19,6 @@ from typing import Any
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, FINISHED, AdminClient, part
 from honed.daemon.holding import Held
 from honed.daemon.prompts_file import Prompt
-from honed.daemon.recalibrations import START_TRAINER
 from honed.daemon.served_target import Played, Reply, Sampling, ServedTarget
 
 View = dict[str, Any]
@@ -70,6 +69,8 @@ class Collected:
 
     engine_id: str
     captured_rows: int
+    lost_records: int
+    """Of samples that the ring overwrote before the trainer had read them."""
     played: Played
 
     def view(self) -> View:
@@ -78,6 +79,7 @@ class Collected:
         return {
             "engine_id": self.engine_id,
             "captured_rows": self.captured_rows,
+            "lost_records": self.lost_records,
             "prompts": len(played.replies),
             "failed": len(played.errors),
             "prompt_tokens": played.prompt_tokens,
@@ -88,6 +90,8 @@ class Collected:
 
 def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
     """See whether a recalibration would be possible at all. Raises CalibrationError, AdminError."""
+    from honed.daemon.recalibrations import START_TRAINER
+
     status, config = client.get("/v1/status"), client.get("/v1/config")
     engines = [one for one in status["engines"] if one["connected"] and engine_id in ("", one["engine_id"])]
     capturing = [one for one in engines if "capture" in one["capabilities"]]
@@ -176,7 +180,7 @@ def collect(
     on_reply: Callable[[Reply], None] = lambda reply: None,
 ) -> Collected:
     """Play the prompts while every request is captured. Raises CalibrationError, TargetError, AdminError."""
-    before = captured_rows(client)
+    before, lost_before = captured_rows(client), _lost_records(client)
     with Held(client, "capture_share", 1.0, f"calibrate: {len(prompts)} prompts") as held:
 
         def answered(reply: Reply) -> None:
@@ -194,12 +198,17 @@ def collect(
             f"nothing was captured while {target.url} answered {len(prompts) - len(errors)} prompts",
             cure="Is it the server that honed is attached to (`honed engines`)? HONED_CAPTURE=0 switches capturing off.",
         )
-    return Collected(best, grown[best], played)
+    return Collected(best, grown[best], _lost_records(client) - lost_before, played)
 
 
 def captured_rows(client: AdminClient) -> dict[str, int]:
     """Rows that each connected engine has captured since it started."""
     return {one["engine_id"]: one["captured_rows"] for one in client.get("/v1/engines") if one["connected"]}
+
+
+def _lost_records(client: AdminClient) -> int:
+    trainer = client.get("/v1/status")["trainer"] or {}
+    return int(trainer.get("lost_records", 0))
 
 
 def _steady_rows(client: AdminClient) -> dict[str, int]:

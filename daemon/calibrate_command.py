@@ -34,6 +34,7 @@ TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Left out: the se
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 KeyFile = Annotated[Path | None, typer.Option(help="File with the server's API key.")]
 
+RING_CURE = "raise HONED_RING_BYTES in vLLM's environment, or lower --concurrency"
 MODULE = "honed.recalib.new_drafter"
 """A program of its own, since it needs torch."""
 
@@ -93,6 +94,8 @@ def command(
                     client, served, fits.prompts, sampling,
                     concurrency=concurrency, engine_id=engine, on_reply=lambda reply: tick(),
                 )  # fmt: skip
+        if collected.lost_records:
+            typer.echo(f"{collected.lost_records} records were overwritten before they were read: {RING_CURE}", err=True)
         operation_id = calibrating.ask(client, collected.engine_id, needed.scope, max_seconds, reason)
         document = _train(client, operation_id, collected, promote, reason, as_json)
         emit(document, as_json, _render)

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from honed.daemon.client import AdminClient, Refused, part
+from honed.daemon.client import AdminClient, Refused, Unreachable, part
 
 TTL_S = 600.0
 ARRIVES_S, POLL_S = 5.0, 0.25
@@ -49,7 +49,8 @@ class Held:
     def renew(self) -> None:
         """To be called now and then: keeps it in force for as long as the command lives."""
         if time.monotonic() - self._put_s > TTL_S / 3:
-            self._put()
+            with contextlib.suppress(Unreachable):  # a daemon that is started again still has it, for a while
+                self._put()
 
     def _put(self) -> None:
         body = {"value": self._value, "ttl_s": TTL_S, "reason": self._reason}

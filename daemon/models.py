@@ -122,6 +122,8 @@ class TrainerView(BaseModel):
     operation_id: str
     samples: int
     samples_bytes: int
+    lost_records: int
+    """Samples that the ring overwrote before they were read, since the trainer started: HONED_RING_BYTES is too small."""
     sessions: int
     steps: int
     max_steps: int

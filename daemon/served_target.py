@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx2
-from prometheus_client.parser import text_string_to_metric_families
 
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
 from honed.daemon.prompts_file import Prompt
@@ -117,6 +116,8 @@ COUNTERS = {
 
 def parse_counters(text: str) -> Counters:
     """Read vLLM's /metrics; what isn't there is 0, as with a server that doesn't speculate. Raises ValueError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     sums = dict.fromkeys(COUNTERS.values(), 0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
