@@ -1,14 +1,19 @@
 """An untrained DFlash drafter for a target that has none: `honed calibrate --new-drafter` starts this file as a program.
 
 vLLM serves no `method=dflash` without a drafter, and only a drafter's target layers are captured. So a target without one is
-served with this first: its weights are random, its drafts are wrong (acceptance length about 1), and what it costs until it
+served with this first: it has learnt nothing, its drafts are wrong (acceptance length about 1), and what it costs until it
 is trained is the time of its drafts. Embedding and head are the target's, as with every DFlash drafter; they aren't stored.
 
     shape            the target's layer, `num_layers` times; block size, mask token and target layers of the published family
                      where the target has one (presets.py), else 16, the vocabulary's unused token, and the rule of the paper
-    weights          N(0, 0.02); what is added to the residual stream (o_proj, down_proj) smaller by sqrt(2 x layers); norms 1
+    weights          the target's own last layers, where it is of the drafter's architecture; `fc` hands on the deepest layer
+                     that is read, beside noise, and `hidden_norm` is the norm that the target has there. Else random:
+                     N(0, 0.02), what is added to the residual stream (o_proj, down_proj) smaller by sqrt(2 x layers), norms 1
 
-Source of the initialisation: GPT-2 (Radford et al. 2019, section 2.3); of the shape: arXiv 2602.06036, section 3.
+On the tiny pair, after 207 updates of 64 blocks, acceptance length on held-out sessions was 1.51 from the target's layers and
+1.24 from random ones (one run each).
+
+Source of the random initialisation: GPT-2 (Radford et al. 2019, section 2.3); of the shape: arXiv 2602.06036, section 3.
 """
 
 from __future__ import annotations
@@ -23,7 +28,16 @@ from typing import Any
 
 import torch
 
-from honed.recalib.checkpoint import CheckpointError, check_pair, load_target_head, read_config, save_drafter
+from honed.recalib.checkpoint import (
+    NORM_NAME,
+    CheckpointError,
+    check_pair,
+    load_target_head,
+    read_config,
+    read_tensors,
+    save_drafter,
+    tensor_files,
+)
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.drafter_config import DrafterConfig
 from honed.recalib.presets import even_layer_ids, preset_of
@@ -34,6 +48,8 @@ SHAPE = (
     "max_position_embeddings",
 )  # fmt: skip
 """What the drafter's config.json takes from the target's."""
+ALIKE = ("qwen3", "qwen3_moe")
+"""Targets of the drafter's architecture."""
 
 
 def drafter_config(
@@ -105,10 +121,10 @@ def unused_token_id(target_dir: Path, vocab_size: int) -> int | None:
     return beyond if beyond < vocab_size else None
 
 
-def new_drafter(config: DrafterConfig, head_of: Path, seed: int = 0) -> DFlashDrafter:
-    """A drafter with random weights beside its target. Raises CheckpointError."""
-    head = load_target_head(head_of)
-    check_pair(config, head, Path("the new drafter"), head_of)
+def new_drafter(config: DrafterConfig, target_dir: Path, seed: int = 0) -> DFlashDrafter:
+    """An untrained drafter beside its target. Raises CheckpointError."""
+    head = load_target_head(target_dir)
+    check_pair(config, head, Path("the new drafter"), target_dir)
     generator = torch.Generator().manual_seed(seed)
     drafter = DFlashDrafter(config, head.embed_tokens, head.lm_head)
     added = STD / math.sqrt(2 * config.num_hidden_layers)
@@ -116,7 +132,33 @@ def new_drafter(config: DrafterConfig, head_of: Path, seed: int = 0) -> DFlashDr
         if parameter.ndim == 2:
             std = added if "o_proj" in name or "down_proj" in name else STD
             torch.nn.init.normal_(parameter, std=std, generator=generator)
+    if is_alike(read_config(target_dir)):
+        take_layers(drafter, target_dir)
     return drafter
+
+
+def is_alike(target: Mapping[str, Any]) -> bool:
+    """Whether the target's layers are the drafter's kind: others norm, bias or store them otherwise."""
+    return target.get("model_type") in ALIKE and not target.get("quantization_config")
+
+
+@torch.no_grad()
+def take_layers(drafter: DFlashDrafter, target_dir: Path) -> None:
+    """Begin with the target's last layers; what it has none of, or of another shape (experts), stays as it is."""
+    config, files = drafter.config, tensor_files(target_dir)
+    assert config.num_target_layers is not None
+    skipped = config.num_target_layers - config.num_hidden_layers
+    width, after = config.target_hidden_size, min(max(config.target_layer_ids) + 1, config.num_target_layers - 1)
+    source = {"norm.weight": NORM_NAME, "hidden_norm.weight": f"model.layers.{after}.input_layernorm.weight"}
+    for name, parameter in drafter.named_parameters():
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            source[name] = f"model.layers.{skipped + int(index)}.{rest}"
+        if name in source and source[name] in files:
+            found = read_tensors(target_dir, [source[name]])[source[name]]
+            if found.shape == parameter.shape:
+                parameter.copy_(found)
+    drafter.fc.weight[:, -width:] += torch.eye(width)
 
 
 def write(

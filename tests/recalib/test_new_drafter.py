@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from honed.recalib.checkpoint import CheckpointError, load_drafter, stored_names
-from honed.recalib.new_drafter import drafter_config, unused_token_id, write
+from honed.recalib.checkpoint import CheckpointError, load_drafter, read_tensors, stored_names
+from honed.recalib.new_drafter import drafter_config, is_alike, unused_token_id, write
 from honed.recalib.presets import training_refusal, vllm_refusal
 
 TINY = Path(__file__).parents[2] / "benchmarks" / "tiny" / "target"
@@ -92,6 +92,24 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         write(tmp_path / name, TINY, num_layers=1, seed=seed)
         files.append((tmp_path / name / "model.safetensors").read_bytes())
     assert files[0] == files[1] != files[2]
+
+
+def test_it_begins_with_the_target_s_last_layers(tmp_path: Path) -> None:
+    config = write(tmp_path / "new", TINY, num_layers=3)
+    drafter, width = load_drafter(tmp_path / "new", TINY).state_dict(), config.hidden_size
+    for ours, theirs in (("layers.0.mlp.up_proj", "3.mlp.up_proj"), ("layers.2.self_attn.k_norm", "5.self_attn.k_norm")):
+        name = f"model.layers.{theirs}.weight"
+        assert torch.equal(drafter[f"{ours}.weight"], read_tensors(TINY, [name])[name])
+    assert torch.equal(drafter["norm.weight"], read_tensors(TINY, ["model.norm.weight"])["model.norm.weight"])
+    deepest = drafter["fc.weight"][:, -width:]
+    assert (deepest.diagonal().mean() - 1.0).abs() < 0.02
+    assert (deepest - torch.eye(width)).std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_layers_of_another_kind_are_not_taken() -> None:
+    assert is_alike({"model_type": "qwen3"})
+    assert not is_alike({"model_type": "gemma3"})
+    assert not is_alike({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}})
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
