@@ -81,7 +81,7 @@ test-observability: setup
 	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
 test-calibrate: setup
-	@echo "== honed calibrate and honed retention on a running vLLM: an untrained drafter is trained (some 10 minutes)"
+	@echo "== honed calibrate and honed retention on a running vLLM: an untrained drafter is trained (some 5 minutes)"
 	@HONED_TEST_CALIBRATE=1 $(BIN)/python -m pytest -s tests/e2e/test_calibrate.py
 
 lint: setup
