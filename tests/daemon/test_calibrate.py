@@ -43,6 +43,8 @@ class Site:
     registry: Registry
     first: str
     captures: bool = True
+    loses: bool = False
+    """Whether the ring is too small: a record is lost for each answer."""
     gate_error: str = ""
     requests: list[wire.TrainRequest] = field(default_factory=list)
     share: float = 0.0
@@ -61,6 +63,9 @@ class Site:
         self.share = policies[-1].capture_share if policies else 0.0
         rows = ROWS_PER_ANSWER * sum(share == 1.0 for share in self.shares) if self.captures else 0
         self.engine.send_status(captured_rows=rows, policy_generation=policies[-1].generation if policies else 0)
+        if self.loses:
+            lost = len(self.model.asked)
+            self.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="idle", ring_lost_records=lost))
         while (message := self.trainer.receive()) is not None:
             if isinstance(message, wire.TrainRequest):
                 self._train(message)
@@ -201,6 +206,15 @@ def test_another_server_than_the_engine_s_is_noticed(site: Site) -> None:
     assert "nothing was captured" in done.stderr
     assert site.requests == []
     assert overrides(site) == []
+
+
+def test_records_that_the_ring_lost_are_told(site: Site) -> None:
+    site.loses = True
+    done = site.run("--max-tokens", 50, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["collected"]["lost_records"] == 40
+    assert "40 records were overwritten before they were read" in done.stderr
+    assert "HONED_RING_BYTES" in done.stderr
 
 
 def test_a_few_prompts_may_fail_but_not_many(site: Site) -> None:
