@@ -9,7 +9,8 @@ FOLDERS := adapt attach daemon dashboards kernels recalib
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-api test-systemd test-observability test-calibrate lint typecheck dashboards reference clean help
+.PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint
+.PHONY: typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
@@ -83,6 +84,10 @@ test-observability: setup
 test-calibrate: setup
 	@echo "== honed calibrate and honed retention on a running vLLM: an untrained drafter is trained (some 5 minutes)"
 	@HONED_TEST_CALIBRATE=1 $(BIN)/python -m pytest -s tests/e2e/test_calibrate.py
+
+test-parallel: setup
+	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 2 minutes on two cores)"
+	@HONED_TEST_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_parallel.py
 
 lint: setup
 	@echo "== ruff"
