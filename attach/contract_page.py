@@ -1,6 +1,6 @@
 """Writes docs/compatibility.md from the contract, and from what was found when it was held against each release's sources.
 
-`python -m honed.attach.contract_page ROOT` writes the page of a checkout out of docs/compatibility.json. With package folders
+`python -m honed.attach.contract_page ROOT` writes the page of a checkout out of attach/compatibility.json. With package folders
 after it, RELEASE/vllm each, those are checked first and their findings put there.
 """
 
@@ -17,10 +17,10 @@ from honed.attach.compatibility import SUPPORTED
 from honed.attach.contract import CONTRACT, WORKERS, Attributes, Clause, Constant, Method, Open, Passes
 from honed.attach.contract_check import Sources, check, qualified
 
-PAGE, FINDINGS = "docs/compatibility.md", "docs/compatibility.json"
+PAGE, FINDINGS = "docs/compatibility.md", "attach/compatibility.json"
 HEAD = """# Compatibility with vLLM
 
-Made by `make reference` from `attach/contract.py` and `docs/compatibility.json`; tests keep it true. `make contract` fetches
+Made by `make reference` from `attach/contract.py` and `attach/compatibility.json`; tests keep it true. `make contract` fetches
 the sources of every release of vLLM from {low} up to, not including, {high} and holds the contract against them anew.
 
 What honed relies on inside vLLM is mostly private to it. *Fits*: every name, parameter, attribute and order of calls that a
