@@ -28,6 +28,7 @@ from honed.recalib.weights_digest import weights_digests
 from tests.e2e import test_runner_contract as contract
 from tests.e2e.engine import DRAFTER, IS_V2, TestEngine, engine
 from tests.e2e.logged import rounds, set_policy, take_batches
+from tests.e2e.swapping import perturbed_drafter, swap
 from tests.e2e.test_daemon_faults import wait_for
 
 pytestmark = [
@@ -106,7 +107,7 @@ def test_two_replicas_are_two_engines_of_one_daemon(tmp_path: Path) -> None:
         assert all(engine["policy"]["generation"] > 0 for engine in engines().values())
 
         registry = Registry(state_dir / "registry")
-        other = contract.perturbed_drafter(tmp_path / "other")
+        other = perturbed_drafter(tmp_path / "other")
         target = str(vllm_server.ROOT / vllm_server.TARGET)
         version = registry.import_checkpoint(other, target_path=target, note="test").version
         operation = client.post(f"/v1/drafters/{version}:promote", {"reason": "test", "force": True})
@@ -185,18 +186,18 @@ def test_a_bad_checkpoint_is_refused_before_any_rank_touches_a_weight(two_ranks:
     from safetensors.torch import load_file, save_file
 
     before = of_each_rank(two_ranks, "honed_checksum")
-    folder = contract.perturbed_drafter(tmp_path / "wide")
+    folder = perturbed_drafter(tmp_path / "wide")
     tensors = load_file(folder / "model.safetensors")
     name = "layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].repeat(2, 1)}, folder / "model.safetensors")
-    result = contract.swap(two_ranks, "wide", folder)
+    result = swap(two_ranks, "wide", folder)
     assert not result.ok
     assert name in result.error
     assert of_each_rank(two_ranks, "honed_checksum") == before
 
 
 def test_a_swap_under_way_is_at_the_same_step_on_both_ranks(two_ranks: TestEngine, tmp_path: Path) -> None:
-    other = contract.perturbed_drafter(tmp_path / "other")
+    other = perturbed_drafter(tmp_path / "other")
     plain = two_ranks.generate(contract.prompts(), temperature=0.0, max_tokens=contract.MAX_TOKENS)
     take_batches(two_ranks)
     result, at_step, answered = swap_while_generating(two_ranks, "other", other)
@@ -234,10 +235,10 @@ def swap_while_generating(running: TestEngine, version: str, folder: Path) -> tu
 
 
 def test_swapped_parts_are_and_draft_as_a_fresh_load(two_ranks: TestEngine, tmp_path: Path) -> None:
-    other = contract.perturbed_drafter(tmp_path / "other")
-    assert contract.swap(two_ranks, "stock", DRAFTER).ok
+    other = perturbed_drafter(tmp_path / "other")
+    assert swap(two_ranks, "stock", DRAFTER).ok
     stock, stock_drafts = of_each_rank(two_ranks, "honed_checksum"), drafts_of(two_ranks)
-    assert contract.swap(two_ranks, "other", other).ok
+    assert swap(two_ranks, "other", other).ok
     swapped, swapped_drafts = of_each_rank(two_ranks, "honed_checksum"), drafts_of(two_ranks)
     # Put together from both ranks' parts, the weights are the file's.
     for sums, folder in ((stock, DRAFTER), (swapped, other)):
@@ -246,7 +247,7 @@ def test_swapped_parts_are_and_draft_as_a_fresh_load(two_ranks: TestEngine, tmp_
     assert swapped != stock
     assert swapped_drafts != stock_drafts
 
-    assert contract.swap(two_ranks, "stock", DRAFTER).ok
+    assert swap(two_ranks, "stock", DRAFTER).ok
     assert drafts_of(two_ranks) == stock_drafts
     with engine(tmp_path / "fresh", drafter=other, **TWO_RANKS) as fresh:
         fresh.honed._recorder.is_logging_token_ids = True
