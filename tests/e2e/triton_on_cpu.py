@@ -13,8 +13,9 @@ from typing import Any
 
 
 def install() -> None:
-    """Set the environment and register the stub; call before the first import of vllm."""
-    if found := {"triton", "vllm"} & sys.modules.keys():
+    """Set the environment and register the stub; call before the first import of vllm, and of a Triton that isn't to interpret."""
+    late = {"vllm"} if os.environ.get("TRITON_INTERPRET") == "1" else {"triton", "vllm"}
+    if found := late & sys.modules.keys():
         raise RuntimeError(f"{min(found)} was imported before: it has already looked at the environment")
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
