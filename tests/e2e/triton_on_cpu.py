@@ -13,7 +13,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Set the environment and register the stub; call before the first import of vllm, and of a Triton that isn't to interpret."""
+    """Set the environment and register the stub; call before vllm is imported, and Triton unless it interprets already."""
     late = {"vllm"} if os.environ.get("TRITON_INTERPRET") == "1" else {"triton", "vllm"}
     if found := late & sys.modules.keys():
         raise RuntimeError(f"{min(found)} was imported before: it has already looked at the environment")
