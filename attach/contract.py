@@ -100,7 +100,7 @@ EVENTS: tuple[Clause, ...] = (
     Attributes(_V2, "GPUModelRunner", ("req_states", "execute_model_state", "output_copy_stream")),
     Method(_V2, "GPUModelRunner", "sample_tokens"),
     Attributes("v1/worker/gpu/states.py", "RequestState", ("draft_tokens",)),
-    Attributes("v1/worker/gpu/model_runner.py", "ExecuteModelState", ("input_batch",)),
+    Attributes(_V2, "ExecuteModelState", ("input_batch",)),
     Attributes("v1/worker/gpu/input_batch.py", "InputBatch", ("num_reqs", "num_draft_tokens", "idx_mapping")),
     Method("v1/worker/gpu/async_utils.py", "AsyncOutput", "get_output"),
     Method(_SCHED, "Scheduler", "has_unfinished_requests"),

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
 from tests.e2e import triton_on_cpu
-from tests.e2e.engine import IS_V2
+from tests.e2e.engine import IS_V2, TestEngine, engine
 
 if IS_V2:
     triton_on_cpu.install()
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
+    """An engine with honed in it that logs token ids."""
+    with engine(tmp_path_factory.mktemp("run"), max_num_seqs=4 if IS_V2 else 8) as running:
+        assert running.honed is not None
+        running.honed._recorder.is_logging_token_ids = True
+        yield running

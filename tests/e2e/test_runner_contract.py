@@ -5,7 +5,6 @@ Fewer and shorter requests on V2, which is slow here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
@@ -23,14 +22,6 @@ NUM_PROMPTS = 2 if IS_V2 else 6
 
 def prompts() -> list[str]:
     return held_out(NUM_PROMPTS, 60 if IS_V2 else 300)
-
-
-@pytest.fixture(scope="module")
-def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    with engine(tmp_path_factory.mktemp("run"), max_num_seqs=4 if IS_V2 else 8) as running:
-        assert running.honed is not None
-        running.honed._recorder.is_logging_token_ids = True
-        yield running
 
 
 @pytest.fixture(autouse=True)

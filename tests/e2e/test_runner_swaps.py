@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from tests.e2e.swapping import Drafts, perturbed_drafter, swap, worker_of
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_V2 else 48
 PROMPTS = held_out(2, 60) if IS_V2 else held_out(6, 300)
-
-
-@pytest.fixture(scope="module")
-def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    with engine(tmp_path_factory.mktemp("run"), max_num_seqs=4 if IS_V2 else 8) as running:
-        assert running.honed is not None
-        running.honed._recorder.is_logging_token_ids = True
-        yield running
 
 
 @pytest.mark.parametrize("damage", ["missing_file", "truncated", "wrong_sum", "wrong_shape", "missing_tensor", "not_finite"])
