@@ -122,12 +122,14 @@ def choose_equal(
     num_prefill_tokens: int = 0,
     previous: OperatingPoint | None = None,
     hysteresis: float = 0.0,
+    captured_lengths: Sequence[int] = (),
 ) -> Choice:
     """Choose one length for everybody, for engines on which lengths that differ lose the captured graph.
 
     Args:
         gains: Σ_i g_i(j) of the batch by depth, [k_max].
         count: N.
+        captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
         previous: its cap is kept unless the best rate is more than `hysteresis` (relative) above that length's.
     """
     fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
@@ -136,9 +138,10 @@ def choose_equal(
         drafting = model.block_seconds(count, k, context_tokens) if k else 0.0
         seconds = fixed + model.seconds_of_tokens(base + k * count) + drafting
         rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)
-    best = held = rates.index(max(rates))
-    if previous is not None:
-        held = min(max(previous.cap, 0), len(gains))
+    open_ = [k for k in captured_lengths if 0 < k < len(rates)] if captured_lengths else range(1, len(rates))
+    best = held = max((0, *open_), key=rates.__getitem__)
+    if previous is not None and (before := min(max(previous.cap, 0), len(gains))) in (0, *open_):
+        held = before
     is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
     k = held if is_held else best
     return Choice([k] * count, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held)

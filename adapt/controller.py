@@ -128,7 +128,8 @@ class EngineController:
             request_ceiling=settings.request_ceiling,
             capture_share=capture_share,
             table=list(settings.table),
-            equal_lengths=settings.equal_lengths,
+            equal_lengths=settings.are_lengths_equal,
+            captured_lengths=list(settings.captured_lengths),
             override=",".join(sorted({one.name for one in overrides})),
         )
 

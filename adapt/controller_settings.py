@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from honed.adapt.contenders import CONTENDERS
 from honed.adapt.drift import DriftSettings
@@ -41,13 +42,17 @@ class ControllerSettings:
     capture_share: float = 0.25
     """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
     captured_tokens: tuple[int, ...] = ()
-    """Token counts of the captured CUDA graphs; empty: none, or unknown."""
+    """Token counts of the captured CUDA graphs; empty: what the engine says, if it does."""
     table: tuple[tuple[int, int], ...] = ()
     """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
     max_workloads: int = 32
     """Workloads that have a curve of their own; others share the engine's."""
-    equal_lengths: bool = False
-    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2)."""
+    equal_lengths: Literal["auto", "always", "never"] = "auto"
+    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2). "auto":
+    where the engine says that its graphs are of that kind."""
+    captured_lengths: tuple[int, ...] = ()
+    """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: what the engine says.
+    Where lengths are equal, only these are chosen, and none at all."""
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
@@ -56,9 +61,20 @@ class ControllerSettings:
         **dict.fromkeys(("static_k", "max_k", "request_ceiling"), DRAFT_TOKENS),
         **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
         **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
+        "captured_lengths": Range(0, 1024),
         **dict.fromkeys(("request_strength", "workload_strength"), Range(0)),
         "policy_ttl_s": Range(0, 3600, excludes_low=True),
     }
+
+    @property
+    def are_lengths_equal(self) -> bool:
+        """Whether all requests of a step are to get one length."""
+        return self.equal_lengths == "always" or (self.equal_lengths == "auto" and bool(self.captured_lengths))
+
+    def with_graphs(self, captured_tokens: Sequence[int], captured_lengths: Sequence[int]) -> ControllerSettings:
+        """These settings, with what an engine says of its CUDA graphs where they say nothing."""
+        tokens, lengths = self.captured_tokens or tuple(captured_tokens), self.captured_lengths or tuple(captured_lengths)
+        return replace(self, captured_tokens=tokens, captured_lengths=lengths)
 
     def __post_init__(self) -> None:
         check_ranges(self)

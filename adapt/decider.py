@@ -21,6 +21,7 @@ Nothing here raises on odd input: unknown requests start as workload "default", 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -184,12 +185,25 @@ class Decider:
             lengths = self._best(request_ids, max(context_tokens, 0), max(num_prefill_tokens, 0), limit, policy)
         if is_exploring:
             cold_length = None if self._model.is_ready else static_k
-            lengths = neighbour(self._random, lengths, limit, is_equal=policy.equal_lengths, cold_length=cold_length)
-            if self.requests.num_ceilings:
-                lengths = np.minimum(lengths, self.requests.ceiling[self.requests.slots_of(request_ids)]).tolist()
-                if policy.equal_lengths and request_ids:
-                    lengths = [min(lengths)] * len(lengths)
+            lengths = self._explore(request_ids, lengths, limit, cold_length, policy)
         return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
+
+    def _explore(
+        self, request_ids: Sequence[str], lengths: list[int], limit: int, cold_length: int | None, policy: Policy
+    ) -> list[int]:
+        is_equal = policy.equal_lengths
+        allowed: Sequence[int] = range(limit + 1)
+        if is_equal and policy.captured_lengths:
+            allowed = [0, *sorted(k for k in set(policy.captured_lengths) if 0 < k <= limit)]
+        rungs = [bisect_right(allowed, k) - 1 for k in lengths]
+        cold = None if cold_length is None else bisect_right(allowed, cold_length) - 1
+        rungs = neighbour(self._random, rungs, len(allowed) - 1, is_equal=is_equal, cold_length=cold)
+        lengths = [allowed[rung] for rung in rungs]
+        if self.requests.num_ceilings:
+            lengths = np.minimum(lengths, self.requests.ceiling[self.requests.slots_of(request_ids)]).tolist()
+            if is_equal and lengths:
+                lengths = [allowed[bisect_right(allowed, min(lengths)) - 1]] * len(lengths)
+        return lengths
 
     def _best(
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
@@ -203,7 +217,7 @@ class Decider:
             slots = requests.slots_of(request_ids)
             shared = min(limit, int(requests.ceiling[slots].min())) if requests.num_ceilings else limit
             gains = self._tables.by_depth[:shared, requests.curve_of(slots)].sum(axis=1).tolist()
-            choice = choose_equal(gains, len(slots), model, **known)
+            choice = choose_equal(gains, len(slots), model, captured_lengths=policy.captured_lengths, **known)
         elif work(len(request_ids), limit, model) <= MOST_ENTRIES:
             choice = choose_exact(requests.curves_of(requests.slot_list(request_ids), limit), model, **known)
         else:

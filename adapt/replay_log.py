@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.rounds import trimmed_tokens
 from honed.adapt.wire import EventBatch
 
 _STEP_COLUMNS = (
@@ -40,7 +41,7 @@ class Log:
     step: Ints  # [R] index of the round's step
     request: Ints  # [R] 0 … Q−1
     position: Ints  # [R]
-    drafted: Ints  # [R] without what a grammar struck out
+    drafted: Ints  # [R] without what a grammar struck out or vLLM trimmed
     accepted: Ints  # [R]
     emitted: Ints  # [R]
     is_struck: npt.NDArray[np.bool_]  # [R] a grammar struck out drafts: none beyond would have been verified
@@ -82,6 +83,7 @@ class LogBuilder:
         steps = steps[:, np.argsort(steps[0], kind="stable")]
         count = rounds.shape[1]
         invalid = np.array(batch.rounds.num_invalid_tokens or [0] * count, dtype=np.int64)
+        trimmed = trimmed_tokens(batch.rounds, count)
         request = np.array(batch.rounds.request, dtype=np.uint64)
         if not len(invalid) == len(request) == count:
             raise ValueError("the batch has round columns of unequal length")
@@ -99,7 +101,7 @@ class LogBuilder:
         place = np.searchsorted(steps[0], rounds[0])
         cell = cells[rounds[1]] if count else rounds[1]
         key = (request + (boot * _MOST_CELLS + cell).astype(np.uint64) * _STRIDE).view(np.int64)
-        columns = (np.cumsum(is_wanted)[place] - 1 + self._num_steps, key, cell, *rounds[2:], invalid)
+        columns = (np.cumsum(is_wanted)[place] - 1 + self._num_steps, key, cell, *rounds[2:], invalid, trimmed)
         self._rounds.append(np.stack(columns)[:, is_wanted[place]])
         self._steps.append(np.concatenate([steps, np.full((1, steps.shape[1]), boot)])[:, is_wanted])
         self._num_steps += int(is_wanted.sum())
@@ -109,11 +111,11 @@ class LogBuilder:
     def log(self) -> Log:
         """Make the log of what was gathered."""
         steps = np.concatenate([np.zeros((len(_STEP_COLUMNS) + 1, 0), dtype=np.int64), *self._steps], axis=1)
-        rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 2, 0), dtype=np.int64), *self._rounds], axis=1)
+        rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 3, 0), dtype=np.int64), *self._rounds], axis=1)
         rounds = rounds[:, np.argsort(rounds[0], kind="stable")]
-        step, key, cell, position, drafted, accepted, emitted, invalid = rounds
+        step, key, cell, position, drafted, accepted, emitted, invalid, trimmed = rounds
         number, end_ns, duration_us, requests, tokens, prefill, context, block, boot = steps
-        drafted = np.maximum(drafted - np.maximum(invalid, 0), 0)
+        drafted = np.maximum(drafted - np.maximum(invalid, 0) - trimmed, 0)
         accepted = np.clip(accepted, 0, drafted)
         emitted = np.where(emitted > 0, np.minimum(emitted, accepted + 1), accepted + 1)
         _, first, request = np.unique(key, return_index=True, return_inverse=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.wire import EventBatch
+from honed.adapt.wire import EventBatch, RoundColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class Rounds:
     num_draft_tokens: Ints
     num_accepted_tokens: Ints
     num_invalid_tokens: Ints
+    """Scheduled, never verified: struck out by a grammar or trimmed by vLLM's own adaptive verification."""
     position: Ints
     """Of the last verified token: about the length of the context."""
     feature: Floats | None = None
@@ -37,17 +38,25 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     label = _ints(columns.workload, "workload", count)
     accepted = _ints(columns.num_accepted_tokens, "num_accepted_tokens", count)
     invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
+    invalid = np.maximum(invalid, 0) + trimmed_tokens(columns, count)
     position = _ints(columns.position or [0] * count, "position", count)
     request = _hashes(columns.request, count)
     feature = _floats(columns.feature, "feature", count) if columns.feature else None
     if count and not 0 <= label.min() <= label.max() < len(batch.workloads):
         raise ValueError("batch names a workload by an index that its list of workloads doesn't have")
-    has_draft = drafted - np.maximum(invalid, 0) > 0
+    has_draft = drafted - invalid > 0
     for index, workload in enumerate(batch.workloads):
         mine = has_draft & (label == index)
         if mine.any():
             shown = None if feature is None else feature[mine]
             yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine], shown)
+
+
+def trimmed_tokens(columns: RoundColumns, count: int) -> Ints:
+    """Drafts of each of `count` rounds that vLLM's own adaptive verification trimmed, [R]; ValueError as above."""
+    if not columns.num_trimmed_tokens:
+        return np.zeros(count, dtype=np.int64)
+    return np.maximum(_ints(columns.num_trimmed_tokens, "num_trimmed_tokens", count), 0)
 
 
 def _ints(values: Sequence[int], name: str, count: int) -> Ints:

@@ -66,6 +66,10 @@ class EngineHello(_Message, frozen=True):
     """Highest batch sequence number produced so far in this boot."""
     features: str = ""
     """What a captured row holds: "fused" or "layers"; "": an older attachment, which didn't say."""
+    captured_tokens: list[int] = []
+    """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
+    captured_lengths: list[int] = []
+    """Draft lengths they are for, the same for all requests of a step; empty: any mix."""
 
 
 class StepColumns(_Message, frozen=True):
@@ -79,9 +83,10 @@ class StepColumns(_Message, frozen=True):
     """From schedule() to update_from_output() of the same step."""
     num_requests: list[int] = []
     num_tokens: list[int] = []
-    """All tokens scheduled: decode, draft and prefill."""
+    """All tokens that the step computed: decode, draft and prefill."""
     num_prefill_tokens: list[int] = []
     num_draft_tokens: list[int] = []
+    """Without those that vLLM's own adaptive verification trimmed."""
     context_tokens: list[int] = []
     """Sum of the context lengths of the requests in the step."""
     num_drafting: list[int] = []
@@ -118,6 +123,9 @@ class RoundColumns(_Message, frozen=True):
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
     feature: list[float] = []
     """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known."""
+    num_trimmed_tokens: list[int] = []
+    """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, beyond the invalid ones; vLLM
+    counts them as drafted. Empty: none."""
 
 
 class EventBatch(_Message, frozen=True):
@@ -274,6 +282,8 @@ class Policy(_Message, frozen=True):
     """For kind "table": (largest batch in requests, draft tokens), ascending."""
     equal_lengths: bool = False
     """Every request of a step gets the same length: lengths that differ would lose the captured CUDA graph."""
+    captured_lengths: list[int] = []
+    """With `equal_lengths`: the only ones, and none at all, that are chosen; empty: all are."""
 
 
 class Command(_Message, frozen=True):

@@ -21,6 +21,7 @@ from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
 from honed.attach.compatibility import Findings, can_shorten_block
 from honed.attach.environment import AttachSettings
+from honed.attach.graphs import LengthTable
 from honed.attach.guard import Errors, guarded
 from honed.attach.introduction import introduce
 from honed.attach.latency import Latency
@@ -48,7 +49,8 @@ class Attachment:
         self._boot_id = secrets.token_hex(8)
         self._num_spec_tokens: int = scheduler.num_spec_tokens
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
-        self._can_shorten = self._can_decide and can_shorten_block(vllm_config)
+        self._is_block_open = can_shorten_block(vllm_config)
+        self._can_shorten = self._can_decide and self._is_block_open
         self.errors = Errors()
         self.log_latency = Latency()
         self.decide_latency = Latency()
@@ -69,7 +71,8 @@ class Attachment:
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
         self._recorder = StepRecorder(self._log)
-        self._workers = WorkerLink(settings, findings, self._requests.secret)
+        self._workers = WorkerLink(settings, findings, self._requests.secret, vllm_config.use_v2_model_runner)
+        self._table = LengthTable(scheduler, self._num_spec_tokens)
         self._block = self._num_spec_tokens
         if self._can_shorten:
             self._workers.skip_draft_fetch(lambda: self._block > 0)
@@ -109,7 +112,8 @@ class Attachment:
     @guarded
     def before_schedule(self) -> None:
         """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
-        self._workers.attach()
+        if self._workers.attach():
+            self._publisher.reintroduce()
         self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
         if self._pending_policy is not None:
             self._apply_policy()
@@ -148,6 +152,8 @@ class Attachment:
                 output.num_spec_tokens_to_schedule = block
         else:
             self._lengths = {}
+            if self._is_block_open:  # vLLM's own table by batch size may be in force
+                block = getattr(output, "num_spec_tokens_to_schedule", block)
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
         output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context, drafted_by)
@@ -174,7 +180,7 @@ class Attachment:
         recorder.end(self._plan or cold)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
-        if verified:
+        if verified and self._can_decide:
             request_ids, drafts, accepted = zip(*verified, strict=True)
             if invalid:  # what a grammar struck out says nothing of the drafter
                 drafts = tuple(k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True))
@@ -205,6 +211,7 @@ class Attachment:
         if tables is None or tables.policy is None:
             return
         policy = self._policy = tables.policy
+        self._table.set_aside(self._can_decide and not self._is_off())
         self._decider.use(tables, time.monotonic())
         idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)

@@ -6,6 +6,7 @@ in one go holds it up for that long.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from honed.adapt.wire import RoundColumns, StepColumns
@@ -74,20 +75,24 @@ class BatchBuilder:
         self._holds += losses_of(verified, step.invalid)
         rows = [*verified, *plain]
         num_drafts = sum(map(len, step.drafts.values()))
+        num_prefill = max(step.num_tokens - num_drafts - len(rows), 0)
+        trimmed = _trimmed(step, rows)
+        num_trimmed = sum(trimmed)
         for name, value in (
             ("step", step.step),
             ("end_ns", step.end_ns),
             ("duration_us", step.duration_us),
             ("num_requests", len(step.scheduled)),
-            ("num_tokens", step.num_tokens),
-            ("num_prefill_tokens", max(step.num_tokens - num_drafts - len(rows), 0)),
-            ("num_draft_tokens", num_drafts),
+            ("num_tokens", step.num_tokens - num_trimmed),
+            ("num_prefill_tokens", num_prefill),
+            ("num_draft_tokens", num_drafts - num_trimmed),
             ("context_tokens", step.context_tokens),
             ("num_drafting", step.num_drafting),
             ("decision", step.decision),
         ):
             self._steps[name].append(value)
         self._add_rounds(step, rows)
+        self._rounds["num_trimmed_tokens"] += trimmed
 
     def _known(self, step: Step) -> list[Verified]:
         known = [one for one in step.verified if one[0] in self._running]
@@ -134,7 +139,17 @@ class BatchBuilder:
 
     def take(self) -> Batch:
         """What was gathered; the builder is empty afterwards, and still knows the requests."""
+        if not any(self._rounds["num_trimmed_tokens"]):
+            self._rounds["num_trimmed_tokens"] = []
         steps, rounds = StepColumns(**self._steps), RoundColumns(**self._rounds)
         made = Batch(self.drafter_version, list(self._workloads), steps, rounds, self._holds)
         self._clear()
         return made
+
+
+def _trimmed(step: Step, rows: Sequence[Verified]) -> list[int]:
+    """Drafts of each round that the device left unverified, beyond those that a grammar struck out."""
+    if step.num_verified is None:
+        return [0] * len(rows)
+    verified, row_of, invalid = step.num_verified, step.row_of, step.invalid
+    return [max(0, k - invalid.get(name, 0) - int(verified[row_of[name]])) for name, k, _ in rows]

@@ -23,6 +23,8 @@ class Findings:
 
     capabilities: tuple[str, ...]
     limits: tuple[str, ...]
+    is_known: bool = True
+    """Whether this vLLM is of a release that honed was made for."""
 
 
 def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
@@ -36,7 +38,7 @@ def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
     scheduler, features = check_scheduler(base, vllm_version), check_features(vllm_config)
     limits = scheduler.limits + features.limits
     if not is_supported(vllm_version):
-        return Findings(scheduler.capabilities, limits)
+        return Findings(scheduler.capabilities, limits, is_known=False)
     without = {name for name in scheduler.capabilities if any(limit.startswith(f"{name} is off") for limit in limits)}
     return Findings(tuple(c for c in scheduler.capabilities + features.capabilities if c not in without), limits)
 
@@ -63,19 +65,27 @@ def check_scheduler(base: type, vllm_version: str) -> Findings:
 
 
 def check_features(vllm_config: Any) -> Findings:
-    """What the engine's own configuration rules out: capture and swap are for DFlash, on one pipeline stage."""
+    """What the engine's own configuration rules out: capture and swap are for DFlash, on one pipeline stage.
+
+    Under vLLM's adaptive verification the layout of a step's rows is known to the device alone.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None:
         return Findings((), ("the engine was started without a --speculative-config: there is nothing to tune",))
-    limits = []
+    limits: list[str] = []
+    capabilities: tuple[str, ...] = ("capture", "swap")
     method = getattr(speculative, "method", "")
     if method != "dflash":
         limits.append(f"capture and swap are off: they are for method 'dflash', this engine runs '{method}'")
+        capabilities = ()
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         limits.append("capture and swap are off: pipeline parallelism splits the hidden states over processes")
+        capabilities = ()
     if getattr(speculative, "enable_adaptive_verification", False):
         limits.append("draft_length is off: vLLM's own adaptive verification is on and would cut the same drafts")
-    return Findings(() if limits else ("capture", "swap"), tuple(limits))
+        limits.append("capture is off: under vLLM's own adaptive verification only the device knows which rows are whose")
+        capabilities = tuple(c for c in capabilities if c != "capture")
+    return Findings(capabilities, tuple(limits))
 
 
 def can_shorten_block(vllm_config: Any) -> bool:

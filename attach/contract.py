@@ -94,14 +94,15 @@ EVENTS: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "add_request", first=("request",)),
     Method(_SCHED, "Scheduler", "_free_request", first=("request",)),
     Method(_SCHED, "Scheduler", "finish_requests", calls=("_free_request",)),
-    # Tokens that are dropped after a preemption (attachment.py), and draft ids that V2 keeps on the device (draft_ids.py).
+    # Tokens that are dropped after a preemption (attachment.py), and drafts that V2 keeps on the device
+    # (verified_drafts.py).
     Method(_SCHED, "Scheduler", "_preempt_request", first=("request",)),
     Attributes("v1/request.py", "Request", ("drop_stale_output", "num_stale_output_tokens")),
-    Attributes(_V2, "GPUModelRunner", ("req_states", "execute_model_state", "output_copy_stream")),
+    Attributes(_V2, "GPUModelRunner", ("req_states", "execute_model_state", "output_copy_stream", "adaptive_verification")),
     Method(_V2, "GPUModelRunner", "sample_tokens"),
     Attributes("v1/worker/gpu/states.py", "RequestState", ("draft_tokens",)),
     Attributes(_V2, "ExecuteModelState", ("input_batch",)),
-    Attributes("v1/worker/gpu/input_batch.py", "InputBatch", ("num_reqs", "num_draft_tokens", "idx_mapping")),
+    Attributes("v1/worker/gpu/input_batch.py", "InputBatch", ("num_reqs", "idx_mapping", "cu_num_logits")),
     Method("v1/worker/gpu/async_utils.py", "AsyncOutput", "get_output"),
     Method(_SCHED, "Scheduler", "has_unfinished_requests"),
     Method(_SCHED, "Scheduler", "get_request_counts"),
@@ -140,6 +141,13 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Attributes("v1/core/sched/output.py", "SchedulerOutput", ("num_spec_tokens_to_schedule",)),
     Attributes("v1/outputs.py", "DraftTokenIds", ("req_ids",)),
     Attributes("v1/request.py", "Request", ("spec_token_ids",)),
+    Attributes(_SCHED, "Scheduler", ("dynamic_sd_lookup",)),
+    Attributes(_V2, "GPUModelRunner", ("cudagraph_manager",)),
+    Attributes("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", ("graphs",)),
+    Attributes(
+        "v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor",
+        ("num_tokens", "uniform_token_count", "num_active_loras", "num_ubatches"),
+    ),
     Method(_CORE, "EngineCore", "post_step", calls=("take_draft_token_ids", "update_draft_token_ids")),
     Method("v1/executor/abstract.py", "Executor", "take_draft_token_ids"),
     # A step without drafts is spared the draft pass (context_backlog.py); V1 only.

@@ -40,6 +40,8 @@ def introduce(
         busy_path=str(settings.busy_path),
         last_seq=last_seq,
         features=settings.feature_kind,
+        captured_tokens=workers.graphs.token_counts,
+        captured_lengths=workers.graphs.lengths,
     )
 
 

@@ -62,6 +62,7 @@ class Publisher:
         self._builder = BatchBuilder()
         self._results: list[wire.CommandResult] = []
         self._is_welcome = False
+        self._is_news = False
         self._progress_s = 0.0
         self._has_complained = False
         self._stop = threading.Event()
@@ -75,6 +76,10 @@ class Publisher:
         """Send what is left if the daemon is there, for at most `timeout_s`, and end the thread."""
         self._stop.set()
         self._thread.join(timeout_s)
+
+    def reintroduce(self) -> None:
+        """Any thread: say hello again soon, since more is known of the engine than when it was said."""
+        self._is_news = True
 
     def report(self, result: wire.CommandResult) -> None:
         """Engine thread: queue the answer to a command."""
@@ -124,6 +129,8 @@ class Publisher:
                 self._seal()
             self._callbacks.on_tick()
             if self._is_welcome:
+                if self._is_news:
+                    self._is_news = not self._try_send(socket, wire.encode(self._callbacks.hello(self._outbox.last_seq)))
                 self._send_results(socket)
                 self._send_batches(socket, now_s)
             if now_s >= next_heartbeat_s:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from honed.attach.outbox import Losses
 from honed.attach.request_book import Tracked
@@ -18,6 +21,8 @@ Verified: TypeAlias = tuple[str, int, int]
 
 DRAFT_IDS = "honed_draft_ids"
 """Attribute of a `ModelRunnerOutput`: draft token ids [R, K] in the order of its `req_ids`, where the scheduler has none."""
+NUM_VERIFIED = "honed_num_verified"
+"""Attribute of a `ModelRunnerOutput`: drafts that were verified [R], in that order, where vLLM trims them on the device."""
 
 
 class Step(NamedTuple):
@@ -40,6 +45,8 @@ class Step(NamedTuple):
     row_of: Mapping[str, int]
     invalid: Mapping[str, int]
     """Drafts that a grammar struck out, by request."""
+    num_verified: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
+    """Drafts that the device verified, a row a request (`row_of`); None: all."""
     has_token_ids: bool = False
     """Whether token ids are to be logged: `drafts` and `sampled` are copies then."""
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from honed.attach.request_book import Tracked
-from honed.attach.step_log import DRAFT_IDS, Over, Started, Step, StepLog, Verified
+from honed.attach.step_log import DRAFT_IDS, NUM_VERIFIED, Over, Started, Step, StepLog, Verified
 
 _NOTHING: dict[str, int] = {}
 
@@ -47,6 +47,7 @@ class StepRecorder:
         self._row_of: Mapping[str, int] = _NOTHING
         self._sampled: Any = ()
         self._drafts: Any = _NOTHING
+        self._num_verified: Any = None
         self._over: list[str] = []
         self._ended_ns = 0
         self.spent_ns = 0
@@ -68,6 +69,7 @@ class StepRecorder:
         began_ns = time.perf_counter_ns()
         self.verified, self.invalid = [], output.num_invalid_spec_tokens or _NOTHING
         self._sampled, self._drafts = runner_output.sampled_token_ids, output.scheduled_spec_decode_tokens
+        self._num_verified = getattr(runner_output, NUM_VERIFIED, None)
         if self.is_logging_token_ids:  # copied: vLLM cuts the first lists at a stop, and may still change the second
             self._sampled = list(map(list, self._sampled))
             self._drafts = _draft_ids(self._drafts, runner_output)
@@ -89,7 +91,7 @@ class StepRecorder:
                 Step(
                     plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.context_tokens, plan.block,
                     plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
-                    self._row_of, self.invalid, self.is_logging_token_ids,
+                    self._row_of, self.invalid, self._num_verified, self.is_logging_token_ids,
                 )
             )  # fmt: skip
         self._output = None

@@ -15,26 +15,38 @@ import torch
 
 from honed.attach.capture import Capturer
 from honed.attach.context_backlog import skip_idle_drafts
-from honed.attach.draft_ids import DraftIds
+from honed.attach.graphs import captured
 from honed.attach.ring import RingWriter
 from honed.attach.runner import Runner, runner_of
 from honed.attach.swap import Swapper
+from honed.attach.verified_drafts import VerifiedDrafts
 
 logger = logging.getLogger("honed.attach")
 
 
-class _WorkerSide:
-    """One rank's capture, swap and draft token ids."""
+class _Errors:
+    """Counts what goes wrong inside vLLM's steps, and says it once."""
 
-    def __init__(self, worker: Any, settings: dict[str, Any]) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, where: str) -> None:
+        """Called while the exception is handled."""
+        self.count += 1
+        if self.count == 1:
+            logger.warning("honed: %s failed; vLLM is not affected, what it would have brought is lost", where, exc_info=True)
+
+
+class _WorkerSide:
+    """One rank's capture and swap."""
+
+    def __init__(self, worker: Any, settings: dict[str, Any], errors: _Errors) -> None:
         self.runner: Runner = runner_of(worker.model_runner)
         model = self.runner.draft_model
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
-        self.num_errors = 0
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(worker.device))
-        self.draft_ids = self._draft_ids(worker)
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm
@@ -44,24 +56,20 @@ class _WorkerSide:
                 kind,
                 bytes.fromhex(settings["secret"]),
             )
-            self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._on_error)
+            self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, errors.note)
 
-    def _draft_ids(self, worker: Any) -> DraftIds | None:
-        """For the rank whose output the scheduler reads. V1 tells its scheduler, unless that runs ahead: unknown then."""
-        if self.runner.name != "v2" or worker.rank != 0:
-            return None
-        try:
-            made = DraftIds(worker.model_runner, worker.vllm_config.max_concurrent_batches)
-        except (TypeError, AttributeError) as error:
-            logger.warning("honed: draft token ids are not logged: %s", error)
-            return None
-        made.wrap(self._on_error)
-        return made
 
-    def _on_error(self, where: str) -> None:
-        self.num_errors += 1
-        if self.num_errors == 1:
-            logger.warning("honed: %s failed; vLLM is not affected, what it would have brought is lost", where, exc_info=True)
+def _verified_drafts(worker: Any, errors: _Errors) -> VerifiedDrafts | None:
+    """For the rank whose output the scheduler reads. V1 tells its scheduler, unless that runs ahead: unknown then."""
+    if not worker.vllm_config.use_v2_model_runner or worker.rank != 0:
+        return None
+    try:
+        made = VerifiedDrafts(worker.model_runner, worker.vllm_config.max_concurrent_batches)
+    except (TypeError, AttributeError) as error:
+        logger.warning("honed: what becomes of drafts on the device is not logged: %s", error)
+        return None
+    made.wrap(errors.note)
+    return made
 
 
 def _ring_mode(path: Path) -> int:
@@ -77,14 +85,24 @@ class HonedWorkerExtension:
     """Methods added to vLLM's worker; all are prefixed `honed_`."""
 
     _honed_side: _WorkerSide | None = None
+    _honed_drafts: VerifiedDrafts | None = None
 
-    def honed_attach(self, settings: dict[str, Any]) -> dict[str, str]:
-        """Look at the model runner; {"limit": why} when capture and swap can't be had here."""
+    def honed_attach(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Look at the model runner.
+
+        Returns:
+            graphs: `Captured`'s fields; limit: why capture and swap, if they are wanted, can't be had here.
+        """
+        answer: dict[str, Any] = {"graphs": tuple(captured(self.model_runner))}  # type: ignore[attr-defined]
+        self._honed_errors = _Errors()
+        self._honed_drafts = _verified_drafts(self, self._honed_errors)
+        if not settings["is_swap_wanted"]:
+            return answer
         try:
-            self._honed_side = _WorkerSide(self, settings)
+            self._honed_side = _WorkerSide(self, settings, self._honed_errors)
         except Exception as error:
-            return {"limit": f"capture and swap are off: {error}"}
-        return {"runner": self._honed_side.runner.name}
+            answer["limit"] = f"capture and swap are off: {error}"
+        return answer
 
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
         """Set the share of requests to capture; returns what was captured so far."""
@@ -92,14 +110,13 @@ class HonedWorkerExtension:
         if side is None or side.capturer is None:
             return {}
         side.capturer.set_share(share, drafter_version)
-        return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": side.num_errors}
+        return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": self._honed_errors.count}
 
     def honed_draft_ids(self, is_wanted: bool) -> bool:
         """Bring the ids of verified drafts to the host, where the scheduler isn't told them; whether that is done."""
-        side = self._honed_side
-        if side is None or side.draft_ids is None:
+        if self._honed_drafts is None:
             return False
-        side.draft_ids.is_on = is_wanted
+        self._honed_drafts.are_ids_wanted = is_wanted
         return is_wanted
 
     def honed_stage(self, wanted: list[tuple[str, str, str]]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from honed.attach import engine_hook
 from honed.attach.compatibility import Findings
 from honed.attach.environment import AttachSettings
+from honed.attach.graphs import Captured
 
 logger = logging.getLogger("honed.attach")
 
@@ -18,18 +20,21 @@ class WorkerLink:
 
     Args:
         secret: key of this boot's request keys.
+        are_drafts_on_device: vLLM's scheduler isn't told the drafts (V2).
     """
 
-    def __init__(self, settings: AttachSettings, findings: Findings, secret: bytes) -> None:
+    def __init__(self, settings: AttachSettings, findings: Findings, secret: bytes, are_drafts_on_device: bool = False) -> None:
         self.findings = findings
         self._settings = settings
         self._secret = secret
+        self._are_drafts_on_device = are_drafts_on_device and findings.is_known
         self._engine = engine_hook.current()
         self._is_attached = False
         self._is_wake_pending = False
         self._share = -1.0
         self._are_ids_wanted = False
         self._counted_step = 0
+        self.graphs = Captured([], [])
         self.captured: dict[str, float] = {}
         """rows, bytes, errors of what was captured, as of the last time anything was asked."""
 
@@ -49,23 +54,34 @@ class WorkerLink:
         if self._engine is not None:
             self._engine.skip_draft_fetch(is_needed)
 
-    def attach(self) -> None:
-        """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason."""
+    def attach(self) -> bool:
+        """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason.
+
+        Returns:
+            whether more is known of the engine than before.
+        """
         if self._is_attached:
-            return
+            return False
         self._is_attached = True
-        if "swap" not in self.findings.capabilities:
-            return
-        if self._engine is None:
+        before = self.findings, self.graphs
+        self._attach()
+        return (self.findings, self.graphs) != before
+
+    def _attach(self) -> None:
+        is_swap_wanted = "swap" in self.findings.capabilities
+        if self._engine is None and is_swap_wanted:
             self._drop("capture and swap are off: this vLLM process has no EngineCore that honed knows")
+        if self._engine is None or not (is_swap_wanted or self._are_drafts_on_device):
             return
         settings = {
-            "ring_path": str(self._settings.ring_path) if self._settings.is_capture_on else "",
+            "ring_path": str(self._settings.ring_path) if self.can_capture else "",
             "ring_bytes": self._settings.ring_bytes,
             "feature_kind": self._settings.feature_kind,
             "secret": self._secret.hex(),
+            "is_swap_wanted": is_swap_wanted,
         }
-        answers: list[dict[str, str]] = self.rpc("honed_attach", settings)
+        answers: list[dict[str, Any]] = self.rpc("honed_attach", settings)
+        self.graphs = Captured(*answers[0]["graphs"])
         if limit := next((a["limit"] for a in answers if a.get("limit")), ""):
             self._drop(limit)
 
@@ -87,7 +103,7 @@ class WorkerLink:
         """Have draft token ids brought to the host, or no longer; the workers are called only when that changes."""
         if are_wanted != self._are_ids_wanted:
             self._are_ids_wanted = are_wanted
-            if "swap" in self.findings.capabilities:
+            if self._are_drafts_on_device and self._engine is not None:
                 self.rpc("honed_draft_ids", are_wanted)
 
     def wake(self, callback: Callable[[], None]) -> None:
@@ -110,4 +126,4 @@ class WorkerLink:
     def _drop(self, limit: str) -> None:
         logger.warning("honed: %s", limit)
         kept = tuple(c for c in self.findings.capabilities if c not in ("capture", "swap"))
-        self.findings = Findings(kept, (*self.findings.limits, limit))
+        self.findings = replace(self.findings, capabilities=kept, limits=(*self.findings.limits, limit))

@@ -59,7 +59,9 @@ class Blind(Steered):
 def run_honed(traffic: Traffic, seed: int, is_blind: bool, is_pipelined: bool = False) -> Outcome:
     """Run honed's own loop."""
     cost = traffic.cost(0.0)
-    settings = ControllerSettings(captured_tokens=cost.captured_tokens, equal_lengths=cost.mixed_s > 0.0)
+    settings = ControllerSettings(
+        captured_tokens=cost.captured_tokens, equal_lengths="always" if cost.mixed_s > 0.0 else "never"
+    )
     policy = (Blind if is_blind else Steered)(traffic, settings, seed)
     return simulate(traffic, policy, on_batch=policy.take, is_pipelined=is_pipelined)
 

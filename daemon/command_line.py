@@ -252,6 +252,8 @@ def vllm_args(
     drafter: Annotated[str, typer.Option(help="Drafter checkpoint (DFlash).")] = "",
     draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: block size - 1.")] = 0,
     engine_id: Annotated[str, typer.Option(help="Name of this engine, where a host has several.")] = "",
+    graphs: Annotated[str, typer.Option(help="Draft lengths to capture CUDA graphs for, like 0,3,7 (the largest is).")] = "",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests of a step, for --graphs.")] = 256,
     format: Annotated[str, typer.Option(help="shell, systemd or json.")] = "shell",
     as_json: JsonFlag = False,
 ) -> None:
@@ -262,10 +264,20 @@ def vllm_args(
         raise typer.BadParameter(f"{format!r}: use shell, systemd or json", param_hint="--format")
     runtime_dir = load_settings(context.obj.config).paths.runtime_dir
     try:
-        made = args.make(runtime_dir, model=model, drafter=drafter, num_draft_tokens=draft_tokens, engine_id=engine_id)
+        made = args.make(
+            runtime_dir, model=model, drafter=drafter, num_draft_tokens=draft_tokens, engine_id=engine_id,
+            graphs=_lengths(graphs), max_num_seqs=max_num_seqs,
+        )  # fmt: skip
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
     typer.echo(made.render("json" if as_json or format == "json" else "systemd" if format == "systemd" else "shell"))
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: whole numbers with commas between them", param_hint="--graphs") from None
 
 
 @app.command()

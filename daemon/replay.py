@@ -126,7 +126,7 @@ def replay(database: Path, question: Question) -> Document:
     except ValueError as error:
         raise ReplayError(str(error), exit_code=EXIT_USAGE) from error
     asked = Replay(
-        log, num_spec_tokens, question.seed, question.captured_tokens,
+        log, num_spec_tokens, question.seed, question.captured_tokens or (hello.captured_tokens if hello else ()),
         can_shorten=hello.runner != "v2" if hello else None, mask=_mask(log, question.workload),
     )  # fmt: skip
     return {

@@ -3,7 +3,7 @@
 Positions count from 0 for the first draft token. Of the rounds with at least one draft token,
 
     drafted[j]  = rounds whose draft was longer than j
-    tried[j]    = those of them in which every draft before j was accepted: the trials of a_j
+    tried[j]    = those of them in which draft j was verified and every one before it accepted: the trials of a_j
     accepted[j] = those of them in which draft j was accepted too: the successes of a_j
 
 so a_j = accepted[j] / tried[j] whatever the draft lengths were, Σ drafted = draft tokens and Σ accepted = accepted tokens.
@@ -165,10 +165,13 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     # vLLM counts a round whose drafts a grammar struck out as a draft, but not the struck tokens as drafted.
     invalid = batch.rounds.num_invalid_tokens
     drafted = scheduled - _column(invalid, "num_invalid_tokens", num_rounds) if invalid else scheduled
+    trimmed = batch.rounds.num_trimmed_tokens
+    verified = drafted - _column(trimmed, "num_trimmed_tokens", num_rounds) if trimmed else drafted
     emitted = _column(batch.rounds.num_emitted, "num_emitted", num_rounds) if batch.rounds.num_emitted else accepted + 1
-    if drafted.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or (drafted > scheduled).any() or emitted.min() < 0:
+    is_shrinking = (drafted <= scheduled).all() and (verified <= drafted).all()
+    if verified.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or not is_shrinking or emitted.min() < 0:
         raise MalformedBatchError("a round's number of tokens is out of range")
-    if accepted.min() < 0 or (accepted > drafted).any():
+    if accepted.min() < 0 or (accepted > verified).any():
         raise MalformedBatchError("a round accepted more than was drafted")
     if workload.min() < 0 or workload.max() >= len(batch.workloads):
         raise MalformedBatchError("a round names a workload that the batch doesn't list")
@@ -176,7 +179,7 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     second = _seconds(batch, received_unix_ns, num_rounds)
     keys, cell = np.unique(second * len(names) + workload, return_inverse=True)
     width = int(drafted.max()) + 1
-    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, accepted, emitted)
+    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, verified, accepted, emitted)
     for key, counts in zip(keys.tolist(), table, strict=True):
         where = (key // len(names), names[key % len(names)])
         out.cells.setdefault(where, Counts()).add(counts)
@@ -185,10 +188,17 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
 
 
 def _tabulate(
-    cell: Ints, num_cells: int, width: int, is_draft: NDArray[np.bool_], drafted: Ints, accepted: Ints, emitted: Ints
+    cell: Ints,
+    num_cells: int,
+    width: int,
+    is_draft: NDArray[np.bool_],
+    drafted: Ints,
+    verified: Ints,
+    accepted: Ints,
+    emitted: Ints,
 ) -> list[Counts]:
     """Counts of every cell, from the rounds' columns."""
-    is_tried = drafted > 0
+    is_tried = verified > 0
 
     def sums(values: Ints) -> list[int]:
         added: list[int] = np.bincount(cell, weights=values, minlength=num_cells).astype(np.int64).tolist()
@@ -202,7 +212,7 @@ def _tabulate(
     rounds, plain = sums(is_draft.astype(np.int64)), sums((~is_draft).astype(np.int64))
     sum_drafted, sum_accepted, sum_emitted = sums(drafted), sums(accepted), sums(emitted)
     by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
-    by_tried = at_least(np.minimum(drafted - 1, accepted), is_tried)
+    by_tried = at_least(np.minimum(verified - 1, accepted), is_tried)
     return [
         Counts(
             rounds[i],

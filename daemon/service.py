@@ -190,13 +190,19 @@ class Service:
         now_ns = int(self.clock() * 1e9)
         self.store.submit(lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
-        if engine.controller is None and not engine.is_recalling:
-            engine.is_recalling = True
-            self._background.submit(self._recall, engine, hello)
+        self._prepare_controller(engine, hello)
         if engine.live_version:
             self._welcome(engine)
         else:
             self._background.submit(self._identify, engine, hello)
+
+    def _prepare_controller(self, engine: Engine, hello: wire.EngineHello) -> None:
+        """Have one made that fits what the engine says of itself; of its CUDA graphs it says so in a second hello."""
+        if engine.controller is not None and not self.steering.fits(engine.controller, hello):
+            engine.controller = None
+        if engine.controller is None and not engine.is_recalling:
+            engine.is_recalling = True
+            self._background.submit(self._recall, engine, hello)
 
     def _identify(self, engine: Engine, hello: wire.EngineHello) -> None:
         try:
@@ -221,6 +227,8 @@ class Service:
             log.exception("nothing could be learned from the stored log", error=str(error))
         with self.lock:
             engine.controller, engine.is_recalling = controller, False
+            if engine.hello is not None and engine.hello != hello:
+                self._prepare_controller(engine, engine.hello)
             self.steer(self.monotonic())
 
     def _welcome(self, engine: Engine) -> None:

@@ -90,7 +90,14 @@ class Steering:
         """A controller that has seen nothing yet; None for an engine that doesn't speculate."""
         if hello.num_spec_tokens <= 0:
             return None
-        return EngineController(hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs, self._settings)
+        return EngineController(hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs, self._settings_for(hello))
+
+    def fits(self, controller: EngineController, hello: wire.EngineHello) -> bool:
+        """Whether a controller that was made for this engine is still the right one, now that it says this of itself."""
+        return controller.settings == self._settings_for(hello)
+
+    def _settings_for(self, hello: wire.EngineHello) -> ControllerSettings:
+        return self._settings.with_graphs(hello.captured_tokens, hello.captured_lengths)
 
     def beliefs(self, engine: Engine) -> dict[str, Any]:
         """What the engine's controller believes, JSON-able."""

@@ -107,6 +107,8 @@ def engine_view(engine: Engine, is_connected: bool, recent: Counts, tokens_per_s
         "max_num_seqs": hello.max_num_seqs if hello else 0,
         "capabilities": hello.capabilities if hello else [],
         "limits": hello.limits if hello else [],
+        "captured_tokens": hello.captured_tokens if hello else [],
+        "captured_lengths": hello.captured_lengths if hello else [],
         "captures": hello.features if hello and hello.capture_path else "",
         "drafter_version": engine.live_version,
         "drafter_generation": status.drafter_generation if status else 0,

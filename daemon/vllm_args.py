@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 SCHEDULER = "honed.attach.scheduler.make_scheduler"
 WORKER_EXTENSION = "honed.attach.worker.HonedWorkerExtension"
@@ -19,7 +20,7 @@ LIMITS = (
     "vLLM 0.32 and 0.33 are known; with others honed only observes, and says so in `honed engines`",
     "capture and swap are for speculative method dflash; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
-    "don't set enable_adaptive_verification: vLLM's own rule and honed's would cut the same drafts",
+    "with enable_adaptive_verification vLLM's own rule cuts drafts: honed logs what was verified, it doesn't cut or capture",
     "a --scheduler-cls or --worker-extension-cls of your own can't be combined with honed's",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )
@@ -42,7 +43,16 @@ class VllmArgs:
         return _systemd(self) if format == "systemd" else _shell(self)
 
 
-def make(runtime_dir: Path, *, model: str = "", drafter: str = "", num_draft_tokens: int = 0, engine_id: str = "") -> VllmArgs:
+def make(
+    runtime_dir: Path,
+    *,
+    model: str = "",
+    drafter: str = "",
+    num_draft_tokens: int = 0,
+    engine_id: str = "",
+    graphs: Sequence[int] = (),
+    max_num_seqs: int = 256,
+) -> VllmArgs:
     """Name what a vLLM server needs to find this daemon.
 
     Args:
@@ -51,23 +61,52 @@ def make(runtime_dir: Path, *, model: str = "", drafter: str = "", num_draft_tok
         drafter: drafter checkpoint; without it no --speculative-config is printed (keep your own).
         num_draft_tokens: K; 0 leaves it to the block size of the drafter's own config.json.
         engine_id: tells engines of one host apart; vLLM's data-parallel rank is appended.
+        graphs: draft lengths beside K that vLLM is to capture full CUDA graphs for; needs `drafter`.
+        max_num_seqs: most requests of a step that the server is started with, for `graphs`.
 
     Raises:
-        ValueError: K isn't given and the drafter's config.json doesn't tell it.
+        ValueError: K isn't given and the drafter's config.json doesn't tell it; graphs don't fit.
     """
     environment = {"HONED_RUNTIME_DIR": str(runtime_dir)}
     if engine_id:
         environment["HONED_ENGINE_ID"] = engine_id
     flags = ["--model", model] if model else []
+    if graphs and not drafter:
+        raise ValueError("graphs are part of --speculative-config: name the --drafter too")
     if drafter:
-        speculative = {
-            "method": "dflash",
-            "model": drafter,
-            "num_speculative_tokens": num_draft_tokens or block_size_of(drafter) - 1,
-        }
+        k = num_draft_tokens or block_size_of(drafter) - 1
+        speculative: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": k}
+        if graphs:
+            if max(graphs) > k:
+                raise ValueError(f"a graph for {max(graphs)} draft tokens, where at most {k} are drafted")
+            speculative["num_speculative_tokens_per_batch_size"] = table_for([*{*graphs, k}], max_num_seqs)
+            flags += ["--max-num-seqs", str(max_num_seqs)]
         flags += ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
     flags += ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
     return VllmArgs(environment, flags)
+
+
+def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int]]:
+    """A `num_speculative_tokens_per_batch_size` that has all these lengths, the longest for the smallest batches.
+
+    vLLM's V2 runner captures full graphs for the lengths in it. It goes by the table itself only while honed doesn't decide;
+    batch sizes double from one length to the next.
+
+    Raises:
+        ValueError: there are more lengths than batch sizes, or they aren't different.
+    """
+    chosen = sorted(set(lengths), reverse=True)
+    if len(chosen) != len(lengths) or not chosen or chosen[-1] < 0:
+        raise ValueError(f"draft lengths to capture graphs for must be different and not negative, not {lengths}")
+    if len(chosen) > max_num_seqs:
+        raise ValueError(f"{len(chosen)} draft lengths need as many batch sizes, and --max-num-seqs is {max_num_seqs}")
+    rows, start = [], 1
+    for index, length in enumerate(chosen):
+        after = len(chosen) - index - 1
+        end = max_num_seqs if not after else min(2 * start - 1, max_num_seqs - after)
+        rows.append((start, end, length))
+        start = end + 1
+    return rows
 
 
 def block_size_of(drafter: str) -> int:

@@ -191,6 +191,8 @@ policies = st.builds(
     request_ceiling=st.integers(-5, 99), priors=st.lists(priors, max_size=3),
     step_seconds=st.one_of(st.lists(numbers, max_size=20), st.just(STEP_SECONDS)),
     captured_tokens=st.lists(st.integers(-5, 600), max_size=5),
+    captured_lengths=st.lists(st.integers(-5, 600), max_size=5),
+    equal_lengths=st.booleans(),
 )  # fmt: skip
 
 
@@ -360,3 +362,23 @@ def test_where_lengths_have_to_be_equal_they_are(explore_share):
     assert len(seen) > 1 if explore_share else len(seen) == 1
     decider.start("short", "good", ceiling=1)
     assert max(decider.decide([*ids, "short"], 100, 0, 0.0).num_draft_tokens) <= 1
+
+
+@pytest.mark.parametrize("explore_share", [0.0, 1.0])
+def test_where_graphs_were_captured_for_some_lengths_only_these_are_chosen(explore_share):
+    captured = [5, 2, 600, 0]
+    decider = make_decider(make_policy(equal_lengths=True, captured_lengths=captured, explore_share=explore_share))
+    free = make_decider(make_policy(equal_lengths=True, explore_share=explore_share))
+    ids = [str(i) for i in range(8)]
+    seen, without = set(), set()
+    for request_id in ids:
+        decider.start(request_id, "good")
+        free.start(request_id, "good")
+    for _ in range(200):
+        seen.update(decider.decide(ids, 100, 0, 0.0).num_draft_tokens)
+        without.update(free.decide(ids, 100, 0, 0.0).num_draft_tokens)
+    assert seen <= {0, 2, 5}
+    assert len(seen) > 1 if explore_share else len(seen) == 1
+    assert without - {0, 2, 5}, "it would have chosen these anyway: this test shows nothing"
+    decider.start("short", "good", ceiling=1)
+    assert set(decider.decide([*ids, "short"], 100, 0, 0.0).num_draft_tokens) == {0}

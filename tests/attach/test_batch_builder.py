@@ -116,3 +116,20 @@ def test_what_a_batch_holds_is_counted_as_vllm_counts() -> None:
     batch = builder(struck_out, a_step(2, [("s", 3, 1)], invalid={"s": 2})).take()
     assert batch.holds == Losses(rounds=3, draft_tokens=5, accepted_tokens=4)
     assert batch.rounds.num_invalid_tokens == [0, 2, 2]
+    assert batch.rounds.num_trimmed_tokens == []
+
+
+def test_what_the_device_trimmed_was_drafted_but_neither_verified_nor_computed() -> None:
+    trimmed = a_step(1, [("r", 5, 2), ("s", 5, 0), ("t", 4, 1)], num_verified=[2, 0, 4], invalid={"s": 2, "t": 1})
+    whole = a_step(2, [("r", 3, 3)])
+    made = builder()
+    made.note(started("t"))
+    made.add(trimmed)
+    made.add(whole)
+    batch = made.take()
+    assert batch.holds == Losses(rounds=4, draft_tokens=5 + 3 + 3 + 3, accepted_tokens=6)  # vLLM counts them as drafted
+    assert batch.rounds.num_trimmed_tokens == [3, 3, 0, 0]
+    assert batch.rounds.num_draft_tokens == [5, 5, 4, 3]
+    assert batch.steps.num_draft_tokens == [14 - 6, 3]
+    assert batch.steps.num_tokens == [17 - 6, 4]
+    assert batch.steps.num_prefill_tokens == [0, 0]

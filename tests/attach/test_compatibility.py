@@ -88,7 +88,6 @@ def test_dflash_can_be_captured_and_swapped() -> None:
     [
         (config("eagle3"), "eagle3"),
         (config(pipeline=2), "pipeline"),
-        (config(enable_adaptive_verification=True), "adaptive verification"),
         (SimpleNamespace(speculative_config=None), "--speculative-config"),
     ],
 )
@@ -103,12 +102,16 @@ def test_of_an_unknown_vllm_nothing_but_events_is_touched() -> None:
     assert known.capabilities == ("events", "draft_length", "capture", "swap")
     assert known.limits == ()
     assert unknown.capabilities == ("events",)
+    assert (known.is_known, unknown.is_known) == (True, False)
     assert "only observing" in unknown.limits[0]
 
 
 def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
     findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
-    assert findings.capabilities == ("events",)
+    assert findings.capabilities == ("events", "swap")
+    assert [limit.split(" is off")[0] for limit in findings.limits] == ["draft_length", "capture"]
+    eagle = check(Fits, config("eagle3", enable_adaptive_verification=True), "0.33.0")
+    assert (eagle.capabilities, eagle.is_known) == (("events",), True)
 
 
 @pytest.mark.parametrize(("is_v2", "data_parallel_size", "can"), [(False, 1, True), (True, 1, False), (False, 2, False)])

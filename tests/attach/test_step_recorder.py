@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from honed.attach.batch_builder import BatchBuilder
-from honed.attach.step_log import DRAFT_IDS, Over, Started, Step, StepLog
+from honed.attach.step_log import DRAFT_IDS, NUM_VERIFIED, Over, Started, Step, StepLog
 from honed.attach.step_recorder import Plan, StepRecorder
 from tests.attach.step_cases import started
 
@@ -90,6 +90,20 @@ def test_ids_that_the_runner_brought_take_the_place_of_placeholders() -> None:
     recorder.end(Plan(1, 0, "policy", 7, 0))
     (step,) = entries(log)
     assert step.drafts == {"r": [5, 6]}
+
+
+def test_how_many_drafts_were_verified_is_the_runners_word() -> None:
+    log = StepLog()
+    recorder = StepRecorder(log)
+    for verified in ([2], None):
+        output, runner_output = outputs([[5, 9]])
+        if verified is not None:
+            setattr(runner_output, NUM_VERIFIED, np.array(verified))
+        recorder.begin(output, runner_output)
+        recorder.end(Plan(1, 0, "policy", 7, 0))
+    trimmed, whole = entries(log)
+    assert trimmed.num_verified.tolist() == [2]
+    assert whole.num_verified is None
 
 
 def test_tokens_that_vllm_drops_are_none_of_the_request() -> None:

@@ -40,6 +40,15 @@ def test_struck_out_drafts_are_not_drafted_but_their_round_is_a_draft() -> None:
     assert total.tried.tolist()[:2] == [1, 1]
 
 
+def test_trimmed_drafts_are_drafted_as_vllm_counts_but_were_never_tried() -> None:
+    batch = make_batch(1, rounds=3, drafted=[4, 4, 4], accepted=[1, 0, 2])
+    batch.rounds.num_trimmed_tokens[:] = [3, 4, 1]
+    total = count_batch(batch, NOW_NS).total
+    assert (total.rounds, total.draft_tokens, total.accepted_tokens) == (3, 12, 3)
+    assert total.tried.tolist() == [2, 1, 1, 0]
+    assert total.accepted.tolist() == [2, 1, 0, 0]
+
+
 def test_workloads_and_seconds_are_kept_apart() -> None:
     batch = _two_steps(5 * 10**9)
     cells = count_batch(batch, NOW_NS).cells
@@ -90,6 +99,9 @@ def test_too_many_workloads_share_one_name() -> None:
         {"num_emitted": [-5]},
         {"num_invalid_tokens": [4]},
         {"num_invalid_tokens": [-1]},
+        {"num_trimmed_tokens": [3]},
+        {"num_trimmed_tokens": [-1]},
+        {"num_trimmed_tokens": [1, 1]},
     ],
 )
 def test_columns_that_contradict_each_other_are_malformed(columns: dict[str, list[int]]) -> None:

@@ -48,6 +48,37 @@ def test_a_drafter_that_is_not_there(tmp_path: Path) -> None:
         vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path))
 
 
+def test_every_draft_length_that_is_asked_for_is_in_vllms_table(tmp_path: Path) -> None:
+    made = vllm_args.make(RUNTIME_DIR, drafter=drafter(tmp_path, block_size=16), graphs=[0, 3, 7], max_num_seqs=64)
+    pairs = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    table = json.loads(pairs["--speculative-config"])["num_speculative_tokens_per_batch_size"]
+    assert table == [[1, 1, 15], [2, 3, 7], [4, 7, 3], [8, 64, 0]]
+    assert pairs["--max-num-seqs"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"), [([7], 1), ([7, 0], 2), ([9, 5, 3, 1], 4), ([9, 5, 3, 1], 5), ([9, 5, 3, 1], 400)]
+)
+def test_a_table_covers_all_batches_and_has_every_length_once(lengths: list[int], most: int) -> None:
+    table = vllm_args.table_for(lengths, most)
+    assert [row[2] for row in table] == lengths
+    assert [n for start, end, _ in table for n in range(start, end + 1)] == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"graphs": [3]}, "--drafter"),
+        ({"graphs": [99], "drafter": "org/name", "num_draft_tokens": 7}, "at most 7"),
+        ({"graphs": [-1], "drafter": "org/name", "num_draft_tokens": 7}, "not negative"),
+        ({"graphs": [1, 2, 3], "drafter": "org/name", "num_draft_tokens": 7, "max_num_seqs": 3}, "--max-num-seqs is 3"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        vllm_args.make(RUNTIME_DIR, **fields)  # type: ignore[arg-type]
+
+
 def test_shell_lines_survive_a_shell(tmp_path: Path) -> None:
     made = vllm_args.make(RUNTIME_DIR, model="a b", drafter=drafter(tmp_path, block_size=8), engine_id="x")
     script = made.render("shell").replace(vllm_args.SERVER, 'printf \'%s\\n\' "$HONED_RUNTIME_DIR" "$HONED_ENGINE_ID"')

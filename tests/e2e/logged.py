@@ -33,12 +33,14 @@ def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
             at_emitted, at_draft = at_emitted + len(emitted), at_draft + len(draft)
             rows.append(
                 {
+                    "step": columns.step[i],
                     "request": columns.request[i],
                     "version": batch.drafter_version,
                     "workload": batch.workloads[columns.workload[i]],
                     "position": columns.position[i],
                     "k": columns.num_draft_tokens[i],
                     "invalid": columns.num_invalid_tokens[i],
+                    "trimmed": columns.num_trimmed_tokens[i] if columns.num_trimmed_tokens else 0,
                     "accepted": columns.num_accepted_tokens[i],
                     "num_emitted": columns.num_emitted[i],
                     "emitted": emitted,

@@ -6,14 +6,19 @@ Fewer and shorter requests on V2, which is slow here.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from honed.attach.graphs import captured
+from honed.attach.request_book import key_of
+from honed.daemon.vllm_args import table_for
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.swapping import worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 10 if IS_V2 else 48
@@ -85,6 +90,70 @@ def test_a_static_policy_sets_every_round(attached: TestEngine) -> None:
     assert {r["k"] for r in rounds(take_batches(attached))} == {0}
     assert attached.counters() == before
     set_policy(attached)
+
+
+@pytest.mark.skipif(not IS_V2, reason="only V2 trims drafts on the device")
+def test_drafts_that_vllms_adaptive_verification_trims_are_logged_so(
+    attached: TestEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own manager in its own runner; only its estimates and costs are made up, and vLLM doesn't start it on a CPU."""
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as theirs
+
+    set_policy(attached)
+    plain = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
+    take_batches(attached)
+    runner = worker_of(attached).model_runner
+    monkeypatch.setattr(theirs, "_assign_draft_token_budget_compiled", theirs._assign_draft_token_budget)
+    manager = theirs.AdaptiveVerificationManager(runner.req_states, runner.input_buffers.query_start_loc, 1, 1024)
+    manager.set_cost_curves([(1, 0.1), (8, 0.1)], [(1, 1.0), (64, 4.0)])
+    runner.speculator.draft_token_confidence_probs.copy_(torch.tensor([1.0, 0.5, 0.9, 0.3])[:, None])
+    verified: dict[int, list[int]] = {}
+    reallocate, secret = manager.reallocate_drafts, attached.honed._requests.secret
+
+    def noted(req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
+        found = reallocate(req_ids, idx_mapping)
+        for request_id, count in zip(req_ids, manager._batch_draft_capacity[: len(req_ids)].tolist(), strict=True):
+            verified.setdefault(int.from_bytes(key_of(request_id, secret)), []).append(count)
+        return found
+
+    monkeypatch.setattr(manager, "reallocate_drafts", noted)
+    monkeypatch.setattr(runner, "adaptive_verification", manager)
+    before = attached.counters()
+    cut = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
+    after = attached.counters()
+    rows = rounds(take_batches(attached))
+    assert cut == plain
+    assert {name: after[name] - before[name] for name in after} == counted(rows), "vLLM counts what it trims as drafted"
+    logged: dict[int, list[int]] = {}
+    for row in rows:
+        assert row["accepted"] <= row["k"] - row["trimmed"]
+        if row["k"]:
+            logged.setdefault(row["request"], []).append(row["k"] - row["trimmed"])
+    assert logged == {key: counts[: len(logged.get(key, ()))] for key, counts in verified.items()}
+    assert {row["trimmed"] > 0 for row in rows} == {True, False}
+
+
+@pytest.mark.skipif(not IS_V2, reason="V1's graphs are not looked at")
+@pytest.mark.parametrize("is_any_mix", [False, True])
+def test_the_graphs_that_vllm_would_capture_are_read(
+    attached: TestEngine, monkeypatch: pytest.MonkeyPatch, is_any_mix: bool
+) -> None:
+    """vLLM's own list of shapes, for the table that `honed vllm-args --graphs` prints; nothing is captured on a CPU."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    config = worker_of(attached).vllm_config
+    monkeypatch.setattr(config.speculative_config, "num_speculative_tokens_per_batch_size", table_for([K, 3, 0], 4))
+    monkeypatch.setattr(config.compilation_config, "cudagraph_capture_sizes", [1, 2, 4, 8, 16, 32])
+    monkeypatch.setattr(config.compilation_config, "max_cudagraph_capture_size", 32)
+    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
+    manager = cudagraph_utils.CudaGraphManager(
+        config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, K + 1, varlen_decode=is_any_mix
+    )
+    manager.graphs = dict.fromkeys(manager._capture_descs[CUDAGraphMode.FULL])
+    found = captured(SimpleNamespace(cudagraph_manager=manager))
+    assert found.lengths == ([] if is_any_mix else [0, 3, K])
+    assert set(found.token_counts) >= {1, 4, 8, 16}
 
 
 def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path) -> None:
