@@ -51,7 +51,8 @@ class Shape:
 
     def kind(self) -> Ints:
         """Number the kinds of steps."""
-        drafted = np.minimum(np.rint(self.drafted).astype(np.int64), _WIDTH - 1)
+        # A few drafts among many requests are not the same as none.
+        drafted = np.where(self.drafted > 0.0, np.clip(np.rint(self.drafted).astype(np.int64), 1, _WIDTH - 1), 0)
         kind: Ints = (self.requests * _WIDTH + drafted) * _WIDTH + np.minimum(self.block, _WIDTH - 1)
         return kind * 2 + (self.prefill > 0)
 
@@ -92,9 +93,11 @@ class StepRows:
         """As for `StepTimeLearner.is_ready`."""
 
     def matrix(self) -> Floats:
-        """Rows as `fit_parameters` takes them, [n, 5]."""
+        """Rows as `fit_parameters` takes them, [n, 6]."""
         s = self.shape
-        return np.stack([s.requests, s.tokens, s.context, s.prefill, s.block])[:, self.rows].T.astype(np.float64)
+        return np.stack([s.requests, s.tokens, s.context, s.prefill, s.block, s.drafted > 0.0])[:, self.rows].T.astype(
+            np.float64
+        )
 
 
 @dataclass(frozen=True)
@@ -175,5 +178,6 @@ def modelled(model: StepTimeModel, shape: Shape) -> Floats:
     seconds += p["per_context_token"] * shape.context + p["per_prefill_token"] * shape.prefill
     drafting = p["drafting"] + p["drafting_per_request"] * shape.requests + p["drafting_per_context_token"] * shape.context
     seconds += (shape.block > 0) * drafting
+    seconds += (shape.drafted > 0.0) * (p["verifying"] + p["verifying_per_request"] * shape.requests)
     seconds += shape.block * (p["per_block_token"] + p["per_block_token_and_request"] * shape.requests)
     return seconds

@@ -48,7 +48,7 @@ class StepBeliefs:
                 continue
             figures = {"num_requests": requests, "context_tokens": context / requests, "step_seconds": seconds}
             if model.is_ready:
-                predicted = model.seconds(requests, tokens, context, prefill, block)
+                predicted = model.seconds(requests, tokens, context, prefill, block, drafted > 0)
                 figures["predicted_step_seconds"] = predicted
                 is_familiar = self._learner.is_familiar(requests, prefill, drafted, block)
                 if is_familiar and (changed_steps := self._watch.observe(seconds, predicted)):

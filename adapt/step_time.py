@@ -1,6 +1,6 @@
 """Learns how long an engine step takes from its batch, and prices steps that haven't happened.
 
-    T = base + r·R + f(padded tokens) + c·context + p·prefill + draft(block, R)
+    T = base + r·R + f(padded tokens) + c·context + p·prefill + draft(block, R) + [drafts are verified]·(v₀ + v₁·R)
     f(t) = t₀·t + Σ_h t_h·max(0, t − KNOTS_h)                         flat while memory-bound, steeper once compute-bound
     draft(b, R) = [b > 0]·(d₀ + d₁·R + d₄·context) + b·(d₂ + d₃·R)
 
@@ -8,6 +8,9 @@ with R requests, tokens padded up to the next captured graph size, and b the blo
 coefficients are ≥ 0, so T never falls when anything grows. A runner that always drafts K shows one value of b only: then
 d₂ = d₃ = 0, since a shorter block was never seen to be cheaper. When the drafter was never skipped, its cost stays in `base`.
 A context costs more where something is drafted (d₄): the drafter attends to it too, and verification with more queries.
+A step that verifies any draft at all leaves the fast paths for plain decoding, in attention as in sampling (v). Drafts are
+verified a step after they were made; who drafts in every step pays for both in every step, and that is what `block` stands for
+when a step is priced.
 
 The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
 latest few steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
@@ -34,12 +37,13 @@ PARAMETERS = (
     "base", "per_request", "per_context_token", "per_prefill_token",
     "drafting", "drafting_per_request", "per_block_token", "per_block_token_and_request",
     "drafting_per_context_token",
+    "verifying", "verifying_per_request",
     "per_token", *(f"per_token_above_{knot}" for knot in KNOTS),
 )  # fmt: skip
 """Order of `Policy.step_seconds`; all in seconds per unit. A list of another length is another version's: not ready."""
 
-_DRAFTING, _TOKENS = slice(4, 9), slice(9, None)
-_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 0.1, *(1.0 for _ in KNOTS)])
+_DRAFTING, _VERIFYING, _TOKENS = slice(4, 9), slice(9, 11), slice(11, None)
+_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.1, *(1.0 for _ in KNOTS)])
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
 _TABLE_TOKENS = 8192
 _LEAST_SECONDS = 1e-7
@@ -114,23 +118,37 @@ class StepTimeModel:
         return prices
 
     def block_seconds(self, num_requests: int, block: int, context_tokens: int = 0) -> float:
-        """Price drafting one block, length ≥ 1."""
+        """Price drafting one block, length ≥ 1, and that it gets verified at all."""
         fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
+        verifying, verifying_per_request = self.parameters[_VERIFYING]
         slope = per_token + per_token_and_request * num_requests
-        return fixed + per_request * num_requests + per_context_token * context_tokens + block * slope
+        fixed += verifying + (per_request + verifying_per_request) * num_requests
+        return fixed + per_context_token * context_tokens + block * slope
 
     def draft_seconds(self, num_requests: int, num_spec_tokens: int, context_tokens: int = 0) -> Floats:
-        """Price blocks of length 0 … K, [K+1]; index 0 is a skipped drafter."""
+        """Price blocks of length 0 … K, as `block_seconds`, [K+1]; index 0 is a skipped drafter."""
         fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
+        fixed, per_request = fixed + self.parameters[9], per_request + self.parameters[10]
         seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (per_token + per_token_and_request * num_requests)
         seconds += fixed + per_request * num_requests + per_context_token * context_tokens
         seconds[0] = 0.0
         return seconds
 
-    def seconds(self, num_requests: int, num_tokens: int, context_tokens: int, num_prefill_tokens: int, block: int) -> float:
-        """Price one whole step."""
+    def seconds(
+        self,
+        num_requests: int,
+        num_tokens: int,
+        context_tokens: int,
+        num_prefill_tokens: int,
+        block: int,
+        is_verifying: bool | None = None,
+    ) -> float:
+        """Price one whole step; None: it verifies drafts if it drafts."""
         tokens = self._token_seconds(np.array([num_tokens]))[0]
         fixed = self.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
+        if is_verifying is not None and is_verifying != (block > 0):
+            verifying, verifying_per_request = self.parameters[_VERIFYING]
+            fixed += (1.0 if is_verifying else -1.0) * (verifying + verifying_per_request * num_requests)
         return float(fixed + tokens + self.draft_seconds(num_requests, max(block, 0), context_tokens)[-1])
 
     @cached_property
@@ -210,7 +228,7 @@ class StepTimeLearner:
         self.settings = settings
         self.captured_tokens = tuple(sorted(captured_tokens))
         self.num_steps = 0
-        self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 7))
+        self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 8))
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
         self._fitted_to = self._filled.copy()
         self._kinds: dict[tuple[int, int, int, int], int] = {}
@@ -241,7 +259,7 @@ class StepTimeLearner:
         self.num_steps += 1
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
         self._rows[cell, slot] = (
-            num_requests, num_tokens, context_tokens, num_prefill_tokens, block, seconds, self.num_steps,
+            num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0, seconds, self.num_steps,
         )  # fmt: skip
         self._filled[cell] += 1
 
@@ -254,7 +272,7 @@ class StepTimeLearner:
         """The world has changed: keep what was measured in the last `num_recent` steps only, and fit anew."""
         for cell, filled in enumerate(self._filled.tolist()):
             rows = self._rows[cell, : min(filled, self.settings.steps_per_kind)]
-            recent = rows[rows[:, 6] > self.num_steps - num_recent]  # a copy
+            recent = rows[rows[:, 7] > self.num_steps - num_recent]  # a copy
             rows[: len(recent)] = recent
             self._filled[cell] = len(recent)
         self._model = StepTimeModel()
@@ -286,36 +304,40 @@ class StepTimeLearner:
     def _fit(self) -> Floats:
         held = np.minimum(self._filled, self.settings.steps_per_kind)
         mask = np.arange(self.settings.steps_per_kind) < held[:, None]
-        typical = np.median(np.where(mask, self._rows[:, :, 5], np.nan)[held > 0], axis=1, keepdims=True)
+        typical = np.median(np.where(mask, self._rows[:, :, 6], np.nan)[held > 0], axis=1, keepdims=True)
         for cell in np.flatnonzero(held > 0)[np.isnan(typical[:, 0])]:
-            typical[np.flatnonzero(held > 0) == cell] = np.median(self._rows[cell, : held[cell], 5])
+            typical[np.flatnonzero(held > 0) == cell] = np.median(self._rows[cell, : held[cell], 6])
         scale = np.broadcast_to(typical, (len(typical), self.settings.steps_per_kind))[mask[held > 0]]
         rows = self._rows[mask]
-        age = np.maximum(np.exp((rows[:, 6] - self.num_steps) / self.settings.forgetting_steps), 0.02)
-        return fit_parameters(rows[:, :5], rows[:, 5], age, scale, self.captured_tokens)
+        age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
+        return fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens)
 
 
 def _kind(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
-    per_request = round(num_draft_tokens / num_requests)
+    # A few drafts among many requests are not the same as none.
+    per_request = max(round(num_draft_tokens / num_requests), 1) if num_draft_tokens else 0
     if num_prefill_tokens > 0:
         return int(np.log2(num_requests)), per_request, -1, num_prefill_tokens.bit_length()
     return int(4.0 * np.log2(num_requests)), per_request, block, 0
 
 
 def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
-    """Compute the design matrix [n, P] of steps (requests, tokens, context, prefill, block), columns as PARAMETERS."""
-    requests, tokens, context, prefill, block = steps.T
+    """Compute the design matrix [n, P] of steps (requests, tokens, context, prefill, block, is verifying), as PARAMETERS."""
+    requests, tokens, context, prefill, block, verifying = steps.T
     padded = pad_tokens(tokens.astype(np.int64), captured_tokens).astype(np.float64)
     drafting = (block > 0).astype(np.float64)
     hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS]
     matrix = np.stack(
         [np.ones(len(steps)), requests, context, prefill,
-         drafting, drafting * requests, block, block * requests, drafting * context, padded, *hinges], axis=1,
+         drafting, drafting * requests, block, block * requests, drafting * context,
+         verifying, verifying * requests, padded, *hinges], axis=1,
     )  # fmt: skip
     if drafting.all() or not drafting.any():
         matrix[:, _DRAFTING] = 0.0  # never skipped (or never used): its cost can't be told from the rest
     elif len(np.unique(block[block > 0])) == 1:
         matrix[:, 6:8] = 0.0  # only one block length was ever drafted
+    if verifying.all() or not verifying.any():
+        matrix[:, _VERIFYING] = 0.0
     return matrix
 
 

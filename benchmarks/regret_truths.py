@@ -152,7 +152,7 @@ def _fit(cost: Cost, traffic: Traffic) -> StepTimeModel:
         prefill = int(rng.integers(0, 2048)) if rng.random() < 0.2 else 0
         context, drafting = requests * int(rng.integers(50, 1500)), block if trace.is_block_shortened else k
         tokens = requests + drafted + prefill
-        rows.append((requests, tokens, context, prefill, drafting))
+        rows.append((requests, tokens, context, prefill, drafting, drafted > 0))
         seconds.append(float(cost.seconds(requests, np.array(tokens), context, prefill, np.array(drafting))))
     steps, times = np.array(rows, dtype=np.float64), np.array(seconds)
     parameters = fit_parameters(steps, times, np.ones(len(times)), times, cost.captured_tokens)

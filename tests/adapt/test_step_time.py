@@ -152,3 +152,22 @@ def test_impossible_steps_are_ignored_and_memory_is_bounded():
     teach(learner, np.random.default_rng(7), cpu_like, steps=500)
     assert len(learner._kinds) == 4
     assert all(value >= 0.0 for value in learner.model().parameters)
+
+
+def test_a_step_that_verifies_anything_costs_what_it_costs_to_leave_plain_decoding():
+    """Drafts are verified a step later: what that costs isn't the drafter's, and both are saved by drafting nothing."""
+    learner, rng = StepTimeLearner(), np.random.default_rng(0)
+    before = 0
+    for _ in range(600):
+        block = int(rng.choice([0, 0, 1, 3]))
+        drafted = 16 * before
+        seconds = 0.06 + 1e-3 * (16 + drafted) + 4e-3 * (block > 0) + 0.02 * (drafted > 0)
+        learner.observe(16, 16 + drafted, 1600, 0, drafted, block, seconds)
+        before = block
+    model = learner.model()
+    assert model.seconds(16, 16, 1600, 0, 0) == pytest.approx(0.076, rel=0.03)
+    assert model.seconds(16, 32, 1600, 0, 1) == pytest.approx(0.116, rel=0.03)
+    assert model.seconds(16, 32, 1600, 0, 0, is_verifying=True) == pytest.approx(0.112, rel=0.03)
+    assert model.seconds(16, 16, 1600, 0, 1, is_verifying=False) == pytest.approx(0.080, rel=0.03)
+    assert model.draft_seconds(16, 3)[1] == pytest.approx(model.block_seconds(16, 1))
+    assert model.block_seconds(16, 1, 1600) == pytest.approx(0.024, rel=0.1)
