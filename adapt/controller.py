@@ -130,6 +130,7 @@ class EngineController:
             table=list(settings.table),
             equal_lengths=settings.are_lengths_equal,
             captured_lengths=list(settings.captured_lengths),
+            feeds_estimates=settings.feed_estimates,
             override=",".join(sorted({one.name for one in overrides})),
         )
 

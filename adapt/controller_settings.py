@@ -53,6 +53,8 @@ class ControllerSettings:
     captured_lengths: tuple[int, ...] = ()
     """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: what the engine says.
     Where lengths are equal, only these are chosen, and none at all."""
+    feed_estimates: bool = True
+    """Where vLLM's own adaptive verification is on, tell it step costs as they are and each workload's acceptance."""
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 

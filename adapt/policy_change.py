@@ -19,7 +19,7 @@ SHIFT_STEP = 0.05
 """A factor on the failure odds that moved by more (relative) is material."""
 _LIMITS = (
     "override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share", "equal_lengths",
-    "captured_lengths",
+    "captured_lengths", "feeds_estimates",
 )  # fmt: skip
 
 

@@ -109,6 +109,7 @@ class Replay:
         num_spec_tokens: K; no less than what was drafted in the log.
         captured_tokens: token counts of the engine's CUDA graphs; empty: none, or unknown.
         can_shorten: whether the runner drafts a shorter block when asked to (vLLM's V1 does, V2 doesn't); None: as it looks.
+        can_skip: whether one that can't nevertheless drafts nothing where no request wants any (V2 with DFlash).
         mask: rounds that the figures are about, [R]; None: all. Rules always choose for all rounds.
     """
 
@@ -119,12 +120,14 @@ class Replay:
         seed: int = 0,
         captured_tokens: Sequence[int] = (),
         can_shorten: bool | None = None,
+        can_skip: bool = False,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         if not len(log.step):
             raise ValueError("the log has no verify rounds")
         self.log, self.num_spec_tokens, self._seed = log, max(num_spec_tokens, log.most_drafted), seed
         self._can_shorten = len(np.unique(log.block)) > 1 if can_shorten is None else can_shorten
+        self._can_skip = can_skip
         self._mask = np.ones(len(log.step)) if mask is None else mask.astype(np.float64)
         has_rounds = np.flatnonzero(log.rounds_in_step)
         nearest = np.searchsorted(has_rounds, np.arange(len(log.seconds)))
@@ -193,10 +196,11 @@ class Replay:
         more = np.bincount(log.step, lengths - log.drafted, count).astype(np.int64)
         block = np.zeros(count, dtype=np.int64)
         np.maximum.at(block, log.step, lengths)
+        if not self._can_shorten:
+            block = np.where(block > 0, self.num_spec_tokens, 0) if self._can_skip else log.block
         per_round = np.bincount(log.step, lengths, count) / np.maximum(log.rounds_in_step, 1)
         return Shape(
-            log.num_requests, log.num_tokens + more, log.context_tokens, log.num_prefill_tokens, per_round,
-            block if self._can_shorten else log.block,
+            log.num_requests, log.num_tokens + more, log.context_tokens, log.num_prefill_tokens, per_round, block,
         )  # fmt: skip
 
     # --- how sure -----------------------------------------------------------------------------------------------------

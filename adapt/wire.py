@@ -33,7 +33,8 @@ class EngineHello(_Message, frozen=True):
     """An engine introduces itself; sent at start and again after every reconnect.
 
     `capabilities` lists what the attachment can do on this engine: "events", "draft_length" (per-request k), "capture",
-    "swap". What is missing is explained in `limits` (one sentence each).
+    "swap", "estimates" (what vLLM's adaptive verification goes by is fed). What is missing is explained in `limits` (one
+    sentence each).
     """
 
     wire_version: int
@@ -284,6 +285,8 @@ class Policy(_Message, frozen=True):
     """Every request of a step gets the same length: lengths that differ would lose the captured CUDA graph."""
     captured_lengths: list[int] = []
     """With `equal_lengths`: the only ones, and none at all, that are chosen; empty: all are."""
+    feeds_estimates: bool = False
+    """Where vLLM's own adaptive verification is on, it is told step costs and each workload's acceptance."""
 
 
 class Command(_Message, frozen=True):

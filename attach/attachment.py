@@ -17,9 +17,11 @@ from typing import Any
 from honed.adapt import wire
 from honed.adapt.decider import Decider
 from honed.adapt.policy_tables import PolicyTables
+from honed.adapt.step_time import StepTimeModel
+from honed.adapt.vllm_costs import cost_curves
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
-from honed.attach.compatibility import Findings, can_shorten_block
+from honed.attach.compatibility import Findings, can_shorten_block, can_skip_draft_pass
 from honed.attach.environment import AttachSettings
 from honed.attach.graphs import LengthTable
 from honed.attach.guard import Errors, guarded
@@ -51,6 +53,7 @@ class Attachment:
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
         self._is_block_open = can_shorten_block(vllm_config)
         self._can_shorten = self._can_decide and self._is_block_open
+        self._can_skip = self._can_decide and can_skip_draft_pass(vllm_config)
         self.errors = Errors()
         self.log_latency = Latency()
         self.decide_latency = Latency()
@@ -125,7 +128,8 @@ class Attachment:
     def choose_lengths(self, output: Any) -> None:
         """Choose the draft length of each request in the step that was just scheduled; they hold for its next round.
 
-        Where the runner can, also shorten the block that is drafted in this step to the longest that will be verified.
+        Where the runner can, also shorten the block that is drafted in this step to the longest that will be verified; or leave
+        the draft pass out where none will be.
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
@@ -150,6 +154,8 @@ class Attachment:
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule)
                 output.num_spec_tokens_to_schedule = block
+            elif self._can_skip and not decision.block:
+                block = output.num_spec_tokens_to_schedule = 0
         else:
             self._lengths = {}
             if self._is_block_open:  # vLLM's own table by batch size may be in force
@@ -213,8 +219,21 @@ class Attachment:
         policy = self._policy = tables.policy
         self._table.set_aside(self._can_decide and not self._is_off())
         self._decider.use(tables, time.monotonic())
+        if "estimates" in self._workers.findings.capabilities:
+            self._feed(policy, tables.model)
         idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
+
+    def _feed(self, policy: wire.Policy, model: StepTimeModel) -> None:
+        is_on, running, config = policy.feeds_estimates and not self._is_off(), self._scheduler.running, self._config
+        curves = None
+        if is_on and model.is_ready and running:
+            curves = cost_curves(
+                model, num_requests=len(running), context_tokens=sum(request.num_tokens for request in running),
+                num_spec_tokens=self._num_spec_tokens, max_num_seqs=config.scheduler_config.max_num_seqs,
+                max_tokens=config.scheduler_config.max_num_batched_tokens, captured_tokens=self._workers.graphs.token_counts,
+            )  # fmt: skip
+        self._workers.feed(is_on, curves)
 
     def _on_swapped(self, drafter_version: str, needs_cache_reset: bool) -> None:
         self._drafter_version = drafter_version

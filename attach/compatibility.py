@@ -67,7 +67,7 @@ def check_scheduler(base: type, vllm_version: str) -> Findings:
 def check_features(vllm_config: Any) -> Findings:
     """What the engine's own configuration rules out: capture and swap are for DFlash, on one pipeline stage.
 
-    Under vLLM's adaptive verification the layout of a step's rows is known to the device alone.
+    Under vLLM's adaptive verification the layout of a step's rows is known to the device alone. What it goes by can be fed.
     """
     speculative = vllm_config.speculative_config
     if speculative is None:
@@ -81,10 +81,13 @@ def check_features(vllm_config: Any) -> Findings:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         limits.append("capture and swap are off: pipeline parallelism splits the hidden states over processes")
         capabilities = ()
+    if "capture" in capabilities and getattr(getattr(vllm_config, "model_config", None), "uses_mrope", False):
+        limits.append("capture is off: the target's positions are multi-dimensional (M-RoPE), which no drafter is trained with")
+        capabilities = ("swap",)
     if getattr(speculative, "enable_adaptive_verification", False):
         limits.append("draft_length is off: vLLM's own adaptive verification is on and would cut the same drafts")
         limits.append("capture is off: under vLLM's own adaptive verification only the device knows which rows are whose")
-        capabilities = tuple(c for c in capabilities if c != "capture")
+        capabilities = (*(c for c in capabilities if c != "capture"), "estimates")
     return Findings(capabilities, tuple(limits))
 
 
@@ -96,6 +99,12 @@ def can_shorten_block(vllm_config: Any) -> bool:
     there (`config/vllm.py`, `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
     """
     return not vllm_config.use_v2_model_runner and vllm_config.parallel_config.data_parallel_size == 1
+
+
+def can_skip_draft_pass(vllm_config: Any) -> bool:
+    """Whether a step of V2 in which nothing is drafted can be spared the draft pass (`idle_drafts`)."""
+    is_alone = vllm_config.parallel_config.data_parallel_size == 1 and vllm_config.parallel_config.pipeline_parallel_size == 1
+    return bool(vllm_config.use_v2_model_runner and vllm_config.speculative_config.method == "dflash" and is_alone)
 
 
 def is_supported(version: str) -> bool:

@@ -107,7 +107,7 @@ EVENTS: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "has_unfinished_requests"),
     Method(_SCHED, "Scheduler", "get_request_counts"),
     Method(_SCHED, "Scheduler", "shutdown"),
-    Attributes(_SCHED, "Scheduler", ("requests", "num_spec_tokens", "kv_cache_manager")),
+    Attributes(_SCHED, "Scheduler", ("requests", "running", "num_spec_tokens", "kv_cache_manager")),
     Method(_ASYNC, "AsyncScheduler", "update_from_output"),
     Attributes("v1/core/kv_cache_manager.py", "KVCacheManager", ("usage",)),
     Open("v1/core/sched/output.py", "SchedulerOutput"),
@@ -126,9 +126,12 @@ EVENTS: tuple[Clause, ...] = (
         ),
     ),
     Attributes("config/parallel.py", "ParallelConfig", ("data_parallel_index", "data_parallel_size", "pipeline_parallel_size")),
-    Attributes("config/scheduler.py", "SchedulerConfig", ("async_scheduling", "max_num_seqs", "scheduler_cls")),
+    Attributes(
+        "config/scheduler.py", "SchedulerConfig",
+        ("async_scheduling", "max_num_seqs", "max_num_batched_tokens", "scheduler_cls"),
+    ),
     Attributes("config/speculative.py", "SpeculativeConfig", ("method", "draft_model_config", "enable_adaptive_verification")),
-    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "max_model_len")),
+    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "max_model_len", "uses_mrope")),
     Method(_CORE, "EngineCore", "__init__", calls=("load_general_plugins", "_initialize_kv_caches", "Scheduler")),
     Method(_CORE, "EngineCore", "step", calls=("schedule", "execute_model", "sample_tokens", "update_from_output")),
     Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("schedule", "execute_model", "update_from_output")),
@@ -150,7 +153,9 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     ),
     Method(_CORE, "EngineCore", "post_step", calls=("take_draft_token_ids", "update_draft_token_ids")),
     Method("v1/executor/abstract.py", "Executor", "take_draft_token_ids"),
-    # A step without drafts is spared the draft pass (context_backlog.py); V1 only.
+    # A step without drafts is spared the draft pass (idle_drafts.py).
+    Method("v1/worker/gpu/spec_decode/dflash/speculator.py", "DFlashSpeculator", "propose",
+           ("dummy_run", "is_profile", "num_speculative_tokens"), calls=("_precompute_context_kv", "_generate_draft")),
     Passes(
         _V1, "GPUModelRunner", "propose_draft_token_ids", "propose",
         (

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from honed.adapt.vllm_costs import Curve
 from honed.attach.capture import Capturer
-from honed.attach.context_backlog import skip_idle_drafts
+from honed.attach.fed_verification import FedVerification
 from honed.attach.graphs import captured
+from honed.attach.idle_drafts import skip_idle_drafts
 from honed.attach.ring import RingWriter
 from honed.attach.runner import Runner, runner_of
 from honed.attach.swap import Swapper
@@ -86,23 +88,30 @@ class HonedWorkerExtension:
 
     _honed_side: _WorkerSide | None = None
     _honed_drafts: VerifiedDrafts | None = None
+    _honed_fed: FedVerification | None = None
 
     def honed_attach(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Look at the model runner.
 
         Returns:
-            graphs: `Captured`'s fields; limit: why capture and swap, if they are wanted, can't be had here.
+            graphs: `Captured`'s fields; dropped: (capabilities, why) of what is wanted and can't be had here.
         """
-        answer: dict[str, Any] = {"graphs": tuple(captured(self.model_runner))}  # type: ignore[attr-defined]
+        dropped: list[tuple[tuple[str, ...], str]] = []
+        runner = self.model_runner  # type: ignore[attr-defined]
         self._honed_errors = _Errors()
         self._honed_drafts = _verified_drafts(self, self._honed_errors)
-        if not settings["is_swap_wanted"]:
-            return answer
+        if "estimates" in settings["wanted"]:
+            try:
+                self._honed_fed = FedVerification(runner)
+                self._honed_fed.wrap(self._honed_errors.note)
+            except (TypeError, AttributeError) as error:
+                dropped.append((("estimates",), f"estimates are off: {error}"))
         try:
-            self._honed_side = _WorkerSide(self, settings, self._honed_errors)
+            if "swap" in settings["wanted"]:
+                self._honed_side = _WorkerSide(self, settings, self._honed_errors)
         except Exception as error:
-            answer["limit"] = f"capture and swap are off: {error}"
-        return answer
+            dropped.append((("capture", "swap"), f"capture and swap are off: {error}"))
+        return {"graphs": tuple(captured(runner)), "dropped": dropped}
 
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
         """Set the share of requests to capture; returns what was captured so far."""
@@ -118,6 +127,13 @@ class HonedWorkerExtension:
             return False
         self._honed_drafts.are_ids_wanted = is_wanted
         return is_wanted
+
+    def honed_feed(self, is_on: bool, draft: Curve, verify: Curve) -> None:
+        """Feed vLLM's adaptive verification from now on, with these costs if there are any; or leave it to itself."""
+        if self._honed_fed is not None:
+            self._honed_fed.turn(is_on)
+            if draft and verify:
+                self._honed_fed.set_costs(draft, verify)
 
     def honed_stage(self, wanted: list[tuple[str, str, str]]) -> str:
         """Begin to stage versions, each (version, path, sha256); "" when they are there already, else "staging"."""

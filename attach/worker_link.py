@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from honed.adapt.vllm_costs import Curve, are_alike
 from honed.attach import engine_hook
 from honed.attach.compatibility import Findings
 from honed.attach.environment import AttachSettings
@@ -34,6 +35,8 @@ class WorkerLink:
         self._share = -1.0
         self._are_ids_wanted = False
         self._counted_step = 0
+        self._is_feeding = False
+        self._fed_curves: tuple[Curve, Curve] | None = None
         self.graphs = Captured([], [])
         self.captured: dict[str, float] = {}
         """rows, bytes, errors of what was captured, as of the last time anything was asked."""
@@ -68,22 +71,23 @@ class WorkerLink:
         return (self.findings, self.graphs) != before
 
     def _attach(self) -> None:
-        is_swap_wanted = "swap" in self.findings.capabilities
-        if self._engine is None and is_swap_wanted:
-            self._drop("capture and swap are off: this vLLM process has no EngineCore that honed knows")
-        if self._engine is None or not (is_swap_wanted or self._are_drafts_on_device):
+        of_workers = ("capture", "swap", "estimates")
+        wanted = [name for name in of_workers if name in self.findings.capabilities]
+        if self._engine is None and wanted:
+            self._drop(of_workers, f"{' and '.join(wanted)} are off: this vLLM process has no EngineCore that honed knows")
+        if self._engine is None or not (wanted or self._are_drafts_on_device):
             return
         settings = {
             "ring_path": str(self._settings.ring_path) if self.can_capture else "",
             "ring_bytes": self._settings.ring_bytes,
             "feature_kind": self._settings.feature_kind,
             "secret": self._secret.hex(),
-            "is_swap_wanted": is_swap_wanted,
+            "wanted": wanted,
         }
         answers: list[dict[str, Any]] = self.rpc("honed_attach", settings)
         self.graphs = Captured(*answers[0]["graphs"])
-        if limit := next((a["limit"] for a in answers if a.get("limit")), ""):
-            self._drop(limit)
+        for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
+            self._drop(names, limit)
 
     def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
         """Capture this share of the requests to come.
@@ -106,6 +110,18 @@ class WorkerLink:
             if self._are_drafts_on_device and self._engine is not None:
                 self.rpc("honed_draft_ids", are_wanted)
 
+    def feed(self, is_on: bool, curves: tuple[Curve, Curve] | None) -> None:
+        """Feed vLLM's adaptive verification, or no longer; the workers are called only when something has changed.
+
+        Args:
+            curves: step costs as they are now; None: not known.
+        """
+        is_news = is_on and curves is not None and (self._fed_curves is None or not are_alike(self._fed_curves, curves))
+        if is_news or is_on != self._is_feeding:
+            self._is_feeding = is_on
+            self._fed_curves = curves if is_news else None
+            self.rpc("honed_feed", is_on, *(curves if is_news and curves is not None else ([], [])))
+
     def wake(self, callback: Callable[[], None]) -> None:
         """Any thread: have `callback` run on the engine's thread once it is idle; at most one is under way."""
 
@@ -123,7 +139,7 @@ class WorkerLink:
         """Let go of vLLM."""
         self._engine = None
 
-    def _drop(self, limit: str) -> None:
+    def _drop(self, names: Collection[str], limit: str) -> None:
         logger.warning("honed: %s", limit)
-        kept = tuple(c for c in self.findings.capabilities if c not in ("capture", "swap"))
+        kept = tuple(c for c in self.findings.capabilities if c not in names)
         self.findings = replace(self.findings, capabilities=kept, limits=(*self.findings.limits, limit))

@@ -1,11 +1,12 @@
 """honed against vLLM's adaptive verification, whose own code is run (`vllm_adaptive`), on the same simulated traffic and costs.
 
 Every rule does the same work with the same luck; goodput is tokens per simulated second after honed's warm-up (2,000 verify
-rounds or 20 simulated seconds, whichever ends later). What is given, as ratios of goodput, the first two and the last as
+rounds or 20 simulated seconds, whichever ends later). What is given, as ratios of goodput, the first three and the last as
 medians over seeds (± half their range), the rest on the first seed:
 
     blind       honed without features / vLLM
     with        honed with features of earlier rounds / vLLM
+    fed         vLLM's rule, fed by honed with step costs and with each workload's acceptance / vLLM
     ahead       as blind, with lengths chosen a step ahead, as the attachment has to; vLLM needn't
     oracle      an oracle that knows requests and costs, but not the drafts / vLLM
     sees        an oracle that also knows the drafts' own acceptance / vLLM
@@ -29,7 +30,7 @@ import msgspec
 from against_scenarios import SCENARIOS, Scenario
 from measured import commit
 from regret import warm_up_work
-from vllm_adaptive import AdaptiveVerification
+from vllm_adaptive import AdaptiveVerification, FedVerification
 
 from honed.adapt.contenders import make_contender
 from honed.adapt.controller_settings import ControllerSettings
@@ -39,7 +40,7 @@ from honed.adapt.synthetic_engine import Outcome, simulate
 from honed.adapt.synthetic_oracle import Oracle, Steered
 from honed.adapt.wire import EventBatch
 
-COLUMNS = ("blind", "with", "ahead", "oracle", "sees", "anyway")
+COLUMNS = ("blind", "with", "fed", "ahead", "oracle", "sees", "anyway")
 
 
 class Blind(Steered):
@@ -77,12 +78,14 @@ def run_all_drafts(traffic: Traffic) -> Outcome:
 def measure(scenario: Scenario, seed: int, is_bounded: bool) -> dict[str, float]:
     """Run everything on a scenario's traffic of this seed; ratios to vLLM's goodput, and that itself as "vllm"."""
     traffic = Traffic(replace(scenario.trace, seed=1000 + seed))
+    fed = FedVerification(traffic, seed)
     runs = {
         "blind": run_honed(traffic, seed, is_blind=True),
         "with": run_honed(traffic, seed, is_blind=False),
+        "fed": simulate(traffic, fed, on_batch=fed.take),
         "anyway": simulate(traffic, AdaptiveVerification(traffic, seed)),
     }
-    begin = max(warm_up_work(runs[name]) for name in ("blind", "with"))
+    begin = max(warm_up_work(runs[name]) for name in ("blind", "with", "fed"))
     if is_bounded:
         runs["ahead"] = run_honed(traffic, seed, is_blind=True, is_pipelined=True)
         runs["oracle"] = simulate(traffic, Oracle())
@@ -106,23 +109,23 @@ def main() -> int:
     if unknown := set(args.scenarios) - set(names):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     began_s, seeds = time.monotonic(), list(range(1, args.seeds + 1))
-    heads = " ".join(f"{name:>15s}" for name in COLUMNS[:2]) + "".join(f" {name:>7s}" for name in COLUMNS[2:])
+    heads = " ".join(f"{name:>15s}" for name in COLUMNS[:3]) + "".join(f" {name:>7s}" for name in COLUMNS[3:])
     print(f"{'scenario':24s} {'tokens/s':>8s}  k: vLLM honed {heads}")
     found: dict[str, list[dict[str, float]]] = {}
     for scenario in SCENARIOS:
         if args.scenarios and scenario.trace.name not in args.scenarios:
             continue
         rows = found[scenario.trace.name] = [measure(scenario, seed, seed == seeds[0]) for seed in seeds]
-        shares = " ".join(f"{_median(rows, name):7.4f} ±{_spread(rows, name):.4f}" for name in COLUMNS[:2])
-        shares += "".join(f" {_median(rows, name):7.4f}" for name in COLUMNS[2:])
+        shares = " ".join(f"{_median(rows, name):7.4f} ±{_spread(rows, name):.4f}" for name in COLUMNS[:3])
+        shares += "".join(f" {_median(rows, name):7.4f}" for name in COLUMNS[3:])
         lengths = f"{_median(rows, 'k_anyway'):7.2f} {_median(rows, 'k_blind'):5.2f}"
         print(f"{scenario.trace.name:24s} {_median(rows, 'vllm'):8.0f} {lengths}  {shares}", flush=True)
-    keys = {"without_features": "blind", "with_features": "with", "without_features_ahead": "ahead", "oracle": "oracle",
-            "oracle_that_sees_drafts": "sees", "vllm_rule_where_refused": "anyway"}  # fmt: skip
+    keys = {"without_features": "blind", "with_features": "with", "vllm_fed": "fed", "without_features_ahead": "ahead",
+            "oracle": "oracle", "oracle_that_sees_drafts": "sees", "vllm_rule_where_refused": "anyway"}  # fmt: skip
     figures = {
         "ratio": {name: {key: round(_median(rows, one), 4) for key, one in keys.items()} for name, rows in found.items()},
         "half_range": {
-            name: {key: round(_spread(rows, one), 4) for key, one in keys.items() if one in ("blind", "with", "anyway")}
+            name: {key: round(_spread(rows, one), 4) for key, one in keys.items() if one in ("blind", "with", "fed", "anyway")}
             for name, rows in found.items()
         },
         "vllm_tokens_per_s": {name: round(_median(rows, "vllm"), 1) for name, rows in found.items()},

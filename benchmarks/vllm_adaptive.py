@@ -29,9 +29,15 @@ import numpy as np
 from processes import ROOT
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.controller import EngineController
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.length_policy import Decision
+from honed.adapt.step_time import StepTimeModel
 from honed.adapt.synthetic import Traffic
 from honed.adapt.synthetic_engine import Truth
+from honed.adapt.synthetic_oracle import PROPOSE_S
+from honed.adapt.vllm_costs import Curve, are_alike, cost_curves
+from honed.adapt.wire import EventBatch
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 import triton_on_cpu
@@ -46,6 +52,9 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (  # noqa: E402
     _assign_draft_token_budget,
     build_cost_tables_from_curves,
 )
+
+from honed.attach.fed_levels import FedLevels  # noqa: E402
+from honed.attach.request_book import MAX_WORKLOADS  # noqa: E402
 
 MOST_LOG_ODDS = 40.0
 _CPU = torch.device("cpu")
@@ -196,7 +205,7 @@ class AdaptiveVerification:
             self._take_in(request_id)
         slots = np.array([self._slots[request_id] for request_id in request_ids], dtype=np.int64)
         self._predicted = self.estimator.predict(self._features)
-        self.manager.record(self._predicted, slots)
+        self.manager.record(self._told(self._predicted, slots), slots)
         prompts = [one for one in self._newcomers if one not in here]
         for request_id in prompts:
             self._take_in(request_id)
@@ -218,6 +227,80 @@ class AdaptiveVerification:
         drafted, accepted = (np.array(column, dtype=np.int64) for column in (num_draft_tokens, num_accepted_tokens))
         self.estimator.observe(self._features, self._predicted, drafted, accepted)
 
+    def _told(self, predicted: Floats, slots: Ints) -> Floats:
+        """What the manager gets for its estimates."""
+        return predicted
+
     def _take_in(self, request_id: str) -> None:
         self._newcomers.remove(request_id)
         self.manager.add_request(self._slots[request_id])
+
+
+class FedVerification(AdaptiveVerification):
+    """The same, fed as by `attach.fed_verification`: honed's costs once a second, estimates at each workload's level."""
+
+    def __init__(self, traffic: Traffic, seed: int = 0) -> None:
+        super().__init__(traffic, seed)
+        trace = traffic.trace
+        self._captured = trace.costs[0][1].captured_tokens
+        settings = ControllerSettings(captured_tokens=self._captured)
+        self._controller = EngineController("synthetic", trace.num_spec_tokens, trace.max_num_seqs, settings)
+        self._levels = FedLevels(trace.max_num_seqs, trace.num_spec_tokens, MAX_WORKLOADS, _CPU)
+        self._numbers: dict[str, int] = {}
+        self._batch = (1, 0)
+        self._decided = np.zeros(0, dtype=np.int64)
+        self._curves: tuple[Curve, Curve] | None = None
+        self._due_s = 0.0
+
+    def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
+        """Take up a request of a workload."""
+        super().start(request_id, workload, ceiling)
+        number = self._numbers.setdefault(workload, len(self._numbers) + 1)
+        self._levels.set_workloads(torch.tensor([self._slots[request_id]]), torch.tensor([number]))
+
+    def decide(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
+    ) -> Decision:
+        """As vLLM's own."""
+        self._batch = (len(request_ids), context_tokens)
+        return super().decide(request_ids, context_tokens, num_prefill_tokens, now_s, contexts)
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
+    ) -> None:
+        """Grade vLLM's curve, and what it predicted of each workload."""
+        super().observe(request_ids, num_draft_tokens, num_accepted_tokens, features)
+        accepted = torch.tensor(num_accepted_tokens)
+        self._levels.observe(torch.from_numpy(self._decided), accepted + 1, torch.tensor(num_draft_tokens) - accepted)
+
+    def take(self, batch: EventBatch, now_s: float) -> None:
+        """Learn prices from a batch, and tell them when they have moved."""
+        self._controller.observe(batch)
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + PROPOSE_S
+        model = StepTimeModel.from_policy(self._controller.propose(now_s))
+        if not model.is_ready:
+            return
+        states = self.manager.req_states
+        curves = cost_curves(
+            model, num_requests=self._batch[0], context_tokens=self._batch[1], num_spec_tokens=self.num_spec_tokens,
+            max_num_seqs=states.max_num_reqs, max_tokens=states.max_num_batched_tokens, captured_tokens=self._captured,
+        )  # fmt: skip
+        if self._curves is None or not are_alike(self._curves, curves):
+            self._curves = curves
+            self.manager.set_cost_curves(*curves)
+
+    def _told(self, predicted: Floats, slots: Ints) -> Floats:
+        self._decided = slots
+        shifted: Floats = self._levels.apply(torch.from_numpy(slots), torch.from_numpy(predicted)).numpy()
+        return shifted

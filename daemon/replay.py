@@ -127,7 +127,8 @@ def replay(database: Path, question: Question) -> Document:
         raise ReplayError(str(error), exit_code=EXIT_USAGE) from error
     asked = Replay(
         log, num_spec_tokens, question.seed, question.captured_tokens or (hello.captured_tokens if hello else ()),
-        can_shorten=hello.runner != "v2" if hello else None, mask=_mask(log, question.workload),
+        can_shorten=hello.runner != "v2" if hello else None,
+        can_skip=hello is not None and hello.method == "dflash", mask=_mask(log, question.workload),
     )  # fmt: skip
     return {
         "engine_id": engine_id,

@@ -111,6 +111,6 @@ class Steering:
 
     @staticmethod
     def is_steerable(engine: Engine) -> bool:
-        """Whether policies mean anything to it: it can set draft lengths or at least capture."""
+        """Whether policies mean anything to it: it can set draft lengths, capture, or feed vLLM's own rule."""
         hello = engine.hello
-        return hello is not None and bool({"draft_length", "capture"} & set(hello.capabilities))
+        return hello is not None and bool({"draft_length", "capture", "estimates"} & set(hello.capabilities))

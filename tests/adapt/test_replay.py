@@ -349,3 +349,17 @@ def test_intervals_cover():
             widths.append(speed.high / speed.value - 1.0)
     assert min(covered.values()) >= 85, covered
     assert np.median(widths) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("fields", "blocks"),
+    [
+        ({"can_shorten": True}, [0, 2]),
+        ({"can_shorten": False}, [4, 4]),
+        ({"can_shorten": False, "can_skip": True}, [0, 4]),
+    ],
+)
+def test_what_is_drafted_for_other_lengths_is_the_runners_way(fields, blocks):
+    log = log_of(batch([(1, 5, 4, 1), (2, 5, 4, 1)]))
+    replay = Replay(log, 4, **fields)
+    assert replay._shape(np.array([0, 2])).block.tolist() == blocks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from honed.attach.compatibility import can_shorten_block, check, check_features, check_scheduler
+from honed.attach.compatibility import can_shorten_block, can_skip_draft_pass, check, check_features, check_scheduler
 
 
 class Fits:
@@ -108,13 +108,31 @@ def test_of_an_unknown_vllm_nothing_but_events_is_touched() -> None:
 
 def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
     findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
-    assert findings.capabilities == ("events", "swap")
+    assert findings.capabilities == ("events", "swap", "estimates")
     assert [limit.split(" is off")[0] for limit in findings.limits] == ["draft_length", "capture"]
     eagle = check(Fits, config("eagle3", enable_adaptive_verification=True), "0.33.0")
-    assert (eagle.capabilities, eagle.is_known) == (("events",), True)
+    assert (eagle.capabilities, eagle.is_known) == (("events", "estimates"), True)
+
+
+def test_of_a_target_with_positions_in_three_dimensions_nothing_is_captured() -> None:
+    mrope = config()
+    mrope.model_config = SimpleNamespace(uses_mrope=True)
+    findings = check_features(mrope)
+    assert findings.capabilities == ("swap",)
+    assert "M-RoPE" in findings.limits[0]
 
 
 @pytest.mark.parametrize(("is_v2", "data_parallel_size", "can"), [(False, 1, True), (True, 1, False), (False, 2, False)])
 def test_a_block_is_shortened_where_it_saves_time_and_stalls_nobody(is_v2: bool, data_parallel_size: int, can: bool) -> None:
     parallel = SimpleNamespace(data_parallel_size=data_parallel_size)
     assert can_shorten_block(SimpleNamespace(use_v2_model_runner=is_v2, parallel_config=parallel)) == can
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "method", "data_parallel_size", "can"),
+    [(True, "dflash", 1, True), (False, "dflash", 1, False), (True, "eagle3", 1, False), (True, "dflash", 2, False)],
+)
+def test_on_v2_a_step_without_drafts_needs_no_draft_pass(is_v2: bool, method: str, data_parallel_size: int, can: bool) -> None:
+    vllm_config = config(method)
+    vllm_config.use_v2_model_runner, vllm_config.parallel_config.data_parallel_size = is_v2, data_parallel_size
+    assert can_skip_draft_pass(vllm_config) == can

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.attach.context_backlog import skip_idle_drafts
+from honed.attach.idle_drafts import skip_idle_drafts
 from honed.attach.runner import runner_of
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.drafter import DFlashDrafter

@@ -1,0 +1,85 @@
+"""Spares vLLM's runners the draft pass of steps that draft nothing.
+
+For k = 0 vLLM still runs the drafter, since its context K/V has to keep up with the target's tokens. A DFlash drafter's
+context K/V come from the target's hidden states alone, by `precompute_and_store_context_kv`; the forward pass that follows
+serves the drafts only, so it is left out. On V1 the rows are kept as well (`ContextBacklog`). On V2 they are stored at once,
+since in vLLM's `propose` that comes before the pass, and is outside of the CUDA graph where the drafter runs eagerly.
+
+What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from honed.attach.context_backlog import ContextBacklog
+from honed.attach.runner import Runner
+
+_NEEDED = {
+    "v1": (
+        "propose",
+        "set_inputs_first_pass",
+        "_context_positions_buffer",
+        "_context_slot_mapping_buffer",
+        "parallel_drafting",
+    ),
+    "v2": ("propose", "_generate_draft", "_precompute_context_kv"),
+}
+
+
+def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
+    """Wrap the `propose` of a DFlash drafter; False, with nothing changed, where that isn't known to be allowed."""
+    drafter = runner.drafter
+    if any(not hasattr(drafter, name) for name in _NEEDED[runner.name]):
+        return False
+    if drafter.vllm_config.parallel_config.data_parallel_size > 1:
+        return False  # ranks agree on padding within the draft pass: none may leave it out alone
+    if runner.name == "v1" and getattr(drafter, "method", "") == "dflash":
+        _keep_rows(runner, device)
+    elif runner.name == "v2" and type(drafter).__name__ == "DFlashSpeculator":
+        _store_rows(drafter)
+    else:
+        return False
+    return True
+
+
+def _keep_rows(runner: Runner, device: torch.device) -> None:
+    drafter, model = runner.drafter, runner.draft_model
+    backlog, propose = ContextBacklog(model.precompute_and_store_context_kv), drafter.propose
+
+    def propose_if_any(*args: Any, **kwargs: Any) -> Any:
+        if args or kwargs.get("num_speculative_tokens") != 0:
+            backlog.flush()
+            return propose(*args, **kwargs)
+        drafter.num_speculative_tokens = 0
+        drafter._last_draft_probs = None
+        given = ("target_token_ids", "next_token_ids", "target_positions", "token_indices_to_sample", "num_rejected_tokens_gpu")
+        cad = kwargs["common_attn_metadata"]
+        states = model.combine_hidden_states(kwargs["target_hidden_states"])
+        drafter.set_inputs_first_pass(target_hidden_states=states, cad=cad, **{name: kwargs[name] for name in given})
+        rows = len(states)
+        backlog.add(
+            states, drafter._context_positions_buffer[:rows].clone(), drafter._context_slot_mapping_buffer[:rows].clone()
+        )
+        return torch.empty(cad.batch_size(), 0, dtype=torch.int64, device=device)
+
+    drafter.propose = propose_if_any
+
+
+def _store_rows(drafter: Any) -> None:
+    propose, generate = drafter.propose, drafter._generate_draft
+
+    def generate_nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    def propose_if_any(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("num_speculative_tokens") != 0 or kwargs.get("dummy_run"):
+            return propose(*args, **kwargs)
+        drafter._generate_draft = generate_nothing
+        try:
+            return propose(*args, **(kwargs | {"is_profile": True}))  # which only means: eagerly
+        finally:
+            drafter._generate_draft = generate
+
+    drafter.propose = propose_if_any
