@@ -179,3 +179,16 @@ def test_stopping_without_a_daemon_is_quick(publisher: Publisher, log: StepLog) 
     log.append(a_step(1))
     publisher.stop()
     assert not publisher._thread.is_alive()
+
+
+def test_what_is_learned_of_the_engine_later_is_said_in_a_second_hello(
+    publisher: Publisher, daemon: Daemon, log: StepLog
+) -> None:
+    publisher.reintroduce()
+    daemon.welcome()
+    log.append(a_step(1))
+    assert daemon.receive(wire.EngineHello).last_seq in (0, 1)
+    daemon.send(wire.Welcome(wire_version=1, daemon_id="d", boot_id=BOOT, committed_seq=0))
+    assert daemon.receive(wire.EventBatch).seq == 1
+    with pytest.raises(AssertionError, match="no EngineHello"):
+        daemon.receive(wire.EngineHello, timeout_s=1.0)

@@ -113,6 +113,27 @@ def test_policies_arrive_and_are_refreshed(service: Service, make_engine: MakeEn
     assert again.generation >= first.generation
 
 
+def test_an_engine_that_tells_of_its_graphs_later_gets_lengths_that_fit_them(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    first = engine.expect(wire.Policy)
+    assert (first.equal_lengths, first.captured_lengths, first.captured_tokens) == (False, [], [])
+    engine.hello(captured_tokens=[1, 4, 8], captured_lengths=[0, 3])
+    policy = engine.expect(wire.Policy, lambda policy: policy.equal_lengths)
+    assert (policy.captured_lengths, policy.captured_tokens) == ([0, 3], [1, 4, 8])
+    with service.lock:
+        controller = service.engines.by_id["engine-0"].controller
+    engine.hello(captured_tokens=[1, 4, 8], captured_lengths=[0, 3])
+    with service.lock:
+        assert service.engines.by_id["engine-0"].controller is controller, "what was learned is gone, for no news"
+
+
+def test_an_engine_whose_drafts_vllm_trims_gets_policies_too(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello(capabilities=["events", "swap", "estimates"])
+    assert engine.expect(wire.Policy).feeds_estimates
+
+
 def test_an_engine_that_only_observes_gets_no_policy(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello(capabilities=["events"])
