@@ -136,7 +136,7 @@ def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:
         text = "asks for adaptive verification together with LoRA: vLLM refuses to start"
         yield Check(subject, "error", text, f"{cure}, with LoRA as without.")
     elif is_adaptive:
-        text = "vLLM's own adaptive verification is on: honed feeds it, but neither cuts nor captures, so nothing is retrained"
+        text = "vLLM's own adaptive verification is on: honed neither cuts drafts nor captures, so nothing is retrained"
         yield Check(subject, "warning", text, f"{cure}.")
     if command.pipeline_parallel_size > 1:
         text = "pipeline parallelism: hidden states are spread over processes, so nothing is captured, retrained or swapped"

@@ -20,7 +20,7 @@ LIMITS = (
     "vLLM 0.32 and 0.33 are known; with others honed only observes, and says so in `honed engines`",
     "capture and swap are for speculative method dflash; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
-    "with enable_adaptive_verification vLLM's own rule cuts drafts: honed feeds it and logs what was verified, without capture",
+    "with enable_adaptive_verification vLLM's own rule cuts drafts: honed logs what was verified, and captures nothing",
     "a --scheduler-cls or --worker-extension-cls of your own can't be combined with honed's",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )

@@ -131,7 +131,7 @@ def test_an_engine_that_tells_of_its_graphs_later_gets_lengths_that_fit_them(ser
 def test_an_engine_whose_drafts_vllm_trims_gets_policies_too(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello(capabilities=["events", "swap", "estimates"])
-    assert engine.expect(wire.Policy).feeds_estimates
+    assert not engine.expect(wire.Policy).feeds_estimates  # unless asked for
 
 
 def test_an_engine_that_only_observes_gets_no_policy(service: Service, make_engine: MakeEngine) -> None:
