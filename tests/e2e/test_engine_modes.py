@@ -33,7 +33,7 @@ SMALL = {"max_model_len": 256, "block_size": 32}
 WAYS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
     "prefix cache": {"enable_prefix_caching": True},
-    "preemption": {"num_gpu_blocks_override": 26},
+    "preemption": {"num_gpu_blocks_override": 24 if IS_V2 and not IS_ASYNC else 26},
 }
 NGRAM = {"ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}}}
 IS_NGRAM = os.environ.get("HONED_TEST_WAY") == "ngram"
@@ -125,11 +125,13 @@ def check_positions(running: TestEngine, rows: list[dict[str, Any]], num_preempt
     for row in rows:
         by_request.setdefault(row["request"], []).append(row)
     first = sorted(found[0]["position"] for found in by_request.values())
-    assert first == sorted(len(tokenizer(prompt).input_ids) for prompt in prompts())
+    expected = sorted(len(tokenizer(prompt).input_ids) for prompt in prompts())
+    late = [found - wanted for found, wanted in zip(first, expected, strict=True)]  # preempted before the first round
+    assert min(late) >= 0
     pairs = [pair for found in by_request.values() for pair in itertools.pairwise(found)]
     skipped = [other["position"] - one["position"] - one["num_emitted"] for one, other in pairs]
     assert min(skipped) == 0
-    assert sum(skipped) <= num_preemptions, "positions are off by more than preemptions explain"
+    assert sum(skipped) + sum(late) <= num_preemptions, "positions are off by more than preemptions explain"
 
 
 def check_captured(running: TestEngine, texts: list[list[int]]) -> None:
