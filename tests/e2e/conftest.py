@@ -9,6 +9,8 @@ import pytest
 from tests.e2e import triton_on_cpu
 from tests.e2e.engine import IS_V2, TestEngine, engine
 
+collect_ignore = [] if IS_V2 else ["test_v2_only.py"]
+
 if IS_V2:
     triton_on_cpu.install()
 

@@ -20,7 +20,10 @@ from tests.e2e.engine import ROOT, RUNNER
 @pytest.mark.skipif(RUNNER != "v1", reason="this is a process that runs it")
 @pytest.mark.parametrize(
     ("runner", "files"),
-    [("v2", ["test_runner_contract.py"]), ("v2-async", ["test_runner_contract.py", "test_runner_swaps.py"])],
+    [
+        ("v2", ["test_runner_contract.py", "test_v2_only.py"]),
+        ("v2-async", ["test_runner_contract.py", "test_v2_only.py", "test_runner_swaps.py"]),
+    ],
 )
 def test_what_is_promised_holds_on_v2(runner: str, files: list[str]) -> None:
     paths = [str(ROOT / "tests" / "e2e" / name) for name in files]
