@@ -119,16 +119,13 @@ class StepTimeModel:
 
     def block_seconds(self, num_requests: int, block: int, context_tokens: int = 0) -> float:
         """Price drafting one block, length ≥ 1, and that it gets verified at all."""
-        fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
-        verifying, verifying_per_request = self.parameters[_VERIFYING]
+        fixed, per_request, per_token, per_token_and_request, per_context_token = self._block_prices
         slope = per_token + per_token_and_request * num_requests
-        fixed += verifying + (per_request + verifying_per_request) * num_requests
-        return fixed + per_context_token * context_tokens + block * slope
+        return fixed + per_request * num_requests + per_context_token * context_tokens + block * slope
 
     def draft_seconds(self, num_requests: int, num_spec_tokens: int, context_tokens: int = 0) -> Floats:
         """Price blocks of length 0 … K, as `block_seconds`, [K+1]; index 0 is a skipped drafter."""
-        fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
-        fixed, per_request = fixed + self.parameters[9], per_request + self.parameters[10]
+        fixed, per_request, per_token, per_token_and_request, per_context_token = self._block_prices
         seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (per_token + per_token_and_request * num_requests)
         seconds += fixed + per_request * num_requests + per_context_token * context_tokens
         seconds[0] = 0.0
@@ -150,6 +147,13 @@ class StepTimeModel:
             verifying, verifying_per_request = self.parameters[_VERIFYING]
             fixed += (1.0 if is_verifying else -1.0) * (verifying + verifying_per_request * num_requests)
         return float(fixed + tokens + self.draft_seconds(num_requests, max(block, 0), context_tokens)[-1])
+
+    @cached_property
+    def _block_prices(self) -> tuple[float, float, float, float, float]:
+        """Of a block that is drafted and verified: fixed, by request, by token, by both, by token of context."""
+        fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
+        verifying, verifying_per_request = self.parameters[_VERIFYING]
+        return fixed + verifying, per_request + verifying_per_request, per_token, per_token_and_request, per_context_token
 
     @cached_property
     def captured_below(self) -> Ints:
