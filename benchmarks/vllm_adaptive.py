@@ -205,7 +205,7 @@ class AdaptiveVerification:
             self._take_in(request_id)
         slots = np.array([self._slots[request_id] for request_id in request_ids], dtype=np.int64)
         self._predicted = self.estimator.predict(self._features)
-        self.manager.record(self._told(self._predicted, slots), slots)
+        self.manager.record(self._told(self._predicted, slots, context_tokens), slots)
         prompts = [one for one in self._newcomers if one not in here]
         for request_id in prompts:
             self._take_in(request_id)
@@ -226,10 +226,14 @@ class AdaptiveVerification:
         assert self._features is not None
         drafted, accepted = (np.array(column, dtype=np.int64) for column in (num_draft_tokens, num_accepted_tokens))
         self.estimator.observe(self._features, self._predicted, drafted, accepted)
+        self._graded(drafted, accepted)
 
-    def _told(self, predicted: Floats, slots: Ints) -> Floats:
+    def _told(self, predicted: Floats, slots: Ints, context_tokens: int) -> Floats:
         """What the manager gets for its estimates."""
         return predicted
+
+    def _graded(self, num_draft_tokens: Ints, num_accepted_tokens: Ints) -> None:
+        """The drafts of the step that was decided last have been verified."""
 
     def _take_in(self, request_id: str) -> None:
         self._newcomers.remove(request_id)
@@ -258,30 +262,6 @@ class FedVerification(AdaptiveVerification):
         number = self._numbers.setdefault(workload, len(self._numbers) + 1)
         self._levels.set_workloads(torch.tensor([self._slots[request_id]]), torch.tensor([number]))
 
-    def decide(
-        self,
-        request_ids: Sequence[str],
-        context_tokens: int,
-        num_prefill_tokens: int,
-        now_s: float,
-        contexts: Sequence[int] | None = None,
-    ) -> Decision:
-        """As vLLM's own."""
-        self._batch = (len(request_ids), context_tokens)
-        return super().decide(request_ids, context_tokens, num_prefill_tokens, now_s, contexts)
-
-    def observe(
-        self,
-        request_ids: Sequence[str],
-        num_draft_tokens: Sequence[int],
-        num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
-    ) -> None:
-        """Grade vLLM's curve, and what it predicted of each workload."""
-        super().observe(request_ids, num_draft_tokens, num_accepted_tokens, features)
-        accepted = torch.tensor(num_accepted_tokens)
-        self._levels.observe(torch.from_numpy(self._decided), accepted + 1, torch.tensor(num_draft_tokens) - accepted)
-
     def take(self, batch: EventBatch, now_s: float) -> None:
         """Learn prices from a batch, and tell them when they have moved."""
         self._controller.observe(batch)
@@ -300,7 +280,11 @@ class FedVerification(AdaptiveVerification):
             self._curves = curves
             self.manager.set_cost_curves(*curves)
 
-    def _told(self, predicted: Floats, slots: Ints) -> Floats:
-        self._decided = slots
+    def _graded(self, num_draft_tokens: Ints, num_accepted_tokens: Ints) -> None:
+        accepted = torch.from_numpy(num_accepted_tokens)
+        self._levels.observe(torch.from_numpy(self._decided), accepted + 1, torch.from_numpy(num_draft_tokens) - accepted)
+
+    def _told(self, predicted: Floats, slots: Ints, context_tokens: int) -> Floats:
+        self._batch, self._decided = (len(slots), context_tokens), slots
         shifted: Floats = self._levels.apply(torch.from_numpy(slots), torch.from_numpy(predicted)).numpy()
         return shifted
