@@ -97,14 +97,20 @@ def can_shorten_block(vllm_config: Any) -> bool:
     V2 always drafts K, and its CUDA graphs want that length. Data-parallel ranks of a model with experts take their steps
     together: ranks that draft differently often wait for each other for ever, so vLLM switches its own dynamic lengths off
     there (`config/vllm.py`, `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
+    Under pipeline parallelism several batches are under way at once, and drafts are fetched for one while another is planned.
     """
-    return not vllm_config.use_v2_model_runner and vllm_config.parallel_config.data_parallel_size == 1
+    return not vllm_config.use_v2_model_runner and _is_alone(vllm_config)
 
 
 def can_skip_draft_pass(vllm_config: Any) -> bool:
     """Whether a step of V2 in which nothing is drafted can be spared the draft pass (`idle_drafts`)."""
-    is_alone = vllm_config.parallel_config.data_parallel_size == 1 and vllm_config.parallel_config.pipeline_parallel_size == 1
-    return bool(vllm_config.use_v2_model_runner and vllm_config.speculative_config.method == "dflash" and is_alone)
+    is_dflash = vllm_config.speculative_config.method == "dflash"
+    return bool(vllm_config.use_v2_model_runner and is_dflash and _is_alone(vllm_config))
+
+
+def _is_alone(vllm_config: Any) -> bool:
+    parallel = vllm_config.parallel_config
+    return bool(parallel.data_parallel_size == 1 and parallel.pipeline_parallel_size == 1)
 
 
 def is_supported(version: str) -> bool:

@@ -122,9 +122,12 @@ def test_of_a_target_with_positions_in_three_dimensions_nothing_is_captured() ->
     assert "M-RoPE" in findings.limits[0]
 
 
-@pytest.mark.parametrize(("is_v2", "data_parallel_size", "can"), [(False, 1, True), (True, 1, False), (False, 2, False)])
-def test_a_block_is_shortened_where_it_saves_time_and_stalls_nobody(is_v2: bool, data_parallel_size: int, can: bool) -> None:
-    parallel = SimpleNamespace(data_parallel_size=data_parallel_size)
+@pytest.mark.parametrize(
+    ("is_v2", "replicas", "stages", "can"),
+    [(False, 1, 1, True), (True, 1, 1, False), (False, 2, 1, False), (False, 1, 2, False)],
+)
+def test_a_block_is_shortened_where_it_saves_time_and_stalls_nobody(is_v2: bool, replicas: int, stages: int, can: bool) -> None:
+    parallel = SimpleNamespace(data_parallel_size=replicas, pipeline_parallel_size=stages)
     assert can_shorten_block(SimpleNamespace(use_v2_model_runner=is_v2, parallel_config=parallel)) == can
 
 
