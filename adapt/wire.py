@@ -334,6 +334,8 @@ class TrainRequest(_Message, frozen=True):
     """0: the trainer's own setting."""
     reason: str = ""
     dry_run: bool = False
+    vllm_version: str = ""
+    """Of the engine."""
 
 
 class TrainCancel(_Message, frozen=True):
@@ -387,6 +389,8 @@ class TrainerStatus(_Message, frozen=True):
     preemption_s_p50: float = 0.0
     memory_bytes: int = 0
     """What the training was estimated to take on its device; 0 before it is known."""
+    spilled_bytes: int = 0
+    """Samples on disk."""
 
 
 class TrainResult(_Message, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Drafters:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
+        self.on_move: Callable[[], None] = lambda: None
+        """Called after aliases were moved."""
 
     def identify(self, hello: EngineHello) -> str:
         """The registry version of the checkpoint that an engine has loaded, imported if need be; "" when it can't be.
@@ -110,6 +113,7 @@ class Drafters:
             raise PreconditionError(str(error)) from error
         except RegistryError as error:
             raise StoreError(str(error)) from error
+        self.on_move()
 
     def listing(self) -> dict[str, Any]:
         """Everything, as the API shows it."""

@@ -88,6 +88,8 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
     if status.get("training_paused"):
         yield Finding("warning", "training is paused: `honed resume` lets it go on")
+    if error := (status.get("shared_registry") or {}).get("last_error"):
+        yield Finding("warning", f"versions can't be shared with other hosts: {error}")
     if not (status.get("drafters") or {}).get("active"):
         yield Finding("warning", "no drafter version is active")
     for override in status.get("overrides") or []:

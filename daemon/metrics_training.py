@@ -31,6 +31,7 @@ def families(service: Service) -> Iterator[Metric]:
         yield gauge("honed_gpu_idle_ratio", "Share of time in which the trainer could work.", view["idle_ratio"])
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
         yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])
+        yield gauge("honed_samples_spilled_bytes", "Samples on the trainer's disk.", view["spilled_bytes"])
     yield from _captured(service)
 
 

@@ -13,7 +13,7 @@ from honed.daemon.metric_families import engine_gauge, engines_shown, gauge, lab
 if TYPE_CHECKING:
     from honed.daemon.service import Service
 
-KINDS = ("recalibrate", "promote", "rollback", "watch", "verify")
+KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify")
 RESULTS = ("succeeded", "failed", "cancelled")
 DECISIONS = ("better", "worse", "unproven", "stopped")
 
@@ -24,6 +24,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield from _changes(service)
     yield gauge("honed_swap_pause_seconds", "How long the latest swap held the engine.", service.swaps.last_pause_s)
     yield from _trial(service)
+    yield from _sharing(service)
 
 
 def _versions(service: Service) -> Iterator[Metric]:
@@ -51,7 +52,7 @@ def _changes(service: Service) -> Iterator[Metric]:
     for result in ("ok", "turn", "failed"):
         swaps.add_metric([result], service.swaps.results[result])
     promotions = CounterMetricFamily("honed_promotions", "Versions made active, by what made them.", labels=["reason"])
-    for reason in ("recalibrate", "promote"):
+    for reason in ("recalibrate", "adopt", "promote"):
         promotions.add_metric([reason], service.lifecycle.promotions[reason])
     rollbacks = CounterMetricFamily("honed_rollbacks", "Versions rolled back, by reason.", labels=["reason"])
     for reason in ("canary", "operator"):
@@ -89,3 +90,15 @@ def _trial(service: Service) -> Iterator[Metric]:
                 evidence.add_metric([trial.canary.new, workload, says], figures[f"evidence_{says}"])
             change.add_metric([trial.canary.new, workload], figures["change"])
     yield from (evidence, change)
+
+
+def _sharing(service: Service) -> Iterator[Metric]:
+    sharing = service.sharing
+    moved = CounterMetricFamily(
+        "honed_shared_versions", "Versions copied to and from the shared registry.", labels=["direction"]
+    )
+    for direction in ("pushed", "fetched"):
+        moved.add_metric([direction], sharing.moved[direction])
+    yield moved
+    failed = "Looks at the shared registry that failed."
+    yield CounterMetricFamily("honed_shared_registry_errors", failed, value=sharing.errors)

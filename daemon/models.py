@@ -122,6 +122,8 @@ class TrainerView(BaseModel):
     operation_id: str
     samples: int
     samples_bytes: int
+    spilled_bytes: int
+    """Samples on disk."""
     lost_records: int
     """Samples that the ring overwrote before they were read, since the trainer started: HONED_RING_BYTES is too small."""
     sessions: int
@@ -172,6 +174,8 @@ class StatusView(BaseModel):
     trainer: TrainerView | None
     training_paused: bool
     drafters: dict[str, str | None]
+    shared_registry: dict[str, int | float | str] | None
+    """Traffic with `registry.url` since the daemon started, and its latest error; null when nothing is shared."""
     acceptance: dict[str, Acceptance]
     events: dict[str, int | float]
     store: dict[str, int | float | str]

@@ -197,7 +197,7 @@ function show_training({ status, operation }) {
   facts(list, [
     ["State", "trainer_state", status.training_paused ? `paused (${trainer.state})` : trainer.state],
     ["Device", "trainer_device", trainer.device],
-    ["Samples", "samples", `${count(trainer.samples)} of ${count(trainer.sessions)} sessions, ${bytes(trainer.samples_bytes)}`],
+    ["Samples", "samples", `${count(trainer.samples)} of ${count(trainer.sessions)} sessions, ${bytes(trainer.samples_bytes)}${trainer.spilled_bytes ? ` and ${bytes(trainer.spilled_bytes)} on disk` : ""}`],
     ["Steps", "steps", `${count(trainer.steps)}${trainer.max_steps ? ` of ${count(trainer.max_steps)}` : ""}`],
     ["Loss", "loss", trainer.loss ? number(trainer.loss, 3) : NONE],
     ["Idle share", "idle_ratio", percent(trainer.idle_ratio, 0)],

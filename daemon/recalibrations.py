@@ -120,6 +120,7 @@ class Recalibrations:
             max_seconds=seconds,
             reason=reason,
             dry_run=dry_run,
+            vllm_version=hello.vllm_version,
         )
         service.trainer.tell(self._request)
         service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)

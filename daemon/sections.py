@@ -163,6 +163,23 @@ class HttpSettings(Section):
         return value
 
 
+class RegistrySettings(Section):
+    """Which drafter versions are kept, and with whom they are shared."""
+
+    keep_versions: int = 16
+    """Newest versions that stay; those with an alias and those in use stay beside them. 0: all stay."""
+    url: str = ""
+    """A place that several hosts share, as fsspec names it ("file:///mnt/nfs/honed", "s3://bucket/honed"); "": none."""
+    publish: bool = True
+    """Copy versions that were made here and became active to `url`."""
+    try_fetched: bool = True
+    """Try out what other hosts put there for the same target, on live traffic, like a candidate of one's own."""
+    poll_s: float = 300.0
+    """Between two looks at `url`."""
+
+    RANGES: ClassVar[Ranges] = {"keep_versions": Range(0), "poll_s": Range(0, 1e9, excludes_low=True)}
+
+
 class RecalibrationSettings(Section):
     """When a drafter is retrained without being asked, and how long each part may take."""
 

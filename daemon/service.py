@@ -36,11 +36,13 @@ from honed.daemon.recalibrations import Recalibrations
 from honed.daemon.recall import recall
 from honed.daemon.router import Router
 from honed.daemon.settings import Settings
+from honed.daemon.sharing import Sharing
 from honed.daemon.steering import Steering
 from honed.daemon.store import Store
 from honed.daemon.swaps import Swaps
 from honed.daemon.trainers import Trainer
-from honed.recalib.registry import Registry
+from honed.recalib.registry import Registry, RegistryError
+from honed.recalib.shared_registry import SharedRegistry
 
 log = structlog.get_logger("honed.service")
 
@@ -66,7 +68,10 @@ class Service:
         self.started_unix_s = clock()
         self.started_s = monotonic()
         self.store = Store(settings.paths.database, settings.store, clock=clock, on_commit=self.on_commit)
-        self.drafters = Drafters(Registry(settings.paths.registry))
+        registry = Registry(settings.paths.registry)
+        shared = SharedRegistry(settings.registry.url, registry) if settings.registry.url else None
+        self.drafters = Drafters(registry)
+        self.drafters.on_move = self._on_move
         self.journal = Journal(self.store, clock)
         self.router = Router(
             settings.paths.engine_socket,
@@ -85,6 +90,7 @@ class Service:
         self.swaps.are_taking_turns = lambda: self.lifecycle.canaries.trial is not None
         self.recalibrations = Recalibrations(self)
         self.checksums = Checksums(self)
+        self.sharing = Sharing(self, shared)
         self.ingest = Ingest(
             self.engines,
             self.store,
@@ -117,6 +123,7 @@ class Service:
         self.overrides.load()
         self.router.start()
         self._ticker.start()
+        self.in_background(self._tidy_registry)
 
     def stop(self) -> None:
         """In the order in which work flows: no new frames, no new decisions, then commit what is left."""
@@ -127,6 +134,7 @@ class Service:
         self.store.drain(DRAIN_S)
         self.router.stop()
         self._background.shutdown(wait=True, cancel_futures=True)
+        self.sharing.close()
         self.store.close()
 
     @property
@@ -160,6 +168,7 @@ class Service:
         self.lifecycle.canaries.tick(now_s)
         self.checksums.tick(now_s)
         self.recalibrations.tick(now_s)
+        self.sharing.tick(now_s)
         for engine in self.engines.by_id.values():
             if not engine.is_lost and not self.engines.is_connected(engine, now_s):
                 engine.is_lost = True
@@ -253,6 +262,33 @@ class Service:
     def in_background(self, job: Callable[[], None]) -> None:
         """Do what takes long, and takes the lock only when it needs it."""
         self._background.submit(job)
+
+    def _on_move(self) -> None:
+        self.in_background(self._tidy_registry)
+        self.sharing.soon()
+
+    def _tidy_registry(self) -> None:
+        """Old versions go. Under the lock, so that nobody begins to use one meanwhile; their files are removed without it."""
+        keep = self.settings.registry.keep_versions
+        try:
+            if keep:
+                with self.lock:
+                    pruned = self.drafters.registry.prune(keep, self._versions_in_use())
+                if pruned:
+                    log.info("old drafter versions removed", versions=pruned, kept=keep)
+            self.drafters.registry.sweep()
+        except RegistryError as error:
+            log.error("old drafter versions can't be removed", error=str(error))
+
+    def _versions_in_use(self) -> set[str]:
+        """Versions that engines run or are about to, and those that operations under way are about."""
+        found = {engine.live_version for engine in self.engines.by_id.values()} | self.swaps.versions
+        if (trial := self.lifecycle.canaries.trial) is not None:
+            found |= set(trial.versions)
+        for operation in (self.lifecycle.swapping, self.recalibrations.training):
+            if operation is not None:
+                found |= {str(operation.detail.get(name, "")) for name in ("version", "parent", "rolled_back")}
+        return found - {""}
 
     def on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():

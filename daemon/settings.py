@@ -34,6 +34,7 @@ from honed.daemon.sections import (
     HttpSettings,
     PathSettings,
     RecalibrationSettings,
+    RegistrySettings,
     StoreSettings,
     TrainerSection,
     value_of,
@@ -53,6 +54,7 @@ class Settings(BaseSettings):
     store: StoreSettings = Field(default_factory=StoreSettings)
     events: EventSettings = Field(default_factory=EventSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
+    registry: RegistrySettings = Field(default_factory=RegistrySettings)
     recalibration: RecalibrationSettings = Field(default_factory=RecalibrationSettings)
     controller: ControllerSection = Field(default_factory=ControllerSection)
     canary: CanarySection = Field(default_factory=CanarySection)

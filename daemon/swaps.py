@@ -110,6 +110,11 @@ class Swaps:
             self._send(engine.peer, command)
         return swap
 
+    @property
+    def versions(self) -> set[str]:
+        """Those that are on their way into engines."""
+        return {sent.swap.version for sent in self._sent.values()}
+
     def is_under_way(self, engine_id: str) -> bool:
         return any(sent.engine_id == engine_id for sent in self._sent.values())
 

@@ -89,5 +89,6 @@ class Trainer:
             "preemption_s_p99": status.preemption_s_p99 if status else 0.0,
             "idle_ratio": status.idle_ratio if status else 0.0,
             "samples_bytes": status.samples_bytes if status else 0,
+            "spilled_bytes": status.spilled_bytes if status else 0,
             "lost_records": status.ring_lost_records if status else 0,
         }

@@ -56,6 +56,7 @@ def status(service: Service) -> dict[str, Any]:
             "trainer": service.trainer.view(),
             "training_paused": service.trainer.is_paused,
             "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
+            "shared_registry": service.sharing.view(),
             "acceptance": {"last_minute": acceptance(last_minute), "total": acceptance(total)},
             "events": {
                 "received_rounds": figures.rounds,

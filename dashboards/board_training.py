@@ -61,8 +61,11 @@ def progress() -> list[Panel]:
         ),
         plot(
             "Samples held",
-            "In the trainer's memory.",
-            [(f"max by (job) (honed_samples_held_bytes{{{JOB}}})", "samples")],
+            "In the trainer's memory, and on its disk where that is allowed.",
+            [
+                (f"max by (job) (honed_samples_held_bytes{{{JOB}}})", "in memory"),
+                (f"max by (job) (honed_samples_spilled_bytes{{{JOB}}})", "on disk"),
+            ],
             unit="bytes",
             low=0,
         ),

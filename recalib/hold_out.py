@@ -10,8 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from honed.recalib.stretch import Stretch
 
 SALT_BYTES = 16
 
@@ -27,6 +32,16 @@ class HoldOut:
         """Whether this session is for judging only."""
         digest = hashlib.blake2b(session.encode(errors="replace"), key=self.salt, digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
+
+    def digest(self, stretches: Iterable[Stretch]) -> str:
+        """Tells whether two trainings saw the same rows, whatever their order; without the key no guess can be tried out."""
+        each = sorted(
+            hashlib.blake2b(
+                stretch.token_ids.tobytes(), key=self.salt, digest_size=16, salt=stretch.first_position.to_bytes(8, "big")
+            ).digest()
+            for stretch in stretches
+        )
+        return hashlib.blake2b(b"".join(each), key=self.salt, digest_size=16).hexdigest()
 
 
 def load_salt(folder: Path) -> bytes:

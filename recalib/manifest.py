@@ -41,6 +41,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     figures: dict[str, Any] = {}
     data_window: dict[str, Any] = {}
+    """What it was trained on: rows by workload, the number of sessions, and a keyed digest. No content."""
+    vllm_version: str = ""
+    """Of the engine whose traffic that was."""
+    origin: str = ""
+    """Host and name there of a version that came from a shared registry."""
     num_tensors: int = 0
     state: str = "ready"
     """"ready", or in listings "corrupt"."""
@@ -64,7 +69,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
             sha256=sha256_file(weights),
             bytes=weights.stat().st_size,
             config_sha256=sha256_file(config),
-            target_sha256=_target_sha256(str(about.get("target_path", ""))),
+            target_sha256=sha256_of_target(str(about.get("target_path", ""))),
             context_sha256=sha256_tensors(weights, entries, _makes_features),
             kv_sha256=sha256_tensors(weights, entries, _makes_context),
             num_tensors=len(entries),
@@ -124,6 +129,7 @@ def _makes_context(name: str) -> bool:
     return any(part in ("fc", "hidden_norm", "k_proj", "v_proj", "k_norm") for part in name.split("."))
 
 
-def _target_sha256(target_path: str) -> str:
+def sha256_of_target(target_path: str) -> str:
+    """Of a target's config.json; "" when it isn't a local folder with one."""
     config = Path(target_path) / CONFIG
     return hashlib.sha256(config.read_bytes()).hexdigest() if target_path and config.is_file() else ""

@@ -156,7 +156,7 @@ class Recalibration:
         if self.request.dry_run:
             return self._result(ok=True)
         yield "gating"
-        return self._result(ok=True, version=self._write(drafter, parent, parent_dir).version)
+        return self._result(ok=True, version=self._write(drafter, parent, parent_dir, is_usable).version)
 
     def _evaluate(
         self, run: TrainingRun, drafter: DFlashDrafter, held_out: list[Stretch]
@@ -178,11 +178,15 @@ class Recalibration:
                 yield "gating"
         return figures
 
-    def _write(self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path) -> Manifest:
-        stretches = [s for w in self._feed.store.workloads() for s in self._feed.store.stretches(w, False)]
+    def _write(
+        self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path, is_usable: Callable[[Stretch], bool]
+    ) -> Manifest:
+        store = self._feed.store
+        stretches = [s for w in store.workloads() for s in store.stretches(w, False) if is_usable(s)]
         rows: Counter[str] = Counter()
         for stretch in stretches:
             rows[stretch.workload] += stretch.num_rows
+        window = {"rows": dict(rows), "sessions": len({s.session for s in stretches}), "digest": store.digest(stretches)}
         progress = self.progress
         return self._registry.create(
             lambda folder: _save(drafter, folder, parent_dir),
@@ -190,8 +194,9 @@ class Recalibration:
             scope=self.request.scope,
             figures={"gate": summarise(progress.gate), "blend": progress.blend, "steps": progress.steps,
                      "tokens": progress.tokens, "loss": progress.loss, "train_seconds": progress.train_seconds},
-            data_window={"rows": dict(rows), "sessions": len({s.session for s in stretches})},
+            data_window=window,
             target_path=self.request.target_path,
+            vllm_version=self.request.vllm_version,
             note=self.request.reason,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -85,14 +85,17 @@ class Registry:
         figures: Mapping[str, Any] | None = None,
         data_window: Mapping[str, Any] | None = None,
         target_path: str = "",
+        vllm_version: str = "",
         note: str = "",
+        origin: str = "",
     ) -> Manifest:
         """Add a version: `write` puts model.safetensors and config.json into the empty folder that it is given.
 
         Raises:
             RegistryError: when what was written isn't a checkpoint, or the disk fails; nothing is left behind then.
         """
-        about = {"parent": parent, "scope": scope, "target_path": target_path, "note": note}
+        about = {"parent": parent, "scope": scope, "target_path": target_path, "vllm_version": vllm_version}
+        about |= {"note": note, "origin": origin}
         with self._temporary_folder() as folder:
             write(folder)
             draft = describe_checkpoint(folder, "", figures=dict(figures or {}), data_window=dict(data_window or {}), **about)
@@ -152,21 +155,27 @@ class Registry:
         """A version's manifest after every byte was read and compared. Raises RegistryError at any difference."""
         return verify_files(self.path(version))
 
-    def prune(self, keep: int) -> list[str]:
-        """Remove all but the `keep` newest versions; those with an alias, and the newest of all, always stay.
+    def prune(self, keep: int, spared: Collection[str] = ()) -> list[str]:
+        """Take away all but the `keep` newest versions, those with an alias and those `spared`; their files go with `sweep`.
 
-        The newest stays so that its number isn't given out a second time.
+        The newest of all always stays, so that its number isn't given out a second time. Returns what was taken away.
         """
         with self._writing():
-            aliased = set(self.aliases().values())
-            doomed = [f for f in self._folders()[: -max(keep, 1)] if f.name not in aliased]
+            stays = {*self.aliases().values(), *spared}
+            doomed = [f for f in self._folders()[: -max(keep, 1)] if f.name not in stays]
             for folder in doomed:
-                # Renamed first: half a version under a version's name must never be seen.
-                grave = self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}"
-                os.rename(folder, grave)
-                shutil.rmtree(grave, ignore_errors=True)
-            fsync_path(self._versions)
+                # Renamed, not emptied: half a version under a version's name must never be seen.
+                os.rename(folder, self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}")
+            if doomed:
+                fsync_path(self._versions)
         return [folder.name for folder in doomed]
+
+    def sweep(self) -> None:
+        """Remove the files of pruned versions, and what writers that died left unfinished. Raises RegistryError."""
+        try:
+            self._remove_leftovers()
+        except OSError as error:
+            raise RegistryError(f"registry {self.root} can't be tidied ({error}); {_CURE}") from error
 
     # --- aliases ------------------------------------------------------------------------------------------------------
 

@@ -2,18 +2,21 @@
 
 Memory goes by water-filling: when the cap is reached, the stratum (workload, held out or not) that is largest for its share
 gives one stretch up, so a workload below its fair part never loses to a busy one. No session gets more than
-`max_session_share` of the cap, so no single client can decide what is learnt.
+`max_session_share` of the cap, so no single client can decide what is learnt. What memory has no room for goes to disk where
+that is allowed (`spill`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
 from honed.recalib.hold_out import HoldOut
 from honed.recalib.repetition import longest_varied_stretch
 from honed.recalib.reservoir import Stratum
+from honed.recalib.spill import Key, Spill
 from honed.recalib.stretch import Stretch
 from honed.recalib.trainer_settings import SampleSettings
 
@@ -21,8 +24,8 @@ from honed.recalib.trainer_settings import SampleSettings
 class SampleStore:
     """Stretches by workload and by side of the hold-out."""
 
-    def __init__(self, settings: SampleSettings, hold_out: HoldOut, seed: int = 0) -> None:
-        self.settings, self._hold_out = settings, hold_out
+    def __init__(self, settings: SampleSettings, hold_out: HoldOut, seed: int = 0, spill: Spill | None = None) -> None:
+        self.settings, self._hold_out, self.spill = settings, hold_out, spill
         self.cap_bytes = settings.sample_bytes
         self._rng = np.random.default_rng(seed)
         self._strata: dict[tuple[str, bool], Stratum] = {}
@@ -43,7 +46,7 @@ class SampleStore:
             return False
         if num_varied < stretch.num_rows:
             stretch = stretch.cut(varied)
-        key = (self._workload(stretch.workload), self._hold_out.is_held_out(stretch.session))
+        key = self.key_of(stretch)
         stratum = self._strata.setdefault(key, Stratum(self._rng))
         stratum.add(stretch)
         self.num_bytes += stretch.num_bytes
@@ -56,18 +59,24 @@ class SampleStore:
         self._shrink()
         return True
 
+    def key_of(self, stretch: Stretch) -> Key:
+        """Where it belongs: its workload, and its session's side of the hold-out."""
+        return self._workload(stretch.workload), self._hold_out.is_held_out(stretch.session)
+
     def stretches(self, workload: str, is_held_out: bool) -> list[Stretch]:
-        """What is held of one workload on one side."""
+        """What is held of one workload on one side, on disk and in memory."""
         stratum = self._strata.get((workload, is_held_out))
-        return stratum.stretches() if stratum else []
+        spilled = self.spill.stretches((workload, is_held_out)) if self.spill is not None else ()
+        return [*spilled, *(stratum.stretches() if stratum else ())]
 
     def workloads(self) -> list[str]:
         """Workloads of which anything is held, by name."""
-        return sorted({workload for (workload, _), stratum in self._strata.items() if len(stratum)})
+        spilled = self.spill.workloads() if self.spill is not None else set()
+        return sorted(spilled | {workload for (workload, _), stratum in self._strata.items() if len(stratum)})
 
     @property
     def num_stretches(self) -> int:
-        """Stretches held."""
+        """Stretches held in memory."""
         return sum(len(stratum) for stratum in self._strata.values())
 
     @property
@@ -75,15 +84,21 @@ class SampleStore:
         """Sessions of which anything is held."""
         return len(self._sessions)
 
+    def digest(self, stretches: Iterable[Stretch]) -> str:
+        """Which rows these are, and nothing of what is in them (`HoldOut.digest`)."""
+        return self._hold_out.digest(stretches)
+
     def forget(self) -> None:
-        """Forget everything."""
+        """Forget everything, and what is on disk."""
+        if self.spill is not None:
+            self.spill.purge()
         self._strata.clear()
         self._sessions.clear()
         self._session_bytes.clear()
         self.num_bytes = 0
 
     def _workload(self, label: str) -> str:
-        known = {workload for workload, _ in self._strata}
+        known = {workload for workload, _ in self._strata} | (self.spill.workloads() if self.spill is not None else set())
         return label if label in known or len(known) < self.settings.max_workloads else "other"
 
     def _stratum_of(self, session: str, first: Stratum) -> Stratum:
@@ -94,8 +109,13 @@ class SampleStore:
     def _shrink(self) -> None:
         share = self.settings.held_out_share
         while self.num_bytes > self.cap_bytes and self.num_stretches > 1:
-            _, stratum = max(self._strata.items(), key=lambda item: item[1].num_bytes / (share if item[0][1] else 1.0 - share))
-            self._forget_one(stratum.drop_one())
+            key, stratum = max(
+                self._strata.items(), key=lambda item: item[1].num_bytes / (share if item[0][1] else 1.0 - share)
+            )
+            dropped = stratum.drop_one()
+            self._forget_one(dropped)
+            if self.spill is not None:
+                self.spill.keep(dropped, key)
 
     def _forget_one(self, stretch: Stretch) -> None:
         self.num_bytes -= stretch.num_bytes

@@ -6,6 +6,7 @@ forgetting them.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from honed.adapt.sample_ring import FEATURE_KINDS, RingHeader
@@ -13,15 +14,16 @@ from honed.recalib.hold_out import HoldOut
 from honed.recalib.ring_reader import RingReader
 from honed.recalib.samples import SampleStore
 from honed.recalib.sessions import SessionAssembler
+from honed.recalib.spill import Spill, remove
 from honed.recalib.trainer_settings import SampleSettings
 
 
 class Feed:
     """One engine's ring and all that is remembered of it."""
 
-    def __init__(self, path: Path, settings: SampleSettings, hold_out: HoldOut) -> None:
+    def __init__(self, path: Path, settings: SampleSettings, hold_out: HoldOut, spill: Spill | None = None) -> None:
         self.reader = RingReader(path)
-        self.store = SampleStore(settings, hold_out)
+        self.store = SampleStore(settings, hold_out, spill=spill)
         self._assembler = SessionAssembler(settings.max_rows, max_open_bytes=max(settings.sample_bytes // 8, 1 << 20))
         self._features: tuple[int, int, int] | None = None
 
@@ -60,22 +62,41 @@ class Feed:
         if self._features not in (None, features):
             self.forget()
         self._features = features
+        if self.store.spill is not None:
+            kind = f"{header.feature_size}-{header.feature_dtype}-{FEATURE_KINDS[header.feature_kind]}"
+            self.store.spill.begin(kind, self.store.key_of)
 
 
 class Traffic:
     """The feeds of all engines under the runtime folder, and of any other ring that a request names."""
 
-    def __init__(self, runtime_dir: Path, settings: SampleSettings, hold_out: HoldOut) -> None:
+    def __init__(self, runtime_dir: Path, settings: SampleSettings, hold_out: HoldOut, spill_dir: Path | None = None) -> None:
+        """`spill_dir`: where samples may go to disk, if `spill_bytes` allows it; else what lies there is removed."""
         self._engines, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
+        self._spill_dir = spill_dir if settings.spill_bytes else None
+        if spill_dir is not None and self._spill_dir is None:
+            remove(spill_dir)
         self._feeds: dict[Path, Feed] = {}
 
     def feed(self, path: Path) -> Feed:
         """The feed of a ring, begun now when it is new."""
         if path not in self._feeds:
-            self._feeds[path] = Feed(path, self._settings, self._hold_out)
+            self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path))
             for feed in self._feeds.values():
                 feed.store.cap_bytes = self._settings.sample_bytes // len(self._feeds)
+                if feed.store.spill is not None:
+                    feed.store.spill.max_bytes = self._settings.spill_bytes // len(self._feeds)
         return self._feeds[path]
+
+    def freeze(self, is_frozen: bool) -> None:
+        """While an operation is under way nothing comes or goes on disk."""
+        for spill in self._spills:
+            spill.is_frozen = is_frozen
+
+    def expire(self) -> None:
+        """Remove what has been on disk for too long."""
+        for spill in self._spills:
+            spill.expire()
 
     def discover(self) -> None:
         """Begin to follow rings that have appeared."""
@@ -91,10 +112,27 @@ class Traffic:
         return [path.parent / "busy" for path in self._feeds]
 
     def purge(self) -> None:
-        """Forget everything, and empty the rings."""
+        """Forget everything, empty the rings, and remove what lies on disk, of engines that are gone as well."""
         for feed in self._feeds.values():
             feed.reader.erase()
             feed.forget()
+        if self._spill_dir is not None:
+            remove(self._spill_dir)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """On disk."""
+        return sum(spill.num_bytes for spill in self._spills)
+
+    @property
+    def _spills(self) -> list[Spill]:
+        return [feed.store.spill for feed in self._feeds.values() if feed.store.spill is not None]
+
+    def _spill(self, path: Path) -> Spill | None:
+        if self._spill_dir is None:
+            return None
+        name = hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+        return Spill(self._spill_dir / name, self._settings.spill_bytes, self._settings.spill_max_age_s)
 
     @property
     def feeds(self) -> list[Feed]:

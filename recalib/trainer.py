@@ -61,7 +61,7 @@ class Trainer:
         self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
         is_yielding = torch.device(settings.device).type == "cpu"
         self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
-        self._unit_began_s = self._stood_by_s = 0.0
+        self._unit_began_s = self._stood_by_s = self._rests_until_s = 0.0
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
         self._operation: Recalibration | None = None
@@ -121,6 +121,7 @@ class Trainer:
         self._last_result = None
         self._busy, self._preemptions = BusyFlag(request.busy_path), Preemptions()
         feed = self._traffic.feed(Path(request.capture_path))
+        self._traffic.freeze(True)
         self._operation = Recalibration(
             request, self._settings, self._gate, self._registry, feed, self._monotonic, self._state_dir, self._working_s
         )
@@ -137,6 +138,7 @@ class Trainer:
         if now_s >= self._next_discovery_s:
             self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
+            self._traffic.expire()
             if self._operation is None and (paths := self._traffic.busy_paths()):
                 self._busy = BusyFlag(paths[0])
         self._traffic.poll()
@@ -150,15 +152,28 @@ class Trainer:
                 self._preemptions.observe(0.0)  # it came between two units
             self._was_working = False
             operation.keep_waiting()
+        elif operation.needs_device and self._rest_s() > 0.0:
+            operation.keep_waiting()
         else:
-            is_heavy = self._was_working = operation.needs_device
-            self._unit_began_s = self._monotonic()
-            with self._yield_points if is_heavy else contextlib.nullcontext():
-                operation.advance()
-            if is_heavy and self._busy.is_busy():
-                self._yielded()
+            self._advance(operation)
         if operation.result is not None:
             self._finish()
+
+    def _advance(self, operation: Recalibration) -> None:
+        """One unit, and how long to rest after it."""
+        is_heavy = self._was_working = operation.needs_device
+        self._unit_began_s, began_s = self._monotonic(), self._working_s()
+        with self._yield_points if is_heavy else contextlib.nullcontext():
+            operation.advance()
+        if is_heavy:
+            worked_s = self._working_s() - began_s
+            self._rests_until_s = self._monotonic() + worked_s * (1.0 / self._settings.max_duty - 1.0)
+            if self._busy.is_busy():
+                self._yielded()
+
+    def _rest_s(self) -> float:
+        """Rest that is left of what the last unit asked for."""
+        return max(self._rests_until_s - self._monotonic(), 0.0)
 
     def _yielded(self) -> None:
         """Work arrived during a unit, and the trainer has stopped."""
@@ -203,6 +218,7 @@ class Trainer:
         assert self._operation.result is not None
         result = self._last_result = self._operation.result
         self._operation = None
+        self._traffic.freeze(False)
         self._link.send(result)
         log.info(
             "operation ends", operation_id=result.operation_id, ok=result.ok, version=result.version, error=result.error,
@@ -214,7 +230,7 @@ class Trainer:
             return self._settings.tick_s
         if not self._operation.needs_device or self._is_paused:
             return self._settings.tick_s
-        return _BUSY_TICK_S if self._busy.is_busy() else 0.0
+        return _BUSY_TICK_S if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +256,7 @@ class Trainer:
             state=state,
             samples=sum(feed.store.num_stretches for feed in feeds),
             samples_bytes=sum(feed.num_bytes for feed in feeds),
+            spilled_bytes=self._traffic.spilled_bytes,
             sessions=sum(feed.store.num_sessions for feed in feeds),
             preemptions=self._preemptions.count,
             preemption_s_p50=self._preemptions.quantile_s(0.5),
@@ -324,7 +341,7 @@ def run(
         settings,
         gate or GateSettings(),
         Registry(state_dir / "registry"),
-        Traffic(runtime_dir, settings, hold_out),
+        Traffic(runtime_dir, settings, hold_out, state_dir / "samples"),
         endpoint,
         state_dir=state_dir / "training",
         on_tick=on_tick,

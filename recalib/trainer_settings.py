@@ -27,6 +27,10 @@ class SampleSettings:
     """Longest period, in tokens, of a repetition that is kept out of the samples; 0: none is."""
     min_loop_rows: int = 32
     """Rows of a repetition from which on it is one."""
+    spill_bytes: int = 0
+    """Disk, in the state directory, for samples that memory has no room for; 0: none. They are prompts in disguise."""
+    spill_max_age_s: float = 86400.0
+    """How long a sample may stay on disk."""
     max_workloads: int = 64
     """Further labels go under "other": labels come from clients."""
 
@@ -35,7 +39,8 @@ class SampleSettings:
         "held_out_share": PROBABILITY,
         "max_session_share": Range(0, 1, excludes_low=True),
         **dict.fromkeys(("min_rows", "max_rows", "min_loop_rows", "max_workloads"), COUNT),
-        "max_loop_period": Range(0),
+        **dict.fromkeys(("max_loop_period", "spill_bytes"), Range(0)),
+        "spill_max_age_s": SECONDS,
     }
 
     def __post_init__(self) -> None:
@@ -95,6 +100,9 @@ class TrainerSettings(SampleSettings):
     """Context rows of one micro-step: with the anchors it sets how long serving may have to wait."""
     preempt_budget_s: float = 0.05
     """How long serving may have to wait for the device: units of work are sized for it, by measuring them. 0: not at all."""
+    max_duty: float = 1.0
+    """Most of the time that training may be at work where the device is otherwise idle; it rests after each unit of work for
+    the remainder."""
     must_gain_share: float = 0.4
     """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting. On the tiny
     pair, 90 s of one core, 0.6 gained 1.66 and kept 0.982 of the old, 0.5 gained 1.57 and kept 0.990."""
@@ -129,6 +137,7 @@ class TrainerSettings(SampleSettings):
         **dict.fromkeys(("break_share", "must_gain_share"), SHARE),
         "blends": Range(0, 1, excludes_low=True),
         "preempt_budget_s": Range(0, 60),
+        "max_duty": Range(0, 1, excludes_low=True),
         "min_training_rows": Range(0),
         **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
         "max_gate_rows": COUNT,

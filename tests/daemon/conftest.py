@@ -53,11 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("h")
 
 
-@pytest.fixture
-def settings(folder: Path) -> Settings:
-    paths = {"state_dir": folder / "state", "runtime_dir": folder / "run"}
-    flags = {
-        "paths": paths,
+def flags_in(folder: Path) -> dict[str, Any]:
+    """Settings of a service for fake engines, below this folder."""
+    return {
+        "paths": {"state_dir": folder / "state", "runtime_dir": folder / "run"},
         "http": {"metrics_listen": ""},
         "store": {"commit_interval_s": 0.0},
         # The fake ones send no heartbeats; only a test that means it lets them be lost.
@@ -66,7 +65,11 @@ def settings(folder: Path) -> Settings:
         # Windows as short as a fake engine's batches.
         "canary": {"window_s": 0.0, "window_rounds": 40},
     }
-    return load(None, flags, env={})
+
+
+@pytest.fixture
+def settings(folder: Path) -> Settings:
+    return load(None, flags_in(folder), env={})
 
 
 @pytest.fixture

@@ -127,6 +127,19 @@ def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage)
     assert [mark["kind"] for mark in marks] == ["canary", "canary", "promote"]
 
 
+def test_old_versions_go_but_for_those_with_a_name(stage: Stage) -> None:
+    versions = [stage.version(float(number)) for number in range(1, 20)]
+    stage.promote(versions[0])
+
+    def kept() -> list[str]:
+        return [manifest.version for manifest in stage.service.drafters.registry.versions()]
+
+    keep = stage.service.settings.registry.keep_versions
+    wanted = [stage.first, versions[0], *versions[-keep:]]  # the floor and previous, the active one, the newest
+    assert len(wanted) < 20
+    wait_for(lambda: kept() == wanted, "the old versions' end")
+
+
 def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
     operation_id, request = stage.recalibrate(dry_run=True)
     assert request.dry_run

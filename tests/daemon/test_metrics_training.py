@@ -32,13 +32,14 @@ def test_a_trainers_figures(service: Service, settings: Settings) -> None:
 
 def check_figures(service: Service, trainer: FakeTrainer) -> None:
     status = {"operation_id": "op-1", "state": "training", "steps": 30, "tokens": 600, "preemptions": 2, "loss": 1.5}
-    figures = {"samples_bytes": 4096, "idle_ratio": 0.75, "preemption_s_p99": 0.02}
+    figures = {"samples_bytes": 4096, "spilled_bytes": 512, "idle_ratio": 0.75, "preemption_s_p99": 0.02}
     trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **figures))
     wait_for(lambda: states(service) == {"state=training"}, "the trainer's state")
     found = scrape(service)
     assert found["honed_training_loss"] == {"": 1.5}
     assert found["honed_gpu_idle_ratio"] == {"": 0.75}
     assert found["honed_samples_held_bytes"] == {"": 4096}
+    assert found["honed_samples_spilled_bytes"] == {"": 512}
     assert found["honed_training_preemption_seconds"] == {"": 0.02}
     # Its own figures begin anew with the next operation; a counter goes on.
     status |= {"operation_id": "op-2", "steps": 5, "state": "waiting"}

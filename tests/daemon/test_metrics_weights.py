@@ -21,7 +21,7 @@ def test_a_promotion_and_the_way_back(stage: Stage) -> None:  # noqa: F811
     assert roles(found["honed_drafter_info"]) == {"active": second, "previous": first, "floor": first}
     assert found["honed_engine_drafter_info"] == {f"{ENGINE} version={second}": 1}
     assert found["honed_swaps_total"] == {"result=ok": 1, "result=turn": 0, "result=failed": 0}
-    assert found["honed_promotions_total"] == {"reason=promote": 1, "reason=recalibrate": 0}
+    assert found["honed_promotions_total"] == {"reason=promote": 1, "reason=recalibrate": 0, "reason=adopt": 0}
     assert found["honed_swap_pause_seconds"] == {"": 0.0015}
     assert found["honed_canary_active"] == {"": 1}
     assert found["honed_canary_rounds"] == {"": 0}

@@ -3,7 +3,10 @@
 import stat
 import threading
 
+import numpy as np
+
 from honed.recalib.hold_out import SALT_BYTES, HoldOut, load_salt
+from honed.recalib.stretch import Stretch
 
 SESSIONS = [f"session-{i}" for i in range(4000)]
 
@@ -42,3 +45,15 @@ def test_about_the_share_is_held_out_and_keys_differ():
 def test_share_bounds():
     assert not any(HoldOut(b"1" * 16, 0.0).is_held_out(s) for s in SESSIONS)
     assert all(HoldOut(b"1" * 16, 1.0).is_held_out(s) for s in SESSIONS)
+
+
+def test_digest_tells_rows_apart_in_any_order_and_to_nobody_without_the_key():
+    def stretch(first, *tokens):
+        return Stretch("s", "w", "v", first, np.array(tokens, np.int32), np.zeros((len(tokens), 2), np.float16))
+
+    one, two, moved = stretch(0, 1, 2), stretch(5, 3), stretch(1, 1, 2)
+    rule = HoldOut(b"k" * SALT_BYTES)
+    assert rule.digest([one, two]) == rule.digest([two, one])
+    digests = {rule.digest(rows) for rows in ([], [one], [one, two], [one, one], [moved, two])}
+    digests.add(HoldOut(b"l" * SALT_BYTES).digest([one, two]))
+    assert len(digests) == 6

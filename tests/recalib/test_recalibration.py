@@ -71,10 +71,13 @@ def site(tmp_path):
 def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
     write_sessions(site.ring, "a", 30)
     write_sessions(site.ring, "b", 40)
-    result = site.finish(site.begin(reason="drift"))
+    result = site.finish(site.begin(reason="drift", vllm_version="0.32.0"))
     assert result.ok
     assert result.error == ""
     manifest = site.registry.verify(result.version)
+    assert manifest.vllm_version == "0.32.0"
+    assert manifest.data_window["rows"].keys() == {"a", "b"}
+    assert len(manifest.data_window["digest"]) == 32
     assert (manifest.parent, manifest.note, manifest.bytes) == (site.parent.version, "drift", site.parent.bytes)
     assert {g.workload: g.must_gain for g in result.gate} == {"a": False, "b": True}
     assert result.train_seconds <= result.elapsed_s

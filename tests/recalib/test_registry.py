@@ -220,8 +220,14 @@ def test_prune_keeps_the_newest_and_whatever_has_a_name(registry):
     registry.set_aliases({"floor": versions[0], "active": versions[2]})
     assert registry.prune(keep=2) == [versions[1], versions[3]]
     assert [m.version for m in registry.versions()] == [versions[0], versions[2], *versions[4:]]
+    registry.prune(keep=0, spared=[versions[4]])
+    assert [m.version for m in registry.versions()] == [versions[0], versions[2], *versions[4:]]
     registry.prune(keep=0)
-    assert registry.versions()[-1].version == versions[-1]
+    assert [m.version for m in registry.versions()] == [versions[0], versions[2], versions[5]]
+    folder = registry.root / "versions"
+    assert len(list(folder.iterdir())) == 6, "a version's files are removed while somebody waits for the lock"
+    registry.sweep()
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_opening_spares_the_folder_of_a_living_writer(registry):
@@ -260,6 +266,7 @@ while True:
     version = registry.create(checkpoint(i % 65536, 4096)).version
     registry.set_aliases({"previous": registry.alias("active"), "active": version, "candidate": None})
     registry.prune(keep=3)
+    registry.sweep()
 """
 
 

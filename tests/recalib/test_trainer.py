@@ -1,0 +1,77 @@
+"""The trainer's loop in this process, against a real ROUTER socket; as a process of its own it is in tests/integration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from honed.adapt import wire
+from honed.attach.ring import RingWriter
+from honed.recalib.gate import GateSettings
+from honed.recalib.hold_out import HoldOut
+from honed.recalib.registry import Registry
+from honed.recalib.traffic import Traffic
+from honed.recalib.trainer import Trainer
+from honed.recalib.trainer_settings import TrainerSettings
+from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
+
+STEPS = 120
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(f"ipc://{tmp_path}/engine.sock")
+    yield socket
+    socket.close(linger=0)
+    context.term()
+    torch.set_num_threads(threads)
+
+
+def train(daemon: zmq.Socket[bytes], folder: Path, max_duty: float) -> tuple[wire.TrainResult, float]:
+    """One operation from request to result; the result, and the seconds from the first unit of training to the last."""
+    settings = TrainerSettings(
+        min_training_rows=1000, max_steps=STEPS, rows_per_micro_step=120, micro_steps_per_update=1, save_state_s=0.0,
+        tick_s=0.01, status_interval_s=0.01, max_duty=max_duty,
+    )  # fmt: skip
+    target, drafter = make_pair(folder)
+    registry = Registry(folder / "state" / "registry")
+    parent = registry.import_checkpoint(drafter, target_path=str(target)).version
+    ring = RingWriter(folder / "engines" / "e" / "ring", 1 << 22, WIDTH)
+    write_sessions(ring, "b", 40)
+    traffic = Traffic(folder, settings, HoldOut(b"k" * 16))
+    trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, f"ipc://{folder}/engine.sock")
+    request = wire.TrainRequest(
+        operation_id="op", engine_id="e", capture_path=str(ring.path), busy_path="", target_path=str(target),
+        parent_version=parent, parent_path="", workloads=["b"], max_seconds=1e9,
+    )  # fmt: skip
+    result, seen = None, []
+    while result is None:
+        trainer.turn()
+        while daemon.poll(0):
+            peer, frame = daemon.recv_multipart()
+            message = wire.decode_to_daemon(frame)
+            if isinstance(message, wire.TrainerHello):
+                daemon.send_multipart([peer, wire.encode(request)])
+            elif isinstance(message, wire.TrainerStatus) and message.state == "training":
+                seen.append(time.monotonic())
+            elif isinstance(message, wire.TrainResult):
+                result = message
+    trainer.close()
+    return result, seen[-1] - seen[0]
+
+
+def test_training_rests_for_the_time_that_its_duty_leaves_free(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    result, seconds = train(daemon, tmp_path, max_duty=0.2)
+    assert result.ok, result.error
+    assert result.steps == STEPS
+    # The first and the last unit may lie outside the time that was seen.
+    assert result.train_seconds * (STEPS - 2) / STEPS <= 0.2 * seconds * 1.1
