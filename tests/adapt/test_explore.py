@@ -1,0 +1,42 @@
+"""What is tried beside the lengths that were chosen, and by how many requests of a step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from honed.adapt.explore import FEW_EXPLORING, MOST_EXPLORING, neighbour
+
+
+def tried(lengths: list[int], **options: object) -> list[list[int]]:
+    rng = random.Random(1)
+    return [neighbour(rng, list(lengths), 7, **options) for _ in range(200)]  # type: ignore[arg-type]
+
+
+def test_where_nobody_drafts_only_a_few_try_it() -> None:
+    for found in tried([0] * 16):
+        assert sum(k > 0 for k in found) == FEW_EXPLORING
+        assert max(found) in (1, 2)
+    assert all(all(found) for found in tried([0] * FEW_EXPLORING))
+
+
+@pytest.mark.parametrize("options", [{"cold_length": 5}, {"is_equal": True}])
+def test_all_do_while_prices_are_unknown_and_where_lengths_have_to_be_equal(options: dict[str, object]) -> None:
+    for found in tried([0] * 32, **options):
+        assert len(set(found)) == 1
+        assert found[0] > 0
+
+
+def test_of_a_large_batch_that_drafts_some_move_by_little() -> None:
+    lengths = [3] * 64
+    for found in tried(lengths):
+        changed = [k for k, before in zip(found, lengths, strict=True) if k != before]
+        assert len(changed) in (MOST_EXPLORING, 64)
+        assert found == [0] * 64 or len(changed) == MOST_EXPLORING
+        assert set(changed) <= {0, 1, 2, 4}
+
+
+def test_nothing_is_tried_beyond_the_limit() -> None:
+    rng = random.Random(1)
+    assert all(max(neighbour(rng, [2] * 8, 2)) <= 2 for _ in range(200))
