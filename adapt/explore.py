@@ -23,8 +23,9 @@ def neighbour(
         is_equal: they are, and stay, one length for all.
         cold_length: what is drafted while nothing is known of prices; then all requests move. None: prices are known.
     """
-    is_all = is_equal or len(lengths) <= MOST_EXPLORING
     is_known = cold_length is None
+    most = MOST_EXPLORING if any(lengths) else FEW_EXPLORING
+    is_all = is_equal or len(lengths) <= most
     move = rng.choice(_MOVES_OF_ALL if is_all and is_known else _MOVES)
     if not any(lengths):
         few = (1, 2) if cold_length is None else (1, 2, max(cold_length, 1))
@@ -37,8 +38,7 @@ def neighbour(
         other = [k // 2 for k in lengths]
     else:
         return [0] * len(lengths)
-    most = MOST_EXPLORING if any(lengths) else FEW_EXPLORING
-    if is_equal or not is_known or len(lengths) <= most:
+    if is_all or not is_known:
         return other
     chosen = lengths.copy()
     for at in rng.sample(range(len(lengths)), most):

@@ -98,7 +98,9 @@ class SampleStore:
         self.num_bytes = 0
 
     def _workload(self, label: str) -> str:
-        known = {workload for workload, _ in self._strata} | (self.spill.workloads() if self.spill is not None else set())
+        known = {workload for workload, _ in self._strata}
+        if self.spill is not None and label not in known:  # looked for on disk only where it is new
+            known |= self.spill.workloads()
         return label if label in known or len(known) < self.settings.max_workloads else "other"
 
     def _stratum_of(self, session: str, first: Stratum) -> Stratum:

@@ -46,8 +46,7 @@ class SpilledStretch(Stretch):
         """These rows (start and stop given, step 1), in memory. Raises OSError, SafetensorError: the file isn't what it was."""
         with safe_open(self.path, framework="np") as file:
             features = file.get_slice("features")[rows.start : rows.stop]
-        plain = Stretch(**{field.name: getattr(self, field.name) for field in fields(Stretch)})
-        return replace(plain.cut(rows), features=features)
+        return replace(Stretch(**_fields(self)).cut(rows), features=features)
 
     def cut(self, rows: slice) -> Stretch:
         """Only these rows, as `Stretch.cut`."""
@@ -158,8 +157,12 @@ def remove(folder: Path) -> None:
 
 
 def _without_features(stretch: Stretch, path: Path) -> SpilledStretch:
-    values: dict[str, Any] = {field.name: getattr(stretch, field.name) for field in fields(Stretch)}
-    return SpilledStretch(**(values | {"features": _NO_FEATURES}), path=path)
+    return SpilledStretch(**(_fields(stretch) | {"features": _NO_FEATURES}), path=path)
+
+
+def _fields(stretch: Stretch) -> dict[str, Any]:
+    """What makes a plain stretch."""
+    return {field.name: getattr(stretch, field.name) for field in fields(Stretch)}
 
 
 def _open(path: Path) -> SpilledStretch:
