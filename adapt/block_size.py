@@ -14,7 +14,7 @@ For a small batch each value is its own threshold and the answer is the optimum 
 values are sorted into `LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size
 lies within it: then exactly as many as fit are, the largest first. Of requests with equal g the earlier in the batch goes
 first; apart from that a permutation of the batch permutes the answer. Requests that share a curve can be passed as one
-(`group`): cost then grows with the number of curves.
+(`group`): cost then grows with the number of curves. `block_size_shared` does the same for curves that many steps share.
 
 Non-anticipation, on which losslessness rests: the only inputs are survival estimates from finished rounds and the batch's
 shape. Nothing of the drafts that are about to be cut enters, so which drafts get verified is independent of what they are.
@@ -25,7 +25,6 @@ tried (K, or 1 when a shorter block isn't cheaper).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +96,7 @@ def choose(
         )  # fmt: skip
     by_depth = np.ascontiguousarray(gains.T)  # [K, C]: depth first, so that reductions run over contiguous curves
     copies = None if group is None else np.bincount(group, minlength=len(gains))
-    levels, is_block_priced = _levels(by_depth, ceilings), model.is_block_priced and num_spec_tokens > 1
+    levels, is_block_priced = levels_of(by_depth, ceilings), model.is_block_priced and num_spec_tokens > 1
     admitted, gained = _cumulate(levels, by_depth, copies, is_block_priced)  # [B, L]
     batch = _Batch(count, num_spec_tokens, context_tokens, num_prefill_tokens, is_latency)
     found = _search(batch, model, admitted, gained, previous, hysteresis)
@@ -105,61 +104,11 @@ def choose(
         some, theirs = by_depth[: found.point.cap], levels[: found.point.cap]
         if group is not None:
             some, theirs = some[:, group], theirs[:, group]
-        lengths = _all_but_least_likely(some, theirs, found.level, found.left_out)
+        lengths = all_but_least_likely(some, theirs, found.level, found.left_out)
     else:
         lengths = np.add.reduce(levels[: found.point.cap] <= found.level, axis=0, dtype=np.int64)
         lengths = lengths if group is None else lengths[group]
     return Choice(lengths.tolist(), found.point, found.rate, found.rate_without, found.is_held)
-
-
-@dataclass(frozen=True, slots=True)
-class CurveTable:
-    """A set of curves that many batches will share, with what each of them admits up to every level."""
-
-    by_depth: Floats  # [K, C]
-    levels: npt.NDArray[np.intp]  # [K, C]
-    admitted: Floats  # [C, L] entries up to each level
-    gained: Floats  # [C, L] and their gains
-
-    @classmethod
-    def of(cls, gains: npt.NDArray[np.floating]) -> CurveTable:
-        """Tabulate gains [C, K], as `choose` takes them."""
-        by_depth = np.ascontiguousarray(gains.T, dtype=np.float64)
-        levels = _levels(by_depth, None)
-        up_to = (levels[:, :, None] <= np.arange(LEVELS)).astype(np.float64)  # [K, C, L]
-        return cls(by_depth, levels, up_to.sum(axis=0), (up_to * by_depth[:, :, None]).sum(axis=0))
-
-
-def choose_shared(
-    table: CurveTable,
-    group: Ints,
-    model: StepTimeModel,
-    *,
-    is_latency: bool = False,
-    context_tokens: int = 0,
-    num_prefill_tokens: int = 0,
-    previous: OperatingPoint | None = None,
-    hysteresis: float = 0.0,
-) -> Choice:
-    """As `choose` for a large batch, of curves that were tabulated; for models that don't price blocks (`is_block_priced`).
-
-    Args:
-        group: curve of each request, [N].
-    """
-    copies = np.bincount(group, minlength=len(table.admitted))
-    used = copies.nonzero()[0]
-    weights = copies[used].astype(np.float64)
-    admitted, gained = weights @ table.admitted[used], weights @ table.gained[used]
-    batch = _Batch(len(group), len(table.by_depth), context_tokens, num_prefill_tokens, is_latency)
-    found = _search(batch, model, admitted[None], gained[None], previous, hysteresis)
-    if found.left_out:
-        some, theirs = table.by_depth[:, group], table.levels[:, group]
-        lengths = _all_but_least_likely(some, theirs, found.level, found.left_out).tolist()
-    elif found.level < 0:
-        lengths = [0] * len(group)
-    else:
-        lengths = table.admitted[group, found.level].astype(np.int64).tolist()
-    return Choice(lengths, found.point, found.rate, found.rate_without, found.is_held)
 
 
 class _Batch(NamedTuple):
@@ -203,11 +152,11 @@ def _search(
     if model.captured_tokens:
         surplus = _surplus(model, totals, base_tokens)
         fitted = model.token_seconds(totals - surplus) + seconds
-        best_rate = np.maximum(rate, _rate(count, gained - surplus * _LEVEL_VALUES, fitted, is_latency))
+        best_rate = np.maximum(rate, _rate(count, gained - surplus * LEVEL_VALUES, fitted, is_latency))
     row, level = divmod(int(best_rate.argmax()), LEVELS)
     best = float(best_rate[row, level])
     if previous is not None and hysteresis > 0.0:
-        held_level = int((previous.threshold - 1e-9 <= _LEVEL_LOWER).sum()) - 1
+        held_level = level_of(previous.threshold)
         if previous.cap <= 0 or held_level < 0:
             if best <= without * (1.0 + hysteresis):
                 return nothing
@@ -218,11 +167,11 @@ def _search(
                 return _Found(held_level, 0, OperatingPoint(previous.threshold, held_cap), held, without, True)
     if best <= without:
         return nothing
-    point = OperatingPoint(float(_LEVEL_LOWER[level]), row + 1 if is_block_priced else num_spec_tokens)
+    point = OperatingPoint(float(LEVEL_LOWER[level]), row + 1 if is_block_priced else num_spec_tokens)
     return _Found(level, int(surplus[row, level]) if best > rate[row, level] else 0, point, best, without, False)
 
 
-def _levels(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> npt.NDArray[np.intp]:
+def levels_of(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> npt.NDArray[np.intp]:
     """Sort survival [K, C] into levels, most likely first; L: above its ceiling, never admitted."""
     levels = ((1.0 - by_depth) * (LEVELS - 1e-3)).astype(np.intp)
     if ceilings is not None:
@@ -230,8 +179,13 @@ def _levels(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> npt.ND
     return levels
 
 
-_LEVEL_LOWER: Floats = 1.0 - np.arange(1, LEVELS + 1) / LEVELS
-_LEVEL_VALUES: Floats = _LEVEL_LOWER + 0.5 / LEVELS
+LEVEL_LOWER: Floats = 1.0 - np.arange(1, LEVELS + 1) / LEVELS
+LEVEL_VALUES: Floats = LEVEL_LOWER + 0.5 / LEVELS
+
+
+def level_of(threshold: float) -> int:
+    """Last level that is wholly admitted at a threshold, −1 when none is."""
+    return min(int((1.0 - threshold + 1e-9) * LEVELS), LEVELS) - 1
 
 
 def _cumulate(
@@ -271,7 +225,7 @@ def _surplus(model: StepTimeModel, totals: Ints, base_tokens: int) -> Ints:
     return surplus
 
 
-def _all_but_least_likely(by_depth: npt.NDArray[np.floating], levels: npt.NDArray[np.intp], level: int, left_out: int) -> Ints:
+def all_but_least_likely(by_depth: npt.NDArray[np.floating], levels: npt.NDArray[np.intp], level: int, left_out: int) -> Ints:
     """Admit everything above a level, and of the level itself all but its `left_out` least likely entries."""
     lengths: Ints = (levels < level).sum(axis=0)
     depth, request = np.nonzero(levels == level)

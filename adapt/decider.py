@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from honed.adapt.block_size import choose, choose_shared
+from honed.adapt.block_size import choose
 from honed.adapt.block_size_exact import MOST_ENTRIES, OperatingPoint, choose_equal, choose_exact, work
+from honed.adapt.block_size_shared import choose_shared
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.explore import neighbour
@@ -191,19 +192,19 @@ class Decider:
     def _explore(
         self, request_ids: Sequence[str], lengths: list[int], limit: int, cold_length: int | None, policy: Policy
     ) -> list[int]:
-        is_equal = policy.equal_lengths
+        ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None
+        if not policy.equal_lengths:
+            lengths = neighbour(self._random, lengths, limit, cold_length=cold_length)
+            return lengths if ceilings is None else np.minimum(lengths, ceilings).tolist()
         allowed: Sequence[int] = range(limit + 1)
-        if is_equal and policy.captured_lengths:
+        if policy.captured_lengths:
             allowed = [0, *sorted(k for k in set(policy.captured_lengths) if 0 < k <= limit)]
-        rungs = [bisect_right(allowed, k) - 1 for k in lengths]
         cold = None if cold_length is None else bisect_right(allowed, cold_length) - 1
-        rungs = neighbour(self._random, rungs, len(allowed) - 1, is_equal=is_equal, cold_length=cold)
-        lengths = [allowed[rung] for rung in rungs]
-        if self.requests.num_ceilings:
-            lengths = np.minimum(lengths, self.requests.ceiling[self.requests.slots_of(request_ids)]).tolist()
-            if is_equal and lengths:
-                lengths = [allowed[bisect_right(allowed, min(lengths)) - 1]] * len(lengths)
-        return lengths
+        now = bisect_right(allowed, max(lengths, default=0)) - 1
+        length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
+        if ceilings is not None:
+            length = allowed[bisect_right(allowed, int(ceilings.min(initial=length))) - 1]
+        return [length] * len(lengths)
 
     def _best(
         self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy

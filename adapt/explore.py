@@ -23,24 +23,27 @@ def neighbour(
         is_equal: they are, and stay, one length for all.
         cold_length: what is drafted while nothing is known of prices; then all requests move. None: prices are known.
     """
-    is_known = cold_length is None
-    most = MOST_EXPLORING if any(lengths) else FEW_EXPLORING
+    is_known, is_drafting = cold_length is None, any(lengths)
+    most = MOST_EXPLORING if is_drafting else FEW_EXPLORING
     is_all = is_equal or len(lengths) <= most
     move = rng.choice(_MOVES_OF_ALL if is_all and is_known else _MOVES)
-    if not any(lengths):
-        few = (1, 2) if cold_length is None else (1, 2, max(cold_length, 1))
-        other = [min(rng.choice(few), limit)] * len(lengths)
-    elif move == "less":
-        other = [max(k - 1, 0) for k in lengths]
-    elif move == "more":
-        other = [min(k + 1, limit) for k in lengths]
-    elif move == "half":
-        other = [k // 2 for k in lengths]
-    else:
+    if is_drafting and move == "none":
         return [0] * len(lengths)
+    started = 0
+    if not is_drafting:
+        few = (1, 2) if cold_length is None else (1, 2, max(cold_length, 1))
+        started = min(rng.choice(few), limit)
+
+    def moved(length: int) -> int:
+        if not is_drafting:
+            return started
+        if move == "half":
+            return length // 2
+        return max(length - 1, 0) if move == "less" else min(length + 1, limit)
+
     if is_all or not is_known:
-        return other
-    chosen = lengths.copy()
+        return [moved(length) for length in lengths]
+    tried = lengths.copy()
     for at in rng.sample(range(len(lengths)), most):
-        chosen[at] = other[at]
-    return chosen
+        tried[at] = moved(tried[at])
+    return tried

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
-from honed.adapt.block_size import CurveTable, latency_gains
+from honed.adapt.block_size import latency_gains
+from honed.adapt.block_size_shared import CurveTable
 from honed.adapt.context_shift import NUM_BUCKETS
 from honed.adapt.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.step_time import StepTimeModel

@@ -19,6 +19,7 @@ Steps with prompts in them are told apart more coarsely, or their many kinds wou
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,7 +108,7 @@ class StepTimeModel:
     def seconds_of_tokens(self, num_tokens: int) -> float:
         """Price one total of scheduled tokens."""
         if num_tokens < _TABLE_TOKENS:
-            return float(self._table[num_tokens])
+            return self._price_list[num_tokens]
         return float(self._token_seconds(np.array([num_tokens]))[0])
 
     def token_prices(self, start: int, stop: int) -> list[float]:
@@ -154,6 +155,11 @@ class StepTimeModel:
         fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
         verifying, verifying_per_request = self.parameters[_VERIFYING]
         return fixed + verifying, per_request + verifying_per_request, per_token, per_token_and_request, per_context_token
+
+    def captured_at_most(self, num_tokens: int) -> int:
+        """Largest captured size ≤ a total of scheduled tokens, 0 where there is none."""
+        index = bisect_right(self.captured_tokens, num_tokens)
+        return self.captured_tokens[index - 1] if index else 0
 
     @cached_property
     def captured_below(self) -> Ints:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.block_size import CurveTable, OperatingPoint, allocate, choose, choose_shared, latency_gains
+from honed.adapt.block_size import OperatingPoint, allocate, choose, latency_gains
 from honed.adapt.block_size_exact import choose_equal
+from honed.adapt.block_size_shared import CurveTable, choose_shared
 from honed.adapt.step_time import StepTimeModel
 
 
