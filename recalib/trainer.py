@@ -309,6 +309,17 @@ def check_device(device: str) -> None:
         raise ValueError(f"trainer.device = {device!r}, but this PyTorch sees no GPU: use cpu, or install its CUDA build")
 
 
+def stand_back(settings: TrainerSettings) -> None:
+    """Let others go first with this process's processors and, where NVIDIA's MPS shares the GPU, with its kernels.
+
+    Not by the priority of a CUDA stream: that ranks streams within one process only. To be called before CUDA is.
+    """
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    if settings.nice:
+        os.nice(settings.nice)
+    torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
+
+
 def run(
     settings: TrainerSettings,
     endpoint: str,
@@ -331,11 +342,9 @@ def run(
         RegistryError: when the registry can't be opened.
         ValueError: when the device isn't there.
     """
+    stand_back(settings)
     check_device(settings.device)
     state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
-    if settings.nice:
-        os.nice(settings.nice)
-    torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
     hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
     trainer = Trainer(
         settings,

@@ -1,5 +1,6 @@
 """What the daemon imports of this folder brings no torch with it."""
 
+import os
 import subprocess
 import sys
 
@@ -27,3 +28,17 @@ def test_a_device_that_does_not_exist_is_named(device):
 
 def test_the_cpu_is_always_there():
     check_device("cpu")
+
+
+@pytest.mark.parametrize(("given", "priority"), [({}, "1"), ({"CUDA_MPS_CLIENT_PRIORITY": "0"}, "0")])
+def test_others_go_first_on_processor_and_gpu(given, priority):
+    code = """if True:
+        import os, torch
+        from honed.recalib.trainer import stand_back
+        from honed.recalib.trainer_settings import TrainerSettings
+        stand_back(TrainerSettings(nice=3, torch_threads=1))
+        print(os.nice(0), torch.get_num_threads(), os.environ["CUDA_MPS_CLIENT_PRIORITY"])
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_MPS_CLIENT_PRIORITY"} | given
+    told = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert told.split() == [str(os.nice(0) + 3), "1", priority]
