@@ -1,4 +1,4 @@
-"""What the admin API takes and answers. Requests refuse unknown fields; answers may grow new ones."""
+"""What the admin API takes and answers. Requests refuse unknown fields and other types; answers may grow new ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Label = Annotated[str, Field(max_length=200)]
 
 
 class Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ReasonRequest(Request):

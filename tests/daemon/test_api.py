@@ -81,6 +81,7 @@ def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: F
         ("DELETE", "/v1/status", None, 405),
         ("POST", "/v1/recalibrations", {"engine": "x"}, 422),
         ("POST", "/v1/recalibrations", {"scope": "all"}, 422),
+        ("POST", "/v1/recalibrations", {"dry_run": 1}, 422),
         ("POST", "/v1/recalibrations", {}, 409),
         ("POST", "/v1/drafters/v0001-00000000:promote", {}, 404),
         ("POST", "/v1/drafters/..%2f..:promote", {}, 404),

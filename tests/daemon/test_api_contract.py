@@ -92,5 +92,8 @@ def test_every_operation_keeps_to_the_document(case: Any, url: str) -> None:
 
 
 def is_lost_on_the_way(case: Any) -> bool:
-    """Whether what is wrong with a case is a parameter that HTTP has no way of writing: an empty list is no parameter."""
-    return any(value in ([], {}) for value in (case.query or {}).values())
+    """Whether what is wrong with a case is a parameter that HTTP has no way of writing.
+
+    An empty list or mapping is no parameter, a list is the parameter several times: of one value, just the value.
+    """
+    return any(isinstance(value, list) or value == {} for value in (case.query or {}).values())
