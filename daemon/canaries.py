@@ -139,13 +139,13 @@ class Canaries:
         if self.trial is not None:
             self._end(self.trial, "stopped", text)
 
-    def fail(self, text: str) -> None:
-        """End the trial with the verdict of an operator: the new version isn't to come back."""
+    def withdraw(self, text: str) -> None:
+        """End the trial because somebody went back: whatever the evidence is, the new version isn't to come again."""
         if self.trial is not None:
-            self._end(self.trial, "worse", text)
+            self._end(self.trial, "withdrawn", text)
 
     def why_failed(self, version: str) -> str:
-        """How the version's weights were found worse; "" when they weren't. Raises UnknownError."""
+        """Why the version's weights aren't offered again; "" when they are. Raises UnknownError."""
         return self._failed.get(self._service.drafters.manifest(version).sha256, "")
 
     def load(self) -> set[str]:
@@ -277,22 +277,22 @@ class Canaries:
         service = self._service
         self.trial = None
         self.results[decision] += 1
-        if decision == "worse":
-            self._failed[trial.new_sha256] = text
         for engine in service.engines.by_id.values():
             if (controller := service.steering.controller(engine)) is not None:
                 controller.end_turns()
         log.info("trial is over", old=trial.canary.old, new=trial.canary.new, decision=decision, text=text)
         service.journal.mark("canary", f"{trial.canary.new}: {decision}: {text}")
         # Aliases first, here and in `load`: they are what engines follow.
+        if why := canary_tables.why_failed(decision, text):
+            self._failed[trial.new_sha256] = why
         try:
             self._on_end(trial, decision, text)
         finally:
             self._write_end(self._row(trial), decision, text)
 
     def _write_end(self, row: dict[str, Any], decision: str, text: str) -> None:
-        if decision == "worse":
-            self._failed[row["new_sha256"]] = text
+        if why := canary_tables.why_failed(decision, text):
+            self._failed[row["new_sha256"]] = why
         ended = {"decision": decision, "text": text, "ended_unix_s": self._service.clock()}
         state = row["state"] if isinstance(row["state"], str) else json.dumps(row["state"])
         self._submit(lambda db: canary_tables.save(db, row | ended | {"state": state}))

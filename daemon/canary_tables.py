@@ -38,9 +38,18 @@ def unfinished(store: Store) -> list[dict[str, Any]]:
 
 
 def failed(store: Store) -> dict[str, str]:
-    """SHA-256 of the weights that were found worse, and how. Raises StoreError."""
-    rows = store.read("SELECT new_sha256, text FROM canaries WHERE decision = 'worse' ORDER BY began_unix_s")
-    return {row["new_sha256"]: row["text"] for row in rows}
+    """SHA-256 of the weights that were found worse or withdrawn, and how. Raises StoreError."""
+    rows = store.read(
+        "SELECT new_sha256, decision, text FROM canaries WHERE decision IN ('worse', 'withdrawn') ORDER BY began_unix_s"
+    )
+    return {row["new_sha256"]: why_failed(row["decision"], row["text"]) for row in rows}
+
+
+def why_failed(decision: str, text: str) -> str:
+    """How weights came not to be offered again; "" when they still are."""
+    if decision == "worse":
+        return f"found worse on live traffic: {text}"
+    return text if decision == "withdrawn" else ""
 
 
 def listing(store: Store, limit: int) -> list[dict[str, Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from honed.daemon.engines import Engine
-from honed.daemon.errors import ConflictError, there_are
+from honed.daemon.errors import ConflictError, UnknownError, there_are
 
 if TYPE_CHECKING:
     from honed.daemon.service import Service
@@ -39,6 +40,20 @@ def capturing(service: Service, engine_id: str = "") -> Engine:
             cure="`honed engines` says what each can do; HONED_CAPTURE=0 in vLLM's environment switches capturing off.",
         )
     return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
+
+
+def check_workloads(service: Service, engine: Engine, workloads: Iterable[str]) -> None:
+    """Raise UnknownError when the engine has never had a round of one of them: samples of it would be awaited in vain."""
+    seen = {workload for engine_id, workload in service.live.workloads() if engine_id == engine.engine_id}
+    for workload in workloads:
+        stored = "SELECT DISTINCT workload FROM rollups WHERE engine_id = ?"
+        if workload not in seen:
+            seen |= {row["workload"] for row in service.store.read(stored, (engine.engine_id,))}
+        if workload not in seen:
+            raise UnknownError(
+                f"engine {engine.engine_id} has never had a round of workload {workload!r}; {there_are(sorted(seen))}",
+                cure="`honed workloads` lists them; requests carry theirs as `honed_workload` in vllm_xargs.",
+            )
 
 
 def why_none(service: Service, version: str) -> str:

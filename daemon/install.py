@@ -22,13 +22,15 @@ from honed.daemon.errors import HonedError
 SOURCES = Path(__file__).parent.parent / "systemd"
 RECORD = "/etc/honed/installed.json"
 DEFAULT_PREFIX = Path("/opt/honed")
+COPY = ".before-honed"
+"""Ends the name of what a file held before it was replaced."""
 UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system", "/lib/systemd/system")
 HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/tmp"), Path("/var/tmp"))
 """ProtectHome and PrivateTmp: a program below these doesn't exist for the service."""
 
-State = Literal["new", "same", "update", "changed", "settings", "ours", "gone"]
+State = Literal["new", "same", "update", "changed", "settings", "ours", "gone", "kept"]
 """new: isn't there yet; same: nothing to do; update: as we wrote it, but older; changed: somebody else's hand was in it;
-settings: there already, and yours; ours, gone: for removal."""
+settings: there already, and yours; ours, gone: for removal; kept: the copy of a file that was replaced."""
 
 
 class InstallError(HonedError, OSError):
@@ -125,7 +127,7 @@ def apply(place: Place, items: list[Item], *, overwrite: bool = False) -> list[s
     try:
         for item in items:
             if item.state == "changed" and overwrite:
-                _write(place.at(f"{item.path}.before-honed"), item.present)
+                _write(place.at(f"{item.path}{COPY}"), item.present)
             elif item.state not in ("new", "update"):
                 if item.state == "same":
                     record[item.path] = _sha256(item.text)
@@ -140,7 +142,7 @@ def apply(place: Place, items: list[Item], *, overwrite: bool = False) -> list[s
 
 
 def plan_removal(place: Place) -> list[Item]:
-    """What a removal would do: `ours` goes, `changed` and `settings` stay."""
+    """What a removal would do: `ours` goes; `changed`, `settings` and `kept`, the copies of what was replaced, stay."""
     items = []
     for path, sha256 in sorted(read_record(place).items()):
         present = _read(place.at(path))
@@ -152,6 +154,8 @@ def plan_removal(place: Place) -> list[Item]:
         else:
             state = "ours" if _sha256(present) == sha256 else "changed"
         items.append(Item(path, state, present=present or ""))
+        if (copy := _read(place.at(f"{path}{COPY}"))) is not None:
+            items.append(Item(f"{path}{COPY}", "kept", present=copy))
     return items
 
 
@@ -183,6 +187,8 @@ def has_unit(place: Place, name: str) -> bool:
 
 def obstacles(place: Place) -> Iterator[str]:
     """Why services would not start once the files are in place."""
+    if place.vllm_unit and not has_unit(place, place.vllm_unit):
+        yield f"there is no {place.vllm_unit}: its drop-in waits for one (--vllm-unit names another, - none)"
     command = place.prefix / "bin" / "honed"
     python = (place.at(str(place.prefix)) / "bin" / "python").resolve()
     if is_hidden(place.prefix):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,13 @@ SAYS = {
     "new": ("+", "green", "new"),
     "same": ("=", "dim", "as it should be"),
     "update": ("~", "cyan", "an older one of honed's, brought up to date"),
-    "changed": ("!", "yellow", "changed by somebody else: left alone (--overwrite replaces it and keeps a copy)"),
+    "changed": ("!", "yellow", "changed by somebody else: left alone (`install --overwrite` replaces it, keeping a copy)"),
     "settings": ("=", "dim", "yours: left alone"),
-    "ours": ("-", "red", "removed"),
+    "replaced": ("~", "cyan", "replaced; what was there is beside it as {path}.before-honed"),
+    "ours": ("-", "red", "to be removed"),
+    "removed": ("-", "red", "removed"),
     "gone": ("=", "dim", "isn't there"),
+    "kept": ("=", "dim", "what was there before `honed install --overwrite`: left alone"),
 }
 
 Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this nothing is written.")]
@@ -64,11 +68,12 @@ def install(
     document: dict[str, Any] = {
         "applied": apply,
         "written": written,
-        "files": [{"path": item.path, "state": item.state, "diff": item.diff} for item in items],
+        "files": [{"path": item.path, "state": _state(item, written), "diff": item.diff} for item in items],
         "commands": [" ".join(command) for command in commands],
         "ran": apply and place.is_live,
         "notes": notes,
         "next": _next_steps(place),
+        "to_do_it": _again(["install"], prefix=prefix, vllm_unit=vllm_unit, root=root) + " --overwrite" * overwrite,
     }
     if as_json:
         print_json(document)
@@ -76,7 +81,7 @@ def install(
         Console(markup=False, highlight=False, soft_wrap=True).print(_plan_view(items, document))
     if failed:
         raise typer.Exit(1)
-    if any(item.state == "changed" for item in items) and not (apply and overwrite):
+    if notes or any(file["state"] == "changed" for file in document["files"]):
         raise typer.Exit(EXIT_WARNINGS)
 
 
@@ -97,19 +102,23 @@ def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = 
     document: dict[str, Any] = {
         "applied": apply,
         "deleted": deleted,
-        "files": [{"path": item.path, "state": item.state} for item in items],
+        "files": [{"path": item.path, "state": "removed" if item.path in deleted else item.state} for item in items],
         "commands": [" ".join(stopping), "systemctl daemon-reload"],
         "left": left,
     }
     if as_json:
         print_json(document)
         return
-    lines: list[RenderableType] = [_line(item) for item in items] or [Text("honed install has put nothing here")]
+    lines: list[RenderableType] = [_line(file["path"], file["state"]) for file in document["files"]]
+    lines = lines or [Text("honed install has put nothing here")]
     if items:
+        verb = "ran" if apply and place.is_live else "to be run"
+        lines += ["", Text(f"{verb}: {'; '.join(document['commands'])}")]
         lines += ["", Text("Left in place (settings, drafters, log; `rm -r` what you don't want):")]
         lines.append(Text("  " + "  ".join(left)))
         lines.append(Text("vLLM: take honed's two flags and HONED_RUNTIME_DIR out of its unit, at its next restart."))
-        lines += [] if apply else ["", Text("Nothing was changed. To do it: honed uninstall --apply", "bold")]
+        again = _again(["uninstall"], root=root)
+        lines += [] if apply else ["", Text(f"Nothing was changed. To do it: {again}", "bold")]
     Console(markup=False, highlight=False, soft_wrap=True).print(Group(*lines))
 
 
@@ -161,8 +170,8 @@ def _quiet() -> dict[str, str]:
 
 def _plan_view(items: list[Item], document: dict[str, Any]) -> RenderableType:
     lines: list[RenderableType] = []
-    for item in items:
-        lines.append(_line(item))
+    for item, file in zip(items, document["files"], strict=True):
+        lines.append(_line(item.path, file["state"]))
         if item.diff:
             lines += [Text(f"    {line}", _style(line)) for line in item.diff.splitlines()]
     verb = "ran" if document["ran"] else "to be run"
@@ -171,13 +180,24 @@ def _plan_view(items: list[Item], document: dict[str, Any]) -> RenderableType:
     if document["applied"]:
         lines += ["", Text("Then:"), *(Text(f"  {step}") for step in document["next"])]
     else:
-        lines += ["", Text("Nothing was changed. To do it: honed install --apply", "bold")]
+        lines += ["", Text(f"Nothing was changed. To do it: {document['to_do_it']}", "bold")]
     return Group(*lines)
 
 
-def _line(item: Item) -> Text:
-    sign, style, says = SAYS[item.state]
-    return Text.assemble((f"{sign} {item.path}", style), f"  {says}")
+def _state(item: Item, written: list[str]) -> str:
+    return "replaced" if item.state == "changed" and item.path in written else item.state
+
+
+def _again(words: list[str], *, root: Path, prefix: Path | None = None, vllm_unit: str = "") -> str:
+    """The command as it was given, with --apply."""
+    given = {"--root": root if root != Path("/") else None, "--prefix": prefix, "--vllm-unit": vllm_unit}
+    options = [f"{name}={value}" for name, value in given.items() if value]
+    return shlex.join(["honed", *words, "--apply", *options])
+
+
+def _line(path: str, state: str) -> Text:
+    sign, style, says = SAYS[state]
+    return Text.assemble((f"{sign} {path}", style), f"  {says.format(path=path)}")
 
 
 def _style(line: str) -> str:

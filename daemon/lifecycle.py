@@ -90,9 +90,7 @@ class Lifecycle:
                 cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
             )
         if (why := self.canaries.why_failed(version)) and not force:
-            raise ConflictError(
-                f"{version} was found worse on live traffic: {why}", cure="--force makes it active all the same."
-            )
+            raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
         engines = capable.swappable(service, version)
         self.check_no_swap()
         if not engines and not force:
@@ -127,7 +125,7 @@ class Lifecycle:
                 return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
             operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
             service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
-            self.canaries.fail(f"rolled back by {actor}: {reason}")
+            self.canaries.withdraw(_rolled_back(actor, reason))
             service.operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
             return operation
         aliases = service.drafters.aliases()
@@ -148,7 +146,7 @@ class Lifecycle:
         self.rollbacks[cause] += 1
         service.journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
         self.swapping = operation  # the engines are sent home once, below
-        self.canaries.fail(f"rolled back by {actor}: {reason}")
+        self.canaries.withdraw(_rolled_back(actor, reason))
         self._send_home(target, operation)
         return operation
 
@@ -162,7 +160,7 @@ class Lifecycle:
         service = self._service
         service.drafters.verified(version)
         if why := self.canaries.why_failed(version):
-            raise ConflictError(f"the same weights were found worse on live traffic before: {why}")
+            raise ConflictError(f"these weights aren't offered again: {why}")
         self.check_no_swap()
         if self.canaries.trial is not None:
             raise ConflictError(f"{self.canaries.trial.canary.new} is on trial")
@@ -218,7 +216,7 @@ class Lifecycle:
             self.canaries.begin(operation, "watch", old, swap.version)
 
     def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
-        """Act on a verdict; `decision` is better, worse, unproven or stopped."""
+        """Act on a verdict; `decision` is better, worse, unproven, withdrawn or stopped."""
         service = self._service
         operation = service.operations.find(trial.operation_id)
         service.journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
@@ -244,11 +242,11 @@ class Lifecycle:
         except HonedError as error:
             log.error("aliases were not moved after a canary", version=new, error=str(error))
             decision, text = "stopped", f"{text}; the aliases were not moved: {error}"
-        self.rollbacks["canary"] += decision == "worse"
-        if decision == "worse":
+        if decision in ("worse", "withdrawn"):
+            self.rollbacks["canary" if decision == "worse" else "operator"] += 1
             service.journal.mark("rollback", f"{new} -> {old}: {text}")
         if operation is not None and decision != "better":
-            state = "cancelled" if decision == "stopped" else "failed"
+            state = "cancelled" if decision in ("stopped", "withdrawn") else "failed"
             service.operations.finish(operation, state, error=f"{text}; {old} stays active", canary=trial.view())
             operation = None
         elif operation is not None:
@@ -299,3 +297,7 @@ class Lifecycle:
             raise ConflictError(
                 f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
             )
+
+
+def _rolled_back(actor: str, reason: str) -> str:
+    return f"rolled back by {actor}" + (f": {reason}" if reason else "")

@@ -237,7 +237,7 @@ class CanaryRow(BaseModel):
     began_unix_s: float
     ended_unix_s: float | None
     decision: str
-    """"" while it goes on; better, worse, unproven or stopped."""
+    """"" while it goes on; better, worse, unproven, withdrawn or stopped."""
     text: str
 
 

@@ -146,7 +146,7 @@ function show_workloads({ workloads }) {
 
 function gain(g) {
   const change = (ratio) => `${ratio >= 1 ? "+" : "−"}${number(Math.abs(100 * (ratio - 1)), 1)}`;
-  return `${g.workload} ${change(g.candidate / g.parent)} % (${change(g.gain_low)} … ${change(g.gain_high)})`;
+  return `${g.workload || "all"} ${change(g.candidate / g.parent)} % (${change(g.gain_low)} … ${change(g.gain_high)})`;
 }
 
 function show_versions({ versions, trial, t }) {

@@ -77,6 +77,7 @@ class Recalibrations:
         if not service.trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
         engine = capable.capturing(service, engine_id)
+        capable.check_workloads(service, engine, workloads or [])
         hello = engine.hello
         assert hello is not None
         active = service.drafters.active

@@ -268,7 +268,8 @@ def _facts(document: Document) -> RenderableType:
     if trial := document.get("canary"):
         grid.add_row(Text("canary", "dim"), Text(canary_line(trial), "cyan"))
     events, store = document.get("events") or {}, document.get("store") or {}
-    counts = f"{cells.count(events.get('received_rounds'))} rounds in {cells.count(events.get('batches'))} batches"
+    rounds = f"{cells.count(events.get('received_rounds'))} rounds, those without drafts included"
+    counts = f"{rounds}, in {cells.count(events.get('batches'))} batches"
     lag = f"{cells.number(events.get('lag_s'), 2)} s behind, {cells.count(events.get('lost_rounds'))} rounds lost"
     grid.add_row(Text("events", "dim"), f"{counts}, {lag}")
     size = cells.number((store.get("bytes") or 0) / 2**20, 1)
@@ -301,6 +302,6 @@ def _took(document: Document) -> float | None:
 
 
 def _gains(figures: Any) -> str:
-    rows = (figures or {}).get("gate") if isinstance(figures, dict) else None
-    pairs = [(g["workload"], g["candidate"] / g["parent"] - 1) for g in rows or [] if g.get("parent")]
-    return ", ".join(f"{name} {100 * gain:+.0f} %" for name, gain in pairs) or cells.NOTHING
+    rows = (figures or {}).get("gate") or []
+    pairs = [(g["workload"], g["candidate"] / g["parent"] - 1) for g in rows if g.get("parent")]
+    return ", ".join(f"{name or 'all'} {100 * gain:+.0f} %" for name, gain in pairs) or cells.NOTHING

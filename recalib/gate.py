@@ -14,10 +14,11 @@ Without a workload that must gain, all sessions together must. No torch here: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -189,9 +190,7 @@ def _lengths(sums: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.f
     return 1.0 + sums[..., 1] / sums[..., 0], 1.0 + sums[..., 3] / sums[..., 2]
 
 
-def summarise(figures: Iterable[GateFigures]) -> Mapping[str, Mapping[str, float]]:
-    """The figures as a version's manifest keeps them."""
-    return {
-        f.workload: {"sessions": f.sessions, "parent": f.parent, "candidate": f.candidate, "gain_low": f.gain_low}
-        for f in figures
-    }
+def summarise(figures: Iterable[GateFigures]) -> list[dict[str, Any]]:
+    """The figures as a version's manifest keeps them, a row a workload, as an operation shows them."""
+    rows: list[dict[str, Any]] = msgspec.to_builtins(list(figures))
+    return rows

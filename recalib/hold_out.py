@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from honed.recalib.durable import make_folder
+
 if TYPE_CHECKING:
     from honed.recalib.stretch import Stretch
 
@@ -47,7 +49,7 @@ class HoldOut:
 def load_salt(folder: Path) -> bytes:
     """The key in this folder, made when there is none yet; of several processes that make one, one wins."""
     path = folder / "hold-out.key"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         salt = path.read_bytes()
         if len(salt) == SALT_BYTES:

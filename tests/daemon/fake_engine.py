@@ -227,6 +227,8 @@ class ServingEngine(FakeEngine):
         self.checkpoint = checkpoint
         self.acceptance: dict[str, float] = {}
         """Version -> chance that a draft is accepted; 0.5 where nothing is said."""
+        self.workload = "default"
+        """Of the requests that it serves."""
         self.live_version = self.live_sha256 = ""
         self.swaps: list[dict[str, str]] = []
         """Arguments of the swaps that were carried out."""
@@ -260,7 +262,8 @@ class ServingEngine(FakeEngine):
             return
         chance = self.acceptance.get(self.live_version, 0.5)
         accepted = [next((n for n in range(3) if self._rng.random() >= chance), 3) for _ in range(rounds)]
-        batch = self.batch(self._seq + 1, rounds=rounds, accepted=accepted, drafter_version=self.live_version)
+        about: dict[str, Any] = {"drafter_version": self.live_version, "workloads": [self.workload]}
+        batch = self.batch(self._seq + 1, rounds=rounds, accepted=accepted, **about)
         self._seq += self.try_send(batch)
 
     def serve(self, condition: Callable[[], Any], what: str = "", rounds: int = 40) -> Any:

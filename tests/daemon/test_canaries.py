@@ -60,7 +60,7 @@ def test_a_candidate_that_accepts_less_is_taken_back_and_never_offered_again(sta
     again, _ = stage.recalibrate()
     twin = stage.version(1.0)  # another number, the same weights
     stage.trainer.send(wire.TrainResult(operation_id=again, ok=True, version=twin))
-    assert "worse on live traffic before" in stage.wait_state(again, "failed")["error"]
+    assert "aren't offered again: found worse on live traffic" in stage.wait_state(again, "failed")["error"]
 
 
 def test_while_they_take_turns_active_stays_and_both_are_held(stage: Stage) -> None:
@@ -111,6 +111,11 @@ def test_an_operator_ends_it(stage: Stage, how: str) -> None:
     wait_for(lambda: stage.client.get("/v1/status").json()["operation"] is None, "rest")
     retried = stage.client.post(f"/v1/drafters/{new}:promote", json={})
     assert retried.status_code == (409 if how == "rollback" else 202)
+    if how == "rollback":  # whatever the evidence was: it was taken back, not found worse
+        assert f"{new} isn't offered again: rolled back by operator: enough" in retried.json()["detail"]
+        (trial,) = [row for row in stage.client.get("/v1/canaries").json() if row["operation_id"] == operation_id]
+        assert trial["decision"] == "withdrawn"
+        assert stage.service.lifecycle.rollbacks == {"operator": 1}
 
 
 def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(stage: Stage) -> None:

@@ -100,9 +100,31 @@ def test_a_file_that_the_operator_changed_is_left_alone_and_shown(run: Run, root
 def test_overwriting_keeps_a_copy_of_what_was_there(run: Run, root: Path) -> None:
     run("install", "--apply")
     (root / UNIT).write_text("[Service]\n# mine\n")
-    assert run("install", "--apply", "--overwrite").exit_code == 0
+    result = run("install", "--apply", "--overwrite")
+    assert result.exit_code == 0
+    assert f"/{UNIT}  replaced; what was there is beside it as /{UNIT}.before-honed" in result.stdout
+    assert "left alone" not in result.stdout
     assert (root / UNIT).read_text() == (SOURCES / "honed.service").read_text()
     assert (root / f"{UNIT}.before-honed").read_text() == "[Service]\n# mine\n"
+    assert states(run("uninstall", "--apply", "--json"))[f"{UNIT}.before-honed"] == "kept"
+    assert (root / f"{UNIT}.before-honed").exists()
+
+
+@pytest.mark.parametrize("command", ["install --prefix /srv/honed --vllm-unit vllm@1", "uninstall"])
+def test_how_to_do_it_names_the_options_that_were_given(run: Run, root: Path, command: str) -> None:
+    run("install", "--apply")
+    name, *options = command.split()
+    last = run(name, *options).stdout.rstrip().splitlines()[-1]
+    said = last.removeprefix("Nothing was changed. To do it: honed ").split()
+    given = [f"{option}={value}" for option, value in zip(options[::2], options[1::2], strict=True)]
+    assert sorted(said) == sorted([name, "--apply", f"--root={root}", *given])
+
+
+def test_what_is_wrong_with_the_plan_ends_with_its_own_code(run: Run) -> None:
+    result = run("install", "--vllm-unit", "nope")
+    assert "! there is no nope.service" in result.stdout
+    assert result.exit_code == 4
+    assert run("install", "--prefix", "/nope").exit_code == 4
 
 
 def test_a_file_that_was_there_before_us_counts_as_somebody_elses(run: Run, root: Path) -> None:
@@ -185,5 +207,6 @@ def test_a_damaged_record_is_named_and_nothing_is_overwritten(run: Run, root: Pa
 
 def test_the_default_is_the_environment_that_runs_the_command(root: Path) -> None:
     result = CliRunner().invoke(app, ["install", "--root", str(root), "--apply"])
-    assert result.exit_code == 0, result.output
+    assert f"! {sys.prefix}/bin/honed does not exist" in result.stdout  # below this root, it doesn't
+    assert result.exit_code == 4
     assert f"ExecStart={sys.prefix}/bin/honed serve" in (root / UNIT).read_text()

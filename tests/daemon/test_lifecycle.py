@@ -17,6 +17,7 @@ from honed.adapt import wire
 from honed.adapt.drift import Alarm
 from honed.daemon.api import make_app
 from honed.daemon.errors import StoreError
+from honed.daemon.live_rounds import LiveRounds
 from honed.daemon.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
@@ -43,10 +44,10 @@ class Stage:
     first: str
     folder: Path
 
-    def version(self, value: float) -> str:
+    def version(self, value: float, **more: Any) -> str:
         """Another version, as the trainer would make it."""
         return self.service.drafters.registry.create(
-            lambda folder: write_checkpoint(folder, value), parent=self.first, target_path="/models/tiny"
+            lambda folder: write_checkpoint(folder, value), parent=self.first, target_path="/models/tiny", **more
         ).version
 
     def operation(self, operation_id: str) -> dict[str, Any]:
@@ -64,6 +65,12 @@ class Stage:
         answer = self.client.post("/v1/recalibrations", json=body)
         assert answer.status_code == 202, answer.text
         return answer.json()["operation_id"], self.trainer.expect(wire.TrainRequest)
+
+    def serve_workload(self, name: str) -> None:
+        """Have a few rounds of it."""
+        self.engine.workload = name
+        self.engine.serve(lambda: ("engine-0", name) in self.service.live.workloads(), f"rounds of {name}")
+        self.engine.workload = "default"
 
     def promote(self, version: str, *, force: bool = True, answer: bool = True) -> str:
         """By an operator, who doesn't want it watched unless `force` is off."""
@@ -109,6 +116,7 @@ def test_the_first_checkpoint_becomes_active_and_the_floor(stage: Stage) -> None
 
 
 def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
+    stage.serve_workload("b")
     operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")
     assert (request.parent_version, request.workloads, request.capture_path) == (stage.first, ["b"], "/ring")
     # While it collects, requests are captured.
@@ -146,6 +154,21 @@ def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
     stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True))
     assert stage.wait_state(operation_id, "succeeded")["stage"] == "done"
     assert stage.aliases()["active"] == stage.first
+
+
+def test_a_workload_that_was_never_seen_is_refused_with_those_there_are(stage: Stage) -> None:
+    stage.serve_workload("b")
+    refused = stage.client.post("/v1/recalibrations", json={"workloads": ["b", "nope"]})
+    assert refused.status_code == 404
+    assert "has never had a round of workload 'nope'; there is b" in refused.json()["detail"]
+    assert stage.service.recalibrations.training is None
+
+
+def test_a_workload_from_before_a_restart_is_known(stage: Stage) -> None:
+    stage.serve_workload("b")
+    assert stage.service.store.drain(10)
+    stage.service.live = LiveRounds()
+    stage.recalibrate(workloads=["b"])
 
 
 def test_a_candidate_that_does_not_pass_the_gate_fails_with_its_figures(stage: Stage) -> None:
@@ -270,6 +293,7 @@ def test_a_candidate_of_an_outdated_parent_is_not_swapped_in(stage: Stage) -> No
 
 
 def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
+    stage.serve_workload("b")
     alarm = Alarm("regressed", "b", stage.first, (1,), 3.0, 500, 1.2, 1.9, "b lost")
     with stage.service.lock:
         stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)

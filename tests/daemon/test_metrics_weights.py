@@ -31,7 +31,7 @@ def test_a_promotion_and_the_way_back(stage: Stage) -> None:  # noqa: F811
     assert roles(found["honed_drafter_info"]) == {"active": first, "floor": first}
     assert found["honed_rollbacks_total"] == {"reason=canary": 0, "reason=operator": 1}
     assert found["honed_canary_active"] == {"": 0}
-    assert found["honed_canaries_total"]["decision=worse"] == 1  # the operator said so
+    assert found["honed_canaries_total"]["decision=withdrawn"] == 1
     ended = {labels: value for labels, value in found["honed_operations_total"].items() if value}
     assert ended == {"kind=promote result=succeeded": 1, "kind=rollback result=succeeded": 1}
     assert found["honed_promotions_total"]["reason=promote"] == 1

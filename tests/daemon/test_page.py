@@ -20,6 +20,7 @@ from honed.daemon.errors import StoreError
 from honed.daemon.page import FOLDER, page
 from honed.daemon.page_document import CACHE_S, MOST_WORKLOADS, OTHERS, PageDocuments
 from honed.daemon.service import Service
+from honed.recalib.gate import summarise
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)
@@ -214,7 +215,8 @@ def test_what_operators_write_stays_out(stage: Stage) -> None:  # noqa: F811
 
 
 def test_versions_and_the_trial(stage: Stage) -> None:  # noqa: F811
-    second = stage.version(1.0)
+    gate = summarise([wire.GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
+    second = stage.version(1.0, figures={"gate": gate})
     answer = stage.client.post(f"/v1/drafters/{second}:promote", json={}).json()
     stage.engine.answer_swap()
     stage.wait_state(answer["operation_id"], "succeeded")
@@ -224,6 +226,8 @@ def test_versions_and_the_trial(stage: Stage) -> None:  # noqa: F811
         (second, ["active"]), (stage.first, ["previous", "floor"]),
     ]  # fmt: skip
     assert found["versions"][0]["watched"] == "on trial"
+    (row,) = found["versions"][0]["gate"]
+    assert {"workload", "parent", "candidate", "gain_low", "gain_high"} <= set(row), "what page_parts.js reads"
     trial = found["trial"]
     assert (trial["kind"], trial["new"], trial["old"]) == ("watch", second, stage.first)
     assert trial["serving"] in (second, stage.first)

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from honed.adapt.wire import GateFigures
 from honed.daemon import show
 from honed.daemon.findings import LAG_S, findings
+from honed.recalib.gate import summarise
 
 HEALTHY: dict[str, Any] = {
     "version": "0.1.0",
@@ -142,7 +144,7 @@ def test_an_operation_shows_gate_and_pause() -> None:
 
 
 def test_aliases_stand_beside_their_versions() -> None:
-    gate = [{"workload": "b", "parent": 2, "candidate": 3}]
+    gate = summarise([GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
     document = {
         "aliases": {"active": "v0002-b", "previous": "v0001-a", "candidate": None, "floor": "v0001-a"},
         "versions": [

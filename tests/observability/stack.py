@@ -23,7 +23,9 @@ from processes import ROOT, Processes, free_port
 from safetensors.torch import load_file, save_file
 from vllm_server import Server
 
+from honed.adapt.wire import GateFigures
 from honed.daemon.client import AdminClient
+from honed.recalib.gate import summarise
 from honed.recalib.registry import Registry
 from tests.observability.watchers import Alertmanager, Prometheus
 
@@ -66,18 +68,24 @@ class Stack:
         return found
 
     def spoilt_version(self) -> str:
-        """Register a version of the drafter whose layers write noise: as large, as fast, hardly ever accepted."""
-        folder = self.folder / "spoilt"
-        shutil.copytree(DRAFTER, folder)
-        tensors = load_file(folder / "model.safetensors")
+        """Register a version of the drafter whose layers write noise: as large, as fast, hardly ever accepted.
+
+        Its manifest has what a gate would have said of it, wrongly.
+        """
+        tensors = load_file(DRAFTER / "model.safetensors")
         noise = torch.Generator().manual_seed(0)
         for name, weight in tensors.items():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensors[name] = (0.5 * torch.randn(weight.shape, generator=noise)).to(weight.dtype)
-        save_file(tensors, folder / "model.safetensors")
+
+        def write(folder: Path) -> None:
+            shutil.copy(DRAFTER / "config.json", folder)
+            save_file(tensors, folder / "model.safetensors")
+
+        gate = summarise([GateFigures("docs", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
         target = self.client.get("/v1/engines")[0]["target_path"]
         registry = Registry(self.folder / "state" / "registry")
-        return registry.import_checkpoint(folder, target_path=target, note="spoilt on purpose").version
+        return registry.create(write, figures={"gate": gate}, target_path=target, note="spoilt on purpose").version
 
     def settle(self) -> None:
         """Wait, without traffic, until the daemon has stored all that vLLM counted."""

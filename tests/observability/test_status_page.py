@@ -60,6 +60,7 @@ def test_it_renders_at_every_width_light_and_dark(browser: Browser, stack: Stack
     assert browser.value("document.querySelectorAll('#lengths polyline').length") >= 2
     assert browser.value("document.querySelectorAll('#plan circle').length") > 2
     assert browser.value("document.querySelectorAll('#versions tbody tr').length") >= 2
+    assert "docs +50.0 % (+40.0 … +60.0)" in browser.value("document.getElementById('versions').textContent")
     assert browser.complaints() == []
     save_picture(browser, f"status-{width}-{scheme}.png")
 

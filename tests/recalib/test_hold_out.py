@@ -57,3 +57,9 @@ def test_digest_tells_rows_apart_in_any_order_and_to_nobody_without_the_key():
     digests = {rule.digest(rows) for rows in ([], [one], [one, two], [one, one], [moved, two])}
     digests.add(HoldOut(b"l" * SALT_BYTES).digest([one, two]))
     assert len(digests) == 6
+
+
+def test_the_folder_that_is_made_for_it_is_no_business_of_others(tmp_path):
+    load_salt(tmp_path / "state" / "honed")
+    for folder in (tmp_path / "state", tmp_path / "state" / "honed"):
+        assert folder.stat().st_mode & 0o777 == 0o750
