@@ -167,7 +167,7 @@ bench-adapt: setup
 	@$(BIN)/python benchmarks/adapt.py
 
 bench-recalib: setup
-	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (some 25 minutes)"
+	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (an hour)"
 	@$(BIN)/python benchmarks/recalib.py
 
 clean:
