@@ -169,7 +169,7 @@ def _write_new(
     if made.returncode:
         said = made.stderr.strip().splitlines() or ["it said nothing"]
         if "No module named 'torch'" in said[-1]:
-            fail("making a drafter needs PyTorch", cure="pip install 'honed[train]'", exit_code=EXIT_USAGE)
+            fail("making a drafter needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_USAGE)
         fail(f"no drafter was written: {said[-1]}", exit_code=EXIT_FAILED if made.returncode == 1 else EXIT_USAGE)
     emit(json.loads(made.stdout), as_json, _render_new)
 

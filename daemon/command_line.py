@@ -99,7 +99,7 @@ def train(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        fail("the trainer needs PyTorch", cure="pip install 'honed[train]'", exit_code=EXIT_USAGE)
+        fail("the trainer needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_USAGE)
     from honed.daemon.notify import Heartbeat, Notifier
     from honed.daemon.serve import configure_logging
 

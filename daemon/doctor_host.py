@@ -143,7 +143,8 @@ def check_socket(subject: str, path: Path) -> Iterator[Check]:
 def check_torch(device: str) -> Iterator[Check]:
     """Whether the trainer has what it runs on. Looks for PyTorch without loading it."""
     if find_spec("torch") is None:
-        yield Check("trainer", "warning", "PyTorch isn't installed here: nothing is retrained", "pip install 'honed[train]'")
+        cure = "pip install '/path/to/honed[train]'"
+        yield Check("trainer", "warning", "PyTorch isn't installed here: nothing is retrained", cure)
     elif device.startswith("cuda") and not os.path.exists("/dev/nvidiactl"):
         text = f"trainer.device is {device}, and this machine shows no NVIDIA device (/dev/nvidiactl)"
         yield Check("trainer", "error", text, "Set trainer.device to cpu, or load the driver (`nvidia-smi`).")

@@ -46,7 +46,7 @@ def check_process(process: VllmProcess, runtime_dir: str, group: int | None, rea
     if process.site_packages is not None and not process.honed_version:
         yield Check(
             subject, "error", f"honed isn't installed in vLLM's own environment ({process.site_packages})",
-            f"{process.site_packages.parents[2]}/bin/python -m pip install honed, then restart vLLM.",
+            f"{process.site_packages.parents[2]}/bin/python -m pip install --no-deps /path/to/honed, then restart vLLM.",
         )  # fmt: skip
     if process.environment is None:
         yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` looks at it, too.")

@@ -260,7 +260,7 @@ class _Parquet:
             import pyarrow
             import pyarrow.parquet
         except ModuleNotFoundError as error:
-            cure = "pip install 'honed[export]', or use --format jsonl."
+            cure = "pip install '/path/to/honed[export]', or use --format jsonl."
             raise ExportError("parquet needs pyarrow", cure=cure, exit_code=EXIT_USAGE) from error
         self._arrow = pyarrow
         self._schema = parquet_schema()

@@ -40,7 +40,7 @@ class SharedRegistry:
         try:
             import fsspec
         except ImportError as error:
-            raise RegistryError(f"registry.url = {url!r} needs fsspec: pip install 'honed[shared]'") from error
+            raise RegistryError(f"registry.url = {url!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import tomllib
 import zipfile
 from pathlib import Path
@@ -81,3 +82,12 @@ def test_entry_points_name_functions_that_exist(wheel: zipfile.Path) -> None:
 
 def test_the_licence_travels_along(wheel: zipfile.Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in names(wheel))
+
+
+def test_every_hint_installs_a_checkout() -> None:
+    """honed is on no package index: `pip install honed` finds nothing, or somebody else's."""
+    code = [path for name in folders() for path in (ROOT / name).glob("*.py")]
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *code]
+    hints = [hint for path in files for hint in re.findall(r"pip install .*?honed\b", path.read_text())]
+    assert len(hints) >= 8
+    assert [hint for hint in hints if not hint.endswith("/path/to/honed")] == []

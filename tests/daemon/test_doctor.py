@@ -111,7 +111,7 @@ def test_a_trainer_without_pytorch_or_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor_host.os.path, "exists", lambda path: False)
     assert only(doctor_host.check_torch("cuda:0")).level == "error"
     monkeypatch.setattr(doctor_host, "find_spec", lambda name: None)
-    assert "pip install 'honed[train]'" in only(doctor_host.check_torch("cpu")).cure
+    assert "pip install '/path/to/honed[train]'" in only(doctor_host.check_torch("cpu")).cure
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------------
