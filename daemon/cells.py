@@ -5,12 +5,21 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any, Self
 
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
 NOTHING = "–"
+
+
+PROSE = frozenset(
+    {"why", "because", "result", "note", "is", "gain", "outcome", "by position (conditional)", "S(j)", "predicted -> observed"}
+)
+"""Columns of words or of several figures, which may go on in the next line. Ids, states, times and figures never do."""
+PROSE_WIDTH = 10
+"""What is left of such a column where the screen is too narrow for all; a row that still doesn't fit is wider than it."""
 
 
 class Rows(Table):
@@ -20,13 +29,40 @@ class Rows(Table):
     def of(cls, *columns: str, show_header: bool = True) -> Self:
         table = cls(box=None, pad_edge=False, header_style="dim", show_header=show_header)
         for column in columns:
-            table.add_column(column, overflow="fold")
+            is_prose = column in PROSE
+            table.add_column(Text(column, no_wrap=False), overflow="fold", no_wrap=not is_prose)
+            word = max(map(cell_len, column.split()), default=0)
+            table._widths.append((min(word, PROSE_WIDTH) if is_prose else word, cell_len(column)))
         return table
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._widths: list[tuple[int, int]] = []
+        """Of each column that has a name: the least that it may be, and what it would be where there is room."""
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
         """Add a row of texts."""
-        texts = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        for i, (cell, (least, most)) in enumerate(zip(texts, self._widths, strict=False)):
+            width = cell.cell_len if isinstance(cell, Text) else 0
+            floor = width if self.columns[i].no_wrap else min(width, PROSE_WIDTH)
+            self._widths[i] = max(least, floor), max(most, width)
         super().add_row(*texts, style=style, end_section=end_section)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Narrower where it has to be, the widest column first, down to what each column needs."""
+        widths = [most for _, most in self._widths]
+        gaps = 2 * (len(widths) - 1)
+        while sum(widths) + gaps > options.max_width:
+            spare = [
+                (width, i) for i, (width, (least, _)) in enumerate(zip(widths, self._widths, strict=True)) if width > least
+            ]
+            if not spare:
+                break
+            widths[max(spare)[1]] -= 1
+        for column, width in zip(self.columns, widths, strict=False):
+            column.width = width
+        yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, sum(widths) + gaps)))
 
 
 def text(value: Any) -> str:

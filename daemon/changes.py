@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from honed.daemon import show
 from honed.daemon.client import EXIT_FAILED, AdminClient, part
-from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, listing, print_json
+from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, listing, print_json, put
 from honed.daemon.watching import follow
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would be done.")]
@@ -199,7 +198,7 @@ def _finish(client: AdminClient, view: dict[str, Any], wait: bool, as_json: bool
     if as_json:
         print_json(view)
     else:
-        Console(markup=False, highlight=False).print(show.operation(view))
+        put(show.operation(view))
         if not wait:
             typer.echo(f"follow it with `honed operations {operation_id}`", err=True)
     if view["state"] in ("failed", "cancelled"):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.text import Text
 
 from honed.daemon.client import EXIT_USAGE, AdminClient, AdminError
@@ -36,6 +37,7 @@ IfMatch = Annotated[
 
 SERVICE_DIR = Path("/run/honed")
 """Runtime folder of `honed.service`."""
+UNBOUNDED = 100_000
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -110,7 +112,16 @@ def emit(document: Any, as_json: bool, render: Callable[[Any], RenderableType]) 
     if as_json:
         print_json(document)
     else:
-        Console(markup=False, highlight=False).print(render(document))
+        put(render(document))
+
+
+def put(renderable: RenderableType) -> None:
+    """Print what a command answers. A pipe or a file has no width: there nothing is folded, unless COLUMNS gives it one."""
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        wide = console.options.update(width=UNBOUNDED, max_width=UNBOUNDED)
+        console.width = max(console.width, Measurement.get(console, wide, renderable).maximum)
+    console.print(renderable, crop=False)
 
 
 def listing(path: str, render: Callable[[Any], RenderableType]) -> Callable[[typer.Context, bool], None]:

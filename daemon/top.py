@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.layout import Layout
 from rich.live import Live
 from rich.panel import Panel
@@ -21,7 +21,7 @@ from honed.daemon import cells, show
 from honed.daemon.cells import Rows
 from honed.daemon.client import AdminClient, Unreachable
 from honed.daemon.findings import Finding, findings
-from honed.daemon.terminal import JsonFlag, connect, print_json
+from honed.daemon.terminal import JsonFlag, connect, print_json, put
 
 BARS = "▁▂▃▄▅▆▇█"
 SECONDS_BACK = 120
@@ -60,7 +60,7 @@ def top(
                 print_json({"status": shown.status, "workloads": shown.workloads, "trouble": shown.trouble})
                 sys.stdout.flush()
         elif not sys.stdout.isatty():
-            Console(markup=False, highlight=False).print(view(frame))
+            put(view(frame))
         else:
             _live(client, frame, interval, count)
 

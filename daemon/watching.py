@@ -35,6 +35,7 @@ def watch(views: Iterable[View], *, quiet: bool = False) -> View:
     if quiet:
         return _last(views)
     console = Console(stderr=True, highlight=False)
+    console.soft_wrap = not console.is_terminal
     return _bar(views, console) if console.is_terminal else _lines(views, console)
 
 

@@ -18,7 +18,7 @@ import typer.main
 from click.testing import Result
 from typer.testing import CliRunner
 
-from honed.daemon import changes, terminal
+from honed.daemon import changes, show, terminal
 from honed.daemon.command_line import app
 from honed.daemon.sections import PathSettings
 from honed.daemon.serve import start
@@ -119,6 +119,19 @@ def test_wrong_usage_ends_with_2(run: Run, command: str) -> None:
 
 
 # --- reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_has_no_width_and_columns_gives_it_one(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = {"operation_id": "op-1", "reason": "many words " * 30, "error": "and more " * 30}
+    terminal.put(show.operations([document]))
+    assert len(capsys.readouterr().out.splitlines()) > 2
+    monkeypatch.delenv("COLUMNS", raising=False)
+    terminal.put(show.operations([document]))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    terminal.put(show.status({}))
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 150, "frames are as wide as what they hold"
 
 
 def test_status_shows_what_the_engine_sent(run: Run, engine: FakeEngine) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from honed.adapt.wire import GateFigures
-from honed.daemon import show
+from honed.daemon import cells, show
 from honed.daemon.findings import LAG_S, findings
 from honed.recalib.gate import summarise
 
@@ -161,6 +161,31 @@ def test_aliases_stand_beside_their_versions() -> None:
 def test_narrow_terminals_keep_every_word_whole() -> None:
     words = text_of(show.engines(HEALTHY["engines"]), width=40).split()
     assert {"engine-0", "connected", "v0002-beef,", "1,234,567", "goodput", "#12"} <= set(words)
+
+
+OPERATION: dict[str, Any] = {
+    "operation_id": "op-7bdba40678a9", "kind": "recalibrate", "state": "cancelled", "stage": "collecting", "actor": "operator",
+    "created_unix_s": 1.0, "finished_unix_s": 1234567.0, "reason": "a reason of many words that says why it was asked for",
+}  # fmt: skip
+
+
+def wholes(operation: dict[str, Any]) -> set[str]:
+    """What must stand in one piece, whatever the width."""
+    began = cells.moment(operation["created_unix_s"])
+    return {"op-7bdba40678a9", "recalibrate", "cancelled", "collecting", "operator", began, "14 days, 6:56:06"}
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_narrow_terminals_break_prose_and_nothing_else(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(show.operations([OPERATION]), crop=False)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [part for part in wholes(OPERATION) if part not in lines[1]] == []
+    assert len(lines) > 2, "the reason goes on below"
+
+
+def test_wide_terminals_break_nothing() -> None:
+    assert text_of(show.operations([OPERATION])).splitlines()[1].rstrip().endswith(f"{OPERATION['reason']}")
 
 
 TRIAL: dict[str, Any] = {
