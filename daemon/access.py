@@ -89,13 +89,15 @@ class Authenticate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             role: Role | None = "admin"
+            shown: list[bytes] = []
             if self._tokens is not None:
                 shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
                 role = self._tokens.role_of(shown[0]) if len(shown) == 1 else None
             if role is None:
                 self._on_refused(scope["method"])
                 headers = [(b"www-authenticate", CHALLENGE.encode())]
-                await answer(send, 401, "Unauthorized", "no token, or not one of this daemon's", headers)
+                why = "the token isn't one of this daemon's" if shown else "no token was shown"
+                await answer(send, 401, "Unauthorized", why, headers)
                 return
             scope[ROLE] = role
         await self._app(scope, receive, send)

@@ -246,7 +246,11 @@ def refusal(answer: httpx2.Response) -> Refused:
     message = f"{title}: {detail}" if detail and detail != title else title
     cure = problem.get("cure")
     cures = {
-        401: "Give a token with --token-file.",
+        401: (
+            "The file of --token-file must hold what the daemon read at its start: restart it after a change of its tokens."
+            if "authorization" in answer.request.headers
+            else "Give a token with --token-file."
+        ),
         403: "This needs the admin token, not the reading one.",
         404: "See what there is with `honed drafters`, `honed operations` or `honed engines`.",
         409: "See what is running with `honed operations`.",

@@ -1,4 +1,4 @@
-"""Addresses that the daemon may listen on: loopback only, since there is neither token nor TLS."""
+"""Addresses that the daemon may listen on: loopback only, since it speaks no TLS."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def check_address(address: str) -> tuple[str, int]:
         raise ValueError(f"has port {number}; a port is from 0 to 65535")
     if not ip.is_loopback:
         raise ValueError(
-            "isn't a loopback address; without a token and TLS honed listens on loopback only: put a reverse proxy in front"
+            "isn't a loopback address; honed speaks no TLS, so it listens on loopback only, with tokens as without: "
+            "for other machines put a reverse proxy with TLS in front"
         )
     return host, number

@@ -52,6 +52,11 @@ def test_no_operation_answers_without_its_token(client: TestClient, service: Ser
             assert answer.headers["content-type"] == "application/problem+json"
 
 
+def test_a_wrong_token_is_told_from_none(client: TestClient) -> None:
+    assert client.get("/v1/status").json()["detail"] == "no token was shown"
+    assert client.get("/v1/status", headers=bearer("x" * 32)).json()["detail"] == "the token isn't one of this daemon's"
+
+
 def test_the_reading_token_reads_and_changes_nothing(client: TestClient, service: Service) -> None:
     for method, path in operations(service):
         if path.endswith(":follow"):

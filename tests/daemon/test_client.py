@@ -103,6 +103,14 @@ def test_the_daemons_own_cure_goes_before_a_general_one(path: Path) -> None:
     assert caught.value.cure == "Start one."
 
 
+@pytest.mark.parametrize(("token", "says"), [("", "Give a token"), ("x" * 32, "must hold what the daemon read")])
+def test_who_gave_a_token_is_not_told_to_give_one(path: Path, token: str, says: str) -> None:
+    problem = {"title": "Unauthorized"}
+    with serving(path, lambda *_: (401, problem)), AdminClient(path, token=token) as client, pytest.raises(Refused) as caught:
+        client.get("/v1/status")
+    assert says in caught.value.cure
+
+
 @pytest.mark.parametrize("document", ["404 page not found", {"detail": "Not Found"}])
 def test_a_server_that_is_not_honeds_admin_api_is_told_from_one_that_is(path: Path, document: object) -> None:
     says = pytest.raises(AdminError, match="GET /v1/status with 404, and not as honed does")

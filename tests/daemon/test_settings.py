@@ -68,6 +68,7 @@ def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
         ({"env": {"HONED_TRAINER__BLENDS": "[0.5, 3]"}}, "'trainer.blends' is [0.5, 3]: must be above 0 and at most 1"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "127.0.0.1:99999"}}, "has port 99999; a port is from 0 to 65535"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464"}}, "isn't a loopback address"),
+        ({"env": {"HONED_HTTP__ADMIN_LISTEN": "0.0.0.0:9465"}}, "loopback only, with tokens as without"),
         ({"env": {"HONED_CONFIG": "/does/not/exist"}}, "No such file"),
     ],
 )
