@@ -7,6 +7,7 @@ Pure: words in, values out. Flags may be written as vLLM takes them: `--a-b x`, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ SHORT = {"-sc": "--speculative-config", "-tp": "--tensor-parallel-size", "-pp": 
 SPECULATIVE = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 SWITCHES = frozenset({"--enable-lora"})
 SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server", "vllm.entrypoints.cli.main")
+_PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,14 @@ class VllmCommand:
 
 
 def is_server(words: Sequence[str]) -> bool:
-    """Whether the command starts vLLM's OpenAI server."""
-    return bool(_after_program(words))
+    """Whether a process with these words is vLLM's OpenAI server, and not what started it (`timeout`, `sudo`, a supervisor)."""
+    rest = list(words)
+    if rest and _PYTHON.fullmatch(rest[0].rpartition("/")[2]):
+        rest.pop(0)
+        while rest and rest[0].startswith("-") and rest[0] != "-m":
+            del rest[: 2 if rest[0] in ("-X", "-W") else 1]
+        del rest[: rest[:1] == ["-m"]]
+    return bool(_flags_at(rest, 0))
 
 
 def parse(words: Sequence[str]) -> VllmCommand:
@@ -90,11 +98,16 @@ def parse(words: Sequence[str]) -> VllmCommand:
 
 def _after_program(words: Sequence[str]) -> list[str]:
     """What follows the program's name; empty when it isn't vLLM's server."""
-    for i, word in enumerate(words):
-        if word in SERVERS or word.endswith("/vllm/entrypoints/openai/api_server.py"):
-            return [*words[i + 1 :], ""]
-        if word.rpartition("/")[2] == "vllm" and i + 1 < len(words) and words[i + 1] == "serve":
-            return [*words[i + 2 :], ""]
+    return next(filter(None, (_flags_at(words, i) for i in range(len(words)))), [])
+
+
+def _flags_at(words: Sequence[str], i: int) -> list[str]:
+    """What follows vLLM's server, if that is the word there; with an empty word at the end, so that it is never nothing."""
+    word = words[i] if i < len(words) else ""
+    if word in SERVERS or word.endswith("/vllm/entrypoints/openai/api_server.py"):
+        return [*words[i + 1 :], ""]
+    if word.rpartition("/")[2] == "vllm" and list(words[i + 1 : i + 2]) == ["serve"]:
+        return [*words[i + 2 :], ""]
     return []
 
 

@@ -42,6 +42,16 @@ def test_other_programs_are_no_servers(text: str) -> None:
     assert not is_server(shlex.split(text))
 
 
+@pytest.mark.parametrize("wrapper", ["timeout 900", "sudo -u vllm", "/usr/bin/uv run", "bash start.sh", "python supervise.py"])
+@pytest.mark.parametrize(
+    "text", ["python3.12 -u -X dev -m vllm.entrypoints.openai.api_server --model m", "/opt/v/bin/vllm serve m"]
+)
+def test_what_starts_a_server_is_none_but_its_command_is_read(wrapper: str, text: str) -> None:
+    assert is_server(shlex.split(text))
+    assert not is_server(shlex.split(f"{wrapper} {text}"))
+    assert parse(shlex.split(f"{wrapper} {text}")).model == "m"
+
+
 def test_a_switch_takes_no_value_and_a_negative_number_is_one() -> None:
     found = parse(["vllm", "serve", "--enable-lora", "m", "--seed", "-1", "--gpu-memory-utilization", "0.85"])
     assert (found.model, found.is_lora, found.gpu_memory_utilization) == ("m", True, 0.85)
