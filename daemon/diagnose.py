@@ -48,7 +48,7 @@ def diagnose(asked: Asked, open_client: Callable[[], AdminClient]) -> list[Check
         return [wrong, *_command(asked.command)]
     checks = [Check("settings", "ok", f"read from {asked.config or 'the environment and defaults'}")]
     checks += (host := list(doctor_host.check_host(settings)))
-    status, answer = _status(open_client)
+    status, answer = _status(open_client, settings.paths.runtime_dir)
     if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):
         checks += answer  # else the socket has said it
     checks += _command(asked.command) if asked.command else _running(settings, status)
@@ -90,14 +90,16 @@ def own_version() -> str:
         return "unknown"
 
 
-def _status(open_client: Callable[[], AdminClient]) -> tuple[dict[str, Any] | None, list[Check]]:
-    """The daemon's status, and what there is to say of it."""
+def _status(open_client: Callable[[], AdminClient], runtime_dir: Path) -> tuple[dict[str, Any] | None, list[Check]]:
+    """The daemon's status, and what there is to say of it; `runtime_dir` has been looked at."""
     try:
         with open_client() as client:
             status: dict[str, Any] = client.get("/v1/status")
     except AdminError as error:
         return None, [Check("daemon", "error", str(error), error.cure)]
-    return status, list(doctor_daemon.check_daemon(status, own_version()))
+    is_known = (status.get("runtime") or {}).get("dir") == str(runtime_dir)
+    judged = status | {"runtime": None} if is_known else status
+    return status, list(doctor_daemon.check_daemon(judged, own_version()))
 
 
 def _command(words: Sequence[str]) -> list[Check]:

@@ -55,6 +55,12 @@ def view(checks: Sequence[Check]) -> RenderableType:
         if check.cure and check.level != "ok":
             lines.append(Text.assemble(("    → ", "dim"), check.cure))
     counts = {level: sum(check.level == level for check in checks) for level in SIGNS}
-    words = (("error", "errors"), ("warning", "warnings"), ("unknown", "not looked at"), ("ok", "fine"))
-    lines += ["", Text(", ".join(f"{counts[level]} {word}" for level, word in words if counts[level]), "bold")]
+    words = (
+        ("error", "error", "errors"),
+        ("warning", "warning", "warnings"),
+        ("unknown", "not looked at", "not looked at"),
+        ("ok", "fine", "fine"),
+    )
+    said = (f"{counts[level]} {one if counts[level] == 1 else several}" for level, one, several in words if counts[level])
+    lines += ["", Text(", ".join(said), "bold")]
     return Group(*lines)

@@ -28,7 +28,7 @@ def check_daemon(status: dict[str, Any], own_version: str) -> Iterator[Check]:
     else:
         yield Check("daemon", "ok", f"honed {theirs} answers")
     for found in findings(status):
-        yield Check("daemon", "error" if found.level == "error" else "warning", found.text)
+        yield Check("daemon", "error" if found.level == "error" else "warning", found.text, found.cure)
     for engine in status.get("engines") or []:
         yield from _check_engine(engine, theirs)
 

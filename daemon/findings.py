@@ -28,6 +28,8 @@ class Finding:
 
     level: str
     text: str
+    cure: str = ""
+    """What to do, where the text doesn't say it."""
 
 
 def findings(status: dict[str, Any]) -> list[Finding]:
@@ -66,7 +68,8 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
     for engine in engines:
         name = engine.get("engine_id", "?")
         if not engine.get("connected"):
-            yield Finding("error", f"engine {name} is not connected")
+            cure = "Start vLLM; where it runs, what is said of its process here tells why it doesn't reach the daemon."
+            yield Finding("error", f"engine {name} is not connected", cure)
             continue
         fallback = (engine.get("policy") or {}).get("fallback") or ""
         if fallback:

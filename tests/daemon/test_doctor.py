@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -13,14 +14,16 @@ from typing import Any
 import pytest
 import structlog
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
-from honed.daemon import database, doctor_daemon, doctor_host, doctor_memory
+from honed.daemon import database, doctor_command, doctor_daemon, doctor_host, doctor_memory
 from honed.daemon.command_line import app
 from honed.daemon.doctor import ORDER, Check, exit_code, worst_first
 from honed.daemon.serve import start
 from honed.daemon.settings import load
 from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.small_server import serving
 from tests.daemon.test_show import HEALTHY
 
 GIB = 1 << 30
@@ -235,6 +238,35 @@ def test_beside_a_sound_daemon_there_are_only_warnings(paths: dict[str, Path]) -
     assert of(result, "error") == {}, result.stdout
     assert result.exit_code == 4
     assert {"SQLite", "admin socket", "engine socket", "metrics", "daemon"} <= set(of(result, "ok"))
+
+
+def test_a_runtime_folder_on_disk_is_said_once(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = {"dir": str(paths["runtime_dir"]), "filesystem": "ext4"}
+    status = HEALTHY | {"engines": [], "runtime": runtime}
+    monkeypatch.setattr(doctor_host, "filesystem_of", lambda path: "ext4")
+    paths["runtime_dir"].mkdir(mode=0o750)
+    with serving(paths["runtime_dir"] / "admin.sock", lambda *_: (200, status)):
+        shown = run().stdout
+        assert shown.count("reach the disk") == 1
+        assert f"! runtime directory: {paths['runtime_dir']} is on ext4" in shown
+        runtime["dir"] = "/elsewhere"
+        assert run().stdout.count("reach the disk") == 2, "the daemon's folder is another one"
+
+
+def test_an_engine_that_is_gone_comes_with_a_cure() -> None:
+    (found,) = [c for c in doctor_daemon.check_daemon(engine(0, 0, connected=False), "0.1.0") if c.level == "error"]
+    assert found.text == "engine engine-0 is not connected"
+    assert found.cure.startswith("Start vLLM")
+
+
+def test_one_error_is_one_error() -> None:
+    def last(*levels: Any) -> str:
+        console = Console(file=io.StringIO())
+        console.print(doctor_command.view([Check("x", level, "") for level in levels]))
+        return console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined, no-any-return]
+
+    assert last("error", "warning", "ok", "unknown") == "1 error, 1 warning, 1 not looked at, 1 fine"
+    assert last("error", "error", "warning", "warning", "ok") == "2 errors, 2 warnings, 1 fine"
 
 
 def test_wrong_settings_are_said_and_the_command_is_still_judged(
