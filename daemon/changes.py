@@ -8,7 +8,7 @@ import typer
 
 from honed.daemon import show
 from honed.daemon.client import EXIT_FAILED, AdminClient, part
-from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, listing, print_json, put
+from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, duration_text, listing, print_json, put
 from honed.daemon.watching import follow
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would be done.")]
@@ -146,9 +146,10 @@ def set_override(
     as_json: JsonFlag = False,
 ) -> None:
     """Put an override in force."""
-    body = _given({"value": number_or_text(value), "ttl_s": duration_s(ttl), "reason": reason or None})
+    ttl_s = duration_s(ttl)
+    body = _given({"value": number_or_text(value), "ttl_s": ttl_s, "reason": reason or None})
     with connect(context) as client:
-        _say(client.put(f"/v1/overrides/{part(name)}", body), as_json, f"{name} = {value} for {ttl}")
+        _say(client.put(f"/v1/overrides/{part(name)}", body), as_json, f"{name} = {value} for {duration_text(ttl_s)}")
 
 
 @overrides.command("clear")

@@ -148,6 +148,12 @@ def duration_s(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+def duration_text(seconds: float) -> str:
+    """As it would be written for `duration_s`, in the largest unit of which it is a whole number."""
+    unit = next((unit for unit in ("d", "h", "m") if seconds and not seconds % _UNITS_S[unit]), "s")
+    return f"{seconds / _UNITS_S[unit]:.10g}{unit}"
+
+
 def moment_s(text: str, now_s: float) -> float:
     """Unix time of an ISO date ("2026-11-20T12:00"), of unix seconds, or of a duration ago ("2h")."""
     try:

@@ -14,6 +14,7 @@ from honed.daemon.client import AdminClient
 View = dict[str, Any]
 
 STAGES = {
+    "asking": "asking the engine",
     "collecting": "collecting samples",
     "training": "training",
     "gating": "comparing with the active drafter on held-out sessions",
@@ -48,6 +49,11 @@ def headline(view: View) -> str:
     return STAGES.get(stage, stage or str(view.get("state")))
 
 
+def progress(view: View) -> str:
+    """How far its training is; "" for an operation that doesn't train."""
+    return show.progress_line(view.get("detail") or {}) if view.get("kind") == "recalibrate" else ""
+
+
 def share_done(view: View) -> float | None:
     """How much of the training is over, 0 … 1, by steps or by time; None while nobody can know."""
     detail = view.get("detail") or {}
@@ -74,7 +80,8 @@ def _lines(views: Iterable[View], console: Console) -> View:
     for view in views:
         if (text := headline(view)) != said:
             said = text
-            console.print(f"{view.get('operation_id')}: {text} ({show.progress_line(view.get('detail') or {})})")
+            how_far = f" ({facts})" if (facts := progress(view)) else ""
+            console.print(f"{view.get('operation_id')}: {text}{how_far}")
     return view
 
 
@@ -83,15 +90,15 @@ def _bar(views: Iterable[View], console: Console) -> View:
     facts = TextColumn("{task.fields[facts]}", markup=False)
     columns = (SpinnerColumn(), what, BarColumn(), facts)
     view: View = {}
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task: TaskID = progress.add_task("waiting for the trainer", total=None, facts="")
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as shown:
+        task: TaskID = shown.add_task("waiting", total=None, facts="")
         for view in views:
             share = share_done(view)
-            progress.update(
+            shown.update(
                 task,
                 description=headline(view),
                 total=None if share is None else 1.0,
                 completed=share or 0.0,
-                facts=show.progress_line(view.get("detail") or {}),
+                facts=progress(view),
             )
     return view

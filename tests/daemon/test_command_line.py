@@ -204,6 +204,8 @@ def test_an_override_is_set_listed_and_cleared(run: Run, engine: FakeEngine) -> 
     made = answer(run("override", "set", "draft_tokens", "2", "--ttl", "2m", "--reason", "drill", "--json"))
     assert (made["value"], made["reason"]) == (2, "drill")
     assert 110 < made["ttl_s"] <= 120
+    again = run("override", "set", "draft_tokens", "2", "--ttl", "600", "--reason", "drill")
+    assert again.stdout == "draft_tokens = 2 for 10m\n"
     assert "drill" in run("override", "list").stdout
     assert run("override", "clear", "draft_tokens").exit_code == 0
     assert answer(run("override", "list", "--json")) == []
@@ -274,6 +276,18 @@ def test_check_ends_with_what_was_found(run: Run, scripted: Any, changes: dict[s
     views.append(HEALTHY | changes)
     assert run("status", "--check").exit_code == code
     assert run("status", "--check", "--json").exit_code == code
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("recalibrate", True), ("verify", False), ("promote", False), ("rollback", False)])
+def test_only_what_trains_shows_how_far_training_is(run: Run, scripted: Any, kind: str, shown: bool) -> None:
+    views, _ = scripted
+    views += [operation("running", stage) | {"kind": kind} for stage in ("asking", "asking", "done")]
+    views[-1]["state"] = "succeeded"
+    command = {"recalibrate": "recalibrate --wait", "verify": "verify e", "promote": "promote v", "rollback": "rollback"}[kind]
+    result = run(*command.split())
+    assert result.exit_code == 0, result.output
+    assert ("samples" in result.stderr) == shown
+    assert "op-1: asking the engine" in result.stderr
 
 
 GATE = [{"workload": "b", "sessions": 9, "parent": 1.2, "candidate": 1.8, "gain_low": 1.4, "gain_high": 1.6, "passed": True}]
@@ -389,6 +403,7 @@ def test_status_needs_nothing_heavy(paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400), ("0", 0)])
 def test_durations(text: str, seconds: float) -> None:
     assert terminal.duration_s(text) == seconds
+    assert terminal.duration_s(terminal.duration_text(seconds)) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "-1", "5 parsecs", "1h30", "nan"])
