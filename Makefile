@@ -15,7 +15,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
 
 help:
-	@echo "make demo           the whole loop on a running vLLM server, about 10 minutes; leaves demo-out/report.html"
+	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
 	@echo "make test-runners   what has to hold on every model runner of vLLM, on V1, on V2 and on V2 with async scheduling"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
@@ -51,7 +51,7 @@ $(TREE)/honed/adapt:
 
 demo: setup
 	@echo "== the demo: a vLLM server, honed beside it, traffic that drifts"
-	@$(BIN)/python benchmarks/demo.py
+	@$(BIN)/python benchmarks/demo.py $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
 
 test: setup
 	@echo "== tests (the real engine included: some 15 minutes on two cores)"

@@ -31,7 +31,7 @@ import httpx2
 import vllm_server
 from client_load import Played, Prompt, differing, play, read_prompts
 from demo_display import Display, Watcher
-from demo_figures import honed_figures, promises_of, result_of, toml
+from demo_figures import honed_figures, promises_of, result_of, shell_line, toml
 from honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
 from processes import ROOT, Child, ProcessError, Processes, free_port
 from vllm_server import Server
@@ -70,8 +70,13 @@ class Plan:
     train_seconds: float = 100.0
     patience_s: float = 20.0
     """How long honed may take, with the server idle, to begin by itself."""
-    operation_s: float = 420.0
-    """Longest wait for the whole recalibration."""
+    beside_training_s: float = 320.0
+    """Longest wait for a recalibration, beside what its training may take."""
+
+    @property
+    def operation_s(self) -> float:
+        """Longest wait for the whole recalibration."""
+        return self.train_seconds + self.beside_training_s
 
 
 @dataclass
@@ -111,7 +116,7 @@ class Demo:
         """What vLLM says without honed: the yardstick for every output later."""
         self.display.phase("vLLM without honed: what it answers is the reference")
         server = vllm_server.start(processes, "vllm-reference")
-        self.note_command(server.child, {})
+        self.note_command(server.child, vllm_server.own_environment())
         self.display.say(f"started in {await asyncio.to_thread(vllm_server.wait, server):.0f} s")
         for workload in ("a", "b"):
             self.reference[workload] = await self.measured(f"reference_{workload}", workload, server, None)
@@ -130,7 +135,8 @@ class Demo:
             args = await asyncio.to_thread(vllm_args, environment)
             flags, extra = args["flags"], args["environment"]
             server = vllm_server.start(processes, "vllm-honed", extra=flags, environment=extra)
-            for child, shown in ((daemon, {}), (trainer, {}), (server.child, extra)):
+            ours = {"HONED_CONFIG": str(config)}
+            for child, shown in ((daemon, ours), (trainer, ours), (server.child, vllm_server.own_environment() | extra)):
                 self.note_command(child, shown)
             seconds = await asyncio.to_thread(vllm_server.wait, server)
             await asyncio.to_thread(wait_attached, server.child, client)
@@ -269,9 +275,8 @@ class Demo:
         )
 
     def note_command(self, child: Child, shown: dict[str, str]) -> None:
-        """Remember a command for the report, as one would type it."""
-        words = [f"{k}={v}" for k, v in shown.items()] + [str(w) for w in child.popen.args]  # type: ignore[union-attr]
-        self.commands.append(f"# {child.name}\n" + " ".join(words))
+        """Remember a command for the report, as one would type it in the repository's root."""
+        self.commands.append(shell_line(child.name, shown, [str(word) for word in child.popen.args]))  # type: ignore[union-attr]
 
     async def record(self, at: Attached, operation: Document, training: list[Document]) -> Document:
         """Everything that the report needs, and the result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ MIN_GAIN_B = 1.25
 """What B's acceptance length must grow by."""
 MIN_KEPT_A = 0.97
 """What must be left of A's."""
+FEW_STEPS = 400
+"""Fewer micro-steps than these, a quarter of what the tiny drafter's own training took, are too few to promise a gain."""
 
 
 def honed_figures(before: Document, after: Document) -> Document:
@@ -64,16 +67,23 @@ def promises_of(result: Document, operation: Document, is_same_process: bool) ->
     are_equal = all(result[ours] == result[theirs] for _, ours, theirs in pairs) and not result["verify_rounds_lost"]
     is_swapped = operation.get("state") == "succeeded" and result["swap_pause_ms"] is not None
     gain_b, kept_a = _ratio(length["b_after"], length["b_before"]), _ratio(length["a_after"], length["a_before"])
+    gained = f"{gain_b:.3f}" + (_too_few_steps(operation) if gain_b < MIN_GAIN_B else "")
     identical = "equal, token by token" if result["greedy_identical"] else "NOT equal"
     swapped = "swapped, same process" if is_swapped and is_same_process else operation.get("error") or "not swapped"
     return [
-        _promise(f"the new workload gains: B after / before ≥ {MIN_GAIN_B}", f"{gain_b:.3f}", gain_b >= MIN_GAIN_B),
+        _promise(f"the new workload gains: B after / before ≥ {MIN_GAIN_B}", gained, gain_b >= MIN_GAIN_B),
         _promise(f"the old one doesn't suffer: A after / before ≥ {MIN_KEPT_A}", f"{kept_a:.3f}", kept_a >= MIN_KEPT_A),
         _promise("every verify round is logged once", counts, are_equal),
         _promise("greedy output is that of vLLM alone", identical, result["greedy_identical"]),
         _promise("no request fails", f"{result['requests_failed']} failed", not result["requests_failed"]),
         _promise("the drafter is swapped without a restart", str(swapped), is_swapped and is_same_process),
     ]
+
+
+def shell_line(name: str, environment: dict[str, str], words: list[str]) -> str:
+    """A command that can be pasted into a shell, below its name."""
+    variables = [f"{variable}={shlex.quote(value)}" for variable, value in environment.items()]
+    return f"# {name}\n" + " ".join([*variables, shlex.join(words)])
 
 
 def toml(sections: Document) -> str:
@@ -93,6 +103,19 @@ def _difference(before: Document, after: Document, key: str) -> list[int]:
 
 def _promise(text: str, found: str, kept: bool) -> Document:
     return {"text": text, "found": found, "kept": bool(kept)}
+
+
+def _too_few_steps(operation: Document) -> str:
+    """Why there was no gain, where training was cut short by the clock of a slow or busy machine."""
+    detail = operation.get("detail") or {}
+    steps, seconds = detail.get("steps") or 0, detail.get("train_seconds") or 0.0
+    if not 0 < steps < FEW_STEPS:
+        return ""
+    longer = f"make demo TRAIN_SECONDS={round(4 * seconds, -1):.0f}"
+    return (
+        f"; only {steps:,} micro-steps fitted into {seconds:.0f} s of training, too few to learn from: repeat it on an idle "
+        f"machine, or with `{longer}`"
+    )
 
 
 def _ratio(after: float, before: float) -> float:

@@ -107,7 +107,12 @@ def server_flags(port: int, target: str = TARGET, is_speculating: bool = True) -
 def server_environment() -> dict[str, str]:
     """The caller's environment without anything of honed's, plus what keeps vLLM small, quiet and at home."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HONED_") and not k.lower().endswith("_proxy")}
-    return inherited | {
+    return inherited | own_environment()
+
+
+def own_environment() -> dict[str, str]:
+    """What is set for vLLM."""
+    return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,11 +1,12 @@
 """The demo's verdict follows from its figures, and from nothing else."""
 
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_figures import honed_figures, promises_of, result_of, toml
+from demo_figures import honed_figures, promises_of, result_of, shell_line, toml
 from vllm_server import Counters
 
 KEYS = {
@@ -69,6 +70,22 @@ def test_all_is_kept_when_all_is_well() -> None:
 )
 def test_each_promise_breaks_alone(broken: int, options: dict[str, Any]) -> None:
     assert kept(**options) == [i != broken for i in range(6)]
+
+
+@pytest.mark.parametrize(("steps", "b_after", "is_said"), [(111, 1.3, True), (1500, 1.3, False), (111, 1.8, False)])
+def test_a_gain_that_too_few_steps_kept_away_says_so(steps: int, b_after: float, is_said: bool) -> None:
+    operation = {"state": "succeeded", "detail": {"pause_ms": 3.0, "train_seconds": 100.2, "steps": steps}, "error": ""}
+    gain = promises_of(result_of(phases(b_after=b_after), ENGINE, TOTALS, operation), operation, True)[0]
+    assert gain["kept"] == (b_after == 1.8)
+    assert ("only 111 micro-steps fitted into 100 s" in gain["found"]) == is_said
+    assert ("make demo TRAIN_SECONDS=400" in gain["found"]) == is_said
+
+
+def test_a_command_can_be_pasted() -> None:
+    words = ["honed", "vllm", "--speculative-config", '{"method":"dflash","model":"a b"}']
+    line = shell_line("vllm", {"HONED_CONFIG": "/a b/honed.toml"}, words).splitlines()
+    assert line[0] == "# vllm"
+    assert shlex.split(line[1]) == ["HONED_CONFIG=/a b/honed.toml", *words]
 
 
 def test_a_demo_without_its_phases_keeps_nothing_by_accident() -> None:
