@@ -62,7 +62,7 @@ class ClassFigures:
             "acceptance_length": 1.0 + self.counters.accepted_tokens / rounds if rounds else None,
             "tokens_per_s": _median(drafted),
             "tokens_per_s_without": _median(plain),
-            "speedup": spread([fast / slow for fast, slow in pairs if slow]),
+            "speedup": spread([fast / slow for fast, slow in pairs if slow]) if self.counters.draft_tokens else None,
         }
 
 
@@ -120,6 +120,11 @@ class Measurement:
             played, counted = self._counted(one.target, prompts, -1, on_reply)
             figures.counters += counted
             figures.drafted.append((played.completion_tokens, played.seconds))
+            if not counted.draft_tokens:
+                self._note(
+                    f"{one.target.url} drafted nothing, so there is no speed-up to tell: is it started with "
+                    "--speculative-config, and does an override forbid drafts (`honed override list`)?"
+                )
             return
         played, counted = self._counted(one.plain or one.target, prompts, 0, on_reply)
         if counted.rounds:

@@ -128,7 +128,16 @@ def test_draft_lengths_that_differ_are_named() -> None:
     assert length_note(document(7.0), document(None)) == ""
 
 
-def test_without_a_round_there_is_no_acceptance_length() -> None:
+def test_a_server_that_drafts_nothing_has_no_speed_up_and_the_cause_is_named(run: Run) -> None:
+    with serving_model(accepted=0.0, num_draft_tokens=0) as model:
+        found = answer(run("--url", model.url, "--repeat", 1, "--json"))
+    assert {row["speedup"] for row in found["tuned"]["classes"].values()} == {None}
+    (note,) = found["notes"]
+    assert "drafted nothing" in note
+    assert "honed override list" in note
+
+
+def test_without_a_round_there_is_neither_acceptance_length_nor_speed_up() -> None:
     figures = ClassFigures(2, Counters(generated_tokens=10), drafted=[(10, 2.0)], plain=[(10, 4.0)])
     assert figures.view() == {
         "prompts": 2,
@@ -137,10 +146,12 @@ def test_without_a_round_there_is_no_acceptance_length() -> None:
         "acceptance_length": None,
         "tokens_per_s": 5.0,
         "tokens_per_s_without": 2.5,
-        "speedup": spread([2.0]),
+        "speedup": None,
     }
     about = {"prompts": "d", "sampling": {}, "concurrency": 1, "classes": {"": figures.view()}}
-    assert compare(about, about) == [{"class": "", "acceptance_length_retained": None, "speedup_retained": 1.0}]
+    assert compare(about, about) == [{"class": "", "acceptance_length_retained": None, "speedup_retained": None}]
+    figures.counters = Counters(generated_tokens=10, rounds=5, draft_tokens=20, accepted_tokens=5)
+    assert figures.view()["speedup"] == spread([2.0])
 
 
 @pytest.mark.parametrize(
