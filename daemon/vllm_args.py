@@ -114,6 +114,11 @@ def block_size_of(drafter: str) -> int:
     path = Path(drafter) / "config.json"
     try:
         block_size = json.loads(path.read_text()).get("block_size")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(
+            f"there is no {path}: {drafter!r} is misspelt, or no folder on this machine (names of a hub aren't looked up); "
+            "for one that vLLM will find, say how many tokens to draft with --draft-tokens"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read ({error}): say how many tokens to draft with --draft-tokens") from error
     if not isinstance(block_size, int) or block_size < 2:
