@@ -90,6 +90,8 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
 
 def drafters(document: Document) -> RenderableType:
     """The registry: versions, newest first, with the aliases that point at them."""
+    if not document.get("versions"):
+        return Text("no version is in the registry: an engine's own drafter will be the first", "dim")
     aliases: dict[str, list[str]] = {}
     for alias, version in (document.get("aliases") or {}).items():
         if version:
@@ -113,6 +115,8 @@ def drafters(document: Document) -> RenderableType:
 
 def operations(rows: Sequence[Document]) -> RenderableType:
     """What was asked for, and what became of it."""
+    if not rows:
+        return Text("nothing has been asked for", "dim")
     table = Rows.of("operation", "kind", "state", "stage", "since", "took", "who", "why", "result")
     for o in rows:
         state = cells.text(o.get("state"))
@@ -181,6 +185,8 @@ def canary_line(trial: Document) -> str:
 
 def canaries(rows: Sequence[Document]) -> RenderableType:
     """Trials of drafter versions, newest first."""
+    if not rows:
+        return Text("no version has been on trial", "dim")
     table = Rows.of("operation", "kind", "new", "old", "since", "verdict", "why")
     for r in rows:
         decision = cells.text(r.get("decision") or "going on")
@@ -217,6 +223,8 @@ def canary(document: Document) -> RenderableType:
 
 def overrides(rows: Sequence[Document]) -> RenderableType:
     """What operators have taken out of the controller's hands, and until when."""
+    if not rows:
+        return Text("no override is in force", "dim")
     table = Rows.of("override", "value", "until", "why", "who")
     for o in rows:
         until = cells.moment(o["until_unix_s"]) if o.get("until_unix_s") else cells.seconds(o.get("left_s") or o.get("ttl_s"))
@@ -227,6 +235,8 @@ def overrides(rows: Sequence[Document]) -> RenderableType:
 
 def audit(rows: Sequence[Document]) -> RenderableType:
     """Who changed what."""
+    if not rows:
+        return Text("nothing has been changed", "dim")
     table = Rows.of("when", "who", "did", "to", "why", "outcome")
     for r in rows:
         texts = (cells.text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))

@@ -120,6 +120,22 @@ def test_rows_without_fields_render(name: str) -> None:
     assert text_of(getattr(show, name)([]))
 
 
+@pytest.mark.parametrize(
+    ("name", "nothing"),
+    [
+        ("engines", "no engine has attached"),
+        ("drafters", "no version is in the registry"),
+        ("operations", "nothing has been asked for"),
+        ("canaries", "no version has been on trial"),
+        ("overrides", "no override is in force"),
+        ("audit", "nothing has been changed"),
+    ],
+)
+def test_where_there_is_nothing_to_show_it_says_so(name: str, nothing: str) -> None:
+    (line,) = text_of(getattr(show, name)({} if name == "drafters" else [])).splitlines()
+    assert nothing in line
+
+
 def test_a_clients_label_is_never_markup() -> None:
     label = "[/bold] [red]x[/red] [link=http://a]"
     assert label in text_of(show.workloads([{"workload": label}]))
