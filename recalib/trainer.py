@@ -104,8 +104,10 @@ class Trainer:
             self._is_paused = message.paused
         elif isinstance(message, wire.Purge):
             self._traffic.purge()
-        elif isinstance(message, wire.Welcome) and self._last_result is not None:
-            self._link.send(self._last_result)
+        elif isinstance(message, wire.Welcome):
+            log.info("connected to the daemon", daemon_id=message.daemon_id)
+            if self._last_result is not None:
+                self._link.send(self._last_result)
 
     def _begin(self, request: wire.TrainRequest) -> None:
         """Start an operation; the same request twice (a daemon that restarted) is one operation."""
@@ -355,7 +357,7 @@ def run(
         state_dir=state_dir / "training",
         on_tick=on_tick,
     )
-    log.info("trainer started", device=settings.device, daemon=endpoint)
+    log.info("trainer started, waiting for the daemon", device=settings.device, daemon=endpoint)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         trainer.is_stopping = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,3 +77,24 @@ def test_training_rests_for_the_time_that_its_duty_leaves_free(daemon: zmq.Socke
     assert result.steps == STEPS
     # The first and the last unit may lie outside the time that was seen.
     assert result.train_seconds * (STEPS - 2) / STEPS <= 0.2 * seconds * 1.1
+
+
+def test_the_log_says_which_daemon_is_waited_for_and_that_it_was_found(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine.sock"
+    command = [sys.executable, "-m", "honed.recalib.trainer", "--endpoint", endpoint, "--state-dir", str(tmp_path / "state")]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            assert process.stdout is not None
+            waiting = next(line for line in process.stdout if "waiting for the daemon" in line)
+            assert endpoint in waiting
+            socket.bind(endpoint)
+            assert socket.poll(20_000), "no hello came"
+            peer, _ = socket.recv_multipart()
+            welcome = wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id="d-1", boot_id="", committed_seq=0)
+            socket.send_multipart([peer, wire.encode(welcome)])
+            assert "d-1" in next(line for line in process.stdout if "connected to the daemon" in line)
+        finally:
+            process.kill()
+            process.wait()
+            socket.close(linger=0)
