@@ -40,6 +40,7 @@ def test_an_override_comes_and_goes(stack: Stack) -> None:
 
 
 def test_a_training_shows(stack: Stack) -> None:
+    stack.wait_for(lambda: stack.client.get("/v1/status")["trainer"], "the trainer")
     operation = stack.operation("/v1/recalibrations", {"dry_run": True, "reason": "a test", "max_seconds": 45})
     assert operation["state"] in ("succeeded", "failed"), operation  # whether the gate is passed is not the matter here
     stack.wait_for(lambda: now(stack, "honed_training_steps_total") > 50, "training steps")
