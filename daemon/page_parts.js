@@ -208,13 +208,13 @@ function show_training({ status, operation }) {
 function show_events({ status }) {
   const e = status.events;
   facts(by_id("events"), [
-    ["Rounds received", "received_rounds", `${count(e.received_rounds)} in ${count(e.batches)} batches`],
+    ["Rounds received, those without drafts too", "received_rounds", `${count(e.received_rounds)} in ${count(e.batches)} batches`],
     ["Rounds lost", "events_lost", count(e.lost_rounds), e.lost_rounds ? "bad" : "good"],
     ["Frames that nobody could read", "rejected_frames", count(e.rejected_frames)],
     ["Batches that came twice", "duplicate_batches", count(e.duplicate_batches)],
     ["Waiting to be committed", "queued_batches", count(e.queued_batches)],
     ["Lag", "lag_s", seconds(e.lag_s)],
-    ["Rounds stored, all time", "total_rounds", count(status.acceptance.total.rounds)],
+    ["Rounds with drafts stored, all time", "total_rounds", count(status.acceptance.total.rounds)],
     ["Database", "store_bytes", bytes(status.store.bytes)],
   ]);
 }
