@@ -207,6 +207,6 @@ def test_a_damaged_record_is_named_and_nothing_is_overwritten(run: Run, root: Pa
 
 def test_the_default_is_the_environment_that_runs_the_command(root: Path) -> None:
     result = CliRunner().invoke(app, ["install", "--root", str(root), "--apply"])
-    assert f"! {sys.prefix}/bin/honed does not exist" in result.stdout  # below this root, it doesn't
+    assert f"\n! {sys.prefix}" in result.stdout  # below this root it isn't there, or it is where services can't see it
     assert result.exit_code == 4
     assert f"ExecStart={sys.prefix}/bin/honed serve" in (root / UNIT).read_text()
