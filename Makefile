@@ -54,7 +54,7 @@ demo: setup
 	@$(BIN)/python benchmarks/demo.py $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
 
 test: setup
-	@echo "== tests (the real engine included: some 15 minutes on two cores)"
+	@echo "== tests (the real engine included: some 20 minutes on two cores)"
 	@$(BIN)/python -m pytest
 
 test-runners: setup
