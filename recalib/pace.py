@@ -3,9 +3,6 @@
 A unit's time is about a fixed part (the context that everything in it attends to) and a part that grows with its blocks. Both
 are followed by recursive least squares, slow units counting more than quick ones: what matters is the slow end. Units are
 sized for `SHARE` of the budget, since work that arrives during one makes it slower; the first are as small as can be.
-
-On a CPU a unit's time is what its thread computed, not what passed: others that hold the cores meanwhile say nothing about it,
-and smaller units wouldn't end sooner for them.
 """
 
 from __future__ import annotations

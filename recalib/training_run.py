@@ -6,7 +6,6 @@ random choices and figures. Samples aren't saved: the engine's ring still has th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,8 +100,11 @@ class TrainingRun:
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
 
     def pace(self) -> Pace:
-        """For units on the training's device; on a CPU they are timed by what their thread computes."""
-        return Pace(self._settings.preempt_budget_s, time.thread_time if self._device.type == "cpu" else time.perf_counter)
+        """For units on the training's device. On a CPU they are whole: the trainer yields within them (`yield_points`).
+
+        Each part of a micro-step would compute the context anew, which on a slow CPU took three quarters of the training.
+        """
+        return Pace(0.0 if self._device.type == "cpu" else self._settings.preempt_budget_s)
 
     def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
         """Micro-steps until max_steps or max_seconds of them; then the drafter holds the result."""

@@ -11,10 +11,12 @@ from honed.attach.ring import RingWriter
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.gate import GateSettings, judge
 from honed.recalib.hold_out import HoldOut
+from honed.recalib.pace import Pace
 from honed.recalib.recalibration import Recalibration, _blend
 from honed.recalib.registry import Registry
 from honed.recalib.traffic import Traffic
 from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.training_run import TrainingRun
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
 
 SETTINGS = TrainerSettings(
@@ -258,10 +260,21 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
     assert not list(site.state_dir.glob("*")), "an operation that is over leaves nothing"
 
 
-def test_a_training_killed_amid_a_micro_step_goes_on_from_the_last_whole_one(site):
+def test_on_a_cpu_a_micro_step_is_not_divided(site):
+    """The trainer yields within it; each part would compute the context anew."""
+    write_sessions(site.ring, "b", 40)
+    operation, turns = site.begin(replace(SETTINGS, max_steps=20, preempt_budget_s=1e-9)), 0
+    while operation.progress.steps < 20:
+        turns += operation.progress.stage == "training"
+        operation.advance()
+    assert turns < 3 * 20, "more turns than micro-steps and the pauses between them"
+
+
+def test_a_training_killed_amid_a_micro_step_goes_on_from_the_last_whole_one(site, monkeypatch):
+    monkeypatch.setattr(TrainingRun, "pace", lambda _: Pace(1e-9))  # a block at a time, as for a hurried GPU
     write_sessions(site.ring, "b", 40)
     site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
-    settings = replace(SETTINGS, max_steps=30, save_state_s=0.01, preempt_budget_s=1e-9)  # a block at a time
+    settings = replace(SETTINGS, max_steps=30, save_state_s=0.01)
     killed = site.begin(settings)
     while not list(site.state_dir.glob("*.safetensors")):
         killed.advance()
