@@ -133,18 +133,17 @@ class MicroTrainer:
         packed = pack(list(samples))
         self._check_features(packed)
         blocks = self._choose(packed, samples, preferred_anchors, kept)
-        clock = pace.clock if pace is not None else time.perf_counter
         drafts: list[Tensor] = []
         loss, done, spent_s = 0.0, 0, 0.0
         while done < len(blocks.anchors):
-            part_began_s = clock()
+            part_began_s = time.perf_counter()
             left = len(blocks.anchors) - done
             part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
             part_loss, part_drafts = self._learn(part)
             loss, done = loss + part_loss, done + len(part.anchors)
             drafts.append(part_drafts)
             if pace is not None:
-                pace.observe(len(part.anchors), clock() - part_began_s)
+                pace.observe(len(part.anchors), time.perf_counter() - part_began_s)
             spent_s += time.perf_counter() - began_s
             yield
             began_s = time.perf_counter()

@@ -8,8 +8,7 @@ sized for `SHARE` of the budget, since work that arrives during one makes it slo
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TypeVar
 
 R = TypeVar("R")
@@ -26,11 +25,9 @@ class Pace:
 
     Args:
         budget_s: how long serving may have to wait for a unit; 0: units are as large as asked for.
-        clock: what units are timed with.
     """
 
-    def __init__(self, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self, budget_s: float) -> None:
         self._goal_s = SHARE * budget_s
         self._largest = 0
         self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·s, w·n·s
