@@ -63,9 +63,15 @@ class FakeEngine:
     """One connection under one engine id and boot id. Every wait has a deadline and fails with what was received instead."""
 
     def __init__(
-        self, socket_path: Path, *, engine_id: str = "engine-0", boot_id: str = "boot", timeout_s: float = 60.0
+        self,
+        socket_path: Path,
+        *,
+        engine_id: str = "engine-0",
+        boot_id: str = "boot",
+        timeout_s: float = 60.0,
+        is_immediate: bool = True,
     ) -> None:
-        self.engine_id, self.boot_id, self._timeout_s = engine_id, boot_id, timeout_s
+        self.engine_id, self.boot_id, self._timeout_s, self._is_immediate = engine_id, boot_id, timeout_s, is_immediate
         self._endpoint = f"ipc://{socket_path}"
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._connect()
@@ -75,7 +81,9 @@ class FakeEngine:
     def _connect(self) -> Any:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.IMMEDIATE, 1)
+        # As honed's own: nothing is queued for a daemon that is gone. But then ZeroMQ also drops what has come in and
+        # wasn't read yet when the connection ends.
+        socket.set(zmq.IMMEDIATE, int(self._is_immediate))
         socket.set(zmq.RECONNECT_IVL, 20)
         socket.connect(self._endpoint)
         return socket
