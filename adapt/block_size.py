@@ -10,31 +10,67 @@ it is best to admit the largest g anywhere in the batch, and what is admitted of
 runs over two numbers: a threshold on g, and a cap b on the block. k = 0 for everybody is a candidate of its own, priced
 without the drafter.
 
-For a small batch each value is its own threshold and the answer is the optimum (`block_size_exact`). For a large one, here,
-values are sorted into `LEVELS` equal levels by one counting pass. A level is admitted whole, unless a captured graph size
-lies within it: then exactly as many as fit are, the largest first. Of requests with equal g the earlier in the batch goes
-first; apart from that a permutation of the batch permutes the answer. Requests that share a curve can be passed as one
-(`group`): cost then grows with the number of curves. `block_size_shared` does the same for curves that many steps share.
+For a small batch each value is its own threshold and the answer is the optimum (`compiled.exact`). For a large one values are
+sorted into `LEVELS` equal levels by one counting pass (`compiled.by_levels`). A level is admitted whole, unless a captured
+graph size lies within it: then exactly as many as fit are, the largest first. Of requests with equal g the earlier in the batch
+goes first; apart from that a permutation of the batch permutes the answer.
 
 Non-anticipation, on which losslessness rests: the only inputs are survival estimates from finished rounds and the batch's
 shape. Nothing of the drafts that are about to be cut enters, so which drafts get verified is independent of what they are.
 
-Letters: N = requests, C = their distinct survival curves, K = configured number of draft tokens, L = levels, B = caps that are
-tried (K, or 1 when a shorter block isn't cheaper).
+Letters: N = requests, C = survival curves, K = configured number of draft tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.block_size_exact import MOST_ENTRIES, Choice, OperatingPoint, choose_exact, work
 from honed.adapt.step_time import StepTimeModel
 
 LEVELS = 64
+LEVEL_VALUES: Floats = 1.0 - (np.arange(LEVELS) + 0.5) / LEVELS
+"""Typical gain of each level, the largest first."""
+MOST_ENTRIES = 512
+"""Up to so many candidates (entries, times caps that are tried) each is its own threshold."""
+NO_PREVIOUS = -1
+"""Instead of a cap: there is no previous choice to hold on to."""
+Found: TypeAlias = tuple[Ints, float, int, float, float, bool]
+"""Draft lengths [N], threshold, cap (0: no drafts), rate, rate without drafts, whether the previous choice was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingPoint:
+    """What a choice comes down to, and what hysteresis holds on to while batches come and go."""
+
+    threshold: float
+    cap: int
+    """Longest block; 0: nothing is drafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Draft lengths of a batch and what is expected of them."""
+
+    num_draft_tokens: list[int]  # [N]
+    point: OperatingPoint
+    rate: float
+    """What was maximised, per second: expected tokens of the batch, or of a typical request when latency counts."""
+    rate_without: float
+    """The same with nothing drafted."""
+    is_held: bool = False
+    """The best choice gained too little over the previous operating point, which was kept."""
+
+
+def nothing(count: int, rate: float) -> Choice:
+    """No drafts for anybody."""
+    return Choice([0] * count, OperatingPoint(1.0, 0), rate, rate)
 
 
 def allocate(
@@ -62,8 +98,22 @@ def latency_gains(survival: npt.NDArray[np.floating]) -> Floats:
     return gains
 
 
+@dataclass(frozen=True, slots=True)
+class CurveTable:
+    """A set of curves, with the level of everything in them; many batches may share it."""
+
+    gains: Floats  # [C, K]
+    levels: npt.NDArray[np.int16]  # [C, K]
+
+    @classmethod
+    def of(cls, gains: npt.NDArray[np.floating]) -> CurveTable:
+        """Tabulate gains [C, K], as `choose` takes them."""
+        made = np.ascontiguousarray(gains, dtype=np.float64)
+        return cls(made, ((1.0 - made) * (LEVELS - 1e-3)).astype(np.int16))
+
+
 def choose(
-    gains: npt.NDArray[np.floating],
+    gains: npt.NDArray[np.floating] | CurveTable,
     model: StepTimeModel,
     *,
     is_latency: bool = False,
@@ -80,154 +130,72 @@ def choose(
         gains: g(j) of each curve, [C, K], non-increasing along the last axis: survival, or `latency_gains` of it.
         is_latency: which of the two the gains are.
         group: curve of each request, [N]; None: one request per curve.
-        ceilings: most draft tokens of each curve, [C]; None: K for all.
+        ceilings: most draft tokens of each request, [N]; None: K for all.
         previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its.
     """
-    count = len(gains) if group is None else len(group)
-    num_spec_tokens = gains.shape[1]
-    if work(count, num_spec_tokens, model) <= MOST_ENTRIES:
-        curves = gains.tolist()
-        if ceilings is not None:
-            curves = [curve[: max(ceiling, 0)] for curve, ceiling in zip(curves, ceilings.tolist(), strict=True)]
-        return choose_exact(
-            curves if group is None else [curves[row] for row in group.tolist()], model, is_latency=is_latency,
-            context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
-            previous=previous, hysteresis=hysteresis,
-        )  # fmt: skip
-    by_depth = np.ascontiguousarray(gains.T)  # [K, C]: depth first, so that reductions run over contiguous curves
-    copies = None if group is None else np.bincount(group, minlength=len(gains))
-    levels, is_block_priced = levels_of(by_depth, ceilings), model.is_block_priced and num_spec_tokens > 1
-    admitted, gained = _cumulate(levels, by_depth, copies, is_block_priced)  # [B, L]
-    batch = _Batch(count, num_spec_tokens, context_tokens, num_prefill_tokens, is_latency)
-    found = _search(batch, model, admitted, gained, previous, hysteresis)
-    if found.left_out:
-        some, theirs = by_depth[: found.point.cap], levels[: found.point.cap]
-        if group is not None:
-            some, theirs = some[:, group], theirs[:, group]
-        lengths = all_but_least_likely(some, theirs, found.level, found.left_out)
-    else:
-        lengths = np.add.reduce(levels[: found.point.cap] <= found.level, axis=0, dtype=np.int64)
-        lengths = lengths if group is None else lengths[group]
-    return Choice(lengths.tolist(), found.point, found.rate, found.rate_without, found.is_held)
+    from honed.adapt import compiled
+
+    table = gains if isinstance(gains, CurveTable) else CurveTable.of(gains)
+    num_curves, depth = table.gains.shape
+    count = num_curves if group is None else len(group)
+    found = compiled.search(
+        table.gains,
+        table.levels,
+        np.arange(count) if group is None else group,
+        np.full(count, depth) if ceilings is None else ceilings,
+        model.parameter_array,
+        *model.price_tables(count * (depth + 1) + num_prefill_tokens),
+        context_tokens,
+        num_prefill_tokens,
+        is_latency,
+        to_hold(previous, hysteresis),
+    )
+    return choice_of(found)
 
 
-class _Batch(NamedTuple):
-    num_requests: int
-    num_spec_tokens: int
-    context_tokens: int
-    num_prefill_tokens: int
-    is_latency: bool
+def to_hold(previous: OperatingPoint | None, hysteresis: float) -> tuple[float, int, float]:
+    """Tell `compiled.search` what to hold on to: threshold and cap, and how hard."""
+    if previous is None or hysteresis <= 0.0:
+        return 1.0, NO_PREVIOUS, 0.0
+    return previous.threshold, previous.cap, hysteresis
 
 
-class _Found(NamedTuple):
-    """Levels up to `level` are admitted (−1: nothing is), less `left_out` entries of the last."""
-
-    level: int
-    left_out: int
-    point: OperatingPoint
-    rate: float
-    rate_without: float
-    is_held: bool
+def choice_of(found: Found) -> Choice:
+    """Make a choice of what `compiled.search` found."""
+    lengths, threshold, cap, rate, without, is_held = found
+    return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held)
 
 
-def _search(
-    batch: _Batch,
+def choose_equal(
+    gains: Sequence[float],
+    count: int,
     model: StepTimeModel,
-    admitted: Floats,  # [B, L]
-    gained: Floats,  # [B, L]
-    previous: OperatingPoint | None,
-    hysteresis: float,
-) -> _Found:
-    count, num_spec_tokens, is_latency = batch.num_requests, batch.num_spec_tokens, batch.is_latency
-    is_block_priced = len(admitted) > 1
-    fixed = model.fixed_seconds_of_rounds(count, batch.context_tokens, batch.num_prefill_tokens)
-    base_tokens = count + batch.num_prefill_tokens
-    without = (1 if is_latency else count) / (fixed + model.seconds_of_tokens(base_tokens))
-    nothing = _Found(-1, 0, OperatingPoint(1.0, 0), without, without, False)
-    seconds = model.draft_seconds(count, num_spec_tokens, batch.context_tokens)[-len(admitted) :, None] + fixed
-    totals = admitted.astype(np.int64)
-    totals += base_tokens
-    rate = _rate(count, gained, model.token_seconds(totals) + seconds, is_latency)
-    best_rate, surplus = rate, totals
-    if model.captured_tokens:
-        surplus = _surplus(model, totals, base_tokens)
-        fitted = model.token_seconds(totals - surplus) + seconds
-        best_rate = np.maximum(rate, _rate(count, gained - surplus * LEVEL_VALUES, fitted, is_latency))
-    row, level = divmod(int(best_rate.argmax()), LEVELS)
-    best = float(best_rate[row, level])
-    if previous is not None and hysteresis > 0.0:
-        held_level = level_of(previous.threshold)
-        if previous.cap <= 0 or held_level < 0:
-            if best <= without * (1.0 + hysteresis):
-                return nothing
-        else:
-            held_cap = min(previous.cap, num_spec_tokens) if is_block_priced else num_spec_tokens
-            held = float(rate[held_cap - 1 if is_block_priced else 0, held_level])
-            if held >= without and best <= held * (1.0 + hysteresis):
-                return _Found(held_level, 0, OperatingPoint(previous.threshold, held_cap), held, without, True)
-    if best <= without:
-        return nothing
-    point = OperatingPoint(float(LEVEL_LOWER[level]), row + 1 if is_block_priced else num_spec_tokens)
-    return _Found(level, int(surplus[row, level]) if best > rate[row, level] else 0, point, best, without, False)
+    *,
+    is_latency: bool = False,
+    context_tokens: int = 0,
+    num_prefill_tokens: int = 0,
+    previous: OperatingPoint | None = None,
+    hysteresis: float = 0.0,
+    captured_lengths: Sequence[int] = (),
+) -> Choice:
+    """Choose one length for everybody, for engines on which lengths that differ lose the captured graph.
 
-
-def levels_of(by_depth: npt.NDArray[np.floating], ceilings: Ints | None) -> npt.NDArray[np.intp]:
-    """Sort survival [K, C] into levels, most likely first; L: above its ceiling, never admitted."""
-    levels = ((1.0 - by_depth) * (LEVELS - 1e-3)).astype(np.intp)
-    if ceilings is not None:
-        levels = np.where(np.arange(len(by_depth))[:, None] < ceilings, levels, LEVELS)
-    return levels
-
-
-LEVEL_LOWER: Floats = 1.0 - np.arange(1, LEVELS + 1) / LEVELS
-LEVEL_VALUES: Floats = LEVEL_LOWER + 0.5 / LEVELS
-
-
-def level_of(threshold: float) -> int:
-    """Last level that is wholly admitted at a threshold, −1 when none is."""
-    return min(int((1.0 - threshold + 1e-9) * LEVELS), LEVELS) - 1
-
-
-def _cumulate(
-    levels: npt.NDArray[np.intp], by_depth: npt.NDArray[np.floating], copies: Ints | None, is_block_priced: bool
-) -> tuple[Floats, Floats]:
-    """Sum the entries of depth ≤ cap and level ≤ l, for every cap and level: how many, and their gains, both [B, L]."""
-    width = LEVELS + 1
-    num_rows = len(levels) if is_block_priced else 1
-    flat = (levels + _DEPTHS[: len(levels)] * width if is_block_priced else levels).ravel()
-    weights, gains = None, by_depth
-    if copies is not None:
-        weights, gains = np.broadcast_to(copies, levels.shape).ravel(), by_depth * copies
-    sums = np.empty((2, num_rows, LEVELS))
-    for row, weight in enumerate((weights, gains.ravel())):
-        sums[row] = np.bincount(flat, weight, num_rows * width).reshape(num_rows, width)[:, :-1]
-    np.add.accumulate(sums, axis=2, out=sums)
-    if is_block_priced:
-        np.add.accumulate(sums, axis=1, out=sums)
-    return sums[0], sums[1]
-
-
-_DEPTHS = np.arange(4096)[:, None]
-
-
-def _rate(count: int, gained: Floats, seconds: Floats, is_latency: bool) -> Floats:
-    """What is maximised, from the sum of gains."""
-    return count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
-
-
-def _surplus(model: StepTimeModel, totals: Ints, base_tokens: int) -> Ints:
-    """Entries to leave out of each level so that the total is the captured size within it, [B, L]; 0 where there is none."""
-    before = np.full_like(totals, base_tokens)
-    before[:, 1:] = totals[:, :-1]
-    table = model.captured_below
-    below = table.take(totals, mode="clip")
-    surplus: Ints = np.where((below > before) & (totals < len(table)), totals - below, 0)
-    return surplus
-
-
-def all_but_least_likely(by_depth: npt.NDArray[np.floating], levels: npt.NDArray[np.intp], level: int, left_out: int) -> Ints:
-    """Admit everything above a level, and of the level itself all but its `left_out` least likely entries."""
-    lengths: Ints = (levels < level).sum(axis=0)
-    depth, request = np.nonzero(levels == level)
-    kept = np.argsort(-by_depth[depth, request], kind="stable")[: len(request) - left_out]
-    return lengths + np.bincount(request[kept], minlength=len(lengths))
+    Args:
+        gains: Σ_i g_i(j) of the batch by depth, [k_max].
+        count: N.
+        captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
+        previous: its cap is kept unless the best rate is more than `hysteresis` (relative) above that length's.
+    """
+    fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
+    base, rates = count + num_prefill_tokens, []
+    for k, gained in enumerate(accumulate(gains, initial=0.0)):
+        drafting = model.block_seconds(count, k, context_tokens) if k else 0.0
+        seconds = fixed + model.seconds_of_tokens(base + k * count) + drafting
+        rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)
+    open_ = [k for k in captured_lengths if 0 < k < len(rates)] if captured_lengths else range(1, len(rates))
+    best = held = max((0, *open_), key=rates.__getitem__)
+    if previous is not None and (before := min(max(previous.cap, 0), len(gains))) in (0, *open_):
+        held = before
+    is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
+    k = held if is_held else best
+    return Choice([k] * count, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held)

@@ -37,8 +37,8 @@ import numpy as np
 from honed.adapt.acceptance import CHAIN_STRENGTH, Floats, Ints, RequestTable, scale_odds
 
 NUM_BUCKETS = 11
-_BITS = 7
-_LONGEST = 1 << (_BITS + NUM_BUCKETS - 2)
+BITS = 7
+"""Contexts below 2^BITS tokens share the first bucket."""
 _BUCKETS: Ints = np.array([n.bit_length() for n in range((1 << (NUM_BUCKETS - 2)) + 1)], dtype=np.int64)
 FORGETTING_ROUNDS = 100_000.0
 """Long, since it takes many requests to tell the context's part from theirs; a change of weights ends it sooner."""
@@ -49,21 +49,14 @@ LEAST = 0.02
 _TURNS = 6
 
 
-def bucket_of(context_tokens: int) -> int:
-    """Return the bucket of a context length; negative ones are short."""
-    if 0 <= context_tokens < _LONGEST:
-        return (context_tokens >> _BITS).bit_length()
-    return NUM_BUCKETS - 1 if context_tokens > 0 else 0
-
-
 def buckets_of(context_tokens: Sequence[int] | Ints) -> Ints:
-    """Return the buckets of context lengths, [R]; the same as `bucket_of`."""
-    return _BUCKETS.take(np.asarray(context_tokens, dtype=np.int64) >> _BITS, mode="clip")
+    """Return the buckets of context lengths, [R]; negative ones are short."""
+    return _BUCKETS.take(np.asarray(context_tokens, dtype=np.int64) >> BITS, mode="clip")
 
 
 def bucket_starts() -> list[int]:
     """Return the shortest context of each bucket."""
-    return [0, *(1 << (_BITS + i) for i in range(NUM_BUCKETS - 1))]
+    return [0, *(1 << (BITS + i) for i in range(NUM_BUCKETS - 1))]
 
 
 class ContextCounts:

@@ -1,7 +1,6 @@
 """Decides, inside the engine and every step, how many draft tokens each request gets.
 
-What is known of the requests is `adapt.request_beliefs`'; `decide` takes well under 100 µs for 256 of them. What it does when
-is a table:
+What is known of the requests is `adapt.request_beliefs`'. What it does when is a table:
 
     policy             reason          draft lengths
     none               no_policy       K for everybody
@@ -24,13 +23,10 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from honed.adapt.block_size import choose
-from honed.adapt.block_size_exact import MOST_ENTRIES, OperatingPoint, choose_equal, choose_exact, work
-from honed.adapt.block_size_shared import choose_shared
+from honed.adapt.block_size import OperatingPoint, choice_of, choose_equal, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.explore import neighbour
@@ -53,6 +49,7 @@ class Decider:
         self._fallback = "no_policy"
         self._point: OperatingPoint | None = None
         self._rule: Contender | None = None
+        self._most_tokens = 0  # that a step might have had so far
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
         self._model = self._tables.model
         self.requests = RequestBeliefs(self.num_spec_tokens, max_num_seqs, self._tables)
@@ -78,12 +75,12 @@ class Decider:
         now = self._tables
         if policy is not None and policy == now.policy:
             return replace(now, policy=policy)
-        return PolicyTables.of(policy, self.num_spec_tokens)
+        return PolicyTables.of(policy, self.num_spec_tokens, self._most_tokens)
 
     def use(self, tables: PolicyTables, now_s: float) -> None:
         """Put a tabulated policy in force from now on; its time to live starts again."""
         self._policy_at_s = now_s
-        if tables.by_depth is not self._tables.by_depth:
+        if tables.curves is not self._tables.curves:
             self._use(tables)
         self._refresh_fallback(now_s)
 
@@ -115,6 +112,12 @@ class Decider:
             for request_id, slot in self.requests.slot_of.items():
                 self._rule.start(request_id, ceiling=int(self.requests.ceiling[slot]))
         self._rule.set_limits(limit_of(policy, self.num_spec_tokens), policy.static_k, policy.table, self._model)
+
+    def prepare(self) -> None:
+        """Compile now what deciding needs, which takes seconds where it was never done before."""
+        from honed.adapt import compiled
+
+        compiled.prepare()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +159,15 @@ class Decider:
         now_s: float,
         contexts: Sequence[int] | None = None,
     ) -> Decision:
-        """Choose the draft lengths of the decoding requests of a step."""
+        """Choose the draft lengths of the decoding requests of a step.
+
+        Args:
+            request_ids: who decodes.
+            context_tokens: sum of their contexts; −1: they are as `requests.note_context` was told.
+            num_prefill_tokens: prompt tokens in the same step.
+            now_s: a monotonic time.
+            contexts: each of them; None: not told.
+        """
         self._refresh_fallback(now_s)
         policy = self._tables.policy
         if policy is None:
@@ -168,6 +179,8 @@ class Decider:
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:
+            if context_tokens < 0:
+                context_tokens = self.requests.noted_tokens(request_ids)
             return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
         if policy.kind not in ("goodput", "latency"):
             return self._uniform(request_ids, static_k, "override" if policy.override else "static")
@@ -182,8 +195,11 @@ class Decider:
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
-            self.requests.place(request_ids, contexts)
-            lengths = self._best(request_ids, max(context_tokens, 0), max(num_prefill_tokens, 0), limit, policy)
+            is_told = context_tokens < 0
+            if contexts is not None and len(contexts) == len(request_ids):
+                self.requests.note_contexts(request_ids, contexts)
+                is_told = True
+            lengths = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), limit, policy, is_told)
         if is_exploring:
             cold_length = None if self._model.is_ready else static_k
             lengths = self._explore(request_ids, lengths, limit, cold_length, policy)
@@ -207,30 +223,32 @@ class Decider:
         return [length] * len(lengths)
 
     def _best(
-        self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int, limit: int, policy: Policy
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        limit: int,
+        policy: Policy,
+        are_contexts_known: bool,
     ) -> list[int]:
-        known: dict[str, Any] = {
-            "is_latency": self._tables.is_latency, "context_tokens": context_tokens, "num_prefill_tokens": num_prefill_tokens,
-            "previous": self._point, "hysteresis": within(policy.hysteresis, 0.0, 10.0, 0.0),
-        }  # fmt: skip
-        requests, model = self.requests, self._model
+        requests, hysteresis = self.requests, within(policy.hysteresis, 0.0, 10.0, 0.0)
+        self._most_tokens = max(self._most_tokens, len(request_ids) * (limit + 1) + num_prefill_tokens)
         if policy.equal_lengths:
-            slots = requests.slots_of(request_ids)
-            shared = min(limit, int(requests.ceiling[slots].min())) if requests.num_ceilings else limit
-            gains = self._tables.by_depth[:shared, requests.curve_of(slots)].sum(axis=1).tolist()
-            choice = choose_equal(gains, len(slots), model, captured_lengths=policy.captured_lengths, **known)
-        elif work(len(request_ids), limit, model) <= MOST_ENTRIES:
-            choice = choose_exact(requests.curves_of(requests.slot_list(request_ids), limit), model, **known)
+            shared = min(limit, int(requests.ceiling[requests.slots_of(request_ids)].min())) if requests.num_ceilings else limit
+            gains = requests.sums_of(request_ids, shared, are_contexts_known=are_contexts_known)
+            if context_tokens < 0:
+                context_tokens = requests.noted_tokens(request_ids)
+            choice = choose_equal(
+                gains, len(request_ids), self._model, is_latency=self._tables.is_latency, context_tokens=context_tokens,
+                num_prefill_tokens=num_prefill_tokens, previous=self._point, hysteresis=hysteresis,
+                captured_lengths=policy.captured_lengths,
+            )  # fmt: skip
         else:
-            slots = requests.slots_of(request_ids)
-            curve = requests.curve_of(slots)
-            if requests.num_ceilings:  # requests of one curve may differ in their ceilings: each is a curve of its own
-                gains = self._tables.by_depth[:limit, curve].T
-                choice = choose(gains, model, ceilings=requests.ceiling[slots], **known)
-            elif model.is_block_priced:
-                choice = choose(self._tables.by_depth[:limit].T, model, group=curve, **known)
-            else:
-                choice = choose_shared(self._tables.shared, curve, model, **known)
+            hold = to_hold(self._point, hysteresis)
+            found = requests.search(
+                request_ids, context_tokens, num_prefill_tokens, hold, are_contexts_known=are_contexts_known
+            )  # fmt: skip
+            choice = choice_of(found)
         self._point = choice.point
         return choice.num_draft_tokens
 

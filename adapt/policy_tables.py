@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
-from honed.adapt.block_size import latency_gains
-from honed.adapt.block_size_shared import CurveTable
+from honed.adapt.block_size import CurveTable, latency_gains
 from honed.adapt.context_shift import NUM_BUCKETS
 from honed.adapt.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.step_time import StepTimeModel
@@ -32,19 +31,20 @@ class PolicyTables:
     model: StepTimeModel
     row_of_workload: dict[str, int]
     is_latency: bool
-    by_depth: Floats  # [K, W * thetas] gains: survival, or what it does for latency
+    curves: list[list[float]]  # [W * thetas][K] gains: survival, or what it does for latency
     shared: CurveTable  # the same, as far as the policy's limit goes
-    curves: list[list[float]]  # [W * thetas][K] the same
     constant: Floats  # [W] what the workload's curve weighs in a request's theta
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] what n accepted drafts add to the other
-    shift: Floats | None  # [W * buckets] steps of theta by context length; None: it makes no difference
-    feature_weight: list[float]  # [W] see `draft_features`; empty when all are 0
-    feature_mean: list[float]  # [W]
+    shift: Floats  # [W, buckets] steps of theta by context length
+    feature_weight: Floats  # [W] see `draft_features`
+    feature_mean: Floats  # [W]
+    has_features: bool  # whether any weight isn't 0
+    has_shift: bool  # whether any step isn't 0
 
     @classmethod
-    def of(cls, policy: Policy | None, num_spec_tokens: int) -> PolicyTables:
-        """Tabulate a policy; unusable figures of it are replaced."""
+    def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0) -> PolicyTables:
+        """Tabulate a policy, with prices of steps of at least `num_tokens`; unusable figures of it are replaced."""
         priors = policy.priors if policy is not None else []
         usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
         acceptance = np.array(usable or [_usable_curve([], num_spec_tokens)])  # [W, K]
@@ -55,21 +55,23 @@ class PolicyTables:
             by_theta = latency_gains(by_theta)
         by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
         none = np.zeros((len(acceptance), 1))
+        shift, has_shift = _usable_shift([prior.context_shift for prior in priors] or [[]])
         weights = [within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0) for prior in priors] or [0.0]
         return cls(
             policy,
-            _usable_model(policy),
+            _usable_model(policy, num_tokens),
             {prior.workload: row for row, prior in enumerate(priors)},
             is_latency,
-            np.ascontiguousarray(by_theta.T),
-            CurveTable.of(by_theta[:, : limit_of(policy, num_spec_tokens)]),
             by_theta.tolist(),
+            CurveTable.of(by_theta[:, : limit_of(policy, num_spec_tokens)]),
             np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
-            _usable_shift([prior.context_shift for prior in priors]),
-            weights if any(weights) else [],
-            [within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0],
+            shift,
+            np.array(weights),
+            np.array([within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0]),
+            any(weights),
+            has_shift,
         )
 
 
@@ -81,10 +83,10 @@ def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:
     return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
 
 
-def _usable_model(policy: Policy | None) -> StepTimeModel:
+def _usable_model(policy: Policy | None, num_tokens: int) -> StepTimeModel:
     model = StepTimeModel.from_policy(policy) if policy is not None else StepTimeModel()
     if model.is_ready:
-        model.prepare()
+        model.prepare(num_tokens)
     return model
 
 
@@ -98,13 +100,13 @@ def _usable_curve(acceptance: Sequence[float], num_spec_tokens: int) -> Floats:
     return curve
 
 
-def _usable_shift(shifts: Sequence[Sequence[float]]) -> Floats | None:
+def _usable_shift(shifts: Sequence[Sequence[float]]) -> tuple[Floats, bool]:
     """Turn factors by context length into steps of theta: 1 for what is missing or unusable."""
     factors = np.ones((len(shifts), NUM_BUCKETS))
     for row, shift in zip(factors, shifts, strict=True):
         usable = [within(value, 0.1, 10.0, 1.0) if value > 0.0 else 1.0 for value in shift[:NUM_BUCKETS]]
         row[: len(usable)] = usable
-    return np.log(factors).ravel() * THETA_STEPS if (factors != 1.0).any() else None
+    return np.log(factors) * THETA_STEPS, bool((factors != 1.0).any())
 
 
 def within(value: float, low: float, high: float, otherwise: float) -> float:

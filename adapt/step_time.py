@@ -19,7 +19,6 @@ Steps with prompts in them are told apart more coarsely, or their many kinds wou
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,7 +46,7 @@ _DRAFTING, _VERIFYING, _TOKENS = slice(4, 9), slice(9, 11), slice(11, None)
 _RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.1, *(1.0 for _ in KNOTS)])
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
 _TABLE_TOKENS = 8192
-_LEAST_SECONDS = 1e-7
+LEAST_SECONDS = 1e-7
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class StepTimeModel:
     def fixed_seconds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
         """Price what doesn't depend on draft lengths."""
         p = self.parameters
-        return p[0] + p[1] * num_requests + p[2] * context_tokens + p[3] * num_prefill_tokens + _LEAST_SECONDS
+        return p[0] + p[1] * num_requests + p[2] * context_tokens + p[3] * num_prefill_tokens + LEAST_SECONDS
 
     def fixed_seconds_of_rounds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
         """Price the same without what prompts add to a step that drafts nothing.
@@ -101,7 +100,7 @@ class StepTimeModel:
     def token_seconds(self, tokens: Ints) -> Floats:
         """Price totals of scheduled tokens, element by element."""
         try:
-            return self._table.take(tokens)
+            return self.price_tables(0)[0].take(tokens)
         except IndexError:
             return self._token_seconds(tokens)
 
@@ -110,13 +109,6 @@ class StepTimeModel:
         if num_tokens < _TABLE_TOKENS:
             return self._price_list[num_tokens]
         return float(self._token_seconds(np.array([num_tokens]))[0])
-
-    def token_prices(self, start: int, stop: int) -> list[float]:
-        """Price totals of `start` … `stop` − 1 scheduled tokens."""
-        if stop <= _TABLE_TOKENS:
-            return self._price_list[start:stop]
-        prices: list[float] = self._token_seconds(np.arange(start, stop)).tolist()
-        return prices
 
     def block_seconds(self, num_requests: int, block: int, context_tokens: int = 0) -> float:
         """Price drafting one block, length ≥ 1, and that it gets verified at all."""
@@ -156,29 +148,35 @@ class StepTimeModel:
         verifying, verifying_per_request = self.parameters[_VERIFYING]
         return fixed + verifying, per_request + verifying_per_request, per_token, per_token_and_request, per_context_token
 
-    def captured_at_most(self, num_tokens: int) -> int:
-        """Largest captured size ≤ a total of scheduled tokens, 0 where there is none."""
-        index = bisect_right(self.captured_tokens, num_tokens)
-        return self.captured_tokens[index - 1] if index else 0
+    def price_tables(self, num_tokens: int) -> tuple[Floats, Ints]:
+        """Price totals of 0 … at least `num_tokens`, and tell the largest captured size ≤ each, 0 where there is none."""
+        size = _TABLE_TOKENS
+        while size <= num_tokens:
+            size *= 2
+        made = self._tables.get(size)
+        if made is None:
+            totals, sizes = np.arange(size), np.array((0, *self.captured_tokens), dtype=np.int64)
+            made = self._token_seconds(totals), sizes[np.searchsorted(sizes, totals, side="right") - 1]
+            self._tables[size] = made
+        return made
 
     @cached_property
-    def captured_below(self) -> Ints:
-        """Largest captured size ≤ t for t = 0 … table end, 0 where there is none."""
-        sizes = np.array((0, *self.captured_tokens), dtype=np.int64)
-        return sizes[np.searchsorted(sizes, np.arange(_TABLE_TOKENS), side="right") - 1]
+    def parameter_array(self) -> Floats:
+        """The same as `parameters`, [P]."""
+        return np.array(self.parameters)
 
     @cached_property
-    def _table(self) -> Floats:
-        return self._token_seconds(np.arange(_TABLE_TOKENS))
+    def _tables(self) -> dict[int, tuple[Floats, Ints]]:
+        return {}
 
     @cached_property
     def _price_list(self) -> list[float]:
-        prices: list[float] = self._table.tolist()
+        prices: list[float] = self.price_tables(0)[0].tolist()
         return prices
 
-    def prepare(self) -> None:
-        """Make the tables now rather than in the middle of the first decision."""
-        _ = self._price_list, self.captured_below
+    def prepare(self, num_tokens: int = 0) -> None:
+        """Make the tables now, for so many tokens, rather than in the middle of the first decision."""
+        _ = self._price_list, self.price_tables(num_tokens)
 
     def _token_seconds(self, tokens: Ints) -> Floats:
         first, *slopes = self.parameters[_TOKENS]

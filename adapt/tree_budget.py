@@ -33,8 +33,7 @@ from functools import lru_cache
 import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.block_size import latency_gains
-from honed.adapt.block_size_exact import Choice, OperatingPoint, nothing
+from honed.adapt.block_size import Choice, OperatingPoint, latency_gains, nothing
 from honed.adapt.step_time import PARAMETERS, StepTimeModel
 
 

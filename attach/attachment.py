@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from honed.adapt import wire
@@ -27,11 +27,15 @@ from honed.attach.graphs import LengthTable
 from honed.attach.guard import Errors, guarded
 from honed.attach.introduction import introduce
 from honed.attach.latency import Latency
+from honed.attach.lull import Lull
 from honed.attach.publisher import Callbacks, Publisher
 from honed.attach.request_book import RequestBook
 from honed.attach.step_log import StepLog, Verified
 from honed.attach.step_recorder import Plan, StepRecorder
 from honed.attach.worker_link import WorkerLink
+
+NOTED_EVERY = 16
+"""Steps between two looks at a request's length, where there are many."""
 
 
 class Attachment:
@@ -68,11 +72,15 @@ class Attachment:
         self._step = 0
         self._began_ns = 0
         self._decide_ns = 0
-        self._lengths: dict[str, int] = {}
+        self._decided: tuple[list[str], list[int]] | None = None
+        self._length_of: dict[str, int] | None = None
+        self._in_prompt: set[str] = set()
+        """Requests whose prompt isn't computed yet, or not any more."""
         self._with_stale_steps: set[str] = set()
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
+        self._lull = Lull()
         self._recorder = StepRecorder(self._log)
         self._workers = WorkerLink(settings, findings, self._requests.secret, vllm_config.use_v2_model_runner)
         self._table = LengthTable(scheduler, self._num_spec_tokens)
@@ -80,11 +88,14 @@ class Attachment:
         if self._can_shorten:
             self._workers.skip_draft_fetch(lambda: self._block > 0)
         self._publisher = Publisher(
-            settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks()
-        )
+            settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks(),
+            self._lull,
+        )  # fmt: skip
         self.commands = CommandRunner(
             (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake
         )
+        if self._can_decide:
+            self._decider.prepare()
         self._publisher.start()
 
     # --- called by the scheduler class, on the engine's thread --------------------------------------------------------
@@ -96,6 +107,7 @@ class Attachment:
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
         self._recorder.started(request.request_id, tracked)
         self._decider.start(request.request_id, labels.workload, labels.max_draft_tokens)
+        self._in_prompt.add(request.request_id)
 
     @guarded
     def request_freed(self, request_id: str) -> None:
@@ -103,18 +115,20 @@ class Attachment:
         self._requests.remove(request_id)
         self._recorder.over(request_id)
         self._busy.set(len(self._requests) > 0)
-        self._lengths.pop(request_id, None)
+        self._in_prompt.discard(request_id)
         self._decider.finish(request_id)
 
     @guarded
     def request_preempted(self, request: Any) -> None:
         """A request lost its cache; when vLLM schedules ahead, a step of it may be under way whose tokens it will drop."""
+        self._in_prompt.add(request.request_id)
         if request.drop_stale_output and request.num_stale_output_tokens > 0:
             self._with_stale_steps.add(request.request_id)
 
     @guarded
     def before_schedule(self) -> None:
         """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
+        self._lull.end()
         if self._workers.attach():
             self._publisher.reintroduce()
         self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
@@ -135,43 +149,66 @@ class Attachment:
         self._step += 1
         self._block = self._num_spec_tokens  # should anything below go wrong
         requests = self._scheduler.requests
-        ids, contexts, prompt_context, num_prefill = [], [], 0, 0
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = requests[request_id]
-            length = request.num_tokens
-            # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
-            if request.num_computed_tokens + num_tokens >= length:
-                ids.append(request_id)
-                contexts.append(length)
-            else:
-                prompt_context += length
-                num_prefill += num_tokens
-        context, reason, block = sum(contexts), "observe", self._num_spec_tokens
+        scheduled = output.num_scheduled_tokens
+        ids, num_prefill = list(scheduled), 0
+        if self._in_prompt and (in_prompt := self._in_prompt & scheduled.keys()):
+            for request_id in list(in_prompt):
+                request, num_tokens = requests[request_id], scheduled[request_id]
+                # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
+                if request.num_computed_tokens + num_tokens >= request.num_tokens:
+                    in_prompt.remove(request_id)
+                    self._in_prompt.remove(request_id)
+                    self._decider.requests.note_context(request_id, request.num_tokens)
+                else:
+                    num_prefill += num_tokens
+            if in_prompt:
+                ids = [request_id for request_id in ids if request_id not in in_prompt]
+        reason, block, lengths = "observe", self._num_spec_tokens, None
         if self._can_decide and not self._is_off():
+            context, contexts = -1, None
+            if len(ids) <= 4 * NOTED_EVERY:
+                contexts = [requests[request_id].num_tokens for request_id in ids]
+                context = sum(contexts)
+            else:  # a few in each step: it takes the caches long to find so many requests
+                for request_id in ids[self._step % NOTED_EVERY :: NOTED_EVERY]:
+                    self._decider.requests.note_context(request_id, requests[request_id].num_tokens)
             decision = self._decider.decide(ids, context, num_prefill, time.monotonic(), contexts)
-            self._lengths = dict(zip(ids, decision.num_draft_tokens, strict=True))
-            reason = decision.reason
+            reason, lengths = decision.reason, decision.num_draft_tokens
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule)
                 output.num_spec_tokens_to_schedule = block
             elif self._can_skip and not decision.block:
                 block = output.num_spec_tokens_to_schedule = 0
-        else:
-            self._lengths = {}
-            if self._is_block_open:  # vLLM's own table by batch size may be in force
-                block = getattr(output, "num_spec_tokens_to_schedule", block)
+        elif self._is_block_open:  # vLLM's own table by batch size may be in force
+            block = getattr(output, "num_spec_tokens_to_schedule", block)
+        self._decided = (ids, lengths) if lengths is not None and min(lengths, default=0) < self._num_spec_tokens else None
+        self._length_of = None
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
-        output.honed_plan = Plan(self._step, self._began_ns, reason, block, context + prompt_context, drafted_by)
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by)
         self._decide_ns = time.perf_counter_ns() - began_ns
 
-    def length_of(self, request_id: str) -> int:
-        """Draft tokens that the request's next round may verify; K when nothing was decided for it."""
-        return self._lengths.get(request_id, self._num_spec_tokens)
+    def after_schedule(self) -> None:
+        """The step is on its way to the model."""
+        self._lull.begin()
+
+    def decided(self) -> Iterable[tuple[str, int]]:
+        """Whom a length was chosen for, and how many drafts the next round may verify; empty when it is K for everybody."""
+        return zip(*self._decided, strict=True) if self._decided is not None else ()
+
+    def cut(self, request_ids: Sequence[str], drafts: list[list[int]]) -> None:
+        """Cut drafts to the lengths that were chosen."""
+        if self._decided is None:
+            return
+        if self._length_of is None:
+            self._length_of = dict(self.decided())
+        lengths = map(self._length_of.get, request_ids)
+        drafts[:] = [row if length is None else row[:length] for row, length in zip(drafts, lengths, strict=True)]
 
     @guarded
     def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
         """A step's results are about to be taken in; where vLLM's verify rounds are to be noted as it counts them."""
+        self._lull.end()
         self._plan = getattr(output, "honed_plan", None)
         recorder = self._recorder
         recorder.begin(output, runner_output, self._dropped(output) if self._with_stale_steps else ())
@@ -182,7 +219,7 @@ class Attachment:
         """The step is over: log it, learn from it."""
         recorder = self._recorder
         verified, invalid = recorder.verified, recorder.invalid
-        cold = Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, 0, self._drafting_version)
+        cold = Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, self._drafting_version)
         recorder.end(self._plan or cold)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
@@ -192,6 +229,8 @@ class Attachment:
                 drafts = tuple(k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True))
             self._decider.observe(request_ids, drafts, accepted)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
+        if not self._requests:
+            self._lull.rest()
 
     @guarded
     def stop(self) -> None:

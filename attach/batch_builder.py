@@ -70,6 +70,7 @@ class BatchBuilder:
         """Append a step's figures to the columns."""
         self.drafter_version = step.drafter_version
         self.num_steps += 1
+        context_tokens = self._context_tokens(step)
         verified = self._known(step)
         plain = self._plain_rounds(step) if len(step.verified) < len(step.scheduled) else []
         self._holds += losses_of(verified, step.invalid)
@@ -86,13 +87,18 @@ class BatchBuilder:
             ("num_tokens", step.num_tokens - num_trimmed),
             ("num_prefill_tokens", num_prefill),
             ("num_draft_tokens", num_drafts - num_trimmed),
-            ("context_tokens", step.context_tokens),
+            ("context_tokens", context_tokens),
             ("num_drafting", step.num_drafting),
             ("decision", step.decision),
         ):
             self._steps[name].append(value)
         self._add_rounds(step, rows)
         self._rounds["num_trimmed_tokens"] += trimmed
+
+    def _context_tokens(self, step: Step) -> int:
+        # Prompt and output of everybody in the step, as they were before it; whose prompt isn't computed yet counts whole.
+        running = self._running
+        return sum(running[request_id].num_tokens for request_id in step.scheduled if request_id in running)
 
     def _known(self, step: Step) -> list[Verified]:
         known = [one for one in step.verified if one[0] in self._running]

@@ -2,8 +2,8 @@
 
 It turns finished steps into batches, keeps them until the daemon has committed them, sends a heartbeat, and hands policies
 and commands to the engine's thread. The daemon may be absent, slow, stopped, killed or of another version: the worst that
-happens is that the outbox's cap drops the oldest batches, counted. Nothing on this thread can reach vLLM: it holds the GIL
-for the microseconds that encoding takes, and it ends with the process.
+happens is that the outbox's cap drops the oldest batches, counted. Nothing on this thread can reach vLLM: what takes the GIL
+for longer than a few microseconds is done while the engine's thread waits for the model, and it ends with the process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from honed.adapt import wire
 from honed.attach.batch_builder import BatchBuilder
+from honed.attach.lull import Lull, Pieces
 from honed.attach.outbox import Losses, Outbox
 from honed.attach.step_log import Step, StepLog
 
@@ -27,6 +28,8 @@ logger = logging.getLogger("honed.attach")
 BATCH_S = 0.25
 """Steps are gathered for so long before they become a batch, and the thread naps for so long when nothing comes in: every
 time that it wakes it takes the interpreter's lock from the engine's thread, and the daemon's cost is by the batch."""
+PATIENCE_S = 0.1
+"""For so long in all, every time, it waits for moments in which the engine's thread has nothing to do."""
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
 """Unacknowledged for so long, batches are sent again."""
@@ -51,13 +54,14 @@ class Publisher:
     """Owns the DEALER socket, on a daemon thread named "honed-publisher"."""
 
     def __init__(
-        self, endpoint: str, engine_id: str, boot_id: str, log: StepLog, queue_bytes: int, callbacks: Callbacks
+        self, endpoint: str, engine_id: str, boot_id: str, log: StepLog, queue_bytes: int, callbacks: Callbacks, lull: Lull
     ) -> None:
         self._endpoint = endpoint
         self._engine_id = engine_id
         self._boot_id = boot_id
         self._log = log
         self._callbacks = callbacks
+        self._pieces = Pieces(lull)
         self._outbox = Outbox(queue_bytes, WINDOW_BATCHES, self._encode_gap)
         self._builder = BatchBuilder()
         self._results: list[wire.CommandResult] = []
@@ -123,6 +127,7 @@ class Publisher:
                 else:
                     self._receive(socket)
             now_s = time.monotonic()
+            self._pieces.begin(0.0 if self._stop.is_set() else PATIENCE_S)
             self._collect()
             if now_s >= next_batch_s or self._stop.is_set() or self._builder.is_full:
                 next_batch_s = now_s + BATCH_S
@@ -135,7 +140,8 @@ class Publisher:
                 self._send_batches(socket, now_s)
             if now_s >= next_heartbeat_s:
                 next_heartbeat_s = now_s + HEARTBEAT_S
-                self._beat(socket)
+                with self._pieces.one("heartbeat"):
+                    self._beat(socket)
 
     def _on_connection(self, socket: zmq.Socket[bytes], event: int) -> None:
         # A new connection may be a new daemon: introduce ourselves, and send nothing else before it has said what it has.
@@ -188,11 +194,13 @@ class Publisher:
                 continue
             if not self._builder.fits(entry):
                 self._seal()
-            self._builder.add(entry)
-            time.sleep(0)  # lets the engine's thread have the interpreter's lock, should it wait for it
+            with self._pieces.one("step"):
+                self._builder.add(entry)
 
     def _seal(self) -> None:
-        if self._builder.num_steps:
+        if not self._builder.num_steps:
+            return
+        with self._pieces.one("batch"):
             made = self._builder.take()
             seq = self._outbox.last_seq + 1
             frame = self._encode(seq, 0, self._outbox.lost, made.drafter_version, made.workloads, made.steps, made.rounds)

@@ -87,9 +87,13 @@ class _HonedScheduler:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._honed is not None:
-            self._honed.before_schedule()
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        honed = self._honed
+        if honed is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        honed.before_schedule()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        honed.after_schedule()
+        return output
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         honed = self._honed
@@ -98,22 +102,16 @@ class _HonedScheduler:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
         if honed is not None and self._honed_placeholders:
             requests = self.requests  # type: ignore[attr-defined]
-            for request_id in scheduler_output.num_scheduled_tokens:
-                request = requests[request_id]
-                length = honed.length_of(request_id)
-                if len(request.spec_token_ids) > length:
-                    request.spec_token_ids = self._honed_placeholders[length]
+            for request_id, length in honed.decided():
+                if length < self.num_spec_tokens:  # type: ignore[attr-defined]
+                    request = requests[request_id]
+                    if len(request.spec_token_ids) > length:
+                        request.spec_token_ids = self._honed_placeholders[length]
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        if self._honed is not None:
+            self._honed.cut(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
-        honed = self._honed
-        if honed is None:
-            return
-        requests = self.requests  # type: ignore[attr-defined]
-        for request_id in draft_token_ids.req_ids:
-            request = requests.get(request_id)
-            if request is not None and len(request.spec_token_ids) > (length := honed.length_of(request_id)):
-                request.spec_token_ids = request.spec_token_ids[:length]
 
     def make_spec_decoding_stats(
         self,

@@ -32,7 +32,6 @@ class Step(NamedTuple):
     end_ns: int
     duration_us: int
     num_tokens: int
-    context_tokens: int
     num_drafting: int
     decision: str
     drafter_version: str

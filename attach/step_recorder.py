@@ -24,7 +24,6 @@ class Plan(NamedTuple):
     began_ns: int
     reason: str
     block: int
-    context_tokens: int
     drafter_version: str = ""
     """Whose drafts the step verifies."""
 
@@ -89,7 +88,7 @@ class StepRecorder:
             self._ended_ns = now_ns
             self._log.append(
                 Step(
-                    plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.context_tokens, plan.block,
+                    plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.block,
                     plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
                     self._row_of, self.invalid, self._num_verified, self.is_logging_token_ids,
                 )

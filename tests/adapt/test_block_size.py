@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.block_size import OperatingPoint, allocate, choose, latency_gains
-from honed.adapt.block_size_exact import choose_equal
-from honed.adapt.block_size_shared import CurveTable, choose_shared
+from honed.adapt.block_size import OperatingPoint, allocate, choose, choose_equal, latency_gains
 from honed.adapt.step_time import StepTimeModel
 
 
@@ -207,21 +205,6 @@ def test_latency_mode_favours_the_slowest_request():
     fast, slow = choose(survival, model).num_draft_tokens
     fast_latency, slow_latency = choose(latency_gains(survival), model, is_latency=True).num_draft_tokens
     assert fast - slow > fast_latency - slow_latency
-
-
-@settings(max_examples=40)
-@given(seeds, models.filter(lambda model: not model.is_block_priced), st.integers(1, 60), st.booleans(), st.booleans())
-def test_tabulated_curves_give_the_same_answer(seed, model, num_curves, is_latency, is_held):
-    rng = np.random.default_rng(seed)
-    curves = make_survival(seed, num_curves, 7)
-    curves = latency_gains(curves) if is_latency else curves
-    group = rng.integers(0, num_curves, 200)
-    previous = OperatingPoint(float(rng.uniform(0.0, 1.0)), int(rng.integers(0, 8))) if is_held else None
-    how = {"is_latency": is_latency, "num_prefill_tokens": 40, "previous": previous, "hysteresis": 0.02}
-    shared, plain = choose_shared(CurveTable.of(curves), group, model, **how), choose(curves, model, group=group, **how)
-    assert shared.num_draft_tokens == plain.num_draft_tokens
-    assert shared.point == plain.point
-    assert shared.rate == pytest.approx(plain.rate)
 
 
 @given(seeds, st.integers(1, 6), models, st.integers(0, 30))

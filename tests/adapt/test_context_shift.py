@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulate import simulate_rounds
 
+from honed.adapt import compiled
 from honed.adapt.acceptance import Floats, RequestTable, chain_estimate, reached_and_accepted, scale_odds
 from honed.adapt.context_shift import (
     NUM_BUCKETS,
     ContextCounts,
-    bucket_of,
     bucket_starts,
     buckets_of,
     estimate_effect,
@@ -51,9 +51,17 @@ def spread_out(rng: np.random.Generator, count: int, low: int = 64, high: int = 
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
 
+def bucket_of(context: int) -> int:
+    return int(buckets_of([context])[0])
+
+
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=20))
-def test_buckets_of_many_are_those_of_each(contexts: list[int]) -> None:
-    assert buckets_of(contexts).tolist() == [bucket_of(n) for n in contexts]
+def test_the_engine_looks_up_the_same_buckets(contexts: list[int]) -> None:
+    count, steps = len(contexts), np.arange(2.0 * NUM_BUCKETS).reshape(2, NUM_BUCKETS)
+    one, shift, row = np.ones(max(count, 2)), np.full(count, np.nan), np.arange(count) % 2
+    context = np.array(contexts, dtype=np.int64)
+    compiled.curves(np.arange(count), context, row, one, one, one, True, steps, shift, 0 * one, one, one, one)
+    assert shift.tolist() == [steps[i % 2, bucket_of(n)] for i, n in enumerate(contexts)]
 
 
 def test_buckets_begin_where_they_say_and_never_end() -> None:

@@ -242,6 +242,65 @@ def test_learning_from_few_rounds_at_a_time_is_the_same_as_from_many():
     assert together.decide(ids, 1000, 0, 0.0) == apart.decide(ids, 1000, 0, 0.0)
 
 
+def test_what_is_learned_are_sums_over_the_requests_own_rounds():
+    decider, curve = make_decider(make_policy()), np.array(make_policy().priors[1].acceptance)
+    decider.start("r", make_policy().priors[1].workload)
+    failures = successes = 0.0
+    for drafted, accepted in [(3, 1), (K, K), (0, 0), (2, 0), (5, 5)]:
+        decider.observe(["r"], [drafted], [accepted])
+        if drafted:
+            failures *= np.exp(-1.0 / 128.0)
+            successes *= np.exp(-1.0 / 128.0)
+            failures += curve[accepted] if accepted < drafted else 0.0
+            successes += (1.0 - curve[:accepted]).sum()
+    assert decider.requests.failures[0] == pytest.approx(failures)
+    assert decider.requests.successes[0] == pytest.approx(successes)
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_a_request_that_ends_in_the_step_that_is_learned_from_leaves_nothing_behind(count):
+    """Regression: its last round took it up again, for ever."""
+    decider, ids = make_decider(make_policy()), [f"r{i}" for i in range(count)]
+    for request_id in ids:
+        decider.start(request_id)
+    lengths = decider.decide(ids, 1000, 0, 0.0).num_draft_tokens
+    decider.finish(ids[1])
+    decider.observe(ids, lengths, [0] * count)
+    assert sorted(decider.requests.slot_of) == sorted(set(ids) - {ids[1]})
+    decider.start("new")
+    slot = decider.requests.slot_of["new"]
+    assert decider.requests.failures[slot] == decider.requests.successes[slot] == 0.0
+
+
+def test_slots_are_found_however_a_batch_changes():
+    decider, rng, running = make_decider(make_policy()), np.random.default_rng(3), []
+    for number in range(300):
+        for request_id in [r for r in running if rng.random() < 0.1]:
+            decider.finish(request_id)
+            running.remove(request_id)
+        for request_id in (f"r{number}", f"s{number}"):
+            decider.start(request_id)
+            running.insert(int(rng.integers(0, len(running) + 1)) if rng.random() < 0.2 else len(running), request_id)
+        if running and rng.random() < 0.1:  # over, and back at once
+            decider.finish(running[0])
+            decider.start(f"other{number}")
+            decider.start(running[0])
+        asked = [r for r in running if rng.random() < 0.9]
+        assert decider.requests.slots_of(asked).tolist() == [decider.requests.slot_of[r] for r in asked]
+        assert len(set(decider.requests.slots_of(asked).tolist())) == len(asked)
+
+
+def test_contexts_that_were_noted_count_as_those_that_are_told():
+    ids, told, noted = [f"r{i}" for i in range(90)], make_decider(make_shifted_policy()), make_decider(make_shifted_policy())
+    contexts = [100 + 97 * i for i in range(len(ids))]
+    for request_id, context in zip(ids, contexts, strict=True):
+        noted.start(request_id)
+        noted.requests.note_context(request_id, context)
+    noted.requests.note_context("unheard of", 5)
+    assert noted.requests.noted_tokens(ids) == sum(contexts)
+    assert noted.decide(ids, -1, 0, 0.0) == told.decide(ids, sum(contexts), 0, 0.0, contexts)
+
+
 @pytest.mark.parametrize("name", ["threshold", "kelly", "tide", "table", "ema"])
 def test_a_contender_decides_when_the_policy_names_it_and_knows_the_requests_that_run(name):
     decider = make_decider(make_policy())

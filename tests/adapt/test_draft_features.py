@@ -106,6 +106,8 @@ def test_without_a_weight_features_change_nothing(count, features):
 def test_requests_whose_drafts_show_more_get_more(count):
     decider = make_decider(count)
     ids = [str(i) for i in range(count)]
+    for request_id in ids:
+        decider.start(request_id)
     features = [4.0 if i % 2 else -3.0 for i in range(count)]
     decider.observe(ids, [0] * count, [0] * count, features)
     lengths = decider.decide(ids, 100, 0, 0.0).num_draft_tokens

@@ -123,7 +123,9 @@ def test_tokens_are_padded_to_captured_sizes():
     assert pad_tokens(np.array([1, 8, 9, 33]), (8, 32)).tolist() == [8, 8, 32, 33]
     model = StepTimeModel.of((8, 32), base=1e-3, per_token=1e-4)
     assert model.seconds(1, 3, 0, 0, 0) == model.seconds(1, 8, 0, 0, 0) < model.seconds(1, 9, 0, 0, 0)
-    assert model.captured_below[[7, 8, 31, 40]].tolist() == [0, 8, 8, 32]
+    prices, captured_below = model.price_tables(100_000)
+    assert captured_below[[7, 8, 31, 40, 100_000]].tolist() == [0, 8, 8, 32, 32]
+    assert prices[100_000] == pytest.approx(100_000 * 1e-4)
 
 
 def test_the_table_and_the_formula_agree():

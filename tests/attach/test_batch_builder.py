@@ -38,7 +38,9 @@ def test_columns_have_one_entry_a_step_and_a_round() -> None:
 def test_positions_follow_from_what_came_out() -> None:
     prompt = a_step(1, [], plain={"r": 40}, silent="r")  # the first half of it
     last = a_step(2, [], plain={"r": 2})  # the other half, and the first token
-    rounds = builder(prompt, last, a_step(3, [("r", 3, 2)]), a_step(4, [], plain={"r": 1}), a_step(5, [("r", 2, 0)])).take()[3]
+    made = builder(prompt, last, a_step(3, [("r", 3, 2)]), a_step(4, [], plain={"r": 1}), a_step(5, [("r", 2, 0)]))
+    _, _, steps, rounds, _ = made.take()
+    assert steps.context_tokens == [40, 40, 41, 44, 45]
     assert rounds.step == [3, 4, 5]
     assert rounds.position == [40, 43, 44]
     assert rounds.num_draft_tokens == [3, 0, 2]

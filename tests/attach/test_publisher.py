@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from honed.adapt import wire
+from honed.attach.lull import Lull
 from honed.attach.publisher import Callbacks, Publisher
 from honed.attach.step_log import StepLog
 from tests.attach.step_cases import a_step, started
@@ -82,7 +83,7 @@ def publisher(endpoint: str, log: StepLog, seen: dict[str, list[Any]]) -> Iterat
         )  # fmt: skip
 
     callbacks = Callbacks(hello, status, seen["welcome"].append, seen["policy"].append, seen["command"].append, lambda: None)
-    made = Publisher(endpoint, "e", BOOT, log, 1 << 20, callbacks)
+    made = Publisher(endpoint, "e", BOOT, log, 1 << 20, callbacks, Lull())
     made.start()
     yield made
     made.stop()

@@ -33,12 +33,12 @@ def test_a_request_that_ends_in_a_step_is_over_after_it() -> None:
     recorder.begin(*outputs([[5, 9]]))
     recorder.verified.append(("r", 3, 1))
     recorder.over("r")
-    recorder.end(Plan(1, 0, "policy", 7, 41, "v1"))
+    recorder.end(Plan(1, 0, "policy", 7, "v1"))
     recorder.over("s")  # aborted between two steps
     first, step, over, aborted = entries(log)
     assert isinstance(first, Started)
     assert isinstance(step, Step)
-    assert (step.verified, step.num_drafting, step.context_tokens, step.drafter_version) == ([("r", 3, 1)], 7, 41, "v1")
+    assert (step.verified, step.num_drafting, step.drafter_version) == ([("r", 3, 1)], 7, "v1")
     assert (over, aborted) == (Over("r"), Over("s"))
     assert recorder.spent_ns > 0
 
@@ -48,7 +48,7 @@ def test_a_step_without_tokens_is_none() -> None:
     recorder = StepRecorder(log)
     recorder.begin(*outputs([], num_tokens=0))
     recorder.over("r")
-    recorder.end(Plan(1, 0, "policy", 7, 0))
+    recorder.end(Plan(1, 0, "policy", 7))
     assert entries(log) == [Over("r")]
 
 
@@ -62,7 +62,7 @@ def test_token_ids_that_are_to_be_logged_are_those_before_vllm_cuts_them() -> No
         recorder.begin(output, runner_output)
         del sampled[0][1:]
         output.scheduled_spec_decode_tokens["r"].clear()
-        recorder.end(Plan(1, 0, "policy", 7, 0))
+        recorder.end(Plan(1, 0, "policy", 7))
     _, step = entries(log)
     assert step.has_token_ids
     assert (step.sampled, step.drafts) == ([[5, 6, 9]], {"r": [5, 6, 7]})
@@ -73,7 +73,7 @@ def test_steps_that_overlap_take_their_own_time_only() -> None:
     recorder = StepRecorder(log)
     for number in (1, 2):
         recorder.begin(*outputs([[5]]))
-        recorder.end(Plan(number, 0, "policy", 7, 0))
+        recorder.end(Plan(number, 0, "policy", 7))
     first, second = entries(log)
     assert first.duration_us * 1000 > 10 * (second.duration_us * 1000)  # the clock's zero is long ago
     assert second.end_ns >= first.end_ns
@@ -87,7 +87,7 @@ def test_ids_that_the_runner_brought_take_the_place_of_placeholders() -> None:
     output.scheduled_spec_decode_tokens = {"r": [-1, -1]}
     setattr(runner_output, DRAFT_IDS, np.array([[5, 6, 7]]))
     recorder.begin(output, runner_output)
-    recorder.end(Plan(1, 0, "policy", 7, 0))
+    recorder.end(Plan(1, 0, "policy", 7))
     (step,) = entries(log)
     assert step.drafts == {"r": [5, 6]}
 
@@ -100,7 +100,7 @@ def test_how_many_drafts_were_verified_is_the_runners_word() -> None:
         if verified is not None:
             setattr(runner_output, NUM_VERIFIED, np.array(verified))
         recorder.begin(output, runner_output)
-        recorder.end(Plan(1, 0, "policy", 7, 0))
+        recorder.end(Plan(1, 0, "policy", 7))
     trimmed, whole = entries(log)
     assert trimmed.num_verified.tolist() == [2]
     assert whole.num_verified is None
@@ -116,7 +116,7 @@ def test_tokens_that_vllm_drops_are_none_of_the_request() -> None:
         output.scheduled_spec_decode_tokens = {}
         output.num_scheduled_tokens = {"r": 1}
         recorder.begin(output, runner_output, dropped)
-        recorder.end(Plan(1, 0, "policy", 0, 0))
+        recorder.end(Plan(1, 0, "policy", 0))
     for entry in entries(log):
         if isinstance(entry, Step):
             builder.add(entry)

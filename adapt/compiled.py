@@ -1,0 +1,393 @@
+"""What is done for every request between two engine steps, compiled by numba, which vLLM brings along.
+
+Between two steps the caches are somebody else's: some forty calls of numpy for 256 requests then took 2.7 times as long as in a
+tight loop; and many of them give up the interpreter's lock for a moment, which another thread of the process may take. Here
+each part is one call that reads a few kilobytes and keeps the lock.
+
+Compiling takes seconds, once for a machine where numba finds a place to keep the result (beside this file, the user's cache, or
+NUMBA_CACHE_DIR), else once for a process: `Decider.prepare` does it beforehand. What is kept is thrown away when this file
+changes: not when a constant does that it imports. Importing it imports numba, so that is done where it is needed.
+
+Letters: N = requests asked about, S = slots, W = workloads of the policy, K = draft tokens, C = curves, L = levels, B = caps on
+the block that are tried, T = totals of scheduled tokens that are priced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import llvmlite.binding.ffi
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, Found
+from honed.adapt.context_shift import BITS
+from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS
+from honed.adapt.request_beliefs import HALF_STEP, MIDDLE, REQUEST_DECAY
+from honed.adapt.step_time import LEAST_SECONDS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# llvmlite's handle answers to any name with a function, to `__dict__` as well; vLLM's CPU build, which looks through all
+# modules whenever it starts an engine, takes that for a dict and fails.
+with contextlib.suppress(AttributeError, TypeError):
+    llvmlite.binding.ffi.lib._fntab.setdefault("__dict__", {})
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    try:
+        made: Callable[P, R] = njit(cache=True, error_model="numpy")(function)
+    except RuntimeError:  # nowhere to keep the result
+        made = njit(error_model="numpy")(function)
+    return made
+
+
+@_compiled
+def curves(
+    slots: Ints,
+    context: Ints,
+    rows: Ints,
+    constant: Floats,
+    failures: Floats,
+    successes: Floats,
+    has_shift: bool,
+    steps: Floats,
+    shift: Floats,
+    weights: Floats,
+    means: Floats,
+    shown: Floats,
+    num_shown: Floats,
+) -> Ints:
+    """Look up the curve of each request's theta, [N]; see `adapt.request_beliefs`.
+
+    Args:
+        context: tokens of each slot's, [S]; `rows`: its workload's row.
+        constant: what the workload's curve weighs, [W].
+        failures: sums of its rounds, [S]; as are `successes`.
+        has_shift: whether the length of the context makes a difference; then `steps` of theta by row and bucket,
+            [W, buckets], are looked up in `shift`, [S]; see `adapt.context_shift`.
+        weights: of what drafts show, [W], around its `means`; `shown`, `num_shown`: what they showed, and how many, [S].
+    """
+    found = np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        slot = slots[i]
+        row = rows[slot]
+        shift[slot] = 0.0
+        if has_shift:
+            bucket, rest = 0, context[slot] >> BITS
+            while rest > 0 and bucket < steps.shape[1] - 1:
+                bucket, rest = bucket + 1, rest >> 1
+            shift[slot] = steps[row, bucket]
+        tilt = 1.0
+        if weights[row] != 0.0:
+            seen = num_shown[slot]
+            tilt = math.exp(-0.5 * weights[row] * (shown[slot] - seen * means[row]) / (seen + 1.0))
+        theta = (constant[row] * tilt + failures[slot]) / (constant[row] / tilt + successes[slot])
+        step = int(math.log(theta) * THETA_STEPS + shift[slot] + MIDDLE)
+        found[i] = row * NUM_THETAS + min(max(step, 0), NUM_THETAS - 1)
+    return found
+
+
+@_compiled
+def learn(
+    slots: Ints,
+    drafted: Ints,
+    accepted: Ints,
+    rows: Ints,
+    on_failure: Floats,
+    on_success: Floats,
+    shift: Floats,
+    failures: Floats,
+    successes: Floats,
+) -> None:
+    """Add rounds [N] to the sums of failures and successes [S]; those without drafts, or of slot −1, say nothing.
+
+    Args:
+        on_failure: what a failure after n accepted drafts adds, [W, K+1]; `on_success`: what the n add.
+    """
+    most = on_failure.shape[1] - 1
+    for i in range(len(slots)):
+        num_drafted = min(max(drafted[i], 0), most)
+        if num_drafted == 0 or slots[i] < 0:
+            continue
+        num_accepted = min(max(accepted[i], 0), num_drafted)
+        slot = slots[i]
+        row = rows[slot]
+        failed = on_failure[row, num_accepted] if num_accepted < num_drafted else 0.0
+        root = math.exp(shift[slot] * HALF_STEP)
+        failures[slot] = failures[slot] * REQUEST_DECAY + failed / root
+        successes[slot] = successes[slot] * REQUEST_DECAY + on_success[row, num_accepted] * root
+
+
+@_compiled
+def prices(
+    parameters: Floats, token_seconds: Floats, count: int, context_tokens: int, num_prefill_tokens: int
+) -> tuple[float, float, float]:
+    """Price a step but for its tokens: `StepTimeModel.fixed_seconds_of_rounds`, and a block: what it costs, and each depth."""
+    fixed = parameters[0] + parameters[1] * count + parameters[2] * context_tokens + LEAST_SECONDS
+    fixed -= token_seconds[count + num_prefill_tokens] - token_seconds[count]
+    drafting = parameters[4] + parameters[9] + (parameters[5] + parameters[10]) * count + parameters[8] * context_tokens
+    return fixed, drafting, parameters[6] + parameters[7] * count
+
+
+@_compiled
+def exact(
+    gains: Floats,
+    group: Ints,
+    ceilings: Ints,
+    parameters: Floats,
+    token_seconds: Floats,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """`search` for a small batch: every gain is a threshold that is tried, and every cap where a shorter block is cheaper."""
+    held_threshold, held_cap, hysteresis = hold
+    count, depth = len(group), 0
+    for i in range(count):
+        depth = max(depth, min(gains.shape[1], ceilings[i]))
+    is_block_priced = parameters[6] > 0.0 or parameters[7] > 0.0
+    base_tokens = count + num_prefill_tokens
+    fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, num_prefill_tokens)
+    without = (1 if is_latency else count) / (fixed + token_seconds[base_tokens])
+    # Depth first: entry e is request e % N at depth e // N + 1, and a cap of b leaves the entries below b·N.
+    flat = np.full(depth * count, -1.0)
+    for i in range(count):
+        for j in range(min(depth, ceilings[i])):
+            flat[j * count + i] = gains[group[i], j]
+    order = np.argsort(-flat, kind="mergesort")
+    if held_cap > 0:
+        held_cap = min(held_cap, depth) if is_block_priced else depth
+    best, best_cap, best_num, best_threshold, held, held_num = without, 0, 0, 1.0, -1.0, 0
+    for cap in range(depth, 0 if is_block_priced else depth - 1, -1):
+        seconds = fixed + drafting + cap * per_block_token
+        got, num, value, top, top_num, top_threshold, is_top = 0.0, 0, 1.0, -1.0, 0, 1.0, False
+        for at in range(-1, len(order)):
+            if at >= 0:
+                value = flat[order[at]]
+                if value < 0.0:
+                    break
+                if order[at] >= cap * count:
+                    continue
+                if is_top:  # half-way to the next: a small change of either doesn't change what a held threshold admits
+                    top_threshold, is_top = 0.5 * (top_threshold + value), False
+                got, num = got + value, num + 1
+            taken = seconds + token_seconds[base_tokens + num]
+            rate = count / (taken * (count - got)) if is_latency else (count + got) / taken
+            if rate > top:
+                top, top_num, top_threshold, is_top = rate, num, value, True
+            if cap == held_cap and (at < 0 or value > held_threshold):
+                held, held_num = rate, num
+        if is_top:
+            top_threshold *= 0.5
+        if top > best:
+            best, best_cap, best_num, best_threshold = top, cap, top_num, top_threshold
+    lengths, is_held = np.zeros(count, np.int64), False
+    if hysteresis > 0.0 and held_cap != NO_PREVIOUS:
+        if held_num == 0:
+            if best <= without * (1.0 + hysteresis):
+                best_num = 0
+        elif held >= without and best <= held * (1.0 + hysteresis):
+            best, best_cap, best_num, best_threshold, is_held = held, held_cap, held_num, held_threshold, True
+    if best_num == 0:
+        return lengths, 1.0, 0, without, without, False
+    for entry in order:
+        if entry < best_cap * count and best_num > 0:
+            lengths[entry % count] += 1
+            best_num -= 1
+    return lengths, best_threshold, hold[1] if is_held else best_cap, best, without, is_held
+
+
+@_compiled
+def by_levels(
+    gains: Floats,
+    levels: npt.NDArray[np.int16],
+    group: Ints,
+    ceilings: Ints,
+    parameters: Floats,
+    token_seconds: Floats,
+    captured_below: Ints,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """`search` for a large batch: gains are rounded to levels."""
+    held_threshold, held_cap, hysteresis = hold
+    count, depth = len(group), gains.shape[1]
+    is_block_priced = depth > 1 and (parameters[6] > 0.0 or parameters[7] > 0.0)
+    num_caps = depth if is_block_priced else 1
+    base_tokens = count + num_prefill_tokens
+    fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, num_prefill_tokens)
+    without = (1 if is_latency else count) / (fixed + token_seconds[base_tokens])
+    held_level, held_row = -1, 0
+    if held_cap > 0:  # the last level that was wholly admitted
+        held_level = min(int((1.0 - held_threshold + 1e-9) * LEVELS), LEVELS) - 1
+        held_row = min(held_cap, depth) - 1 if is_block_priced else 0
+    admitted = np.zeros((num_caps, LEVELS), np.int64)
+    gained = np.zeros((num_caps, LEVELS))
+    for i in range(count):
+        curve = group[i]
+        for j in range(min(depth, ceilings[i])):
+            row = j if is_block_priced else 0
+            admitted[row, levels[curve, j]] += 1
+            gained[row, levels[curve, j]] += gains[curve, j]
+    for row in range(num_caps):
+        for level in range(1, LEVELS):
+            admitted[row, level] += admitted[row, level - 1]
+            gained[row, level] += gained[row, level - 1]
+        if row > 0:
+            for level in range(LEVELS):
+                admitted[row, level] += admitted[row - 1, level]
+                gained[row, level] += gained[row - 1, level]
+    lengths = np.zeros(count, np.int64)
+    best, best_level, best_row, left_out, held = -1.0, -1, 0, 0, -1.0
+    for row in range(num_caps):
+        before = base_tokens
+        seconds = fixed + drafting + (row + 1 if is_block_priced else depth) * per_block_token
+        for level in range(LEVELS):
+            total = base_tokens + admitted[row, level]
+            taken = seconds + token_seconds[total]
+            got = gained[row, level]
+            rate = count / (taken * (count - got)) if is_latency else (count + got) / taken
+            if rate > best:
+                best, best_level, best_row, left_out = rate, level, row, 0
+            if level == held_level and row == held_row:
+                held = rate
+            fitting = captured_below[total]
+            if before < fitting < total:  # as many of the level as fill a captured graph
+                taken = seconds + token_seconds[fitting]
+                got -= (total - fitting) * LEVEL_VALUES[level]
+                rate = count / (taken * (count - got)) if is_latency else (count + got) / taken
+                if rate > best:
+                    best, best_level, best_row, left_out = rate, level, row, total - fitting
+            before = total
+    is_held = False
+    if held_level >= 0 and held >= without and best <= held * (1.0 + hysteresis):
+        best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
+    elif best <= without * (1.0 + (hysteresis if held_cap != NO_PREVIOUS and held_level < 0 else 0.0)):
+        return lengths, 1.0, 0, without, without, False
+    cap = best_row + 1 if is_block_priced else depth
+    whole = best_level - 1 if left_out else best_level
+    for i in range(count):
+        curve = group[i]
+        for j in range(min(cap, ceilings[i])):
+            if levels[curve, j] > whole:
+                break
+            lengths[i] += 1
+    if left_out:  # of the level itself all but its least likely; of equal ones the earlier depth, then the earlier request
+        entries = np.empty(count * cap, np.int64)
+        gain = np.empty(count * cap)
+        num = 0
+        for j in range(cap):
+            for i in range(count):
+                if j < ceilings[i] and levels[group[i], j] == best_level:
+                    entries[num], gain[num] = i, -gains[group[i], j]
+                    num += 1
+        order = np.argsort(gain[:num], kind="mergesort")
+        for k in range(num - left_out):
+            lengths[entries[order[k]]] += 1
+    threshold = held_threshold if is_held else 1.0 - (best_level + 1) / LEVELS
+    return lengths, threshold, cap, best, without, is_held
+
+
+@_compiled
+def search(
+    gains: Floats,
+    levels: npt.NDArray[np.int16],
+    group: Ints,
+    ceilings: Ints,
+    parameters: Floats,
+    token_seconds: Floats,
+    captured_below: Ints,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """Choose a threshold and a cap for `block_size.choose`, which says what is maximised.
+
+    Args:
+        gains: g(j) of each curve, [C, K]; `levels`: the level of each, [C, K].
+        group: curve of each request, [N]; `ceilings`: its most draft tokens, [N].
+        parameters: of the `StepTimeModel`, [P]; `token_seconds`: its price of totals of scheduled tokens, [T];
+            `captured_below`: largest captured size ≤ each, [T].
+        hold: threshold and cap of the previous choice (or NO_PREVIOUS), and how hard to hold on to it.
+    """
+    entries = len(group) * gains.shape[1]
+    if parameters[6] > 0.0 or parameters[7] > 0.0:
+        entries = entries * (gains.shape[1] + 1) // 2
+    if entries <= MOST_ENTRIES:
+        return exact(
+            gains, group, ceilings, parameters, token_seconds, context_tokens, num_prefill_tokens, is_latency, hold
+        )  # fmt: skip
+    return by_levels(
+        gains, levels, group, ceilings, parameters, token_seconds, captured_below, context_tokens, num_prefill_tokens,
+        is_latency, hold,
+    )  # fmt: skip
+
+
+@_compiled
+def decide(
+    slots: Ints,
+    context: Ints,
+    context_tokens: int,
+    rows: Ints,
+    constant: Floats,
+    failures: Floats,
+    successes: Floats,
+    has_shift: bool,
+    steps: Floats,
+    shift: Floats,
+    weights: Floats,
+    means: Floats,
+    shown: Floats,
+    num_shown: Floats,
+    ceilings: Ints,
+    gains: Floats,
+    levels: npt.NDArray[np.int16],
+    parameters: Floats,
+    token_seconds: Floats,
+    captured_below: Ints,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """`curves` and `search` in one.
+
+    Args:
+        context_tokens: sum of the requests' `context`, −1: add it up.
+        ceilings: most draft tokens of each slot, [S].
+    """
+    group = curves(
+        slots, context, rows, constant, failures, successes, has_shift, steps, shift, weights, means, shown, num_shown
+    )  # fmt: skip
+    most, total = np.empty(len(slots), np.int64), 0
+    for i in range(len(slots)):
+        total += context[slots[i]]
+        most[i] = ceilings[slots[i]]
+    return search(
+        gains, levels, group, most, parameters, token_seconds, captured_below,
+        total if context_tokens < 0 else context_tokens, num_prefill_tokens, is_latency, hold,
+    )  # fmt: skip
+
+
+def prepare() -> None:
+    """Compile everything, or load it from where it is kept."""
+    slots, one, table = np.zeros(1, np.int64), np.ones(1), np.full((1, 2), 0.5)
+    levels, prices, captured, parameters = np.zeros((1, 2), np.int16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
+    hold = (1.0, NO_PREVIOUS, 0.0)
+    learn(slots, slots, slots, slots, table, table, one, one, one)
+    curves(slots, slots, slots, one, one, one, True, table, one, one, one, one, one)
+    search(table, levels, slots, slots, parameters, prices, captured, 0, 1, False, hold)
+    decide(
+        slots, slots, 0, slots, one, one, one, True, table, one, one, one, one, one, slots, table, levels, parameters, prices,
+        captured, 1, False, hold,
+    )  # fmt: skip

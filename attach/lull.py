@@ -1,0 +1,70 @@
+"""When the engine's thread waits for the model, so that other threads work then: there is one interpreter's lock.
+
+Who holds it keeps it until it waits for something, or for 5 ms: a thread that takes a step's figures apart just when the
+results of the next are there holds up the engine for that long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_POLL_S = 2e-4
+_ALWAYS = -1
+
+
+class Lull:
+    """Told by the engine's thread when it has nothing to do; asked by other threads whether there is time for something."""
+
+    def __init__(self) -> None:
+        self._began_ns = _ALWAYS
+        self._typical_ns = 0.0
+
+    def begin(self) -> None:
+        """Engine thread: a step is under way."""
+        self._began_ns = time.perf_counter_ns()
+
+    def end(self) -> None:
+        """Engine thread: there is work again."""
+        began_ns, self._began_ns = self._began_ns, 0
+        if began_ns > 0:
+            self._typical_ns += (time.perf_counter_ns() - began_ns - self._typical_ns) / 16
+
+    def rest(self) -> None:
+        """Engine thread: no request is left."""
+        self._began_ns = _ALWAYS
+
+    def may_have_room(self, needed_ns: float) -> bool:
+        """Any thread: whether a lull of the usual length has so much time at all."""
+        return needed_ns < self._typical_ns
+
+    def has_room(self, needed_ns: float) -> bool:
+        """Any thread: whether a lull of the usual length has so much time left."""
+        began_ns = self._began_ns
+        if began_ns <= 0:
+            return began_ns == _ALWAYS
+        return time.perf_counter_ns() - began_ns + needed_ns < self._typical_ns
+
+
+class Pieces:
+    """Work of one thread that comes in pieces, each fitted into a lull if there is one soon enough."""
+
+    def __init__(self, lull: Lull) -> None:
+        self._lull = lull
+        self._needed_ns: dict[str, float] = {}
+        self._until_s = 0.0
+
+    def begin(self, patience_s: float) -> None:
+        """From here on, wait for so long in all."""
+        self._until_s = time.monotonic() + patience_s
+
+    @contextmanager
+    def one(self, kind: str) -> Iterator[None]:
+        """Wait for a lull with room for a piece of this kind, as long as the latest ones were; then time it."""
+        needed_ns = self._needed_ns.get(kind, 0.0)
+        while self._lull.may_have_room(needed_ns) and not self._lull.has_room(needed_ns) and time.monotonic() < self._until_s:
+            time.sleep(_POLL_S)
+        began_ns = time.perf_counter_ns()
+        yield
+        self._needed_ns[kind] = needed_ns + (time.perf_counter_ns() - began_ns - needed_ns) / 4
