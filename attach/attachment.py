@@ -129,6 +129,11 @@ class Attachment:
     def before_schedule(self) -> None:
         """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
         self._lull.end()
+        self._take_news()
+        self._began_ns = time.monotonic_ns()
+
+    @guarded
+    def _take_news(self) -> None:
         if self._workers.attach():
             self._publisher.reintroduce()
         self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
@@ -136,7 +141,6 @@ class Attachment:
             self._apply_policy()
         if self.commands.is_pending:
             self.commands.run()
-        self._began_ns = time.monotonic_ns()
 
     @guarded
     def choose_lengths(self, output: Any) -> None:
@@ -147,7 +151,7 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        self._block = self._num_spec_tokens  # should anything below go wrong
+        self._block, self._decided, self._length_of = self._num_spec_tokens, None, None  # should anything below go wrong
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill = list(scheduled), 0
@@ -181,13 +185,14 @@ class Attachment:
                 block = output.num_spec_tokens_to_schedule = 0
         elif self._is_block_open:  # vLLM's own table by batch size may be in force
             block = getattr(output, "num_spec_tokens_to_schedule", block)
-        self._decided = (ids, lengths) if lengths is not None and min(lengths, default=0) < self._num_spec_tokens else None
-        self._length_of = None
+        if lengths is not None and min(lengths, default=self._num_spec_tokens) < self._num_spec_tokens:
+            self._decided = ids, lengths
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
         output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by)
         self._decide_ns = time.perf_counter_ns() - began_ns
 
+    @guarded
     def after_schedule(self) -> None:
         """The step is on its way to the model."""
         self._lull.begin()
@@ -196,6 +201,7 @@ class Attachment:
         """Whom a length was chosen for, and how many drafts the next round may verify; empty when it is K for everybody."""
         return zip(*self._decided, strict=True) if self._decided is not None else ()
 
+    @guarded
     def cut(self, request_ids: Sequence[str], drafts: list[list[int]]) -> None:
         """Cut drafts to the lengths that were chosen."""
         if self._decided is None:
@@ -335,4 +341,4 @@ class Attachment:
             self._wake()
 
     def _wake(self) -> None:
-        self._workers.wake(self.before_schedule)
+        self._workers.wake(self._take_news)
