@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from honed.adapt.acceptance import AcceptanceCounts, Floats, acceptance_length, survival
-from honed.adapt.block_size import choose, latency_gains
+from honed.adapt.block_size import latency_gains
 from honed.adapt.context_shift import bucket_starts
 from honed.adapt.step_time import StepTimeModel
 
@@ -52,14 +52,9 @@ class Plans:
         if not self.model.is_ready or not len(self.acceptance):
             return {}
         curve = survival(self.acceptance)
-        if self.fixed_length is None:
-            gains = latency_gains(curve) if self.is_latency else curve
-            lengths = choose(
-                gains[None, :], self.model, is_latency=self.is_latency, group=np.zeros(count, dtype=np.int64),
-                context_tokens=int(count * self.context_tokens),
-            ).num_draft_tokens  # fmt: skip
-        else:
-            lengths = [self.fixed_length] * count
+        num_drafts = self._most_rewarding(curve, count) if self.fixed_length is None else self.fixed_length * count
+        depth, rest = divmod(num_drafts, count)
+        lengths = [depth + 1] * rest + [depth] * (count - rest)
         seconds = self._seconds(count, sum(lengths), max(lengths))
         goodput = (count + sum(float(curve[:k].sum()) for k in lengths)) / seconds
         return {
@@ -70,6 +65,17 @@ class Plans:
             "predicted_tokens_per_s": goodput,
             "speedup": goodput * self._seconds(count, 0, 0) / count,
         }
+
+    def _most_rewarding(self, curve: Floats, count: int) -> int:
+        # What `block_size.choose` comes to where all requests are alike: they are filled depth by depth. Without what it is
+        # compiled by, which makes code at run time: the daemon may not.
+        gains = latency_gains(curve) if self.is_latency else curve
+        num_drafts, context_tokens = np.arange(count * len(curve) + 1), int(count * self.context_tokens)
+        gained = np.concatenate([[0.0], np.cumsum(np.repeat(gains, count))])
+        seconds = self.model.fixed_seconds(count, context_tokens, 0) + self.model.token_seconds(count + num_drafts)
+        seconds += self.model.draft_seconds(count, len(curve), context_tokens)[-(-num_drafts // count)]
+        rate = count / (seconds * (count - gained)) if self.is_latency else (count + gained) / seconds
+        return int(rate.argmax())
 
     def _seconds(self, count: int, num_drafts: int, block: int) -> float:
         return self.model.seconds(count, count + num_drafts, int(count * self.context_tokens), 0, block)

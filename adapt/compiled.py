@@ -6,7 +6,8 @@ each part is one call that reads a few kilobytes and keeps the lock.
 
 Compiling takes seconds, once for a machine where numba finds a place to keep the result (beside this file, the user's cache, or
 NUMBA_CACHE_DIR), else once for a process: `Decider.prepare` does it beforehand. What is kept is thrown away when this file
-changes: not when a constant does that it imports. Importing it imports numba, so that is done where it is needed.
+changes: not when a constant does that it imports. Importing it imports numba, so that is done where it is needed; the daemon
+does without.
 
 Letters: N = requests asked about, S = slots, W = workloads of the policy, K = draft tokens, C = curves, L = levels, B = caps on
 the block that are tried, T = totals of scheduled tokens that are priced.

@@ -31,8 +31,7 @@ class PolicyTables:
     model: StepTimeModel
     row_of_workload: dict[str, int]
     is_latency: bool
-    curves: list[list[float]]  # [W * thetas][K] gains: survival, or what it does for latency
-    shared: CurveTable  # the same, as far as the policy's limit goes
+    curves: CurveTable  # [W * thetas, K] survival, or what it does for latency, as far as the policy's limit goes
     constant: Floats  # [W] what the workload's curve weighs in a request's theta
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] what n accepted drafts add to the other
@@ -62,7 +61,6 @@ class PolicyTables:
             _usable_model(policy, num_tokens),
             {prior.workload: row for row, prior in enumerate(priors)},
             is_latency,
-            by_theta.tolist(),
             CurveTable.of(by_theta[:, : limit_of(policy, num_spec_tokens)]),
             np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),

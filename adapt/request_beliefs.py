@@ -53,13 +53,12 @@ class RequestBeliefs:
         """The last batch that `slots_of` was asked about, its slots, and who is over since then."""
         self._last_slots: list[int] = []
         self._left: list[str] = []
+        self._last_array: Ints = _ints([])
         self.use(tables)
 
     def use(self, tables: PolicyTables) -> None:
         """Measure and predict with these tables from now on."""
         self._tables = tables
-        self._failure_odds: list[list[float]] = tables.on_failure.tolist()
-        self._success_odds: list[list[float]] = tables.on_success.tolist()
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
         self._row = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
@@ -72,11 +71,11 @@ class RequestBeliefs:
         slot = self._take_slot()
         self.slot_of[request_id] = slot
         if request_id in self._left:  # it comes back, perhaps to another slot
-            self._last_ids = []
+            self._forget_batch()
         label = self._label_of(workload)
         self._label[slot], self._row[slot] = label, self._rows[label]
-        for array in (self.failures, self.successes, self.shift, self._shown, self._num_shown):
-            array[slot] = 0.0
+        for array in (self.failures, self.successes, self.context, self.shift, self._shown, self._num_shown):
+            array[slot] = 0
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self.ceiling[slot] = limit
         self.num_ceilings += limit < self.num_spec_tokens
@@ -88,6 +87,8 @@ class RequestBeliefs:
             self.num_ceilings -= int(self.ceiling[slot]) < self.num_spec_tokens
             self.free.append(slot)
             self._left.append(request_id)
+            if len(self._left) > len(self._last_ids):  # nobody asks
+                self._forget_batch()
 
     def observe(
         self,
@@ -160,7 +161,7 @@ class RequestBeliefs:
         return compiled.decide(
             self.slots_of(request_ids), self.context, context_tokens, self._row, tables.constant, self.failures, self.successes,
             tables.has_shift and are_contexts_known, tables.shift, self.shift, tables.feature_weight, tables.feature_mean,
-            self._shown, self._num_shown, self.ceiling, tables.shared.gains, tables.shared.levels, tables.model.parameter_array,
+            self._shown, self._num_shown, self.ceiling, tables.curves.gains, tables.curves.levels, tables.model.parameter_array,
             *tables.model.price_tables(count * (self.num_spec_tokens + 1) + num_prefill_tokens),
             num_prefill_tokens, tables.is_latency, hold,
         )  # fmt: skip
@@ -175,7 +176,7 @@ class RequestBeliefs:
             tables.has_shift and are_contexts_known, tables.shift, self.shift, tables.feature_weight, tables.feature_mean,
             self._shown, self._num_shown,
         )  # fmt: skip
-        sums: list[float] = tables.shared.gains[curve, :limit].sum(axis=0).tolist()
+        sums: list[float] = tables.curves.gains[curve, :limit].sum(axis=0).tolist()
         return sums
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
@@ -184,11 +185,17 @@ class RequestBeliefs:
         A batch is as a rule the one before, less those that are over, and then new ones. To tell so by identity takes no look
         at the ids themselves, which have left the caches.
         """
+        if request_ids == self._last_ids and not self._left:
+            return self._last_array
         slots = self._follow(request_ids)
         slots += self.slot_list(request_ids[len(slots) :])
-        self._last_ids, self._last_slots = list(request_ids), slots
+        self._last_ids, self._last_slots, self._last_array = list(request_ids), slots, _ints(slots)
         self._left.clear()
-        return _ints(slots)
+        return self._last_array
+
+    def _forget_batch(self) -> None:
+        self._last_ids, self._last_slots, self._last_array = [], [], _ints([])
+        self._left.clear()
 
     def _follow(self, request_ids: Sequence[str]) -> list[int]:
         """Look up the slots of those at the beginning that were in the last batch, in its order."""

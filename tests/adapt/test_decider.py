@@ -285,6 +285,9 @@ def test_slots_are_found_however_a_batch_changes():
             decider.finish(running[0])
             decider.start(f"other{number}")
             decider.start(running[0])
+        assert len(decider.requests._left) <= len(decider.requests._last_ids)
+        if number % 50 >= 40:
+            continue
         asked = [r for r in running if rng.random() < 0.9]
         assert decider.requests.slots_of(asked).tolist() == [decider.requests.slot_of[r] for r in asked]
         assert len(set(decider.requests.slots_of(asked).tolist())) == len(asked)
