@@ -33,11 +33,13 @@ PURE = {
     "struct", "typing", "msgspec", "numpy",
 }  # fmt: skip
 """What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
+COMPILED = {"contextlib", "numba", "llvmlite"}
+"""What adapt/compiled.py takes beside that; nobody imports it before it is needed, since the daemon may not make code."""
 INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton"}
 HEAVY = {"torch", "vllm", "triton", "transformers"}
 
-DISTRIBUTIONS = {"zmq": "pyzmq", "starlette": "fastapi"}
-"""Where an import isn't named as what is installed for it; starlette is what FastAPI's answers are made of."""
+DISTRIBUTIONS = {"zmq": "pyzmq", "starlette": "fastapi", "llvmlite": "numba"}
+"""Where an import isn't named as what is installed for it; starlette is what FastAPI's answers are made of, and so on."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,18 @@ def test_folders_import_only_what_the_table_allows(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules("adapt"), ids=label)
 def test_adapt_is_pure(path: Path) -> None:
-    assert {found.top for found in imports(path)} - {"honed"} <= PURE
+    allowed = PURE | COMPILED if path.name == "compiled.py" else PURE
+    assert {found.top for found in imports(path)} - {"honed"} <= allowed
     tree = ast.parse(path.read_text())
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert not called & {"open", "print", "input", "exec", "eval", "__import__"}
     drawn = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random"}
     assert drawn <= {"Random"}, "the module's own generator is shared and seeded by the system"
+
+
+@pytest.mark.parametrize("path", modules(*FOLDERS), ids=label)
+def test_what_is_compiled_is_imported_when_it_is_needed(path: Path) -> None:
+    assert all(found.is_lazy and path.parent.name == "adapt" for found in imports(path) if found.name == "honed.adapt.compiled")
 
 
 @pytest.mark.parametrize("path", modules("attach", "kernels"), ids=label)
