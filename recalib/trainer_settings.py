@@ -57,8 +57,8 @@ class TrainerSettings(SampleSettings):
     """Its name in the log and in metrics."""
     device: str = "cpu"
     """cpu, cuda or cuda:N, as PyTorch names it."""
-    nice: int = 10
-    """Added to the process's nice level."""
+    nice: int = 5
+    """Added to the process's nice level. The higher, the longer what it is in the midst of takes it when requests arrive."""
     torch_threads: int = 0
     """0: half of the cores. With all of them, torch's threads spin against whoever else works: on two busy cores that
     made 300 micro-steps take over two minutes instead of twelve seconds."""
