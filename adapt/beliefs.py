@@ -54,13 +54,13 @@ class Plans:
         curve = survival(self.acceptance)
         num_drafts = self._most_rewarding(curve, count) if self.fixed_length is None else self.fixed_length * count
         depth, rest = divmod(num_drafts, count)
-        lengths = [depth + 1] * rest + [depth] * (count - rest)
-        seconds = self._seconds(count, sum(lengths), max(lengths))
-        goodput = (count + sum(float(curve[:k].sum()) for k in lengths)) / seconds
+        block = depth + (rest > 0)
+        seconds = self._seconds(count, num_drafts, block)
+        goodput = (count + count * float(curve[:depth].sum()) + rest * float(curve[depth:block].sum())) / seconds
         return {
             "num_requests": count,
-            "draft_tokens_per_request": round(sum(lengths) / count, 3),
-            "block": max(lengths),
+            "draft_tokens_per_request": round(num_drafts / count, 3),
+            "block": block,
             "predicted_step_seconds": seconds,
             "predicted_tokens_per_s": goodput,
             "speedup": goodput * self._seconds(count, 0, 0) / count,

@@ -127,6 +127,12 @@ def learn(
 
 
 @_compiled
+def rate_of(count: int, gained: float, seconds: float, is_latency: bool) -> float:
+    """What is maximised, from the sum of the gains that are admitted."""
+    return count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
+
+
+@_compiled
 def prices(
     parameters: Floats, token_seconds: Floats, count: int, context_tokens: int, num_prefill_tokens: int
 ) -> tuple[float, float, float]:
@@ -181,7 +187,7 @@ def exact(
                     top_threshold, is_top = 0.5 * (top_threshold + value), False
                 got, num = got + value, num + 1
             taken = seconds + token_seconds[base_tokens + num]
-            rate = count / (taken * (count - got)) if is_latency else (count + got) / taken
+            rate = rate_of(count, got, taken, is_latency)
             if rate > top:
                 top, top_num, top_threshold, is_top = rate, num, value, True
             if cap == held_cap and (at < 0 or value > held_threshold):
@@ -257,7 +263,7 @@ def by_levels(
             total = base_tokens + admitted[row, level]
             taken = seconds + token_seconds[total]
             got = gained[row, level]
-            rate = count / (taken * (count - got)) if is_latency else (count + got) / taken
+            rate = rate_of(count, got, taken, is_latency)
             if rate > best:
                 best, best_level, best_row, left_out = rate, level, row, 0
             if level == held_level and row == held_row:
@@ -266,7 +272,7 @@ def by_levels(
             if before < fitting < total:  # as many of the level as fill a captured graph
                 taken = seconds + token_seconds[fitting]
                 got -= (total - fitting) * LEVEL_VALUES[level]
-                rate = count / (taken * (count - got)) if is_latency else (count + got) / taken
+                rate = rate_of(count, got, taken, is_latency)
                 if rate > best:
                     best, best_level, best_row, left_out = rate, level, row, total - fitting
             before = total

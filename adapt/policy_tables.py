@@ -38,7 +38,6 @@ class PolicyTables:
     shift: Floats  # [W, buckets] steps of theta by context length
     feature_weight: Floats  # [W] see `draft_features`
     feature_mean: Floats  # [W]
-    has_features: bool  # whether any weight isn't 0
     has_shift: bool  # whether any step isn't 0
 
     @classmethod
@@ -68,7 +67,6 @@ class PolicyTables:
             shift,
             np.array(weights),
             np.array([within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0]),
-            any(weights),
             has_shift,
         )
 

@@ -73,7 +73,6 @@ class Attachment:
         self._began_ns = 0
         self._decide_ns = 0
         self._decided: tuple[list[str], list[int]] | None = None
-        self._length_of: dict[str, int] | None = None
         self._in_prompt: set[str] = set()
         """Requests whose prompt isn't computed yet, or not any more."""
         self._with_stale_steps: set[str] = set()
@@ -151,7 +150,7 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        self._block, self._decided, self._length_of = self._num_spec_tokens, None, None  # should anything below go wrong
+        self._block, self._decided = self._num_spec_tokens, None  # should anything below go wrong
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill = list(scheduled), 0
@@ -206,9 +205,7 @@ class Attachment:
         """Cut drafts to the lengths that were chosen."""
         if self._decided is None:
             return
-        if self._length_of is None:
-            self._length_of = dict(self.decided())
-        lengths = map(self._length_of.get, request_ids)
+        lengths = map(dict(self.decided()).get, request_ids)
         drafts[:] = [row if length is None else row[:length] for row, length in zip(drafts, lengths, strict=True)]
 
     @guarded
