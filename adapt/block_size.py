@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,16 +37,19 @@ from honed.adapt.step_time import StepTimeModel
 LEVELS = 64
 LEVEL_VALUES: Floats = 1.0 - (np.arange(LEVELS) + 0.5) / LEVELS
 """Typical gain of each level, the largest first."""
+PARTS, PART_BITS = 65_535, 10
+"""Gains of large batches are rounded to parts; so many of their lower bits tell gains of one level apart."""
 MOST_ENTRIES = 512
 """Up to so many candidates (entries, times caps that are tried) each is its own threshold."""
 NO_PREVIOUS = -1
 """Instead of a cap: there is no previous choice to hold on to."""
-Found: TypeAlias = tuple[Ints, float, int, float, float, bool]
-"""Draft lengths [N], threshold, cap (0: no drafts), rate, rate without drafts, whether the previous choice was kept."""
+Parts: TypeAlias = npt.NDArray[np.uint16]
+Found: TypeAlias = tuple[Ints, int, float, int, float, float, bool]
+"""Draft lengths [N], the longest of them, threshold, cap (0: no drafts), rate, rate without drafts, whether the previous
+choice was kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class OperatingPoint:
+class OperatingPoint(NamedTuple):
     """What a choice comes down to, and what hysteresis holds on to while batches come and go."""
 
     threshold: float
@@ -54,8 +57,7 @@ class OperatingPoint:
     """Longest block; 0: nothing is drafted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Draft lengths of a batch and what is expected of them."""
 
     num_draft_tokens: list[int]  # [N]
@@ -100,16 +102,16 @@ def latency_gains(survival: npt.NDArray[np.floating]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class CurveTable:
-    """A set of curves, with the level of everything in them; many batches may share it."""
+    """A set of curves; many batches may share it."""
 
     gains: Floats  # [C, K]
-    levels: npt.NDArray[np.int16]  # [C, K]
+    parts: Parts  # [C, K], the same in `PARTS`: a large batch reads many curves, which have left the caches
 
     @classmethod
     def of(cls, gains: npt.NDArray[np.floating]) -> CurveTable:
         """Tabulate gains [C, K], as `choose` takes them."""
         made = np.ascontiguousarray(gains, dtype=np.float64)
-        return cls(made, ((1.0 - made) * (LEVELS - 1e-3)).astype(np.int16))
+        return cls(made, np.rint(made * PARTS).astype(np.uint16))
 
 
 def choose(
@@ -140,7 +142,7 @@ def choose(
     count = num_curves if group is None else len(group)
     found = compiled.search(
         table.gains,
-        table.levels,
+        table.parts,
         np.arange(count) if group is None else group,
         np.full(count, depth) if ceilings is None else ceilings,
         model.parameter_array,
@@ -162,7 +164,7 @@ def to_hold(previous: OperatingPoint | None, hysteresis: float) -> tuple[float, 
 
 def choice_of(found: Found) -> Choice:
     """Make a choice of what `compiled.search` found."""
-    lengths, threshold, cap, rate, without, is_held = found
+    lengths, _, threshold, cap, rate, without, is_held = found
     return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held)
 
 

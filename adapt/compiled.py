@@ -22,11 +22,10 @@ from typing import ParamSpec, TypeVar
 
 import llvmlite.binding.ffi
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, Found
+from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, PART_BITS, PARTS, Found, Parts
 from honed.adapt.context_shift import BITS
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS
 from honed.adapt.request_beliefs import HALF_STEP, MIDDLE, REQUEST_DECAY
@@ -106,19 +105,22 @@ def learn(
     shift: Floats,
     failures: Floats,
     successes: Floats,
+    context: Ints,
 ) -> None:
-    """Add rounds [N] to the sums of failures and successes [S]; those without drafts, or of slot −1, say nothing.
+    """Add rounds [N] to the sums of failures and successes, and to the contexts, [S]; those of slot −1 say nothing.
 
     Args:
         on_failure: what a failure after n accepted drafts adds, [W, K+1]; `on_success`: what the n add.
     """
     most = on_failure.shape[1] - 1
     for i in range(len(slots)):
-        num_drafted = min(max(drafted[i], 0), most)
-        if num_drafted == 0 or slots[i] < 0:
+        slot, num_drafted = slots[i], min(max(drafted[i], 0), most)
+        if slot < 0:
             continue
         num_accepted = min(max(accepted[i], 0), num_drafted)
-        slot = slots[i]
+        context[slot] += num_accepted + 1
+        if num_drafted == 0:
+            continue
         row = rows[slot]
         failed = on_failure[row, num_accepted] if num_accepted < num_drafted else 0.0
         root = math.exp(shift[slot] * HALF_STEP)
@@ -204,18 +206,41 @@ def exact(
         elif held >= without and best <= held * (1.0 + hysteresis):
             best, best_cap, best_num, best_threshold, is_held = held, held_cap, held_num, held_threshold, True
     if best_num == 0:
-        return lengths, 1.0, 0, without, without, False
+        return lengths, 0, 1.0, 0, without, without, False
     for entry in order:
         if entry < best_cap * count and best_num > 0:
             lengths[entry % count] += 1
             best_num -= 1
-    return lengths, best_threshold, hold[1] if is_held else best_cap, best, without, is_held
+    return lengths, lengths.max(), best_threshold, hold[1] if is_held else best_cap, best, without, is_held
+
+
+@_compiled
+def _admit(
+    parts: Parts,
+    curve: int,
+    ceiling: int,
+    times: int,
+    is_block_priced: bool,
+    admitted: Ints,
+    gained: Floats,
+) -> None:
+    for j in range(ceiling):
+        row, part = (j if is_block_priced else 0), np.int64(parts[curve, j])
+        level = (PARTS - part) >> PART_BITS
+        admitted[row, level] += times
+        gained[row, level] += times * part / PARTS
+
+
+@_compiled
+def _least(level: int) -> int:
+    """The smallest gain of a level, in parts."""
+    return PARTS - ((level + 1) << PART_BITS) + 1
 
 
 @_compiled
 def by_levels(
     gains: Floats,
-    levels: npt.NDArray[np.int16],
+    parts: Parts,
     group: Ints,
     ceilings: Ints,
     parameters: Floats,
@@ -228,7 +253,7 @@ def by_levels(
 ) -> Found:
     """`search` for a large batch: gains are rounded to levels."""
     held_threshold, held_cap, hysteresis = hold
-    count, depth = len(group), gains.shape[1]
+    count, depth = len(group), parts.shape[1]
     is_block_priced = depth > 1 and (parameters[6] > 0.0 or parameters[7] > 0.0)
     num_caps = depth if is_block_priced else 1
     base_tokens = count + num_prefill_tokens
@@ -240,12 +265,20 @@ def by_levels(
         held_row = min(held_cap, depth) - 1 if is_block_priced else 0
     admitted = np.zeros((num_caps, LEVELS), np.int64)
     gained = np.zeros((num_caps, LEVELS))
+    # Requests of one curve, which are many, count together: those of a lower ceiling apart.
+    alike, curves_seen, num_curves = np.zeros(len(parts), np.int64), np.empty(count, np.int64), 0
     for i in range(count):
         curve = group[i]
-        for j in range(min(depth, ceilings[i])):
-            row = j if is_block_priced else 0
-            admitted[row, levels[curve, j]] += 1
-            gained[row, levels[curve, j]] += gains[curve, j]
+        if ceilings[i] < depth:
+            _admit(parts, curve, max(ceilings[i], 0), 1, is_block_priced, admitted, gained)
+        else:
+            if alike[curve] == 0:
+                curves_seen[num_curves] = curve
+                num_curves += 1
+            alike[curve] += 1
+    for at in range(num_curves):
+        curve = curves_seen[at]
+        _admit(parts, curve, depth, alike[curve], is_block_priced, admitted, gained)
     for row in range(num_caps):
         for level in range(1, LEVELS):
             admitted[row, level] += admitted[row, level - 1]
@@ -280,35 +313,38 @@ def by_levels(
     if held_level >= 0 and held >= without and best <= held * (1.0 + hysteresis):
         best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
     elif best <= without * (1.0 + (hysteresis if held_cap != NO_PREVIOUS and held_level < 0 else 0.0)):
-        return lengths, 1.0, 0, without, without, False
+        return lengths, 0, 1.0, 0, without, without, False
     cap = best_row + 1 if is_block_priced else depth
-    whole = best_level - 1 if left_out else best_level
+    below, least = _least(best_level), _least(best_level - 1 if left_out else best_level)
+    longest = np.full(len(parts), -1, np.int64)  # of each curve, once it was asked for
     for i in range(count):
         curve = group[i]
-        for j in range(min(cap, ceilings[i])):
-            if levels[curve, j] > whole:
-                break
-            lengths[i] += 1
+        if longest[curve] < 0:
+            length = 0
+            while length < cap and parts[curve, length] >= least:
+                length += 1
+            longest[curve] = length
+        lengths[i] = max(min(longest[curve], ceilings[i]), 0)
     if left_out:  # of the level itself all but its least likely; of equal ones the earlier depth, then the earlier request
         entries = np.empty(count * cap, np.int64)
         gain = np.empty(count * cap)
         num = 0
         for j in range(cap):
             for i in range(count):
-                if j < ceilings[i] and levels[group[i], j] == best_level:
+                if longest[group[i]] <= j < ceilings[i] and parts[group[i], j] >= below:
                     entries[num], gain[num] = i, -gains[group[i], j]
                     num += 1
         order = np.argsort(gain[:num], kind="mergesort")
         for k in range(num - left_out):
             lengths[entries[order[k]]] += 1
     threshold = held_threshold if is_held else 1.0 - (best_level + 1) / LEVELS
-    return lengths, threshold, cap, best, without, is_held
+    return lengths, lengths.max(), threshold, cap, best, without, is_held
 
 
 @_compiled
 def search(
     gains: Floats,
-    levels: npt.NDArray[np.int16],
+    parts: Parts,
     group: Ints,
     ceilings: Ints,
     parameters: Floats,
@@ -322,7 +358,7 @@ def search(
     """Choose a threshold and a cap for `block_size.choose`, which says what is maximised.
 
     Args:
-        gains: g(j) of each curve, [C, K]; `levels`: the level of each, [C, K].
+        gains: g(j) of each curve, [C, K]; `parts`: the same, rounded, [C, K].
         group: curve of each request, [N]; `ceilings`: its most draft tokens, [N].
         parameters: of the `StepTimeModel`, [P]; `token_seconds`: its price of totals of scheduled tokens, [T];
             `captured_below`: largest captured size ≤ each, [T].
@@ -336,7 +372,7 @@ def search(
             gains, group, ceilings, parameters, token_seconds, context_tokens, num_prefill_tokens, is_latency, hold
         )  # fmt: skip
     return by_levels(
-        gains, levels, group, ceilings, parameters, token_seconds, captured_below, context_tokens, num_prefill_tokens,
+        gains, parts, group, ceilings, parameters, token_seconds, captured_below, context_tokens, num_prefill_tokens,
         is_latency, hold,
     )  # fmt: skip
 
@@ -359,7 +395,7 @@ def decide(
     num_shown: Floats,
     ceilings: Ints,
     gains: Floats,
-    levels: npt.NDArray[np.int16],
+    parts: Parts,
     parameters: Floats,
     token_seconds: Floats,
     captured_below: Ints,
@@ -381,7 +417,7 @@ def decide(
         total += context[slots[i]]
         most[i] = ceilings[slots[i]]
     return search(
-        gains, levels, group, most, parameters, token_seconds, captured_below,
+        gains, parts, group, most, parameters, token_seconds, captured_below,
         total if context_tokens < 0 else context_tokens, num_prefill_tokens, is_latency, hold,
     )  # fmt: skip
 
@@ -389,12 +425,12 @@ def decide(
 def prepare() -> None:
     """Compile everything, or load it from where it is kept."""
     slots, one, table = np.zeros(1, np.int64), np.ones(1), np.full((1, 2), 0.5)
-    levels, prices, captured, parameters = np.zeros((1, 2), np.int16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
+    parts, prices, captured, parameters = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
     hold = (1.0, NO_PREVIOUS, 0.0)
-    learn(slots, slots, slots, slots, table, table, one, one, one)
+    learn(slots, slots, slots, slots, table, table, one, one, one, slots.copy())
     curves(slots, slots, slots, one, one, one, True, table, one, one, one, one, one)
-    search(table, levels, slots, slots, parameters, prices, captured, 0, 1, False, hold)
+    search(table, parts, slots, slots, parameters, prices, captured, 0, 1, False, hold)
     decide(
-        slots, slots, 0, slots, one, one, one, True, table, one, one, one, one, one, slots, table, levels, parameters, prices,
+        slots, slots, 0, slots, one, one, one, True, table, one, one, one, one, one, slots, table, parts, parameters, prices,
         captured, 1, False, hold,
     )  # fmt: skip

@@ -26,12 +26,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from honed.adapt.block_size import OperatingPoint, choice_of, choose_equal, to_hold
+from honed.adapt.block_size import OperatingPoint, choose_equal, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.explore import neighbour
 from honed.adapt.length_policy import Decision
-from honed.adapt.policy_tables import PolicyTables, limit_of, within
+from honed.adapt.policy_tables import PolicyTables
 from honed.adapt.request_beliefs import RequestBeliefs
 from honed.adapt.wire import Policy
 
@@ -111,7 +111,7 @@ class Decider:
             self._rule = make_contender(policy.kind, self.num_spec_tokens)
             for request_id, slot in self.requests.slot_of.items():
                 self._rule.start(request_id, ceiling=int(self.requests.ceiling[slot]))
-        self._rule.set_limits(limit_of(policy, self.num_spec_tokens), policy.static_k, policy.table, self._model)
+        self._rule.set_limits(self._tables.limit, policy.static_k, policy.table, self._model)
 
     def prepare(self) -> None:
         """Compile now what deciding needs, which takes seconds where it was never done before."""
@@ -169,13 +169,12 @@ class Decider:
             contexts: each of them; None: not told.
         """
         self._refresh_fallback(now_s)
-        policy = self._tables.policy
+        tables = self._tables
+        policy, limit, static_k = tables.policy, tables.limit, tables.static_k
         if policy is None:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy")
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off")
-        limit = limit_of(policy, self.num_spec_tokens)
-        static_k = min(max(policy.static_k, 0), limit)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:
@@ -191,7 +190,7 @@ class Decider:
         if not self._model.is_ready:
             if not is_exploring:
                 return self._uniform(request_ids, static_k, "cold")
-            lengths = [static_k] * len(request_ids)
+            lengths, block = [static_k] * len(request_ids), static_k
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
@@ -199,11 +198,12 @@ class Decider:
             if contexts is not None and len(contexts) == len(request_ids):
                 self.requests.note_contexts(request_ids, contexts)
                 is_told = True
-            lengths = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), limit, policy, is_told)
+            lengths, block = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, is_told)
         if is_exploring:
             cold_length = None if self._model.is_ready else static_k
             lengths = self._explore(request_ids, lengths, limit, cold_length, policy)
-        return Decision(lengths, max(lengths, default=0), "explore" if is_exploring else "policy")
+            return Decision(lengths, max(lengths, default=0), "explore")
+        return Decision(lengths, block, "policy")
 
     def _explore(
         self, request_ids: Sequence[str], lengths: list[int], limit: int, cold_length: int | None, policy: Policy
@@ -227,30 +227,31 @@ class Decider:
         request_ids: Sequence[str],
         context_tokens: int,
         num_prefill_tokens: int,
-        limit: int,
         policy: Policy,
         are_contexts_known: bool,
-    ) -> list[int]:
-        requests, hysteresis = self.requests, within(policy.hysteresis, 0.0, 10.0, 0.0)
-        self._most_tokens = max(self._most_tokens, len(request_ids) * (limit + 1) + num_prefill_tokens)
-        if policy.equal_lengths:
-            shared = min(limit, int(requests.ceiling[requests.slots_of(request_ids)].min())) if requests.num_ceilings else limit
-            gains = requests.sums_of(request_ids, shared, are_contexts_known=are_contexts_known)
-            if context_tokens < 0:
-                context_tokens = requests.noted_tokens(request_ids)
-            choice = choose_equal(
-                gains, len(request_ids), self._model, is_latency=self._tables.is_latency, context_tokens=context_tokens,
-                num_prefill_tokens=num_prefill_tokens, previous=self._point, hysteresis=hysteresis,
-                captured_lengths=policy.captured_lengths,
+    ) -> tuple[list[int], int]:
+        requests, limit, hysteresis = self.requests, self._tables.limit, self._tables.hysteresis
+        most_tokens = len(request_ids) * (limit + 1) + num_prefill_tokens
+        if most_tokens > self._most_tokens:
+            self._most_tokens = most_tokens
+        if not policy.equal_lengths:
+            lengths, longest, threshold, cap, _, _, _ = requests.search(
+                request_ids, context_tokens, num_prefill_tokens, to_hold(self._point, hysteresis),
+                are_contexts_known=are_contexts_known,
             )  # fmt: skip
-        else:
-            hold = to_hold(self._point, hysteresis)
-            found = requests.search(
-                request_ids, context_tokens, num_prefill_tokens, hold, are_contexts_known=are_contexts_known
-            )  # fmt: skip
-            choice = choice_of(found)
+            self._point = OperatingPoint(threshold, cap)
+            return lengths.tolist(), longest
+        shared = min(limit, int(requests.ceiling[requests.slots_of(request_ids)].min())) if requests.num_ceilings else limit
+        gains = requests.sums_of(request_ids, shared, are_contexts_known=are_contexts_known)
+        if context_tokens < 0:
+            context_tokens = requests.noted_tokens(request_ids)
+        choice = choose_equal(
+            gains, len(request_ids), self._model, is_latency=self._tables.is_latency, context_tokens=context_tokens,
+            num_prefill_tokens=num_prefill_tokens, previous=self._point, hysteresis=hysteresis,
+            captured_lengths=policy.captured_lengths,
+        )  # fmt: skip
         self._point = choice.point
-        return choice.num_draft_tokens
+        return choice.num_draft_tokens, choice.point.cap
 
     def _uniform(self, request_ids: Sequence[str], length: int, reason: str) -> Decision:
         if self.requests.num_ceilings and request_ids:

@@ -7,12 +7,10 @@ the draft tokens that its answer cuts. That, and not the quality of the answer, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Draft lengths of one step, in the order of the requests that were asked about."""
 
     num_draft_tokens: list[int]

@@ -39,6 +39,9 @@ class PolicyTables:
     feature_weight: Floats  # [W] see `draft_features`
     feature_mean: Floats  # [W]
     has_shift: bool  # whether any step isn't 0
+    limit: int  # most draft tokens of any request
+    static_k: int
+    hysteresis: float
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0) -> PolicyTables:
@@ -52,7 +55,7 @@ class PolicyTables:
         if is_latency:
             by_theta = latency_gains(by_theta)
         by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
-        none = np.zeros((len(acceptance), 1))
+        limit, none = limit_of(policy, num_spec_tokens), np.zeros((len(acceptance), 1))
         shift, has_shift = _usable_shift([prior.context_shift for prior in priors] or [[]])
         weights = [within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0) for prior in priors] or [0.0]
         return cls(
@@ -60,7 +63,7 @@ class PolicyTables:
             _usable_model(policy, num_tokens),
             {prior.workload: row for row, prior in enumerate(priors)},
             is_latency,
-            CurveTable.of(by_theta[:, : limit_of(policy, num_spec_tokens)]),
+            CurveTable.of(by_theta[:, :limit]),
             np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
@@ -68,6 +71,9 @@ class PolicyTables:
             np.array(weights),
             np.array([within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0]),
             has_shift,
+            limit,
+            min(max(policy.static_k, 0), limit) if policy is not None else limit,
+            within(policy.hysteresis, 0.0, 10.0, 0.0) if policy is not None else 0.0,
         )
 
 

@@ -11,7 +11,9 @@ What is done for every request is compiled, see `adapt.compiled`.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -50,10 +52,11 @@ class RequestBeliefs:
         self._num_shown: Floats = np.zeros(size)
         self._labels: dict[str, int] = {"default": 0}
         self._last_ids: list[str] = []
-        """The last batch that `slots_of` was asked about, its slots, and who is over since then."""
-        self._last_slots: list[int] = []
-        self._left: list[str] = []
-        self._last_array: Ints = _ints([])
+        """The last batch that `slots_of` was asked about, its slots, and the slots of those that are over since then."""
+        self._last_slots = array("q")
+        self._left: list[int] = []
+        self._is_left_retaken = False
+        self._compiled: ModuleType | None = None  # imported when it is needed
         self.use(tables)
 
     def use(self, tables: PolicyTables) -> None:
@@ -64,18 +67,23 @@ class RequestBeliefs:
         if not tables.has_shift:
             self.shift.fill(0.0)
 
+    def _load(self) -> ModuleType:
+        from honed.adapt import compiled
+
+        self._compiled = compiled
+        return compiled
+
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
         """Take up a request; a second time changes nothing."""
         if request_id in self.slot_of:
             return
         slot = self._take_slot()
         self.slot_of[request_id] = slot
-        if request_id in self._left:  # it comes back, perhaps to another slot
-            self._forget_batch()
+        self._is_left_retaken |= slot in self._left
         label = self._label_of(workload)
         self._label[slot], self._row[slot] = label, self._rows[label]
-        for array in (self.failures, self.successes, self.context, self.shift, self._shown, self._num_shown):
-            array[slot] = 0
+        for known in (self.failures, self.successes, self.context, self.shift, self._shown, self._num_shown):
+            known[slot] = 0
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self.ceiling[slot] = limit
         self.num_ceilings += limit < self.num_spec_tokens
@@ -86,7 +94,7 @@ class RequestBeliefs:
         if slot >= 0:
             self.num_ceilings -= int(self.ceiling[slot]) < self.num_spec_tokens
             self.free.append(slot)
-            self._left.append(request_id)
+            self._left.append(slot)
             if len(self._left) > len(self._last_ids):  # nobody asks
                 self._forget_batch()
 
@@ -103,16 +111,14 @@ class RequestBeliefs:
 
         `features` is what each round's drafts showed, see `RoundColumns.feature`; NaN where unknown.
         """
-        from honed.adapt import compiled
-
-        slots = self._follow(request_ids)
-        slots += [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]]
+        compiled = self._compiled or self._load()
+        slots = self._running_slots(request_ids)
         if features is not None:
-            self._note_features(slots, features)
+            self._note_features(slots.tolist(), features)
         tables = self._tables
         compiled.learn(
-            _ints(slots), _ints(num_draft_tokens), _ints(num_accepted_tokens), self._row, tables.on_failure, tables.on_success,
-            self.shift, self.failures, self.successes,
+            slots, _ints(num_draft_tokens), _ints(num_accepted_tokens), self._row, tables.on_failure, tables.on_success,
+            self.shift, self.failures, self.successes, self.context,
         )  # fmt: skip
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
@@ -155,21 +161,20 @@ class RequestBeliefs:
             hold: see `block_size.to_hold`.
             are_contexts_known: whether those that were noted say how likely the drafts are.
         """
-        from honed.adapt import compiled
-
+        compiled = self._compiled or self._load()
         tables, count = self._tables, len(request_ids)
-        return compiled.decide(
+        found: Found = compiled.decide(
             self.slots_of(request_ids), self.context, context_tokens, self._row, tables.constant, self.failures, self.successes,
             tables.has_shift and are_contexts_known, tables.shift, self.shift, tables.feature_weight, tables.feature_mean,
-            self._shown, self._num_shown, self.ceiling, tables.curves.gains, tables.curves.levels, tables.model.parameter_array,
+            self._shown, self._num_shown, self.ceiling, tables.curves.gains, tables.curves.parts, tables.model.parameter_array,
             *tables.model.price_tables(count * (self.num_spec_tokens + 1) + num_prefill_tokens),
             num_prefill_tokens, tables.is_latency, hold,
         )  # fmt: skip
+        return found
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
         """Add up the requests' gains by depth, [at most `limit`], whatever their ceilings."""
-        from honed.adapt import compiled
-
+        compiled = self._compiled or self._load()
         tables, slots = self._tables, self.slots_of(request_ids)
         curve = compiled.curves(
             slots, self.context, self._row, tables.constant, self.failures, self.successes,
@@ -185,21 +190,52 @@ class RequestBeliefs:
         A batch is as a rule the one before, less those that are over, and then new ones. To tell so by identity takes no look
         at the ids themselves, which have left the caches.
         """
-        if request_ids == self._last_ids and not self._left:
-            return self._last_array
+        ids, slots = self._last_ids, self._last_slots
+        if self._left:
+            slots = slots[:]  # somebody may look at the other
+            for slot in self._left:
+                try:
+                    at = slots.index(slot)
+                except ValueError:  # wasn't in the batch
+                    continue
+                del ids[at], slots[at]
+            self._none_left()
+        count = len(ids)
+        more = request_ids[count:]
+        ids += more
+        if ids == request_ids:
+            if more:
+                slots = slots + array("q", self.slot_list(more))
+        else:
+            del ids[count:]
+            self._last_slots = slots
+            followed = self._follow(request_ids)
+            slots = array("q", followed + self.slot_list(request_ids[len(followed) :]))
+            self._last_ids = list(request_ids)
+        self._last_slots = slots
+        return np.frombuffer(slots, np.int64)
+
+    def _running_slots(self, request_ids: Sequence[str]) -> Ints:
+        """Look up slots [n] for learning: −1, or one that is nobody's, for requests that are unknown or over."""
+        count = len(request_ids)
+        if self._last_ids[:count] == request_ids and not self._is_left_retaken:
+            return np.frombuffer(self._last_slots, np.int64, count)
+        if self._is_left_retaken:
+            return _ints([self.slot_of.get(request_id, -1) for request_id in request_ids])
         slots = self._follow(request_ids)
-        slots += self.slot_list(request_ids[len(slots) :])
-        self._last_ids, self._last_slots, self._last_array = list(request_ids), slots, _ints(slots)
+        return _ints(slots + [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]])
+
+    def _none_left(self) -> None:
         self._left.clear()
-        return self._last_array
+        self._is_left_retaken = False
 
     def _forget_batch(self) -> None:
-        self._last_ids, self._last_slots, self._last_array = [], [], _ints([])
-        self._left.clear()
+        self._last_ids, self._last_slots = [], array("q")
+        self._none_left()
 
     def _follow(self, request_ids: Sequence[str]) -> list[int]:
         """Look up the slots of those at the beginning that were in the last batch, in its order."""
-        before, slots_before, at, count = self._last_ids, self._last_slots, 0, len(self._last_ids)
+        before, slots_before, at, count = self._last_ids, self._last_slots.tolist(), 0, len(self._last_ids)
         slots: list[int] = []
         for request_id in request_ids:
             while at < count and before[at] is not request_id:
@@ -228,8 +264,8 @@ class RequestBeliefs:
             return self.free.pop()
         if used == len(self._label):
             for name in ("_label", "_row", "context", "ceiling", "failures", "successes", "shift", "_shown", "_num_shown"):
-                array = getattr(self, name)
-                setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+                known = getattr(self, name)
+                setattr(self, name, np.concatenate([known, np.zeros_like(known)]))
         return used
 
     def _label_of(self, workload: str) -> int:

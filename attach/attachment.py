@@ -34,8 +34,9 @@ from honed.attach.step_log import StepLog, Verified
 from honed.attach.step_recorder import Plan, StepRecorder
 from honed.attach.worker_link import WorkerLink
 
-NOTED_EVERY = 16
-"""Steps between two looks at a request's length, where there are many."""
+MOST_NOTED = 8
+"""Requests of a step that are asked how long they are: it takes the caches long to find one. The others are as long as they
+were then, and what they got since."""
 
 
 class Attachment:
@@ -169,11 +170,12 @@ class Attachment:
         reason, block, lengths = "observe", self._num_spec_tokens, None
         if self._can_decide and not self._is_off():
             context, contexts = -1, None
-            if len(ids) <= 4 * NOTED_EVERY:
+            if len(ids) <= MOST_NOTED:
                 contexts = [requests[request_id].num_tokens for request_id in ids]
                 context = sum(contexts)
-            else:  # a few in each step: it takes the caches long to find so many requests
-                for request_id in ids[self._step % NOTED_EVERY :: NOTED_EVERY]:
+            else:
+                every = -(-len(ids) // MOST_NOTED)
+                for request_id in ids[self._step % every :: every]:
                     self._decider.requests.note_context(request_id, requests[request_id].num_tokens)
             decision = self._decider.decide(ids, context, num_prefill, time.monotonic(), contexts)
             reason, lengths = decision.reason, decision.num_draft_tokens
@@ -184,7 +186,7 @@ class Attachment:
                 block = output.num_spec_tokens_to_schedule = 0
         elif self._is_block_open:  # vLLM's own table by batch size may be in force
             block = getattr(output, "num_spec_tokens_to_schedule", block)
-        if lengths is not None and min(lengths, default=self._num_spec_tokens) < self._num_spec_tokens:
+        if lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths):
             self._decided = ids, lengths
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
@@ -205,8 +207,12 @@ class Attachment:
         """Cut drafts to the lengths that were chosen."""
         if self._decided is None:
             return
-        lengths = map(dict(self.decided()).get, request_ids)
-        drafts[:] = [row if length is None else row[:length] for row, length in zip(drafts, lengths, strict=True)]
+        ids, lengths = self._decided
+        if request_ids == ids:
+            drafts[:] = [row[:length] for row, length in zip(drafts, lengths, strict=True)]
+        else:  # the runner has an order of its own
+            length_of = dict(zip(ids, lengths, strict=True)).get
+            drafts[:] = [row[: length_of(request_id)] for request_id, row in zip(request_ids, drafts, strict=True)]
 
     @guarded
     def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
@@ -227,9 +233,9 @@ class Attachment:
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
         if verified and self._can_decide:
-            request_ids, drafts, accepted = zip(*verified, strict=True)
+            request_ids, drafts, accepted = map(list, zip(*verified, strict=True))
             if invalid:  # what a grammar struck out says nothing of the drafter
-                drafts = tuple(k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True))
+                drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
             self._decider.observe(request_ids, drafts, accepted)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
         if not self._requests:

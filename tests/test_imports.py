@@ -29,8 +29,8 @@ TRAIN_COMMAND = ("daemon/command_line.py", "recalib.trainer")
 """`honed train` starts the trainer; it is imported there and then only."""
 
 PURE = {
-    "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "random",
-    "struct", "typing", "msgspec", "numpy",
+    "__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
+    "random", "struct", "types", "typing", "msgspec", "numpy",
 }  # fmt: skip
 """What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
 COMPILED = {"contextlib", "numba", "llvmlite"}

@@ -98,6 +98,19 @@ def test_requests_that_share_a_curve_can_be_passed_as_one(seed, model, num_curve
     assert together.rate == pytest.approx(goodput(curves[group], lengths, model), rel=0.03)
 
 
+@settings(max_examples=30)
+@given(seeds, models, st.integers(1, 40))
+def test_large_batches_keep_ceilings_and_lose_little(seed, model, num_curves):
+    rng, curves = np.random.default_rng(seed), make_survival(seed, num_curves, 15)
+    group, ceilings = rng.integers(0, num_curves, 100), rng.integers(0, 16, 100)
+    survival = np.where(np.arange(15) < ceilings[:, None], curves[group], 0.0)
+    lengths = allocate(survival, model)  # a draft that is never accepted
+    choice = choose(curves, model, group=group, ceilings=ceilings)
+    assert (np.array(choice.num_draft_tokens) <= ceilings).all()
+    assert choice.rate == pytest.approx(goodput(survival, choice.num_draft_tokens, model), rel=0.03)
+    assert goodput(survival, choice.num_draft_tokens, model) >= 0.98 * goodput(survival, lengths, model)
+
+
 def test_nothing_is_drafted_when_it_does_not_pay():
     survival = make_survival(0, 64, 7, low=0.05, high=0.2)
     choice = choose(survival, make_model(base=1e-4, token=1e-3))

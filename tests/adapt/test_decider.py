@@ -293,6 +293,34 @@ def test_slots_are_found_however_a_batch_changes():
         assert len(set(decider.requests.slots_of(asked).tolist())) == len(asked)
 
 
+def test_only_who_runs_learns_however_a_batch_changes():
+    """A request's rounds count for it alone, though its slot is another's the moment it is over."""
+    decider, rng, running, contexts = make_decider(make_policy()), np.random.default_rng(4), [], {}
+
+    def come_in(request_id):
+        decider.start(request_id)
+        decider.requests.note_context(request_id, 10)
+        running.append(request_id)
+        contexts[request_id] = 10
+
+    for number in range(300):
+        come_in(f"r{number}")
+        decider.requests.slots_of(running)
+        seen = [r for r in running if rng.random() < 0.95] if number % 3 == 0 else list(running)
+        for request_id in [r for r in running if rng.random() < 0.1]:
+            decider.finish(request_id)
+            running.remove(request_id)
+        if number % 2:  # a request comes in before the step's rounds are learned from, as when vLLM schedules ahead
+            come_in(f"s{number}")
+        decider.observe(seen, [3] * len(seen), [2] * len(seen))
+        for request_id in seen:
+            contexts[request_id] += 3
+        for request_id in running:
+            slot = decider.requests.slot_of[request_id]
+            assert decider.requests.context[slot] == contexts[request_id]
+            assert (decider.requests.failures[slot] > 0.0) == (contexts[request_id] > 10)
+
+
 def test_contexts_that_were_noted_count_as_those_that_are_told():
     ids, told, noted = [f"r{i}" for i in range(90)], make_decider(make_shifted_policy()), make_decider(make_shifted_policy())
     contexts = [100 + 97 * i for i in range(len(ids))]
