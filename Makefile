@@ -82,8 +82,8 @@ test-observability: setup
 	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
 test-calibrate: setup
-	@echo "== honed calibrate and honed retention on a running vLLM: an untrained drafter is trained (some 5 minutes)"
-	@HONED_TEST_CALIBRATE=1 $(BIN)/python -m pytest -s tests/e2e/test_calibrate.py
+	@echo "== honed calibrate and honed retention on running vLLMs: an untrained drafter is trained, two targets are compared (some 7 minutes)"
+	@HONED_TEST_CALIBRATE=1 $(BIN)/python -m pytest -s tests/e2e/test_calibrate.py tests/e2e/test_retention.py
 
 test-parallel: setup
 	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 2 minutes on two cores)"
