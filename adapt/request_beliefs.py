@@ -217,12 +217,11 @@ class RequestBeliefs:
 
     def _running_slots(self, request_ids: Sequence[str]) -> Ints:
         """Look up slots [n] for learning: −1, or one that is nobody's, for requests that are unknown or over."""
-        count = len(request_ids)
-        if self._last_ids[:count] == request_ids and not self._is_left_retaken:
-            return np.frombuffer(self._last_slots, np.int64, count)
-        if self._is_left_retaken:
-            return _ints([self.slot_of.get(request_id, -1) for request_id in request_ids])
-        slots = self._follow(request_ids)
+        count, slots = len(request_ids), list[int]()
+        if not self._is_left_retaken:
+            if self._last_ids[:count] == request_ids:
+                return np.frombuffer(self._last_slots, np.int64, count)
+            slots = self._follow(request_ids)
         return _ints(slots + [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]])
 
     def _none_left(self) -> None:
