@@ -6,8 +6,6 @@ Some minutes of both cores, so behind a switch: `make test-calibrate`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +17,16 @@ import vllm_server
 from processes import Processes, free_port
 
 from honed.daemon.client import AdminClient
+from tests.e2e.calibrating import IS_SWITCHED_ON, SETTINGS, TINY, honed
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not os.environ.get("HONED_TEST_CALIBRATE"), reason="takes minutes: make test-calibrate"),
+    IS_SWITCHED_ON,
 ]
 
-TINY = vllm_server.ROOT / "benchmarks" / "tiny"
 # The pair is small and nothing is learnt yet: larger and more steps than for a drafter that is polished.
-SETTINGS = """
-[paths]
-runtime_dir = "{folder}/run"
-state_dir = "{folder}/state"
-[http]
-metrics_listen = "127.0.0.1:{port}"
-[recalibration]
-automatic = false
+TRAINING = """
 grace_s = 600.0
 [trainer]
 learning_rate = 2e-3
@@ -68,18 +59,11 @@ class Site:
         return self.honed("retention", "--url", self.server.url, *prompts, *more)
 
 
-def honed(environment: dict[str, str], *arguments: Any) -> Any:
-    words = [honed_side.honed_command(), *(str(argument) for argument in arguments), "--json"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=1500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("cal")
     config = folder / "honed.toml"
-    config.write_text(SETTINGS.format(folder=folder, port=free_port()))
+    config.write_text(SETTINGS.format(folder=folder, port=free_port()) + TRAINING)
     with Processes(folder / "logs") as processes, AdminClient(folder / "run" / "admin.sock") as client:
         _, environment = honed_side.start_daemon(processes, config, client)
         shape = ("--layers", 3, "--block-size", 8)

@@ -7,8 +7,6 @@ cores, so behind a switch: `make test-calibrate`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,23 +17,14 @@ from processes import Processes, free_port
 from recalib_target import fine_tune
 
 from honed.daemon.client import AdminClient
+from tests.e2e.calibrating import IS_SWITCHED_ON, SETTINGS, TINY, honed
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not os.environ.get("HONED_TEST_CALIBRATE"), reason="takes minutes: make test-calibrate"),
+    IS_SWITCHED_ON,
 ]
 
-TINY = vllm_server.ROOT / "benchmarks" / "tiny"
-SETTINGS = """
-[paths]
-runtime_dir = "{folder}/run"
-state_dir = "{folder}/state"
-[http]
-metrics_listen = "127.0.0.1:{port}"
-[recalibration]
-automatic = false
-"""
 PROMPTS, TUNING_STEPS, DRAFT_TOKENS = 12, 24, 7
 
 
@@ -61,14 +50,11 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         for server in (base, tuned):
             vllm_server.wait(server)
         tuned.child.wait_until(lambda: connected(client) == {"base-0", "tuned-0"}, 30.0, "engine in the daemon")
-        words = ["retention", "--url", tuned.url, "--base-url", base.url, "--prompts", str(folder / "prompts.jsonl")]
-        words += ["--draft-tokens", str(DRAFT_TOKENS), "--max-tokens", "48", "--repeat", "1", "--json"]
-        done = subprocess.run(
-            [honed_side.honed_command(), *words], env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        document = honed(
+            environment, "retention", "--url", tuned.url, "--base-url", base.url, "--prompts", folder / "prompts.jsonl",
+            "--draft-tokens", DRAFT_TOKENS, "--max-tokens", 48, "--repeat", 1,
+        )  # fmt: skip
         assert client.get("/v1/overrides") == []
-        document = json.loads(done.stdout)
         print(json.dumps({which: document[which]["classes"][""] for which in ("base", "tuned")} | {"of": document["retained"]}))
         yield document
 
