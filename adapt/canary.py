@@ -3,7 +3,7 @@
 The two serve in short windows. Windows come in pairs, a coin says which version begins; after each pair the evidence grows
 (`evidence` has the test and why it holds at every look). It is gathered for all traffic together and for every workload:
 
-    worse   as soon as e ≥ 1/α somewhere: with α · 4/5 on all traffic, with α / (5·i·(i+1)) on the i-th workload that was seen
+    worse   as soon as e ≥ 1/α somewhere: with 0.94·α on all traffic, with 0.06·α / (i·(i+1)) on the i-th workload that was seen
     better  likewise, unless some workload looks bad
 
 and after `max_rounds` nothing was proven. Batches are told apart by their drafter version, so it makes no difference when
@@ -30,7 +30,7 @@ ALL = ""
 """Name of all traffic together, beside the workloads'."""
 MAX_WORKLOADS = 32
 """Further ones only count in all traffic."""
-_SHARE_OF_ALL = 0.8
+_SHARE_OF_ALL = 0.94
 _DOUBT = math.log(10.0)
 """A workload with so much evidence of a loss stands in the way of a promotion."""
 _LOG10 = math.log(10.0)
@@ -45,10 +45,10 @@ class CanarySettings:
     """Probability of calling a version worse that accepts no less."""
     false_promotion: float = 0.01
     """Probability of calling a version better that accepts no more."""
-    window_rounds: int = 64
+    window_rounds: int = 12
     """Verify rounds after which a window is over, if it has lasted `window_s`. A pair of windows can at most double the
     evidence, so windows ought to be short."""
-    window_s: float = 1.0
+    window_s: float = 0.5
     """Shortest window."""
     max_window_s: float = 30.0
     """A window with fewer rounds ends then, unless it has none at all."""

@@ -9,15 +9,19 @@ is the score of a relative change of conditional acceptance that is the same at 
 together). Positions are compared one by one, so rounds are compared at equal draft lengths, whatever the lengths were.
 
 When the two accept alike, a coin says which of a pair's windows was whose, so D and −D are equally likely given |D|: with
-rounds that depend on each other as well, and with traffic that changes from pair to pair. For every bet λ therefore
+rounds that depend on each other as well, and with traffic that changes from pair to pair. For every bet λ therefore, and as
+well when λ depends on earlier pairs,
 
     E = Π_pairs exp(λD) / cosh(λD)     has expectation ≤ 1, and so P(a mean of such E ever reaches 1/α) ≤ α
 
-at every look (Ville). λ < 0 bets that the new accepts less, λ > 0 that it accepts more; without dependence λ is best at the
-relative change itself. One pair can at most double E: no single burst of traffic decides.
+at every look (Ville). λ < 0 bets that the new accepts less, λ > 0 that it accepts more. Of independent rounds λ is best at the
+relative change itself. Where rounds repeat each other (one long request fills a window), D² is larger on average than its
+variance of independent rounds, I = Σ_j w_j · p_j · n_a,j · n_b,j / (n_a,j + n_b,j), and λ is best at the change divided by that
+dispersion; so it is estimated from earlier pairs, and allowed for as far as it isn't chance. One pair can at most double E: no
+single burst of traffic decides, and short windows decide after fewer rounds.
 
 Source: de la Peña, Ann. Probab. 27 (1999), "A general class of exponential inequalities for martingales and ratios"; score and
-weights as in Mantel, Cancer Chemother. Rep. 50 (1966).
+weights as in Mantel, Cancer Chemother. Rep. 50 (1966); dispersion as in McCullagh & Nelder, Generalized Linear Models, 4.5.
 
 Letters: K = configured number of draft tokens, B = bets, … = any leading axes (many canaries at once, in simulations).
 """
@@ -31,9 +35,15 @@ import numpy as np
 
 from honed.adapt.acceptance import Floats
 
-BETS = {0.02: 0.1, 0.05: 0.2, 0.1: 0.4, 0.2: 0.2, 0.4: 0.1}
-"""Relative changes that are bet on, and their weights. The small ones are for windows whose rounds repeat each other."""
-_CHANGES, _LOG_WEIGHTS = np.array(list(BETS)), np.log(list(BETS.values()))
+WORSE_BETS = {0.03: 0.03, 0.07: 0.32, 0.11: 0.65}
+"""Relative changes that are bet on against the new drafter, and their weights: so chosen that a loss of 10 % is found soon, be it
+of conditional acceptance or of the acceptance length (which is 4 to 11 % of the former). Larger ones are found as well."""
+BETTER_BETS = {0.03: 0.15, 0.07: 0.70, 0.11: 0.15}
+"""Those for it: gains are smaller."""
+_CHANGES = np.array(list(WORSE_BETS))
+_LOG_WEIGHTS = np.log([list(WORSE_BETS.values()), list(BETTER_BETS.values())])  # [2, B]
+_FEW_PAIRS = 4.0
+"""Pairs that dispersion is taken to have been 1 in before there were any."""
 _MOST_CERTAIN = 0.98
 _LOG_2 = math.log(2.0)
 
@@ -44,14 +54,16 @@ class Evidence:
     def __init__(self, num_spec_tokens: int, shape: tuple[int, ...] = ()) -> None:
         self._trials: Floats = np.zeros((*shape, num_spec_tokens))
         self._successes: Floats = np.zeros((*shape, num_spec_tokens))
-        self._log_bets: Floats = np.zeros((*shape, 2, len(BETS)))  # worse, better
+        self._log_bets: Floats = np.zeros((*shape, *_LOG_WEIGHTS.shape))  # worse, better
         self._score: Floats = np.zeros(shape)
         self._information: Floats = np.zeros(shape)
+        self._squares: Floats = np.zeros(shape)  # Σ D² / I
+        self._pairs: Floats = np.zeros(shape)  # that said anything
 
     def weigh(
         self, old_trials: Floats, old_successes: Floats, new_trials: Floats, new_successes: Floats
     ) -> tuple[Floats, Floats]:
-        """Score a pair of windows, from counts [..., K]: D, and what D is divided by to estimate the change, both [...]."""
+        """Score a pair of windows, from counts [..., K]: D, and I, which it is divided by to estimate the change, [...]."""
         trials = old_trials + new_trials
         self._trials += trials
         self._successes += old_successes + new_successes
@@ -63,13 +75,25 @@ class Evidence:
         return score, information
 
     def add(self, score: Floats, information: Floats) -> None:
-        """Fold in a pair's D."""
-        self._score += score
-        self._information += information
-        x = np.asarray(score)[..., None] * _CHANGES
+        """Fold in a pair's D and I."""
+        x = np.asarray(score / self.dispersion)[..., None] * _CHANGES  # as it was: this pair's sign must not choose its bet
         log_cosh = np.logaddexp(x, -x) - _LOG_2
         self._log_bets[..., 0, :] -= x + log_cosh
         self._log_bets[..., 1, :] += x - log_cosh
+        self._score += score
+        self._information += information
+        is_telling = information > 0.0
+        self._squares += np.where(is_telling, np.square(score) / np.where(is_telling, information, 1.0), 0.0)
+        self._pairs += is_telling
+
+    @property
+    def dispersion(self) -> Floats:
+        """How many times more D varies than with independent rounds, a standard error less than it seems, ≥ 1, [...]."""
+        mean = np.square(self._score) / np.where(self._information > 0.0, self._information, 1.0)
+        free = np.maximum(self._pairs - 1.0, 0.0) + _FEW_PAIRS
+        seems = (self._squares - mean + _FEW_PAIRS) / free
+        made: Floats = np.maximum(seems / (1.0 + np.sqrt(2.0 / free)), 1.0)
+        return made
 
     @property
     def log_e(self) -> Floats:
@@ -95,9 +119,9 @@ class Evidence:
         made = cls(0)
         for name in _FIELDS:
             setattr(made, f"_{name}", np.array(state[name], dtype=np.float64))
-        if made._log_bets.shape[-2:] != (2, len(BETS)) or made._trials.shape != made._successes.shape:
+        if made._log_bets.shape[-2:] != _LOG_WEIGHTS.shape or made._trials.shape != made._successes.shape:
             raise ValueError("this evidence was gathered with other bets")
         return made
 
 
-_FIELDS = ("trials", "successes", "log_bets", "score", "information")
+_FIELDS = ("trials", "successes", "log_bets", "score", "information", "squares", "pairs")

@@ -6,7 +6,7 @@ is numpy arrays of counts; how they are weighed, and where the bars are, is `ada
 For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took (both
 versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is more
 where little is accepted. And a case against independence: every window has a mood, a shift of all its log-odds, as when one
-long request fills it; equal versions must not be told apart by that. The last line of stdout is JSON.
+long request fills it; equal versions must not be told apart by that, and a loss be found. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -115,10 +115,13 @@ def run(runs: int) -> dict[str, Any]:
         outcomes = {label: simulate(curve, change, runs, seed=number) for label, change in CHANGES.items()}
         shorter = simulate(curve, change_for_length(curve, 0.9), runs, seed=number)
         moody = simulate(curve, 0.0, runs, seed=number, mood=MOOD)
+        moody_loss = simulate(curve, CHANGES["-10 %"], runs, seed=number, mood=MOOD)
         figures[name] = {
             "false_promotions": {label: outcomes[label].promoted for label in ("a/a", "-10 %")},
             "false_roll_backs": {label: outcomes[label].rolled_back for label in ("a/a", "+5 %")},
             "with_moods_a/a": {"promoted": moody.promoted, "rolled_back": moody.rolled_back},
+            "with_moods_found_minus_10": moody_loss.rolled_back,
+            "with_moods_median_rounds_minus_10": moody_loss.median_rounds.get("rolled_back"),
             "found_minus_10": outcomes["-10 %"].rolled_back,
             "median_rounds_minus_10": outcomes["-10 %"].median_rounds.get("rolled_back"),
             "median_rounds_minus_10_of_length": shorter.median_rounds.get("rolled_back"),

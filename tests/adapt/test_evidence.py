@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.evidence import BETS, Evidence
+from honed.adapt.evidence import BETTER_BETS, WORSE_BETS, Evidence
 
 K = 4
 counts = st.lists(st.integers(0, 60), min_size=K, max_size=K)
@@ -41,6 +41,35 @@ def test_over_both_signs_of_every_score_the_e_value_averages_to_one_at_most(scor
         assert (one.log_e - before <= np.log(2.0) + 1e-9).all()  # a pair at most doubles it
 
 
+def test_dispersion_is_one_for_independent_rounds_and_what_it_is_for_others():
+    rng = np.random.default_rng(1)
+    information = np.full(2000, 4.0)
+    for times in (1.0, 5.0):
+        evidence = Evidence(K, (2000,))
+        for _ in range(200):
+            evidence.add(rng.normal(0.0, np.sqrt(times * information)), information)
+        assert np.mean(evidence.dispersion) == pytest.approx(times, rel=0.12)
+        assert (evidence.dispersion >= 1.0).all()
+
+
+def test_a_difference_is_no_dispersion():
+    rng, evidence = np.random.default_rng(3), Evidence(K)
+    for _ in range(100):
+        evidence.add(np.array(40.0 + rng.normal(0.0, 2.0)), np.array(4.0))
+    assert float(evidence.dispersion) == pytest.approx(1.0, abs=0.2)  # D² / I is 400
+
+
+@given(st.lists(st.floats(-50.0, 50.0), min_size=1, max_size=30), st.floats(0.1, 50.0))
+def test_the_sign_of_a_pair_does_not_choose_its_bet(scores, information):
+    """So that, whatever came before, both signs together leave the e-values as they were."""
+    both = Evidence(K, (2,))
+    for score in scores[:-1]:
+        both.add(np.full(2, score), np.full(2, information))
+    before = both.log_e[0]
+    both.add(np.array([scores[-1], -scores[-1]]), np.full(2, information))
+    assert np.logaddexp.reduce(both.log_e, axis=0) - np.log(2.0) == pytest.approx(before, abs=1e-9)
+
+
 def test_nothing_seen_in_one_of_the_windows_says_nothing():
     evidence = Evidence(K)
     score, information = evidence.weigh(np.zeros(K), np.zeros(K), np.full(K, 50.0), np.full(K, 10.0))
@@ -57,8 +86,9 @@ def test_the_change_is_estimated():
     assert float(evidence.change) == pytest.approx(0.10, abs=0.02)
 
 
-def test_the_bets_weigh_one_together():
-    assert sum(BETS.values()) == pytest.approx(1.0)
+def test_bets_are_on_the_same_changes_and_weigh_one_together():
+    assert sum(WORSE_BETS.values()) == sum(BETTER_BETS.values()) == pytest.approx(1.0)
+    assert WORSE_BETS.keys() == BETTER_BETS.keys()
 
 
 def test_a_state_comes_back_and_one_of_other_bets_is_refused():

@@ -25,11 +25,28 @@ def test_moods_of_whole_windows_are_not_taken_for_a_difference() -> None:
     assert outcome.rolled_back <= 0.015
 
 
-def test_a_loss_of_ten_percent_is_rolled_back_within_2000_rounds_and_never_promoted() -> None:
-    outcome = simulate(CURVES["medium"], -0.10, RUNS, seed=12)
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("of", ["conditional acceptance", "acceptance length"])
+def test_a_loss_of_ten_percent_is_rolled_back_within_2000_rounds_and_never_promoted(curve, of) -> None:
+    change = -0.10 if of == "conditional acceptance" else change_for_length(CURVES[curve], 0.9)
+    outcome = simulate(CURVES[curve], change, RUNS, seed=12)
     assert outcome.promoted <= 0.01
     assert outcome.rolled_back >= 0.99
     assert outcome.median_rounds["rolled_back"] <= 2000
+
+
+def test_a_loss_of_three_percent_is_found_at_last() -> None:
+    outcome = simulate(CURVES["high"], -0.03, RUNS // 10, seed=15)
+    assert outcome.promoted <= 0.01
+    assert outcome.rolled_back >= 0.9
+
+
+def test_a_loss_is_found_among_moods() -> None:
+    """Bets that took no notice of dispersion would be far too high here, and lose."""
+    outcome = simulate(CURVES["medium"], -0.10, RUNS // 10, seed=16, mood=0.5)
+    assert outcome.promoted <= 0.01
+    assert outcome.rolled_back >= 0.99
+    assert outcome.median_rounds["rolled_back"] <= 2500
 
 
 def test_a_gain_of_five_percent_is_promoted_and_hardly_ever_rolled_back() -> None:
