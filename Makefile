@@ -155,7 +155,7 @@ bench-swap: setup
 	@$(BIN)/python benchmarks/swap.py
 
 bench-yield: setup
-	@echo "== what training costs users under bursts, and how fast it yields (some 12 minutes)"
+	@echo "== what training costs users under bursts, and how fast it yields (some 25 minutes)"
 	@$(BIN)/python benchmarks/yielding.py
 
 bench-capture: setup
@@ -167,7 +167,7 @@ bench-adapt: setup
 	@$(BIN)/python benchmarks/adapt.py
 
 bench-recalib: setup
-	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (an hour)"
+	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (20 minutes)"
 	@$(BIN)/python benchmarks/recalib.py
 
 clean:

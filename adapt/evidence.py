@@ -36,8 +36,8 @@ import numpy as np
 from honed.adapt.acceptance import Floats
 
 WORSE_BETS = {0.03: 0.03, 0.07: 0.32, 0.11: 0.65}
-"""Relative changes that are bet on against the new drafter, and their weights: so chosen that a loss of 10 % is found soon, be it
-of conditional acceptance or of the acceptance length (which is 4 to 11 % of the former). Larger ones are found as well."""
+"""Relative changes that are bet on against the new drafter, and their weights: so chosen that a loss of 10 % is found soon, be
+it of conditional acceptance or of the acceptance length (which is 4 to 11 % of the former). Larger ones are found as well."""
 BETTER_BETS = {0.03: 0.15, 0.07: 0.70, 0.11: 0.15}
 """Those for it: gains are smaller."""
 _CHANGES = np.array(list(WORSE_BETS))

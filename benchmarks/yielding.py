@@ -48,7 +48,7 @@ SETTLE_S = 1.0
 class Plan:
     """How much is measured."""
 
-    pairs: int = 8
+    pairs: int = 28
     phase_s: float = 20.0
     bursts_per_s: float = 0.8
     most_requests: int = 4
