@@ -25,6 +25,8 @@ help:
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
+	@echo "make setup          the virtual environment alone, vLLM included; every other command makes it when it's missing"
+	@echo "make reference dashboards  docs/reference.md and the dashboards, made anew from the code"
 	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
 
 setup: $(STAMP) $(TREE)/honed/adapt

@@ -13,9 +13,12 @@ length would have given there, and that is held against what it did give.
 
 Where there are two cores or more the target has one to itself, as it would have a GPU, and everything else, the clients
 included, shares the others. Prompts are computed in every run (no prefix caching). Both servers are started anew for every
-repeat: the speed of one and the same program differs by some per cent from process to process. The best of five fixed
-lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in each repeat the one
-that was best in the others. The last line of stdout is JSON.
+repeat: the speed of one and the same program differs by some per cent from process to process. On a virtual machine the host
+may give the target's core to others, up to a third of the time and then again not at all; such stolen time, as the kernel
+counts it, is taken off for every rule alike. `by_the_clock` has the same ratios of all time.
+
+The best of five fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
+each repeat the one that was best in the others. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ from honed.daemon.client import AdminClient, AdminError
 from honed.daemon.replay import Question, replay
 
 Document = dict[str, Any]
+Rates = dict[str, dict[str, list[float]]]
+"""Tokens/s by regime and rule, a figure a repeat."""
 
 STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
 RULES = ("none", *STATICS, "table", "threshold", "kelly", "goodput")
@@ -71,7 +76,7 @@ LOGGED_S = 3.0
 
 @dataclass
 class Bench:
-    """The servers, and what has been measured: tokens/s and inter-token latency by (phase, regime, rule)."""
+    """The servers, and what has been measured: tokens/s and inter-token latency by (phase and regime, rule)."""
 
     processes: Processes
     runtime_dir: Path
@@ -82,7 +87,9 @@ class Bench:
     daemon: Child | None = None
     plain: Server | None = None
     attached: Server | None = None
-    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    rates: Rates = field(default_factory=dict)
+    clock_rates: Rates = field(default_factory=dict)
+    """As `rates`, but by the clock: of all time, stolen or not."""
     latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     cost: Document = field(default_factory=dict)
     used: Server | None = None
@@ -168,11 +175,19 @@ class Bench:
         """One run, noted; tokens/s."""
         played = await self.run(rule, concurrency, traffic, requests)
         key = f"{phase}{concurrency}-{traffic}"
-        self.rates.setdefault(key, {}).setdefault(rule, []).append(played.tokens_per_s)
         gaps = [(r.seconds - r.first_token_s) / max(len(r.token_ids) - 1, 1) for r in played.replies if r.seconds]
         self.latencies.setdefault(key, {}).setdefault(rule, []).append(1e3 * statistics.median(gaps))
-        print(f"{key:12s} {rule:10s} {played.tokens_per_s:7.1f} tok/s", flush=True)
-        return played.tokens_per_s
+        return self.note(key, rule, [played])
+
+    def note(self, key: str, rule: str, played: Sequence[Played]) -> float:
+        """Note the speed of a run in one or more parts; tokens per second that was ours."""
+        tokens, seconds = sum(part.num_tokens for part in played), sum(part.seconds for part in played)
+        stolen = sum(part.stolen_s.get(target_core(), 0.0) for part in played)
+        rate = tokens / (seconds - stolen)
+        self.rates.setdefault(key, {}).setdefault(rule, []).append(rate)
+        self.clock_rates.setdefault(key, {}).setdefault(rule, []).append(tokens / seconds)
+        print(f"{key:12s} {rule:10s} {rate:7.1f} tok/s ({stolen / seconds:.0%} of the time stolen)", flush=True)
+        return rate
 
     async def turn_to(self, rule: str) -> None:
         """Change to a rule; a server that was used before and isn't now has stopped spinning."""
@@ -216,13 +231,8 @@ class Bench:
         for repeat in range(repeats):
             for rule in RULES[repeat:] + RULES[:repeat]:
                 await self.turn_to(rule)
-                tokens = seconds = 0.0
                 began_s = time.time()
-                for concurrency, traffic in SHIFTS:
-                    played = await self.run(rule, concurrency, traffic, SHIFT_REQUESTS[concurrency])
-                    tokens, seconds = tokens + played.num_tokens, seconds + played.seconds
-                self.rates.setdefault("shifting", {}).setdefault(rule, []).append(tokens / seconds)
-                print(f"shifting     {rule:10s} {tokens / seconds:7.1f} tok/s", flush=True)
+                self.note("shifting", rule, [await self.run(rule, c, traffic, SHIFT_REQUESTS[c]) for c, traffic in SHIFTS])
                 if rule == "goodput":
                     await asyncio.sleep(LOGGED_S)
                     self.replays.append(self.replay(began_s, time.time()))
@@ -256,13 +266,19 @@ class Bench:
 
 
 @functools.cache
-def pin_target() -> dict[str, str]:
-    """Keep this process, and what it starts, off the first core it may use; the environment that gives it to the target."""
+def target_core() -> int:
+    """The core that the target has to itself; first asked for before anything is pinned. -1 where there is only one."""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    return cores[0] if len(cores) > 1 else -1
+
+
+def pin_target() -> dict[str, str]:
+    """Keep this process, and what it starts, off the target's core; the environment that gives it to the target."""
+    core = target_core()
+    if core < 0:
         return {}
-    os.sched_setaffinity(0, cores[1:])
-    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(cores[0])}
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {core})
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
 
 
 def main() -> int:
@@ -295,7 +311,9 @@ def main() -> int:
         "replay_error",
         "spread",
         "cost",
+        "by_the_clock",
     )
+    result["by_the_clock"].pop("tokens_per_s")
     print(json.dumps({key: result[key] for key in shown}), flush=True)
     return 0
 
@@ -333,21 +351,32 @@ async def run(arguments: argparse.Namespace) -> Document:
 
 
 def summary(bench: Bench) -> Document:
+    """All figures, of the time that was ours, and the main ones by the clock as well."""
+    by_the_clock = compared(bench.clock_rates)
+    return compared(bench.rates) | {
+        "replay_error": replay_errors(bench),
+        "cost": {name: round(value, 3) for name, value in bench.cost.items()},
+        "tokens_per_s": bench.rates,
+        "inter_token_ms_p50": bench.latencies,
+        "by_the_clock": by_the_clock | {"tokens_per_s": bench.clock_rates},
+    }
+
+
+def compared(measured: Rates) -> Document:
     """Ratios within one repeat, their medians and ranges; the best fixed length is chosen afterwards, by its median."""
     to_best: dict[str, float] = {}
     to_none: dict[str, float] = {}
     to_chosen: dict[str, float] = {}
     spread: Document = {}
     best_static: dict[str, str] = {}
-    keys = [f"{c}-{t}" for c, t in REGIMES]
-    for key in keys:
-        rates = bench.rates[key]
+    for key in (f"{c}-{t}" for c, t in REGIMES):
+        rates = measured[key]
         best = best_static[key] = max(STATICS, key=lambda rule: statistics.median(rates[rule]))
         pairs = {"ratio_to_best_static": ratios(rates, best), "ratio_to_none": ratios(rates, "none")}
         to_best[key], to_none[key] = (round(statistics.median(values), 4) for values in pairs.values())
         to_chosen[key] = round(statistics.median(ratios_to_chosen_before(rates)), 4)
         spread[key] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
-    trace = bench.rates["shifting"]
+    trace = measured["shifting"]
     single = best_static["shifting"] = max(STATICS, key=lambda rule: statistics.median(trace[rule]))
     pairs = {"to_best_single_static": ratios(trace, single), "to_tuned_table": ratios(trace, "table")}
     spread["shifting"] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
@@ -358,10 +387,6 @@ def summary(bench: Bench) -> Document:
         "shifting": {name: round(statistics.median(values), 4) for name, values in pairs.items()},
         "spread": spread,
         "best_static": best_static,
-        "replay_error": replay_errors(bench),
-        "cost": {name: round(value, 3) for name, value in bench.cost.items()},
-        "tokens_per_s": bench.rates,
-        "inter_token_ms_p50": bench.latencies,
     }
 
 

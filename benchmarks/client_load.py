@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from measured import stolen_s
 from vllm_server import MODEL_NAME
 
 REQUEST_TIMEOUT_S = 120.0
@@ -42,12 +43,14 @@ class Reply:
 class Played:
     """A whole phase: replies in the prompts' order, and how long it took.
 
-    `tokens_before` of the replies' tokens came before that time began.
+    `tokens_before` of the replies' tokens came before that time began. `stolen_s`, by core: how much of that time its host
+    ran something else on it; empty where nobody knows.
     """
 
     replies: list[Reply]
     seconds: float
     tokens_before: int = 0
+    stolen_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def num_failed(self) -> int:
@@ -146,9 +149,11 @@ async def play_full(
         try:
             while not _are_under_way(replies, concurrency) and not any(task.done() for task in places):
                 await asyncio.sleep(0.002)
-            began_s, before = time.monotonic(), sum(len(reply.token_ids) for reply in replies)
+            began_s, stolen = time.monotonic(), stolen_s()
+            before = sum(len(reply.token_ids) for reply in replies)
             ended, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
             seconds = time.monotonic() - began_s
+            stolen = {core: until_s - stolen.get(core, until_s) for core, until_s in stolen_s().items()}
             so_far = [dataclasses.replace(reply, token_ids=list(reply.token_ids)) for reply in replies]
             for task in ended:
                 task.result()
@@ -156,7 +161,7 @@ async def play_full(
             for task in places:
                 task.cancel()
             await asyncio.gather(*places, return_exceptions=True)
-    return Played(so_far, seconds, before)
+    return Played(so_far, seconds, before, stolen)
 
 
 def _are_under_way(replies: Sequence[Reply], count: int) -> bool:

@@ -12,6 +12,9 @@ from typing import Any
 
 from processes import ROOT
 
+STEAL = 7
+"""Place of stolen time among the figures of a core in /proc/stat (proc(5))."""
+
 
 def hardware() -> dict[str, Any]:
     """What it ran on."""
@@ -29,6 +32,21 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     return described.stdout.strip()
+
+
+def stolen_s(stat: Path = Path("/proc/stat")) -> dict[int, float]:
+    """By core: seconds since the start of the machine in which it had work and its host ran something else ("steal").
+
+    Empty where the kernel doesn't say. Told in steps of 10 ms.
+    """
+    if not stat.exists():
+        return {}
+    found = {}
+    for line in stat.read_text().splitlines():
+        name, *ticks = line.split()
+        if name.startswith("cpu") and name != "cpu" and len(ticks) > STEAL:
+            found[int(name.removeprefix("cpu"))] = int(ticks[STEAL]) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from honed.daemon.doctor import Check
-from honed.daemon.filesystem import IN_MEMORY, filesystem_of
+from honed.daemon.filesystem import IN_MEMORY, filesystem_of, folder_in_memory
 from honed.daemon.settings import Settings
 
 FREE_BYTES = 1 << 30
@@ -75,7 +75,7 @@ def check_in_memory(runtime_dir: Path) -> Iterator[Check]:
     filesystem = filesystem_of(runtime_dir)
     if filesystem and filesystem not in IN_MEMORY:
         text = f"{runtime_dir} is on {filesystem}: samples, which are prompts in disguise, reach the disk"
-        cure = "Set HONED_RUNTIME_DIR to a folder below /run or /dev/shm, for the daemon, the trainer and vLLM."
+        cure = f"Set HONED_RUNTIME_DIR to {folder_in_memory()}, for the daemon, the trainer and vLLM."
         yield Check("runtime directory", "warning", text, cure)
 
 

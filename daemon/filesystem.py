@@ -31,6 +31,12 @@ def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str:
     return found
 
 
+def folder_in_memory(mounts: Path = MOUNTS) -> str:
+    """Where a folder would be in memory, in words."""
+    found = [place for place in ("/run", "/dev/shm") if filesystem_of(Path(place), mounts) in IN_MEMORY]
+    return f"a folder below {' or '.join(found)}" if found else "a folder on a tmpfs (none is mounted on /run or /dev/shm)"
+
+
 def _unescaped(text: str) -> str:
     for code, sign in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
         text = text.replace(f"\\{code}", sign)

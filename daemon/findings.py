@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from honed.daemon.filesystem import IN_MEMORY
+from honed.daemon.filesystem import IN_MEMORY, folder_in_memory
 
 LAG_S = 5.0
 """Events older than this when they are committed are worth a word: the store or the daemon is behind."""
@@ -44,7 +44,7 @@ def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
     runtime = status.get("runtime") or {}
     if (filesystem := runtime.get("filesystem")) and filesystem not in IN_MEMORY and _may_capture(status):
         place = f"the runtime directory {runtime.get('dir')} is on {filesystem}, not on a tmpfs"
-        cure = "set HONED_RUNTIME_DIR to a folder below /run or /dev/shm, for vLLM as well"
+        cure = f"set HONED_RUNTIME_DIR to {folder_in_memory()}, for vLLM as well"
         yield Finding("warning", f"{place}: samples, which are prompts in disguise, reach the disk; {cure}")
 
 
@@ -94,11 +94,11 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     if error := (status.get("shared_registry") or {}).get("last_error"):
         yield Finding("warning", f"versions can't be shared with other hosts: {error}")
     if not (status.get("drafters") or {}).get("active"):
-        yield Finding("warning", "no drafter version is active")
+        yield Finding("warning", "no drafter version is active: the first engine with a DFlash drafter brings one")
     for override in status.get("overrides") or []:
         name, value = override.get("name"), override.get("value")
         less = _drafting_less(status, value) if name == "draft_tokens" else ""
-        yield Finding("warning", f"override {name} = {value} is in force{less}")
+        yield Finding("warning", f"override {name} = {value} is in force{less}: `honed override clear {name}` ends it")
 
 
 def _drafting_less(status: dict[str, Any], value: Any) -> str:

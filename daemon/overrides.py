@@ -102,9 +102,12 @@ class Overrides:
             self._journal.mark("override", f"{name} expired")
 
     def active(self, monotonic_s: float, extra: Override | None = None) -> list[Override]:
-        """As the controllers take them, on their clock; `extra` yields to an operator's one of the same name."""
+        """As the controllers take them, on their clock; `extra` yields to an operator's one of the same name.
+
+        In the order in which they were set: of `draft_tokens` and `policy` the later one counts.
+        """
         now = self._clock()
-        found = [Override(o.name, o.value, monotonic_s + o.until_unix_s - now) for o in self._by_name.values()]
+        found = [Override(o.name, o.value, monotonic_s + o.until_unix_s - now) for o in self._in_order()]
         if extra is not None and extra.name not in self._by_name:
             found.append(extra)
         return found
@@ -114,8 +117,11 @@ class Overrides:
         now = self._clock()
         return [
             {field: getattr(o, field) for field in SetOverride.__slots__} | {"ttl_s": max(0.0, o.until_unix_s - now)}
-            for o in self._by_name.values()
+            for o in self._in_order()
         ]
+
+    def _in_order(self) -> list[SetOverride]:
+        return sorted(self._by_name.values(), key=lambda o: o.created_unix_s)
 
     def _remove(self, name: str) -> None:
         del self._by_name[name]

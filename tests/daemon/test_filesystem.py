@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.daemon.filesystem import filesystem_of
+from honed.daemon.filesystem import filesystem_of, folder_in_memory
 
 MOUNTINFO = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -33,6 +33,16 @@ def test_the_longest_mount_point_counts(tmp_path: Path, path: str, kind: str) ->
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTINFO)
     assert filesystem_of(Path(path), mounts) == kind
+
+
+def test_a_folder_in_memory_is_one_that_is_there(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTINFO)
+    assert folder_in_memory(mounts) == "a folder below /dev/shm"
+    mounts.write_text(f"{MOUNTINFO}30 27 0:27 / /run rw - tmpfs tmpfs rw\n")
+    assert folder_in_memory(mounts) == "a folder below /run or /dev/shm"
+    mounts.write_text("27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n")
+    assert folder_in_memory(mounts).startswith("a folder on a tmpfs (none")
 
 
 def test_a_link_is_followed_and_what_cannot_be_known_is_said_so(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from honed.adapt import wire
 from honed.daemon.service import Service
@@ -52,6 +53,22 @@ def test_the_budget_is_what_the_policy_allows(service: Service, make_engine: Cal
     found = scrape(service)
     assert found["honed_override_active"]["name=draft_tokens"] == 0
     assert found["honed_override_changes_total"]["change=cleared name=draft_tokens"] == 1
+
+
+def test_of_two_overrides_the_one_set_later_counts(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
+    engine, generation = attach(service, make_engine), 0
+    for name, value, kind in (("policy", "off", "off"), ("draft_tokens", 1, "static"), ("policy", "off", "off")):
+        with service.lock:
+            service.overrides.set(name, value, 60, "", "operator")
+            service.steer(service.monotonic())
+        generation = engine.expect(wire.Policy, partial(is_newer, kind=kind, generation=generation)).generation
+    with service.lock:
+        assert [one.name for one in service.overrides.active(0.0)] == ["draft_tokens", "policy"]
+
+
+def is_newer(policy: wire.Policy, kind: str, generation: int) -> bool:
+    """Whether a policy is of this kind and came after that generation."""
+    return policy.kind == kind and policy.generation > generation
 
 
 def test_an_overrides_end_is_counted(service: Service) -> None:
