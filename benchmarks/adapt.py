@@ -25,10 +25,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import itertools
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -47,6 +45,7 @@ from honed_side import engine_of, start_daemon, vllm_args, wait_attached
 from measured import commit, hardware
 from processes import ROOT, Child, ProcessError, Processes, free_port
 from stacked_target import make_stacked_target
+from target_core import pin_target, stolen_share
 from vllm_server import Server
 
 from honed.daemon.client import AdminClient, AdminError
@@ -182,11 +181,11 @@ class Bench:
     def note(self, key: str, rule: str, played: Sequence[Played]) -> float:
         """Note the speed of a run in one or more parts; tokens per second that was ours."""
         tokens, seconds = sum(part.num_tokens for part in played), sum(part.seconds for part in played)
-        stolen = sum(part.stolen_s.get(target_core(), 0.0) for part in played)
-        rate = tokens / (seconds - stolen)
+        stolen = stolen_share(played)
+        rate = tokens / seconds / (1.0 - stolen)
         self.rates.setdefault(key, {}).setdefault(rule, []).append(rate)
         self.clock_rates.setdefault(key, {}).setdefault(rule, []).append(tokens / seconds)
-        print(f"{key:12s} {rule:10s} {rate:7.1f} tok/s ({stolen / seconds:.0%} of the time stolen)", flush=True)
+        print(f"{key:12s} {rule:10s} {rate:7.1f} tok/s ({stolen:.0%} of the time stolen)", flush=True)
         return rate
 
     async def turn_to(self, rule: str) -> None:
@@ -263,22 +262,6 @@ class Bench:
         target, speculating = (statistics.median(found) for found in step_ms.values())
         draft = speculating - target
         return {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft, "extra_layers": layers}
-
-
-@functools.cache
-def target_core() -> int:
-    """The core that the target has to itself; first asked for before anything is pinned. -1 where there is only one."""
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[0] if len(cores) > 1 else -1
-
-
-def pin_target() -> dict[str, str]:
-    """Keep this process, and what it starts, off the target's core; the environment that gives it to the target."""
-    core = target_core()
-    if core < 0:
-        return {}
-    os.sched_setaffinity(0, os.sched_getaffinity(0) - {core})
-    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core)}
 
 
 def main() -> int:

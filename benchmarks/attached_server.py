@@ -31,7 +31,13 @@ class Attached:
 
 
 @contextlib.asynccontextmanager
-async def attached(logs: Path, sections: Mapping[str, Mapping[str, Any]], *, trains: bool = False) -> AsyncIterator[Attached]:
+async def attached(
+    logs: Path,
+    sections: Mapping[str, Mapping[str, Any]],
+    *,
+    trains: bool = False,
+    server_environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Attached]:
     """Start daemon, trainer (if wanted) and server; end them all on the way out."""
     runtime_dir = Path(tempfile.mkdtemp(prefix="honed-bench-"))  # short: a unix socket's path has 107 characters
     state_dir = runtime_dir / "state"
@@ -47,7 +53,8 @@ async def attached(logs: Path, sections: Mapping[str, Mapping[str, Any]], *, tra
             _, environment = await asyncio.to_thread(start_daemon, processes, config, client)
             trainer = processes.start("honed-train", [honed_command(), "train"], environment) if trains else None
             args = await asyncio.to_thread(vllm_args, environment)
-            server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=args["environment"])
+            variables = {**args["environment"], **(server_environment or {})}
+            server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=variables)
             seconds = await asyncio.to_thread(vllm_server.wait, server)
             await asyncio.to_thread(wait_attached, server.child, client)
             print(f"vLLM with honed is ready after {seconds:.0f} s", flush=True)

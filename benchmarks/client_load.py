@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from measured import stolen_s
+from measured import stolen_s, stolen_since
 from vllm_server import MODEL_NAME
 
 REQUEST_TIMEOUT_S = 120.0
@@ -99,9 +99,9 @@ async def play(
                 on_reply(reply)
             return reply
 
-        began_s = time.monotonic()
+        began_s, stolen = time.monotonic(), stolen_s()
         replies = await asyncio.gather(*(one(prompt) for prompt in prompts))
-        return Played(list(replies), time.monotonic() - began_s)
+        return Played(list(replies), time.monotonic() - began_s, stolen_s=stolen_since(stolen))
 
 
 def request_of(prompt: Prompt, max_tokens: int, workload: str, capture: bool, ignore_eos: bool) -> dict[str, Any]:
@@ -153,7 +153,7 @@ async def play_full(
             before = sum(len(reply.token_ids) for reply in replies)
             ended, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
             seconds = time.monotonic() - began_s
-            stolen = {core: until_s - stolen.get(core, until_s) for core, until_s in stolen_s().items()}
+            stolen = stolen_since(stolen)
             so_far = [dataclasses.replace(reply, token_ids=list(reply.token_ids)) for reply in replies]
             for task in ended:
                 task.result()

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ def stolen_s(stat: Path = Path("/proc/stat")) -> dict[int, float]:
         if name.startswith("cpu") and name != "cpu" and len(ticks) > STEAL:
             found[int(name.removeprefix("cpu"))] = int(ticks[STEAL]) / os.sysconf("SC_CLK_TCK")
     return found
+
+
+def stolen_since(before: Mapping[int, float]) -> dict[int, float]:
+    """What was stolen after `stolen_s` gave `before`."""
+    return {core: until_s - before.get(core, until_s) for core, until_s in stolen_s().items()}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
