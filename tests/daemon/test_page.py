@@ -233,7 +233,7 @@ def test_versions_and_the_trial(stage: Stage) -> None:  # noqa: F811
     assert trial["serving"] in (second, stage.first)
     everything = trial["workloads"][0]
     assert (everything["workload"], everything["evidence_worse"]) == ("", 0.0)
-    assert everything["bar_worse"] == pytest.approx(-math.log10(0.01 * 0.8))
+    assert everything["bar_worse"] == pytest.approx(-math.log10(0.01 * 0.94))
     assert "canary" in [mark["kind"] for mark in found["marks"]]
 
 
