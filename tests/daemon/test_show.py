@@ -87,7 +87,11 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (on_disk(capabilities=["events", "capture"]), "warning", "/var/honed is on ext4, not on a tmpfs"),
         (on_disk() | {"engines": [], "runtime": {}}, "warning", "no engine has attached"),
         (changed(drafters={}), "warning", "no drafter version is active: the first engine"),
-        (changed(overrides=[{"name": "policy", "value": "off"}]), "warning", "policy = off is in force: `honed override clear"),
+        (
+            changed(overrides=[{"name": "policy", "value": "off"}]),
+            "warning",
+            "override policy = off is in force: `honed override clear policy` ends it",
+        ),
         (changed(overrides=[{"name": "draft_tokens", "value": 9}]), "warning", "in force (engine engine-0 drafts at most 7)"),
     ],
 )
