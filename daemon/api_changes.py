@@ -113,7 +113,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/operations/{operation_id}:cancel", status_code=202, response_model=models.OperationView)
     def cancel(operation_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
-        """Give up a recalibration that hasn't reached the engines; nothing of it is kept."""
+        """Give up a recalibration, its canary included: the active version stays, what was trained is kept as a version."""
         reason = body.reason if body else ""
 
         def act() -> dict[str, Any]:

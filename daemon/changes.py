@@ -102,7 +102,7 @@ def cancel(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Give up a running operation; nothing of it is kept."""
+    """Give up a recalibration, its canary included: the active version stays."""
     with connect(context) as client:
         answer = client.post(f"/v1/operations/{part(operation_id)}:cancel", _given({"reason": reason or None}))
         _say(answer, as_json, f"{operation_id} is being cancelled")

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 
 from honed.adapt.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
-
-log = structlog.get_logger("honed.drafters")
 
 LISTED = "`honed drafters` lists the versions"
 
@@ -27,22 +24,21 @@ class Drafters:
         """Called after aliases were moved."""
 
     def identify(self, hello: EngineHello) -> str:
-        """The registry version of the checkpoint that an engine has loaded, imported if need be; "" when it can't be.
+        """The registry version of the checkpoint that an engine has loaded, imported if need be; "" when it has none.
 
         Reads the whole checkpoint: not for the router's thread. The first checkpoint ever seen becomes `active` and the
         `floor`, the version that is never pruned and to which one can always go back.
+
+        Raises:
+            RegistryError: when it can't be read from here, or can't be registered.
         """
-        if not hello.drafter_path or not Path(hello.drafter_path).is_dir():
+        if not hello.drafter_path:
             return ""
-        try:
-            manifest = self.registry.import_checkpoint(
-                Path(hello.drafter_path), target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}"
-            )
-            if not self.alias("active"):
-                self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
-        except RegistryError as error:
-            log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
-            return ""
+        manifest = self.registry.import_checkpoint(
+            Path(hello.drafter_path), target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}"
+        )
+        if not self.alias("active"):
+            self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
         return manifest.version
 
     @property

@@ -93,12 +93,24 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", "training is paused: `honed resume` lets it go on")
     if error := (status.get("shared_registry") or {}).get("last_error"):
         yield Finding("warning", f"versions can't be shared with other hosts: {error}")
+    for alarm in status.get("drift_alarms") or []:
+        if hindrance := alarm.get("hindrance"):
+            yield _unanswered(alarm, hindrance)
     if not (status.get("drafters") or {}).get("active"):
         yield Finding("warning", "no drafter version is active: the first engine with a DFlash drafter brings one")
     for override in status.get("overrides") or []:
         name, value = override.get("name"), override.get("value")
         less = _drafting_less(status, value) if name == "draft_tokens" else ""
         yield Finding("warning", f"override {name} = {value} is in force{less}: `honed override clear {name}` ends it")
+
+
+def _unanswered(alarm: dict[str, Any], hindrance: str) -> Finding:
+    place = f"workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} drifted"
+    if not (times := alarm.get("failed_attempts") or 0):
+        return Finding("warning", f"{place}, but no recalibration can begin: {hindrance}")
+    tried = "its recalibration failed" if times == 1 else f"{times} recalibrations of it failed"
+    again = f"Another follows in {(alarm.get('due_in_s') or 0.0) / 60.0:.0f} min; `honed recalibrate` doesn't wait."
+    return Finding("warning", f"{place}, and {tried}: {hindrance}", again)
 
 
 def _drafting_less(status: dict[str, Any], value: Any) -> str:

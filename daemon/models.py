@@ -161,6 +161,19 @@ class OverrideView(BaseModel):
     created_unix_s: float
 
 
+class DriftAlarmView(BaseModel):
+    """Drift that no recalibration has answered yet."""
+
+    engine_id: str
+    workload: str
+    text: str
+    failed_attempts: int
+    due_in_s: float
+    """0: as soon as nothing is in the way."""
+    hindrance: str
+    """Why the latest attempt couldn't begin, or what it failed of."""
+
+
 class StatusView(BaseModel):
     version: str
     daemon_id: str
@@ -182,6 +195,7 @@ class StatusView(BaseModel):
     operation: OperationView | None
     canary: dict[str, Any] | None
     """The trial of a drafter version that is under way: who serves, the evidence so far."""
+    drift_alarms: list[DriftAlarmView]
     overrides: list[OverrideView]
 
 

@@ -8,7 +8,6 @@ ConflictError that says what.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +17,7 @@ from honed.adapt import wire
 from honed.adapt.controller_settings import Override
 from honed.adapt.drift import Alarm
 from honed.daemon import capable
+from honed.daemon.drift_alarms import DriftAlarms, Standing
 from honed.daemon.engines import Engine
 from honed.daemon.errors import ConflictError, HonedError, UnknownError, there_are
 from honed.daemon.operations import Operation
@@ -34,19 +34,18 @@ MAX_RESTARTS = 3
 
 
 class Recalibrations:
-    """The training that is under way, and the alarm that asks for the next one. Guarded by the service's lock."""
+    """The training that is under way, and the alarms that ask for the next one. Guarded by the service's lock."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._settings = service.settings.recalibration
         self.training: Operation | None = None
-        self._deadline_s = 0.0
+        self.alarms = DriftAlarms(self._settings.min_interval_s)
         self._parent = ""
         self._engine_id = ""
         self._request: wire.TrainRequest | None = None
         self._restarts = 0
         self._ended_s = float("-inf")
-        self._alarm: tuple[Engine, Alarm] | None = None
 
     def recalibrate(
         self,
@@ -106,7 +105,6 @@ class Recalibrations:
             dry_run=dry_run,
         )
         self.training, self._parent, self._engine_id = operation, active, engine.engine_id
-        self._deadline_s = service.monotonic() + seconds + self._settings.grace_s
         self._restarts = 0
         self._request = wire.TrainRequest(
             operation_id=operation.operation_id,
@@ -124,6 +122,8 @@ class Recalibrations:
             vllm_version=hello.vllm_version,
         )
         service.trainer.tell(self._request)
+        if not dry_run:
+            self.alarms.answered_by(operation, engine.engine_id, workloads or [], service.monotonic())
         service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
         return operation
 
@@ -171,35 +171,34 @@ class Recalibrations:
             self._on_result(operation, message)
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
-        """Acceptance drifted: note it, and recalibrate when that is allowed and possible."""
+        """Acceptance drifted: note it, to recalibrate when that is allowed and possible."""
         service = self._service
         service.journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
         if service.lifecycle.canaries.trial is not None:
             return  # of two versions that take turns one may do worse: that is what is being found out
-        self._alarm = (engine, alarm)
+        self.alarms.note(engine.engine_id, alarm)
         service.lifecycle.challenge(alarm)
 
     def tick(self, now_s: float) -> None:
-        """Deadlines."""
+        """Notice a trainer that is gone (its deadline it keeps itself); answer drift."""
         service = self._service
-        operation = self.training
-        if operation is not None:
-            if not service.trainer.is_connected:
-                self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
-            elif now_s > self._deadline_s and not service.trainer.is_paused:
-                service.trainer.tell(wire.TrainCancel(operation_id=operation.operation_id, reason="timed out"))
-                self._end_training("failed", "the trainer did not finish in time")
-        if self._alarm is not None and self._settings.automatic and service.lifecycle.is_quiet:
-            self._answer_alarm(*self._alarm, now_s)
+        if self.training is not None and not service.trainer.is_connected:
+            self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
+        self.alarms.tick(now_s)
+        is_free = service.lifecycle.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
+        if self._settings.automatic and is_free:
+            any(self._answer(standing) for standing in self.alarms.due(now_s))
 
-    def _answer_alarm(self, engine: Engine, alarm: Alarm, now_s: float) -> None:
-        if now_s - self._ended_s < self._settings.min_interval_s:
-            return
-        # While nobody is there to do it the alarm stands.
-        with contextlib.suppress(ConflictError, UnknownError):
-            self.recalibrate(engine_id=engine.engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
-            self._alarm = None
+    def _answer(self, standing: Standing) -> bool:
+        """Whether a recalibration has begun; while nobody is there to do it the alarm stands."""
+        engine_id, alarm = standing.engine_id, standing.alarm
+        try:
+            self.recalibrate(engine_id=engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
+        except (ConflictError, UnknownError) as error:
+            standing.hindrance = f"{error}. {error.cure}"
+            return False
+        return True
 
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""

@@ -186,13 +186,14 @@ class RecalibrationSettings(Section):
     automatic: bool = True
     """Recalibrate when a workload's acceptance drifts."""
     min_interval_s: float = 900.0
-    """Between the end of one recalibration and the automatic start of the next."""
+    """Between the end of one recalibration and the automatic start of the next. Where one that answers drift failed, it is
+    tried again after this, then twice as long, and so on, six times in all."""
     max_seconds: float = 600.0
-    """Longest training of a recalibration that doesn't say."""
+    """Longest training of a recalibration that doesn't say; waiting for samples and for idle time doesn't count, see
+    `trainer.deadline_s`."""
     scope: Literal["kv-frozen", "full"] = "kv-frozen"
-    """"full" trains everything, and its swap resets the prefix cache; "kv-frozen" leaves alone what cached keys depend on."""
-    grace_s: float = 120.0
-    """Beyond `max_seconds`, for gating and writing, before the operation is given up."""
+    """"full" trains everything, and its swap resets the prefix cache: for it vLLM has to run with HONED_FEATURES=layers;
+    "kv-frozen" leaves alone what cached keys depend on."""
     trainer_lost_s: float = 30.0
     """Silence after which the trainer counts as gone, and what it was doing as failed."""
     swap_timeout_s: float = 60.0
@@ -202,7 +203,7 @@ class RecalibrationSettings(Section):
 
     RANGES: ClassVar[Ranges] = {
         "min_interval_s": Range(0, 1e9),
-        **dict.fromkeys(("max_seconds", "grace_s", "trainer_lost_s", "swap_timeout_s"), SECONDS),
+        **dict.fromkeys(("max_seconds", "trainer_lost_s", "swap_timeout_s"), SECONDS),
         "collect_share": SHARE,
     }
 

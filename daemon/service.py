@@ -46,6 +46,7 @@ from honed.recalib.shared_registry import SharedRegistry
 
 log = structlog.get_logger("honed.service")
 
+READABLE = "daemon and trainer read it where vLLM does, and their units see nothing below /home and /root"
 DRAIN_S = 30.0
 """A disk that is being flooded by others may take many seconds for one fsync; the unit allows a stop 60."""
 TICK_S = 1.0
@@ -214,12 +215,16 @@ class Service:
             self._background.submit(self._recall, engine, hello)
 
     def _identify(self, engine: Engine, hello: wire.EngineHello) -> None:
+        version = note = ""
         try:
             version = self.drafters.identify(hello)
+        except RegistryError as error:
+            note = f"its drafter can't be retrained: {error}; {READABLE}"
+            log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
         except Exception as error:
             log.exception("the engine's drafter can't be registered", error=str(error))
-            version = ""
         with self.lock:
+            engine.note = engine.note or note
             if engine.live_version == "":
                 engine.live_version = version
             self._welcome(engine)

@@ -42,8 +42,8 @@ class Trainer:
         if isinstance(message, wire.TrainerHello):
             log.info("trainer says hello", trainer_id=message.trainer_id, device=message.device)
             self.hello, self.status = message, None
-            if self.is_paused:
-                self.tell(wire.TrainPause(paused=True))
+            # Also that it isn't: it may have been when one of the two was gone.
+            self.tell(wire.TrainPause(paused=self.is_paused))
             return True
         if isinstance(message, wire.TrainerStatus):
             self._add_up(message)

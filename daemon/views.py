@@ -74,6 +74,7 @@ def status(service: Service) -> dict[str, Any]:
             },
             "operation": operation.view() if operation is not None else None,
             "canary": trial.view() if (trial := service.lifecycle.canaries.trial) is not None else None,
+            "drift_alarms": service.recalibrations.alarms.view(service.monotonic()),
             "overrides": service.overrides.listing(),
         }
 

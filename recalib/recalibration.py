@@ -44,7 +44,7 @@ class Recalibration:
     """An operation under way; `advance` does one unit of it.
 
     Args:
-        monotonic: for deadlines.
+        monotonic: for deadlines; stands still while training is paused.
         working_s: a clock that stands still while a unit is held up; default: `monotonic`.
     """
 
@@ -70,7 +70,7 @@ class Recalibration:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the request came."""
+        """Seconds since the request came, by the clock that was given."""
         return self._monotonic() - self._began_s
 
     @property
@@ -102,10 +102,11 @@ class Recalibration:
 
     def check_deadline(self) -> None:
         """Raise OperationError when it takes too long."""
-        if self.elapsed_s > self._settings.deadline_s:
+        trained_s, most_s = self.progress.train_seconds, self._settings.deadline_s
+        if self.elapsed_s - trained_s > most_s:
             raise OperationError(
-                f"not done after {self._settings.deadline_s:.0f} s, of which {self.progress.train_seconds:.0f} s were spent "
-                "training: the engine is hardly ever idle; try again at a quieter time"
+                f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engine is hardly "
+                f"ever idle; try again at a quieter time, or raise trainer.deadline_s, {most_s:.0f} s for all but training"
             )
 
     def cancel(self, reason: str) -> None:

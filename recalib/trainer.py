@@ -61,7 +61,7 @@ class Trainer:
         self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
         is_yielding = torch.device(settings.device).type == "cpu"
         self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
-        self._unit_began_s = self._stood_by_s = self._rests_until_s = 0.0
+        self._unit_began_s = self._stood_by_s = self._rests_until_s = self._paused_s = self._paused_at_s = 0.0
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
         self._operation: Recalibration | None = None
@@ -101,13 +101,23 @@ class Trainer:
         if isinstance(message, wire.TrainRequest):
             self._begin(message)
         elif isinstance(message, wire.TrainPause):
-            self._is_paused = message.paused
+            self._pause(message.paused)
         elif isinstance(message, wire.Purge):
             self._traffic.purge()
         elif isinstance(message, wire.Welcome):
             log.info("connected to the daemon", daemon_id=message.daemon_id)
             if self._last_result is not None:
                 self._link.send(self._last_result)
+
+    def _pause(self, is_paused: bool) -> None:
+        now_s = self._monotonic()
+        if self._is_paused:
+            self._paused_s += now_s - self._paused_at_s
+        self._is_paused, self._paused_at_s = is_paused, now_s
+
+    def _unpaused_s(self) -> float:
+        """A clock that stands still while training is paused."""
+        return (self._paused_at_s if self._is_paused else self._monotonic()) - self._paused_s
 
     def _begin(self, request: wire.TrainRequest) -> None:
         """Start an operation; the same request twice (a daemon that restarted) is one operation."""
@@ -125,7 +135,7 @@ class Trainer:
         feed = self._traffic.feed(Path(request.capture_path))
         self._traffic.freeze(True)
         self._operation = Recalibration(
-            request, self._settings, self._gate, self._registry, feed, self._monotonic, self._state_dir, self._working_s
+            request, self._settings, self._gate, self._registry, feed, self._unpaused_s, self._state_dir, self._working_s
         )
         log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
 

@@ -73,7 +73,7 @@ class TrainerSettings(SampleSettings):
     warmup_updates: int = 20
     """Updates over which the learning rate rises."""
     anchors_per_micro_step: int = 16
-    """Smaller than an offline run would take, with more micro-steps per update for it: work that arrives waits for one."""
+    """Smaller than an offline run would take, with more micro-steps per update for it."""
     micro_steps_per_update: int = 8
     """Gradients that are added up for one update."""
     break_share: float = 0.5
@@ -97,9 +97,11 @@ class TrainerSettings(SampleSettings):
     max_steps: int = 4000
     """Micro-steps of an operation that doesn't say."""
     rows_per_micro_step: int = 256
-    """Context rows of one micro-step: with the anchors it sets how long serving may have to wait."""
+    """Context rows of one micro-step. With the anchors it is what a micro-step costs, which is divided on a GPU
+    (`preempt_budget_s`)."""
     preempt_budget_s: float = 0.05
-    """How long serving may have to wait for the device: units of work are sized for it, by measuring them. 0: not at all."""
+    """How long serving may have to wait for a GPU: micro-steps are divided for it, by measuring them; 0: they aren't. On a CPU
+    the trainer yields within them."""
     max_duty: float = 1.0
     """Most of the time that training may be at work where the device is otherwise idle; it rests after each unit of work for
     the remainder."""
@@ -115,7 +117,8 @@ class TrainerSettings(SampleSettings):
     collect_s: float = 600.0
     """How long an operation waits for them."""
     deadline_s: float = 3600.0
-    """Longest operation, waiting for samples and for idle time included."""
+    """How long an operation may take beside its training: waiting for samples and for idle time, gating, writing. While
+    training is paused, time doesn't count."""
     max_gate_rows: int = 16384
     """Held-out rows judged for each workload, whole sessions."""
 

@@ -35,7 +35,7 @@ PURE = {
 """What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
 COMPILED = {"contextlib", "numba", "llvmlite"}
 """What adapt/compiled.py takes beside that; nobody imports it before it is needed, since the daemon may not make code."""
-INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton"}
+INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton", "huggingface_hub"}
 HEAVY = {"torch", "vllm", "triton", "transformers"}
 
 DISTRIBUTIONS = {"zmq": "pyzmq", "starlette": "fastapi", "llvmlite": "numba"}

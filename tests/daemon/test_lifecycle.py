@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -17,6 +18,7 @@ from honed.adapt import wire
 from honed.adapt.drift import Alarm
 from honed.daemon.api import make_app
 from honed.daemon.errors import StoreError
+from honed.daemon.findings import findings
 from honed.daemon.live_rounds import LiveRounds
 from honed.daemon.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
@@ -307,6 +309,93 @@ def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
         assert stage.service.recalibrations.training is None
         stage.service.tick(stage.service.monotonic() + 10_000)
         assert stage.service.recalibrations.training is not None
+
+
+def drift(stage: Stage, workload: str) -> None:
+    alarm = Alarm("regressed", workload, stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
+    stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+
+
+def test_drift_of_two_workloads_at_once_is_answered_one_after_the_other(stage: Stage) -> None:
+    for workload in ("b", "c"):
+        stage.serve_workload(workload)
+    with stage.service.lock:
+        drift(stage, "b")
+        drift(stage, "c")
+    request = stage.trainer.expect(wire.TrainRequest)
+    assert request.workloads == ["b"]
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error="x"))
+    stage.wait_state(request.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
+        assert stage.service.recalibrations.training is not None
+    assert stage.trainer.expect(wire.TrainRequest).workloads == ["c"]
+
+
+def test_an_automatic_recalibration_that_failed_is_tried_again(stage: Stage) -> None:
+    stage.serve_workload("b")
+    with stage.service.lock:
+        drift(stage, "b")
+    request = stage.trainer.expect(wire.TrainRequest)
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=True, error="gate: no sure gain"))
+    stage.wait_state(request.operation_id, "failed")
+    wait_for(lambda: stage.client.get("/v1/status").json()["drift_alarms"], "the alarm to stand again")
+    (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert (standing["workload"], standing["failed_attempts"]) == ("b", 1)
+    assert standing["hindrance"] == "gate: no sure gain"
+    interval_s = stage.service.settings.recalibration.min_interval_s
+    assert interval_s - 60.0 < standing["due_in_s"] <= interval_s
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + interval_s)
+    again = stage.trainer.expect(wire.TrainRequest)
+    assert (again.workloads, again.reason) == (["b"], "b lost")
+    assert stage.client.get("/v1/status").json()["drift_alarms"] == []
+
+
+def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
+    stage.serve_workload("b")
+    stage.service.recalibrations._settings = stage.service.settings.recalibration.model_copy(update={"scope": "full"})
+    with stage.service.lock:
+        boot = stage.service.engines.by_id["engine-0"].boot
+        assert boot.hello is not None
+        boot.hello = msgspec.structs.replace(boot.hello, features="fused")
+        drift(stage, "b")
+        stage.service.tick(stage.service.monotonic())
+    status = stage.client.get("/v1/status").json()
+    assert "HONED_FEATURES=layers" in status["drift_alarms"][0]["hindrance"]
+    (found,) = [one for one in findings(status) if "drifted" in one.text]
+    assert "no recalibration can begin" in found.text
+    assert "HONED_FEATURES=layers" in found.text
+
+
+def test_a_recalibration_may_wait_for_idle_time_as_long_as_the_trainer_lets_it(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate(max_seconds=10.0)
+    with stage.service.lock:
+        stage.service.recalibrations.tick(stage.service.monotonic() + 3000.0)
+    assert stage.operation(operation_id)["state"] == "running"
+
+
+@pytest.mark.parametrize("path", ["org/drafter", "/home/somebody/drafter"])
+def test_a_drafter_that_cannot_be_read_is_named(service: Service, settings: Settings, path: str) -> None:
+    engine = ServingEngine(settings.paths.engine_socket)
+    engine.hello(drafter_path=path)
+    status = TestClient(make_app(service)).get("/v1/status").json()
+    (found,) = [one for one in findings(status) if "retrained:" in one.text]
+    assert f"{path}/config.json can't be read" in found.text
+    assert "/home" in found.text
+    engine.close()
+
+
+def test_a_trainer_that_connects_is_told_whether_training_is_paused(stage: Stage) -> None:
+    assert not stage.trainer.expect(wire.TrainPause).paused  # it has introduced itself
+    stage.client.post("/v1/training:pause", json={"reason": "x"})
+    assert stage.trainer.expect(wire.TrainPause).paused
+    stage.trainer.introduce()
+    assert stage.trainer.expect(wire.TrainPause).paused
+    stage.client.post("/v1/training:resume", json={"reason": "x"})
+    assert not stage.trainer.expect(wire.TrainPause).paused
+    stage.trainer.introduce()
+    assert not stage.trainer.expect(wire.TrainPause).paused
 
 
 def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ pytestmark = [
 
 # The pair is small and nothing is learnt yet: larger and more steps than for a drafter that is polished.
 TRAINING = """
-grace_s = 600.0
 [trainer]
 learning_rate = 2e-3
 micro_steps_per_update = 1

@@ -162,7 +162,7 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
         "paths": {"state_dir": folder / "state", "runtime_dir": runtime_dir},
         "http": {"metrics_listen": listen},
         "controller": {"capture_share": 1.0},
-        "recalibration": {"automatic": False, "max_seconds": 60.0, "grace_s": 60.0},
+        "recalibration": {"automatic": False, "max_seconds": 60.0},
         "trainer": {"max_steps": 400, "min_training_rows": 512},
     }
     config.write_text(toml(settings))

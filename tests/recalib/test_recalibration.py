@@ -129,9 +129,25 @@ def test_deadline_ends_an_operation_that_only_waits(site):
     write_sessions(site.ring, "b", 40)
     operation = site.begin()
     operation.advance()
+    site.now_s = SETTINGS.deadline_s - 1
+    operation.keep_waiting()
+    assert operation.result is None
     site.now_s = SETTINGS.deadline_s + 1
     operation.keep_waiting()
     assert "hardly ever idle" in operation.result.error
+
+
+def test_the_deadline_does_not_count_training(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    operation.advance()
+    operation.progress.train_seconds = 2 * SETTINGS.deadline_s
+    site.now_s = 3 * SETTINGS.deadline_s - 1
+    operation.keep_waiting()
+    assert operation.result is None
+    site.now_s = 3 * SETTINGS.deadline_s + 1
+    operation.keep_waiting()
+    assert f"{2 * SETTINGS.deadline_s:.0f} s were spent training" in operation.result.error
 
 
 def test_max_seconds_counts_training_only(site):

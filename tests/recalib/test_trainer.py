@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +39,13 @@ def daemon(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     torch.set_num_threads(threads)
 
 
-def train(daemon: zmq.Socket[bytes], folder: Path, max_duty: float) -> tuple[wire.TrainResult, float]:
-    """One operation from request to result; the result, and the seconds from the first unit of training to the last."""
+def make_trainer(
+    folder: Path, monotonic: Callable[[], float] = time.monotonic, **changes: Any
+) -> tuple[Trainer, wire.TrainRequest]:
+    """A trainer that has samples, and what to ask of it."""
     settings = TrainerSettings(
         min_training_rows=1000, max_steps=STEPS, rows_per_micro_step=120, micro_steps_per_update=1, save_state_s=0.0,
-        tick_s=0.01, status_interval_s=0.01, max_duty=max_duty,
+        tick_s=0.01, status_interval_s=0.01, **changes,
     )  # fmt: skip
     target, drafter = make_pair(folder)
     registry = Registry(folder / "state" / "registry")
@@ -50,11 +53,18 @@ def train(daemon: zmq.Socket[bytes], folder: Path, max_duty: float) -> tuple[wir
     ring = RingWriter(folder / "engines" / "e" / "ring", 1 << 22, WIDTH)
     write_sessions(ring, "b", 40)
     traffic = Traffic(folder, settings, HoldOut(b"k" * 16))
-    trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, f"ipc://{folder}/engine.sock")
+    endpoint = f"ipc://{folder}/engine.sock"
+    trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic)
     request = wire.TrainRequest(
         operation_id="op", engine_id="e", capture_path=str(ring.path), busy_path="", target_path=str(target),
         parent_version=parent, parent_path="", workloads=["b"], max_seconds=1e9,
     )  # fmt: skip
+    return trainer, request
+
+
+def train(daemon: zmq.Socket[bytes], folder: Path, max_duty: float) -> tuple[wire.TrainResult, float]:
+    """One operation from request to result; the result, and the seconds from the first unit of training to the last."""
+    trainer, request = make_trainer(folder, max_duty=max_duty)
     result, seen = None, []
     while result is None:
         trainer.turn()
@@ -77,6 +87,46 @@ def test_training_rests_for_the_time_that_its_duty_leaves_free(daemon: zmq.Socke
     assert result.steps == STEPS
     # The first and the last unit may lie outside the time that was seen.
     assert result.train_seconds * (STEPS - 2) / STEPS <= 0.2 * seconds * 1.1
+
+
+def test_while_training_is_paused_the_deadline_does_not_come_nearer(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    skipped_s = [0.0]
+    trainer, request = make_trainer(tmp_path, lambda: time.monotonic() + skipped_s[0], deadline_s=300.0)
+    peer, state = b"", ""
+
+    def turn_until(*wanted: str) -> wire.TrainResult | None:
+        nonlocal peer, state
+        until_s = time.monotonic() + 60.0
+        while time.monotonic() < until_s:
+            trainer.turn()
+            while daemon.poll(0):
+                peer, frame = daemon.recv_multipart()
+                message = wire.decode_to_daemon(frame)
+                state = getattr(message, "state", state)
+                if isinstance(message, wire.TrainResult):
+                    return message
+            if state in wanted:
+                return None
+        raise AssertionError(f"it stayed {state!r}")
+
+    turn_until("idle")
+    daemon.send_multipart([peer, wire.encode(request)])
+    turn_until("training")
+    daemon.send_multipart([peer, wire.encode(wire.TrainPause(paused=True))])
+    turn_until("paused")
+    for _ in range(3):  # told again, as when the daemon was restarted, it is the same pause
+        skipped_s[0] += 1000.0
+        daemon.send_multipart([peer, wire.encode(wire.TrainPause(paused=True))])
+        time.sleep(0.05)
+        assert turn_until("paused") is None
+    daemon.send_multipart([peer, wire.encode(wire.TrainPause(paused=False))])
+    assert turn_until("training") is None
+    result = turn_until("")
+    trainer.close()
+    assert result is not None
+    assert result.ok, result.error
+    assert result.steps == STEPS
+    assert result.elapsed_s < 300.0
 
 
 def test_the_log_says_which_daemon_is_waited_for_and_that_it_was_found(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Drift that waits for a recalibration to answer it.
+
+An alarm is raised once (the detector learns a new reference after it), so it stands here until a version that learned from the
+traffic is active: where an attempt fails, another follows, each after a pause twice as long as the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from honed.adapt.drift import Alarm
+from honed.daemon.operations import Operation
+
+log = structlog.get_logger("honed.recalibrations")
+
+MAX_ATTEMPTS = 6
+"""At one alarm; with the default pause the last comes some eight hours after the first."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """An alarm, and what was tried."""
+
+    engine_id: str
+    alarm: Alarm
+    num_failed: int = 0
+    due_s: float = float("-inf")
+    hindrance: str = ""
+    """Why the latest attempt couldn't begin, or what it failed of."""
+
+    def view(self, now_s: float) -> dict[str, Any]:
+        """As the API shows it."""
+        return {
+            "engine_id": self.engine_id,
+            "workload": self.alarm.workload,
+            "text": self.alarm.text,
+            "failed_attempts": self.num_failed,
+            "due_in_s": max(self.due_s - now_s, 0.0) if self.num_failed else 0.0,
+            "hindrance": self.hindrance,
+        }
+
+
+class DriftAlarms:
+    """The alarms of all workloads, the oldest first. Guarded by the service's lock.
+
+    Args:
+        pause_s: before the second attempt.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._standing: dict[tuple[str, str], Standing] = {}
+        self._answer: tuple[Operation, list[Standing]] | None = None
+
+    def note(self, engine_id: str, alarm: Alarm) -> None:
+        """Drift was found: a newer alarm of a workload takes the place of the older one."""
+        self._standing.pop((engine_id, alarm.workload), None)
+        self._standing[engine_id, alarm.workload] = Standing(engine_id, alarm)
+
+    def due(self, now_s: float) -> list[Standing]:
+        """The alarms that may be answered now."""
+        return [one for one in self._standing.values() if now_s >= one.due_s]
+
+    def answered_by(self, operation: Operation, engine_id: str, workloads: Sequence[str], now_s: float) -> None:
+        """A recalibration begins, of these workloads, or, where none is named, of all."""
+        self.tick(now_s)
+        keys = [key for key in self._standing if key[0] == engine_id and (not workloads or key[1] in workloads)]
+        self._answer = operation, [self._standing.pop(key) for key in keys]
+
+    def tick(self, now_s: float) -> None:
+        """See whether the recalibration that answers alarms has ended, its canary included; if it failed, they stand again.
+
+        They don't if it was cancelled: then somebody has taken the matter in hand.
+        """
+        if self._answer is None or not self._answer[0].is_finished:
+            return
+        (operation, answered), self._answer = self._answer, None
+        if operation.state != "failed":
+            return
+        for one in answered:
+            one.num_failed += 1
+            one.hindrance = operation.error
+            one.due_s = now_s + self._pause_s * 2 ** (one.num_failed - 1)
+            if one.num_failed >= MAX_ATTEMPTS:
+                log.warning("drift stays unanswered", workload=one.alarm.workload, attempts=one.num_failed, error=one.hindrance)
+                continue
+            self._standing.setdefault((one.engine_id, one.alarm.workload), one)
+
+    def view(self, now_s: float) -> list[dict[str, Any]]:
+        """As the API shows them."""
+        return [one.view(now_s) for one in self._standing.values()]
