@@ -27,8 +27,8 @@ from numba import njit
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, PART_BITS, PARTS, Found, Parts
 from honed.adapt.context_shift import BITS
-from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS
-from honed.adapt.request_beliefs import HALF_STEP, MIDDLE, REQUEST_DECAY
+from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
+from honed.adapt.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
 from honed.adapt.step_time import LEAST_SECONDS
 
 P = ParamSpec("P")
@@ -49,65 +49,40 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_compiled
-def curves(
-    slots: Ints,
-    context: Ints,
-    rows: Ints,
-    constant: Floats,
-    failures: Floats,
-    successes: Floats,
-    has_shift: bool,
-    steps: Floats,
-    shift: Floats,
-    weights: Floats,
-    means: Floats,
-    shown: Floats,
-    num_shown: Floats,
-) -> Ints:
-    """Look up the curve of each request's theta, [N]; see `adapt.request_beliefs`.
+def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, steps: Floats) -> Ints:
+    """Look up the curve of each request's theta, [N].
 
     Args:
-        context: tokens of each slot's, [S]; `rows`: its workload's row.
-        constant: what the workload's curve weighs, [W].
-        failures: sums of its rounds, [S]; as are `successes`.
+        requests: what is known of each slot's, [S], see `request_beliefs.REQUEST`; its `shift` is set.
+        workloads: of each row, [W], see `policy_tables.WORKLOAD`.
         has_shift: whether the length of the context makes a difference; then `steps` of theta by row and bucket,
-            [W, buckets], are looked up in `shift`, [S]; see `adapt.context_shift`.
-        weights: of what drafts show, [W], around its `means`; `shown`, `num_shown`: what they showed, and how many, [S].
+            [W, buckets], are looked up; see `adapt.context_shift`.
     """
     found = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
-        slot = slots[i]
-        row = rows[slot]
-        shift[slot] = 0.0
+        request = requests[slots[i]]
+        row = request["row"]
+        workload = workloads[row]
+        shift = 0.0
         if has_shift:
-            bucket, rest = 0, context[slot] >> BITS
+            bucket, rest = 0, request["context"] >> BITS
             while rest > 0 and bucket < steps.shape[1] - 1:
                 bucket, rest = bucket + 1, rest >> 1
-            shift[slot] = steps[row, bucket]
-        tilt = 1.0
-        if weights[row] != 0.0:
-            seen = num_shown[slot]
-            tilt = math.exp(-0.5 * weights[row] * (shown[slot] - seen * means[row]) / (seen + 1.0))
-        theta = (constant[row] * tilt + failures[slot]) / (constant[row] / tilt + successes[slot])
-        step = int(math.log(theta) * THETA_STEPS + shift[slot] + MIDDLE)
+            shift = steps[row, bucket]
+        request["shift"] = shift
+        constant, weight, tilt = workload["constant"], workload["feature_weight"], 1.0
+        if weight != 0.0:
+            seen = request["num_shown"]
+            tilt = math.exp(-0.5 * weight * (request["shown"] - seen * workload["feature_mean"]) / (seen + 1.0))
+        theta = (constant * tilt + request["failures"]) / (constant / tilt + request["successes"])
+        step = int(math.log(theta) * THETA_STEPS + shift + MIDDLE)
         found[i] = row * NUM_THETAS + min(max(step, 0), NUM_THETAS - 1)
     return found
 
 
 @_compiled
-def learn(
-    slots: Ints,
-    drafted: Ints,
-    accepted: Ints,
-    rows: Ints,
-    on_failure: Floats,
-    on_success: Floats,
-    shift: Floats,
-    failures: Floats,
-    successes: Floats,
-    context: Ints,
-) -> None:
-    """Add rounds [N] to the sums of failures and successes, and to the contexts, [S]; those of slot −1 say nothing.
+def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats) -> None:
+    """Add rounds [N] to what is known of requests, [S]: their failures, successes and contexts; slot −1 says nothing.
 
     Args:
         on_failure: what a failure after n accepted drafts adds, [W, K+1]; `on_success`: what the n add.
@@ -117,15 +92,15 @@ def learn(
         slot, num_drafted = slots[i], min(max(drafted[i], 0), most)
         if slot < 0:
             continue
-        num_accepted = min(max(accepted[i], 0), num_drafted)
-        context[slot] += num_accepted + 1
+        request, num_accepted = requests[slot], min(max(accepted[i], 0), num_drafted)
+        request["context"] += num_accepted + 1
         if num_drafted == 0:
             continue
-        row = rows[slot]
+        row = request["row"]
         failed = on_failure[row, num_accepted] if num_accepted < num_drafted else 0.0
-        root = math.exp(shift[slot] * HALF_STEP)
-        failures[slot] = failures[slot] * REQUEST_DECAY + failed / root
-        successes[slot] = successes[slot] * REQUEST_DECAY + on_success[row, num_accepted] * root
+        root = math.exp(request["shift"] * HALF_STEP)
+        request["failures"] = request["failures"] * REQUEST_DECAY + failed / root
+        request["successes"] = request["successes"] * REQUEST_DECAY + on_success[row, num_accepted] * root
 
 
 @_compiled
@@ -380,25 +355,16 @@ def search(
 @_compiled
 def decide(
     slots: Ints,
-    context: Ints,
-    context_tokens: int,
-    rows: Ints,
-    constant: Floats,
-    failures: Floats,
-    successes: Floats,
+    requests: Records,
+    workloads: Records,
     has_shift: bool,
     steps: Floats,
-    shift: Floats,
-    weights: Floats,
-    means: Floats,
-    shown: Floats,
-    num_shown: Floats,
-    ceilings: Ints,
     gains: Floats,
     parts: Parts,
     parameters: Floats,
     token_seconds: Floats,
     captured_below: Ints,
+    context_tokens: int,
     num_prefill_tokens: int,
     is_latency: bool,
     hold: tuple[float, int, float],
@@ -406,31 +372,29 @@ def decide(
     """`curves` and `search` in one.
 
     Args:
-        context_tokens: sum of the requests' `context`, −1: add it up.
-        ceilings: most draft tokens of each slot, [S].
+        context_tokens: sum of the requests' contexts, −1: add up what is known of them.
     """
-    group = curves(
-        slots, context, rows, constant, failures, successes, has_shift, steps, shift, weights, means, shown, num_shown
-    )  # fmt: skip
-    most, total = np.empty(len(slots), np.int64), 0
+    group = curves(slots, requests, workloads, has_shift, steps)
+    ceilings, total = np.empty(len(slots), np.int64), 0
     for i in range(len(slots)):
-        total += context[slots[i]]
-        most[i] = ceilings[slots[i]]
+        request = requests[slots[i]]
+        total += request["context"]
+        ceilings[i] = request["ceiling"]
     return search(
-        gains, parts, group, most, parameters, token_seconds, captured_below,
+        gains, parts, group, ceilings, parameters, token_seconds, captured_below,
         total if context_tokens < 0 else context_tokens, num_prefill_tokens, is_latency, hold,
     )  # fmt: skip
 
 
 def prepare() -> None:
     """Compile everything, or load it from where it is kept."""
-    slots, one, table = np.zeros(1, np.int64), np.ones(1), np.full((1, 2), 0.5)
+    requests, workloads = np.zeros(1, REQUEST), np.ones(1, WORKLOAD)
+    slots, table = np.zeros(1, np.int64), np.full((1, 2), 0.5)
     parts, prices, captured, parameters = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
     hold = (1.0, NO_PREVIOUS, 0.0)
-    learn(slots, slots, slots, slots, table, table, one, one, one, slots.copy())
-    curves(slots, slots, slots, one, one, one, True, table, one, one, one, one, one)
+    learn(slots, slots, slots, requests, table, table)
+    curves(slots, requests, workloads, True, table)
     search(table, parts, slots, slots, parameters, prices, captured, 0, 1, False, hold)
     decide(
-        slots, slots, 0, slots, one, one, one, True, table, one, one, one, one, one, slots, table, parts, parameters, prices,
-        captured, 1, False, hold,
+        slots, requests, workloads, True, table, table, parts, parameters, prices, captured, 0, 1, False, hold,
     )  # fmt: skip

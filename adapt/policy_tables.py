@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
 from honed.adapt.block_size import CurveTable, latency_gains
@@ -18,6 +20,9 @@ from honed.adapt.wire import Policy
 NUM_THETAS, THETA_STEPS = 48, 10.0
 _THETAS: Floats = np.exp((np.arange(NUM_THETAS) - NUM_THETAS // 2) / THETA_STEPS)
 """Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
+Records: TypeAlias = npt.NDArray[np.void]
+WORKLOAD = np.dtype([(name, np.float64) for name in ("constant", "feature_weight", "feature_mean")])
+"""What the workload's curve weighs in a request's theta; and what drafts show, see `draft_features`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +37,10 @@ class PolicyTables:
     row_of_workload: dict[str, int]
     is_latency: bool
     curves: CurveTable  # [W * thetas, K] survival, or what it does for latency, as far as the policy's limit goes
-    constant: Floats  # [W] what the workload's curve weighs in a request's theta
+    workloads: Records  # [W] of WORKLOAD
     on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] what n accepted drafts add to the other
     shift: Floats  # [W, buckets] steps of theta by context length
-    feature_weight: Floats  # [W] see `draft_features`
-    feature_mean: Floats  # [W]
     has_shift: bool  # whether any step isn't 0
     limit: int  # most draft tokens of any request
     static_k: int
@@ -57,19 +60,21 @@ class PolicyTables:
         by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
         limit, none = limit_of(policy, num_spec_tokens), np.zeros((len(acceptance), 1))
         shift, has_shift = _usable_shift([prior.context_shift for prior in priors] or [[]])
-        weights = [within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0) for prior in priors] or [0.0]
+        workloads = np.zeros(len(acceptance), WORKLOAD)
+        workloads["constant"] = [s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]
+        for row, prior in enumerate(priors):
+            workloads["feature_weight"][row] = within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0)
+            workloads["feature_mean"][row] = within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0)
         return cls(
             policy,
             _usable_model(policy, num_tokens),
             {prior.workload: row for row, prior in enumerate(priors)},
             is_latency,
             CurveTable.of(by_theta[:, :limit]),
-            np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
+            workloads,
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
             shift,
-            np.array(weights),
-            np.array([within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0) for prior in priors] or [0.0]),
             has_shift,
             limit,
             min(max(policy.static_k, 0), limit) if policy is not None else limit,

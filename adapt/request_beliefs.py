@@ -14,14 +14,13 @@ import math
 from array import array
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.acceptance import Ints
 from honed.adapt.block_size import Found
 from honed.adapt.draft_features import MOST_LOG_ODDS
-from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables
+from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
 
 REQUEST_FORGETTING_ROUNDS = 128.0
 _MOST_SLOTS = 65_536
@@ -29,6 +28,19 @@ _MOST_LABELS = 1024
 MIDDLE = NUM_THETAS // 2 + 0.5
 HALF_STEP = 0.5 / THETA_STEPS
 REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)
+REQUEST = np.dtype(
+    [
+        ("failures", np.float64),
+        ("successes", np.float64),
+        ("context", np.int64),  # tokens, when it was last noted
+        ("ceiling", np.int64),  # most draft tokens
+        ("row", np.int64),  # of the tables, for its workload
+        ("shift", np.float64),  # steps of theta, for the length of the context
+        ("shown", np.float64),  # sum of what earlier rounds' drafts showed
+        ("num_shown", np.float64),
+    ]
+)
+"""What is known of a request: 64 bytes, a line of the caches."""
 
 
 class RequestBeliefs:
@@ -41,15 +53,7 @@ class RequestBeliefs:
         size = max(int(max_num_seqs), 1)
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
-        self.ceiling: Ints = np.full(size, num_spec_tokens, dtype=np.int64)
-        self.failures: Floats = np.zeros(size)
-        self.successes: Floats = np.zeros(size)
-        self.context: Ints = np.zeros(size, dtype=np.int64)  # tokens, when it was last noted
-        self.shift: Floats = np.zeros(size)  # steps of theta, for the length of the context
-        self._label: Ints = np.zeros(size, dtype=np.int64)
-        self._row: Ints = np.zeros(size, dtype=np.int64)  # of the tables, for the label
-        self._shown: Floats = np.zeros(size)  # sum of what earlier rounds' drafts showed
-        self._num_shown: Floats = np.zeros(size)
+        self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64))
         self._labels: dict[str, int] = {"default": 0}
         self._last_ids: list[str] = []
         """The last batch that `slots_of` was asked about, its slots, and the slots of those that are over since then."""
@@ -59,13 +63,19 @@ class RequestBeliefs:
         self._compiled: ModuleType | None = None  # imported when it is needed
         self.use(tables)
 
+    def _keep(self, known: Records, label: Ints) -> None:
+        self.known, self._label = known, label
+        """What is known by slot, [S] of REQUEST."""
+        self.ceiling: Ints = known["ceiling"]
+        self.context: Ints = known["context"]
+
     def use(self, tables: PolicyTables) -> None:
         """Measure and predict with these tables from now on."""
         self._tables = tables
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
-        self._row = np.array(self._rows, dtype=np.int64)[self._label]
+        self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
-            self.shift.fill(0.0)
+            self.known["shift"] = 0.0
 
     def _load(self) -> ModuleType:
         from honed.adapt import compiled
@@ -81,11 +91,9 @@ class RequestBeliefs:
         self.slot_of[request_id] = slot
         self._is_left_retaken |= slot in self._left
         label = self._label_of(workload)
-        self._label[slot], self._row[slot] = label, self._rows[label]
-        for known in (self.failures, self.successes, self.context, self.shift, self._shown, self._num_shown):
-            known[slot] = 0
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
-        self.ceiling[slot] = limit
+        self._label[slot] = label
+        self.known[slot] = (0.0, 0.0, 0, limit, self._rows[label], 0.0, 0.0, 0.0)
         self.num_ceilings += limit < self.num_spec_tokens
 
     def finish(self, request_id: str) -> None:
@@ -117,13 +125,11 @@ class RequestBeliefs:
             self._note_features(slots.tolist(), features)
         tables = self._tables
         compiled.learn(
-            slots, _ints(num_draft_tokens), _ints(num_accepted_tokens), self._row, tables.on_failure, tables.on_success,
-            self.shift, self.failures, self.successes, self.context,
+            slots, _ints(num_draft_tokens), _ints(num_accepted_tokens), self.known, tables.on_failure, tables.on_success,
         )  # fmt: skip
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
-        shown: Any = self._shown.data
-        num_shown: Any = self._num_shown.data
+        shown, num_shown = self.known["shown"], self.known["num_shown"]
         for slot, feature in zip(slots, features, strict=False):
             if slot >= 0 and math.isfinite(feature):
                 shown[slot] += min(max(feature, -MOST_LOG_ODDS), MOST_LOG_ODDS)
@@ -164,11 +170,10 @@ class RequestBeliefs:
         compiled = self._compiled or self._load()
         tables, count = self._tables, len(request_ids)
         found: Found = compiled.decide(
-            self.slots_of(request_ids), self.context, context_tokens, self._row, tables.constant, self.failures, self.successes,
-            tables.has_shift and are_contexts_known, tables.shift, self.shift, tables.feature_weight, tables.feature_mean,
-            self._shown, self._num_shown, self.ceiling, tables.curves.gains, tables.curves.parts, tables.model.parameter_array,
+            self.slots_of(request_ids), self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift,
+            tables.curves.gains, tables.curves.parts, tables.model.parameter_array,
             *tables.model.price_tables(count * (self.num_spec_tokens + 1) + num_prefill_tokens),
-            num_prefill_tokens, tables.is_latency, hold,
+            context_tokens, num_prefill_tokens, tables.is_latency, hold,
         )  # fmt: skip
         return found
 
@@ -177,9 +182,7 @@ class RequestBeliefs:
         compiled = self._compiled or self._load()
         tables, slots = self._tables, self.slots_of(request_ids)
         curve = compiled.curves(
-            slots, self.context, self._row, tables.constant, self.failures, self.successes,
-            tables.has_shift and are_contexts_known, tables.shift, self.shift, tables.feature_weight, tables.feature_mean,
-            self._shown, self._num_shown,
+            slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift
         )  # fmt: skip
         sums: list[float] = tables.curves.gains[curve, :limit].sum(axis=0).tolist()
         return sums
@@ -262,9 +265,7 @@ class RequestBeliefs:
             self.finish(next(iter(self.slot_of)))
             return self.free.pop()
         if used == len(self._label):
-            for name in ("_label", "_row", "context", "ceiling", "failures", "successes", "shift", "_shown", "_num_shown"):
-                known = getattr(self, name)
-                setattr(self, name, np.concatenate([known, np.zeros_like(known)]))
+            self._keep(*(np.concatenate([array, np.zeros_like(array)]) for array in (self.known, self._label)))
         return used
 
     def _label_of(self, workload: str) -> int:

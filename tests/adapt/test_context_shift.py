@@ -21,6 +21,8 @@ from honed.adapt.context_shift import (
     tilt,
     trials_design_effect,
 )
+from honed.adapt.policy_tables import WORKLOAD
+from honed.adapt.request_beliefs import REQUEST
 
 K = 5
 CURVE = np.array([0.8, 0.75, 0.7, 0.7, 0.65])
@@ -58,10 +60,10 @@ def bucket_of(context: int) -> int:
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=20))
 def test_the_engine_looks_up_the_same_buckets(contexts: list[int]) -> None:
     count, steps = len(contexts), np.arange(2.0 * NUM_BUCKETS).reshape(2, NUM_BUCKETS)
-    one, shift, row = np.ones(max(count, 2)), np.full(count, np.nan), np.arange(count) % 2
-    context = np.array(contexts, dtype=np.int64)
-    compiled.curves(np.arange(count), context, row, one, one, one, True, steps, shift, 0 * one, one, one, one)
-    assert shift.tolist() == [steps[i % 2, bucket_of(n)] for i, n in enumerate(contexts)]
+    requests, workloads = np.ones(count, REQUEST), np.ones(2, WORKLOAD)
+    requests["context"], requests["row"], requests["shift"] = contexts, np.arange(count) % 2, np.nan
+    compiled.curves(np.arange(count), requests, workloads, True, steps)
+    assert requests["shift"].tolist() == [steps[i % 2, bucket_of(n)] for i, n in enumerate(contexts)]
 
 
 def test_buckets_begin_where_they_say_and_never_end() -> None:

@@ -237,8 +237,8 @@ def test_learning_from_few_rounds_at_a_time_is_the_same_as_from_many():
         together.observe(ids, drafted, accepted)
         for at in range(0, len(ids), 10):
             apart.observe(ids[at : at + 10], drafted[at : at + 10], accepted[at : at + 10])
-    np.testing.assert_allclose(apart.requests.failures, together.requests.failures)
-    np.testing.assert_allclose(apart.requests.successes, together.requests.successes)
+    np.testing.assert_allclose(apart.requests.known["failures"], together.requests.known["failures"])
+    np.testing.assert_allclose(apart.requests.known["successes"], together.requests.known["successes"])
     assert together.decide(ids, 1000, 0, 0.0) == apart.decide(ids, 1000, 0, 0.0)
 
 
@@ -253,8 +253,8 @@ def test_what_is_learned_are_sums_over_the_requests_own_rounds():
             successes *= np.exp(-1.0 / 128.0)
             failures += curve[accepted] if accepted < drafted else 0.0
             successes += (1.0 - curve[:accepted]).sum()
-    assert decider.requests.failures[0] == pytest.approx(failures)
-    assert decider.requests.successes[0] == pytest.approx(successes)
+    assert decider.requests.known["failures"][0] == pytest.approx(failures)
+    assert decider.requests.known["successes"][0] == pytest.approx(successes)
 
 
 @pytest.mark.parametrize("count", [3, 100])
@@ -269,7 +269,7 @@ def test_a_request_that_ends_in_the_step_that_is_learned_from_leaves_nothing_beh
     assert sorted(decider.requests.slot_of) == sorted(set(ids) - {ids[1]})
     decider.start("new")
     slot = decider.requests.slot_of["new"]
-    assert decider.requests.failures[slot] == decider.requests.successes[slot] == 0.0
+    assert decider.requests.known["failures"][slot] == decider.requests.known["successes"][slot] == 0.0
 
 
 def test_slots_are_found_however_a_batch_changes():
@@ -318,7 +318,7 @@ def test_only_who_runs_learns_however_a_batch_changes():
         for request_id in running:
             slot = decider.requests.slot_of[request_id]
             assert decider.requests.context[slot] == contexts[request_id]
-            assert (decider.requests.failures[slot] > 0.0) == (contexts[request_id] > 10)
+            assert (decider.requests.known["failures"][slot] > 0.0) == (contexts[request_id] > 10)
 
 
 def test_contexts_that_were_noted_count_as_those_that_are_told():
@@ -388,8 +388,8 @@ def test_a_request_that_does_as_its_context_predicts_is_like_any_other_of_that_c
         decider.decide(ids, context * len(ids), 0, 0.0, [context] * len(ids))
         drafted = [K] * len(ids)
         decider.observe(ids, drafted, simulate_rounds(rng, [truth] * K, drafted).tolist())
-    constant = decider._tables.constant[0]
-    own = (constant + decider.requests.failures[:200]) / (constant + decider.requests.successes[:200])
+    constant = decider._tables.workloads["constant"][0]
+    own = (constant + decider.requests.known["failures"][:200]) / (constant + decider.requests.known["successes"][:200])
     assert np.exp(np.log(own).mean()) == pytest.approx(1.0, abs=0.1)
 
 
@@ -406,20 +406,20 @@ def test_with_contexts_too_learning_from_few_rounds_is_the_same_as_from_many():
             few = slice(at, at + 10)
             apart.decide(ids[few], 0, 0, 0.0, contexts[few])
             apart.observe(ids[few], drafted[few], accepted[few])
-        np.testing.assert_allclose(apart.requests.shift[:100], together.requests.shift[:100])
-    np.testing.assert_allclose(apart.requests.failures, together.requests.failures)
-    np.testing.assert_allclose(apart.requests.successes, together.requests.successes)
+        np.testing.assert_allclose(apart.requests.known["shift"][:100], together.requests.known["shift"][:100])
+    np.testing.assert_allclose(apart.requests.known["failures"], together.requests.known["failures"])
+    np.testing.assert_allclose(apart.requests.known["successes"], together.requests.known["successes"])
 
 
 def test_a_slot_that_is_used_again_has_the_context_of_its_new_request():
     decider = make_decider(make_shifted_policy())
     decider.decide(["long"], 5000, 0, 0.0, [5000])
     slot = decider.requests.slot_of["long"]
-    assert decider.requests.shift[slot] > 0.0
+    assert decider.requests.known["shift"][slot] > 0.0
     decider.finish("long")
     decider.start("new")
     assert decider.requests.slot_of["new"] == slot
-    assert decider.requests.shift[slot] == 0.0
+    assert decider.requests.known["shift"][slot] == 0.0
 
 
 @given(
@@ -434,8 +434,8 @@ def test_no_factor_and_no_context_however_odd_breaks_a_decision(shift, contexts,
         assert len(lengths) == len(ids)
         assert all(0 <= k <= K for k in lengths)
         decider.observe(ids, lengths, lengths)
-    assert np.isfinite(decider.requests.failures).all()
-    assert np.isfinite(decider.requests.successes).all()
+    assert np.isfinite(decider.requests.known["failures"]).all()
+    assert np.isfinite(decider.requests.known["successes"]).all()
 
 
 @pytest.mark.parametrize("explore_share", [0.0, 1.0])
