@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import time
@@ -38,8 +39,9 @@ from honed.recalib.yield_points import YieldPoints
 
 log = structlog.get_logger("honed.trainer")
 
-_BUSY_TICK_S = 0.002
-"""How often the flag is looked at while an operation waits for the engine: idle gaps are short."""
+_BUSY_TICKS_S = 0.002, 0.02
+"""How often the flag is looked at while an operation waits for the engine: at first, and later. Idle gaps are short; but every
+look takes from whoever works, on a CPU from serving itself: at 2 ms it was a twelfth of a core."""
 _STOPPED = "the trainer was stopped"
 
 
@@ -208,7 +210,7 @@ class Trainer:
             if self.is_stopping:
                 raise OperationError(_STOPPED)
             operation.check_deadline()
-            messages = self._link.receive(_BUSY_TICK_S)
+            messages = self._link.receive(self._busy_wait_s())
             self._put_off += messages
             for message in messages:
                 if (why := _ends(message, operation)) is not None:
@@ -242,7 +244,12 @@ class Trainer:
             return self._settings.tick_s
         if not self._operation.needs_device or self._is_paused:
             return self._settings.tick_s
-        return _BUSY_TICK_S if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
+        return self._busy_wait_s() if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
+
+    def _busy_wait_s(self) -> float:
+        """Until the flag is looked at again: an eighth of how long the engine has been at work."""
+        least_s, most_s = _BUSY_TICKS_S
+        return min(max((self._monotonic() - self._busy.raised_s) / 8.0, least_s), most_s)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -332,6 +339,11 @@ def stand_back(settings: TrainerSettings) -> None:
     torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+def import_late_parts() -> None:
+    """Have torch import now what it does in the midst of its first work, for a second or two in which nobody would yield."""
+    importlib.import_module("torch._dynamo")
+
+
 def run(
     settings: TrainerSettings,
     endpoint: str,
@@ -356,6 +368,7 @@ def run(
     """
     stand_back(settings)
     check_device(settings.device)
+    import_late_parts()
     state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
     hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
     trainer = Trainer(

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
 
 from honed.adapt import wire
+from honed.attach.busy_flag import BusyFlag
 from honed.attach.ring import RingWriter
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut
@@ -40,7 +42,10 @@ def daemon(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
 
 
 def make_trainer(
-    folder: Path, monotonic: Callable[[], float] = time.monotonic, **changes: Any
+    folder: Path,
+    monotonic: Callable[[], float] = time.monotonic,
+    on_tick: Callable[[str], None] | None = None,
+    **changes: Any,
 ) -> tuple[Trainer, wire.TrainRequest]:
     """A trainer that has samples, and what to ask of it."""
     settings = TrainerSettings(
@@ -54,7 +59,7 @@ def make_trainer(
     write_sessions(ring, "b", 40)
     traffic = Traffic(folder, settings, HoldOut(b"k" * 16))
     endpoint = f"ipc://{folder}/engine.sock"
-    trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic)
+    trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic, on_tick=on_tick)
     request = wire.TrainRequest(
         operation_id="op", engine_id="e", capture_path=str(ring.path), busy_path="", target_path=str(target),
         parent_version=parent, parent_path="", workloads=["b"], max_seconds=1e9,
@@ -127,6 +132,55 @@ def test_while_training_is_paused_the_deadline_does_not_come_nearer(daemon: zmq.
     assert result.ok, result.error
     assert result.steps == STEPS
     assert result.elapsed_s < 300.0
+
+
+def test_waiting_for_an_engine_at_work_costs_next_to_nothing(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    turns: list[float] = []
+    flag = BusyFlag(tmp_path / "busy")
+    trainer, request = make_trainer(tmp_path, on_tick=lambda _: turns.append(time.monotonic()))
+    trainer.turn()
+    assert daemon.poll(10_000)
+    peer, _ = daemon.recv_multipart()
+    daemon.send_multipart([peer, wire.encode(msgspec.structs.replace(request, busy_path=str(tmp_path / "busy")))])
+    while trainer._state != "training":
+        trainer.turn()
+    flag.set(True)
+    raised_s = time.monotonic()
+    while time.monotonic() < raised_s + 1.0:
+        trainer.turn()
+    assert trainer._state == "waiting"
+    # At first every 2 ms, and then ever more rarely: some 30 times in the first 0.3 s, and 50 times a second from then on.
+    assert len([at_s for at_s in turns if raised_s + 0.3 < at_s <= raised_s + 1.0]) <= 40
+    flag.set(False)
+    trainer.turn()  # it may be waiting a last time
+    trainer.turn()
+    assert trainer._state == "training"
+    trainer.close()
+    flag.close()
+
+
+def test_what_torch_imports_late_is_there_before_training(tmp_path: Path) -> None:
+    """An import of a second or two amid a unit holds serving up for as long."""
+    program = f"""
+import sys
+from pathlib import Path
+from honed.recalib.trainer import import_late_parts
+from tests.recalib.test_recalibration import Site, write_sessions
+
+import_late_parts()
+before = set(sys.modules)
+site = Site(Path({str(tmp_path)!r}))
+write_sessions(site.ring, "b", 40)
+operation = site.begin(max_steps=2)
+assert site.finish(operation).steps == 2, operation.result
+print("came late:", *sorted(set(sys.modules) - before))
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    late = done.stdout.partition("came late:")[2].split()
+    assert not [name for name in late if name.startswith(("sympy", "torch._dynamo", "torch._inductor", "torch.fx"))]
+    assert len(late) < 50
 
 
 def test_the_log_says_which_daemon_is_waited_for_and_that_it_was_found(tmp_path: Path) -> None:
