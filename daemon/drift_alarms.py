@@ -39,7 +39,7 @@ class Standing:
             "workload": self.alarm.workload,
             "text": self.alarm.text,
             "failed_attempts": self.num_failed,
-            "due_in_s": max(self.due_s - now_s, 0.0) if self.num_failed else 0.0,
+            "due_in_s": max(self.due_s - now_s, 0.0),
             "hindrance": self.hindrance,
         }
 

@@ -188,7 +188,9 @@ class Recalibrations:
         self.alarms.tick(now_s)
         is_free = service.lifecycle.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
         if self._settings.automatic and is_free:
-            any(self._answer(standing) for standing in self.alarms.due(now_s))
+            for standing in self.alarms.due(now_s):
+                if self._answer(standing):
+                    break
 
     def _answer(self, standing: Standing) -> bool:
         """Whether a recalibration has begun; while nobody is there to do it the alarm stands."""
