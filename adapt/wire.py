@@ -61,8 +61,6 @@ class EngineHello(_Message, frozen=True):
     limits: list[str] = []
     capture_path: str = ""
     """File of the shared-memory sample ring, "" when capture is off."""
-    busy_path: str = ""
-    """File whose first byte is 1 while the engine has unfinished requests."""
     last_seq: int = 0
     """Highest batch sequence number produced so far in this boot."""
     features: str = ""
@@ -322,7 +320,6 @@ class TrainRequest(_Message, frozen=True):
     operation_id: str
     engine_id: str
     capture_path: str
-    busy_path: str
     target_path: str
     parent_version: str
     parent_path: str

@@ -37,7 +37,6 @@ def introduce(
         capabilities=list(workers.findings.capabilities),
         limits=list(workers.findings.limits),
         capture_path=str(settings.ring_path) if workers.can_capture else "",
-        busy_path=str(settings.busy_path),
         last_seq=last_seq,
         features=settings.feature_kind,
         captured_tokens=workers.graphs.token_counts,

@@ -105,7 +105,6 @@ class Site:
             operation_id=f"{scope}-{loss}",
             engine_id="engine-0",
             capture_path=str(self.engine.ring),
-            busy_path="",
             target_path=str(self.engine.target),
             parent_version=self.parent.version,
             parent_path=str(self.registry.path(self.parent.version)),

@@ -25,7 +25,9 @@ from honed.daemon.terminal import JsonFlag, Reason, connect, emit, fail
 from honed.daemon.watching import follow, watch
 
 Url = Annotated[str, typer.Option(help="vLLM's address, http://host:port.")]
-Prompts = Annotated[Path | None, typer.Option(help='JSON lines with "prompt" or "messages", and "class"; or a prompt a line.')]
+Prompts = Annotated[
+    Path | None, typer.Option(help='JSON lines with "prompt" or "messages", "class" and "session"; or a prompt a line.')
+]
 Limit = Annotated[int, typer.Option(min=0, help="Only the first so many prompts; 0: all.")]
 Model = Annotated[str, typer.Option(help="Name it is served under; may be left out where there is one.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to be generated for a prompt, at most.")]

@@ -21,7 +21,10 @@ from honed.daemon.client import EXIT_USAGE
 MAX_CLASS_CHARS = 64
 """As long as a workload's label may be: classes become labels."""
 MAX_CLASSES = 32
-CURE = 'A line is {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, with "class" if wanted; or plain text.'
+CURE = (
+    'A line is {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, with "class" and "session" if wanted; or '
+    "plain text."
+)
 
 Message = dict[str, Any]
 

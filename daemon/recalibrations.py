@@ -110,7 +110,6 @@ class Recalibrations:
             operation_id=operation.operation_id,
             engine_id=engine.engine_id,
             capture_path=hello.capture_path,
-            busy_path=hello.busy_path,
             target_path=hello.target_path,
             parent_version=active,
             parent_path=str(service.drafters.path(active)),
@@ -198,7 +197,7 @@ class Recalibrations:
         try:
             self.recalibrate(engine_id=engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
         except (ConflictError, UnknownError) as error:
-            standing.hindrance = f"{error}. {error.cure}"
+            standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)
             return False
         return True
 

@@ -33,7 +33,9 @@ from honed.daemon.served_target import Sampling, ServedTarget, TargetError, read
 from honed.daemon.terminal import JsonFlag, connect, emit
 
 BASE, TUNED = "base", "tuned"
-Prompts = Annotated[Path, typer.Option(help='JSON lines with "prompt" or "messages", and "class"; or a prompt a line.')]
+Prompts = Annotated[
+    Path, typer.Option(help='JSON lines with "prompt" or "messages", "class" and "session"; or a prompt a line.')
+]
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's side of the engine's busy flag: one mapped byte, 1 while requests are unfinished.
+"""The trainer's side of the engines' busy flags: one mapped byte each, 1 while requests are unfinished.
 
 A hint, not a lock: reading it costs a stat and a load, and a stale 0 costs the engine at most one micro-step. A flag that was
 left up by an engine that died is told by the file's lock, which the engine holds while it lives.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import math
 import mmap
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -64,8 +66,36 @@ class BusyFlag:
         return False
 
 
+class BusyFlags:
+    """The flags of all engines that share the trainer's device: it is busy while one of them has work."""
+
+    def __init__(self, engines_dir: Path, patterns: Sequence[str]) -> None:
+        """Engines have a folder each in `engines_dir`, named as they are; a pattern is an id, `*` in it matches anything."""
+        self._engines_dir, self._patterns = engines_dir, patterns
+        self._flags: dict[Path, BusyFlag] = {}
+        self._raised: list[BusyFlag] = []
+
+    def discover(self) -> None:
+        """Look for engines that have come or gone."""
+        paths = {path for path in self._engines_dir.glob("*/busy") if self._is_shared_with(path.parent.name)}
+        self._flags = {path: self._flags.get(path) or BusyFlag(path) for path in paths}
+
+    def is_busy(self) -> bool:
+        """Whether any of them has work now."""
+        self._raised = [flag for flag in self._flags.values() if flag.is_busy()]
+        return bool(self._raised)
+
+    @property
+    def raised_s(self) -> float:
+        """When `is_busy` last saw work: since when there has been some, as `BusyFlag.raised_s`."""
+        return min((flag.raised_s for flag in self._raised), default=0.0)
+
+    def _is_shared_with(self, engine_id: str) -> bool:
+        return any(fnmatch.fnmatchcase(engine_id, pattern) for pattern in self._patterns)
+
+
 class Idleness:
-    """Share of time that an engine was idle, forgetting with a time constant of `memory_s`."""
+    """Share of time that no engine on the trainer's device had work, forgetting with a time constant of `memory_s`."""
 
     def __init__(self, memory_s: float = 60.0) -> None:
         self._memory_s = memory_s

@@ -105,8 +105,9 @@ class Recalibration:
         trained_s, most_s = self.progress.train_seconds, self._settings.deadline_s
         if self.elapsed_s - trained_s > most_s:
             raise OperationError(
-                f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engine is hardly "
-                f"ever idle; try again at a quieter time, or raise trainer.deadline_s, {most_s:.0f} s for all but training"
+                f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engines "
+                "on its device (trainer.yields_to) are hardly ever idle all at once; try again at a quieter time, or raise "
+                f"trainer.deadline_s, {most_s:.0f} s for all but training"
             )
 
     def cancel(self, reason: str) -> None:

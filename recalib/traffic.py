@@ -72,7 +72,7 @@ class Traffic:
 
     def __init__(self, runtime_dir: Path, settings: SampleSettings, hold_out: HoldOut, spill_dir: Path | None = None) -> None:
         """`spill_dir`: where samples may go to disk, if `spill_bytes` allows it; else what lies there is removed."""
-        self._engines, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
+        self.engines_dir, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
         self._spill_dir = spill_dir if settings.spill_bytes else None
         if spill_dir is not None and self._spill_dir is None:
             remove(spill_dir)
@@ -100,16 +100,12 @@ class Traffic:
 
     def discover(self) -> None:
         """Begin to follow rings that have appeared."""
-        for path in self._engines.glob("*/ring"):
+        for path in self.engines_dir.glob("*/ring"):
             self.feed(path)
 
     def poll(self, max_records: int = 256) -> int:
         """Take in what is new on all rings; returns the number of records."""
         return sum(feed.poll(max_records) for feed in self._feeds.values())
-
-    def busy_paths(self) -> list[Path]:
-        """Where the engines say whether they have work."""
-        return [path.parent / "busy" for path in self._feeds]
 
     def purge(self) -> None:
         """Forget everything, empty the rings, and remove what lies on disk, of engines that are gone as well."""

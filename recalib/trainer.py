@@ -1,8 +1,8 @@
 """The trainer process: reads the rings always, trains when it is asked to and nobody needs the device.
 
 One thread. Each turn of the loop looks at the socket, takes in a bounded number of new samples and does at most one unit of
-the operation under way; a unit is some blocks of a micro-step or of the judging of a stretch. Before each unit the busy flag
-is read, so work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM. On a CPU a unit
+the operation under way; a unit is some blocks of a micro-step or of the judging of a stretch. Before each unit the busy flags
+are read, so work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM. On a CPU a unit
 stops where it is (`yield_points`) and stands by until the work is done.
 
 The daemon may be away: work goes on, and the last result is sent again whenever the daemon says welcome, until it asks for
@@ -26,7 +26,7 @@ import structlog
 import torch
 
 from honed.adapt import wire
-from honed.recalib.busy_flag import BusyFlag, Idleness, Preemptions
+from honed.recalib.busy_flag import BusyFlags, Idleness, Preemptions
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut, load_salt
 from honed.recalib.progress import OperationError
@@ -40,7 +40,7 @@ from honed.recalib.yield_points import YieldPoints
 log = structlog.get_logger("honed.trainer")
 
 _BUSY_TICKS_S = 0.002, 0.02
-"""How often the flag is looked at while an operation waits for the engine: at first, and later. Idle gaps are short; but every
+"""How often the flags are looked at while an operation waits for engines: at first, and later. Idle gaps are short; but every
 look takes from whoever works, on a CPU from serving itself: at 2 ms it was a twelfth of a core."""
 _STOPPED = "the trainer was stopped"
 
@@ -67,7 +67,7 @@ class Trainer:
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
         self._operation: Recalibration | None = None
-        self._busy = BusyFlag("")
+        self._busy = BusyFlags(traffic.engines_dir, settings.yields_to)
         self._idleness, self._preemptions = Idleness(), Preemptions()
         self._is_paused = self._was_working = False
         self._last_result: wire.TrainResult | None = None
@@ -133,7 +133,7 @@ class Trainer:
             self._link.send(self._last_result)
             return
         self._last_result = None
-        self._busy, self._preemptions = BusyFlag(request.busy_path), Preemptions()
+        self._preemptions = Preemptions()
         feed = self._traffic.feed(Path(request.capture_path))
         self._traffic.freeze(True)
         self._operation = Recalibration(
@@ -144,7 +144,7 @@ class Trainer:
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def _take_samples(self) -> None:
-        """Every `tick_s`: while the engine is at work, the flag is looked at much more often, and that must cost nothing."""
+        """Every `tick_s`: while an engine is at work, the flags are looked at much more often, and that must cost nothing."""
         now_s = self._monotonic()
         if now_s < self._next_samples_s:
             return
@@ -153,8 +153,7 @@ class Trainer:
             self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
             self._traffic.expire()
-            if self._operation is None and (paths := self._traffic.busy_paths()):
-                self._busy = BusyFlag(paths[0])
+            self._busy.discover()
         self._traffic.poll()
 
     def _work(self, is_busy: bool) -> None:
@@ -196,7 +195,7 @@ class Trainer:
         self._was_working = False
 
     def _stand_by(self) -> None:
-        """Amid a unit, with nothing to do but to be there until the engine's work is done.
+        """Amid a unit, with nothing to do but to be there until the engines' work is done.
 
         Raises:
             OperationError: the operation isn't to go on.
@@ -247,7 +246,7 @@ class Trainer:
         return self._busy_wait_s() if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
 
     def _busy_wait_s(self) -> float:
-        """Until the flag is looked at again: an eighth of how long the engine has been at work."""
+        """Until the flags are looked at again: an eighth of how long there has been work."""
         least_s, most_s = _BUSY_TICKS_S
         return min(max((self._monotonic() - self._busy.raised_s) / 8.0, least_s), most_s)
 

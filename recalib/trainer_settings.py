@@ -57,6 +57,9 @@ class TrainerSettings(SampleSettings):
     """Its name in the log and in metrics."""
     device: str = "cpu"
     """cpu, cuda or cuda:N, as PyTorch names it."""
+    yields_to: tuple[str, ...] = ("*",)
+    """Engines on that device or its cores: training goes on while none of them has a request. Ids, in which `*` matches
+    anything; none (`[]`) for a device that the trainer has to itself."""
     nice: int = 5
     """Added to the process's nice level. The higher, the longer what it is in the midst of takes it when requests arrive."""
     torch_threads: int = 0

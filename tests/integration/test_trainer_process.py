@@ -86,7 +86,6 @@ class Site:
                 "operation_id": operation_id,
                 "engine_id": "engine-0",
                 "capture_path": str(self.ring.path),
-                "busy_path": str(self.ring.path.parent / "busy"),
                 "target_path": str(self.target),
                 "parent_version": self.parent,
                 "parent_path": str(self.registry.path(self.parent)),

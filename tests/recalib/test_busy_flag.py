@@ -1,4 +1,4 @@
-"""The busy flag as the trainer sees it."""
+"""The busy flags as the trainer sees them."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import time
 import pytest
 
 from honed.attach.busy_flag import BusyFlag as Writer
-from honed.recalib.busy_flag import BusyFlag, Idleness, Preemptions
+from honed.recalib.busy_flag import BusyFlag, BusyFlags, Idleness, Preemptions
 
 
 def test_follows_the_engine_through_its_life(tmp_path):
@@ -60,6 +60,54 @@ def test_when_work_came_is_known_to_the_trainer(tmp_path):
 def test_empty_file_means_idle(tmp_path):
     (tmp_path / "busy").touch()
     assert not BusyFlag(tmp_path / "busy").is_busy()
+
+
+def test_one_engine_of_several_on_the_device_is_enough(tmp_path):
+    flags = BusyFlags(tmp_path, ["*"])
+    flags.discover()
+    assert not flags.is_busy()  # no engine
+    first, second = Writer(tmp_path / "chat-0" / "busy"), Writer(tmp_path / "chat-1" / "busy")
+    second.set(True)
+    assert not flags.is_busy(), "it wasn't looked for yet"
+    flags.discover()
+    assert flags.is_busy()
+    since_s = flags.raised_s
+    first.set(True)
+    assert flags.is_busy()
+    assert flags.raised_s == since_s, "since when there has been some work"
+    second.set(False)
+    assert flags.is_busy()
+    assert flags.raised_s > since_s
+    first.set(False)
+    assert not flags.is_busy()
+
+
+def test_engines_that_are_gone_are_let_go_of(tmp_path):
+    engine, flags = Writer(tmp_path / "chat-0" / "busy"), BusyFlags(tmp_path, ["*"])
+    engine.set(True)
+    flags.discover()
+    flag = flags._flags[tmp_path / "chat-0" / "busy"]
+    flags.discover()
+    assert flags._flags[tmp_path / "chat-0" / "busy"] is flag
+    (tmp_path / "chat-0" / "busy").unlink()
+    flags.discover()
+    assert not flags.is_busy()
+    assert flags._flags == {}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "shared"),
+    [(["*"], {"chat-0", "chat-1", "code-0"}), (["chat-*"], {"chat-0", "chat-1"}), (["chat-1", "code-0"], {"chat-1", "code-0"}),
+     (["chat"], set()), ([], set())],
+)  # fmt: skip
+def test_only_engines_on_its_device_are_looked_at(tmp_path, patterns, shared):
+    flags = BusyFlags(tmp_path, patterns)
+    for name in ("chat-0", "chat-1", "code-0"):
+        engine = Writer(tmp_path / name / "busy")
+        engine.set(True)
+        flags.discover()
+        assert flags.is_busy() == (name in shared)
+        engine.set(False)
 
 
 def test_idleness_is_a_share_of_time():

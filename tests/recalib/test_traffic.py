@@ -31,7 +31,6 @@ def test_rings_that_appear_later_are_found_and_share_the_memory(tmp_path):
         ring_of(tmp_path, engine)
         drain(traffic)
     assert [feed.store.cap_bytes for feed in traffic.feeds] == [500, 500]
-    assert [path.parent.name for path in traffic.busy_paths()] == ["e0", "e1"]
 
 
 def test_samples_survive_an_engine_that_restarts_with_the_same_model(tmp_path):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import zmq
@@ -61,7 +60,7 @@ def make_trainer(
     endpoint = f"ipc://{folder}/engine.sock"
     trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic, on_tick=on_tick)
     request = wire.TrainRequest(
-        operation_id="op", engine_id="e", capture_path=str(ring.path), busy_path="", target_path=str(target),
+        operation_id="op", engine_id="e", capture_path=str(ring.path), target_path=str(target),
         parent_version=parent, parent_path="", workloads=["b"], max_seconds=1e9,
     )  # fmt: skip
     return trainer, request
@@ -136,12 +135,12 @@ def test_while_training_is_paused_the_deadline_does_not_come_nearer(daemon: zmq.
 
 def test_waiting_for_an_engine_at_work_costs_next_to_nothing(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
     turns: list[float] = []
-    flag = BusyFlag(tmp_path / "busy")
+    flag = BusyFlag(tmp_path / "engines" / "another" / "busy")
     trainer, request = make_trainer(tmp_path, on_tick=lambda _: turns.append(time.monotonic()))
     trainer.turn()
     assert daemon.poll(10_000)
     peer, _ = daemon.recv_multipart()
-    daemon.send_multipart([peer, wire.encode(msgspec.structs.replace(request, busy_path=str(tmp_path / "busy")))])
+    daemon.send_multipart([peer, wire.encode(request)])
     while trainer._state != "training":
         trainer.turn()
     flag.set(True)
@@ -155,6 +154,21 @@ def test_waiting_for_an_engine_at_work_costs_next_to_nothing(daemon: zmq.Socket[
     trainer.turn()  # it may be waiting a last time
     trainer.turn()
     assert trainer._state == "training"
+    trainer.close()
+    flag.close()
+
+
+def test_with_a_device_of_its_own_it_trains_whatever_engines_do(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    flag = BusyFlag(tmp_path / "engines" / "e" / "busy")
+    flag.set(True)
+    trainer, request = make_trainer(tmp_path, yields_to=())
+    trainer.turn()
+    assert daemon.poll(10_000)
+    peer, _ = daemon.recv_multipart()
+    daemon.send_multipart([peer, wire.encode(request)])
+    while trainer._state != "training":
+        trainer.turn()
+        assert trainer._state != "waiting"
     trainer.close()
     flag.close()
 
