@@ -58,7 +58,7 @@ class Plan:
     most_requests: int = 4
     """A burst has 1 to so many."""
     max_tokens: int = 32
-    most_stolen: float = 0.005
+    most_stolen: float = 0.02
     """Share of the cores' time that the host may take in a phase of a pair that counts."""
     most_tries: float = 2.0
     """So many pairs for one that is wanted, at most."""
