@@ -52,7 +52,7 @@ class StepBeliefs:
                 figures["predicted_step_seconds"] = predicted
                 is_familiar = self._learner.is_familiar(requests, prefill, drafted, block)
                 if is_familiar and (changed_steps := self._watch.observe(seconds, predicted)):
-                    self._learner.restart(changed_steps)
+                    self._learner.restart(changed_steps, self._watch.factor)
                     self._num_changes += 1
                     model = self._learner.model()
             for name, value in figures.items():

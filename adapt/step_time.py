@@ -45,6 +45,8 @@ PARAMETERS = (
 _DRAFTING, _VERIFYING, _TOKENS = slice(4, 9), slice(9, 11), slice(11, None)
 _RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.1, *(1.0 for _ in KNOTS)])
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
+_OUTDATED = 0.001
+"""Weight of a step that was measured before the world changed."""
 _TABLE_TOKENS = 8192
 LEAST_SECONDS = 1e-7
 
@@ -238,7 +240,7 @@ class StepTimeLearner:
         self.num_steps = 0
         self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 8))
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
-        self._fitted_to = self._filled.copy()
+        self._fitted_to, self._outdated = self._filled.copy(), self._filled.copy()
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
         self._fitted_at = self._started_at = 0
@@ -262,7 +264,7 @@ class StepTimeLearner:
             cell = len(self._kinds)
             if cell == self.settings.max_kinds:  # the kind that was seen longest ago makes room
                 cell = self._kinds.pop(next(iter(self._kinds)))
-                self._filled[cell] = self._fitted_to[cell] = 0
+                self._filled[cell] = self._fitted_to[cell] = self._outdated[cell] = 0
         self._kinds[kind] = cell
         self.num_steps += 1
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
@@ -274,15 +276,20 @@ class StepTimeLearner:
     def is_familiar(self, num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> bool:
         """Tell whether the model was fitted to some such steps: else an error of it says nothing about the world."""
         cell = self._kinds.get(_kind(num_requests, num_prefill_tokens, num_draft_tokens, block), -1)
-        return cell >= 0 and bool(self._fitted_to[cell] >= self.settings.min_steps_per_length)
+        return cell >= 0 and bool(self._fitted_to[cell] - self._outdated[cell] >= self.settings.min_steps_per_length)
 
-    def restart(self, num_recent: int) -> None:
-        """The world has changed: keep what was measured in the last `num_recent` steps only, and fit anew."""
+    def restart(self, num_recent: int, factor: float) -> None:
+        """The world has changed: fit anew, to the last `num_recent` steps above all.
+
+        Earlier steps count as if they had taken `factor` times as long, and little: they are all that says what those kinds
+        cost that haven't been seen since. Without them there would be no prices, and no choice, until they were.
+        """
         for cell, filled in enumerate(self._filled.tolist()):
             rows = self._rows[cell, : min(filled, self.settings.steps_per_kind)]
-            recent = rows[rows[:, 7] > self.num_steps - num_recent]  # a copy
-            rows[: len(recent)] = recent
-            self._filled[cell] = len(recent)
+            earlier = rows[:, 7] <= self.num_steps - num_recent
+            rows[earlier, 6] *= factor
+            rows[earlier, 7] = -np.inf
+            self._outdated[cell] = filled - (len(rows) - int(earlier.sum()))
         self._model = StepTimeModel()
         self._started_at = self.num_steps
 
@@ -318,6 +325,7 @@ class StepTimeLearner:
         scale = np.broadcast_to(typical, (len(typical), self.settings.steps_per_kind))[mask[held > 0]]
         rows = self._rows[mask]
         age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
+        age[np.isneginf(rows[:, 7])] = _OUTDATED
         return fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens)
 
 

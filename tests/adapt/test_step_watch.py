@@ -39,18 +39,55 @@ def test_what_cannot_be_compared_is_left_out() -> None:
     assert watch.spread == 0.0
 
 
-def test_a_restarted_learner_knows_only_what_it_has_seen_since() -> None:
+def learn(learner: StepTimeLearner, factor: float, rounds: int, lengths: tuple[int, ...] = (0, 3, 7)) -> None:
+    for i in range(rounds):
+        for k in lengths:
+            requests = 1 + i % 16
+            seconds = factor * (1e-3 + 1e-4 * requests * (1 + k))
+            learner.observe(requests, requests * (1 + k), 0, 0, requests * k, k, seconds)
+
+
+def price(learner: StepTimeLearner, k: int) -> float:
+    return learner.model().seconds(16, 16 * (1 + k), 0, 0, k)
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.0, 3.0])
+def test_a_restarted_learner_goes_by_what_it_has_seen_since(factor: float) -> None:
+    """Also where what it thinks of earlier steps is wrong."""
     learner = StepTimeLearner()
+    learn(learner, 1.0, 400)
+    before = price(learner, 7)
+    learn(learner, 2.0, 32)
+    learner.restart(num_recent=96, factor=factor)
+    assert price(learner, 7) == pytest.approx(2.0 * before, rel=0.02)
 
-    def learn(factor: float, rounds: int) -> None:
-        for i in range(rounds):
-            for k in (0, 3, 7):
-                requests = 1 + i % 16
-                seconds = factor * (1e-3 + 1e-4 * requests * (1 + k))
-                learner.observe(requests, requests * (1 + k), 0, 0, requests * k, k, seconds)
 
-    learn(1.0, 400)
-    before = learner.model().seconds(16, 128, 0, 0, 7)
-    learn(2.0, 32)
-    learner.restart(num_recent=96)
-    assert learner.model().seconds(16, 128, 0, 0, 7) == pytest.approx(2.0 * before, rel=0.02)
+def test_what_was_not_seen_since_costs_as_many_times_more() -> None:
+    learner = StepTimeLearner()
+    learn(learner, 1.0, 400)
+    before = {k: price(learner, k) for k in (0, 3, 7)}
+    learn(learner, 2.0, 64, lengths=(0,))
+    learner.restart(num_recent=64, factor=2.0)
+    assert learner.is_young
+    for k in (0, 3, 7):
+        assert price(learner, k) == pytest.approx(2.0 * before[k], rel=0.05)
+    learn(learner, 2.0, 64, lengths=(0,))
+    assert price(learner, 7) == pytest.approx(2.0 * before[7], rel=0.05)  # it goes on to be known
+    learn(learner, 1.0, 64, lengths=(0,))
+    learner.restart(num_recent=64, factor=0.5)  # and back
+    assert price(learner, 7) == pytest.approx(before[7], rel=0.05)
+
+
+def test_an_error_of_kinds_not_seen_since_is_no_change_of_the_world() -> None:
+    learner = StepTimeLearner()
+    learn(learner, 1.0, 400)
+    learner.model()
+    assert learner.is_familiar(16, 0, 16 * 7, 7)
+    learn(learner, 2.0, 64, lengths=(0,))
+    learner.restart(num_recent=64, factor=2.0)
+    learner.model()
+    assert learner.is_familiar(16, 0, 0, 0)
+    assert not learner.is_familiar(16, 0, 16 * 7, 7)
+    learn(learner, 2.0, 100, lengths=(0, 7))
+    learner.model()
+    assert learner.is_familiar(16, 0, 16 * 7, 7)
