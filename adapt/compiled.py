@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+from array import array
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import llvmlite.binding.ffi
 import numpy as np
-from numba import njit
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, PART_BITS, PARTS, Found, Parts
 from honed.adapt.context_shift import BITS
+from honed.adapt.desk import DESK, Desk
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
 from honed.adapt.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
 from honed.adapt.step_time import LEAST_SECONDS
@@ -352,37 +355,78 @@ def search(
     )  # fmt: skip
 
 
-@_compiled
-def decide(
-    slots: Ints,
-    requests: Records,
-    workloads: Records,
-    has_shift: bool,
-    steps: Floats,
-    gains: Floats,
-    parts: Parts,
-    parameters: Floats,
-    token_seconds: Floats,
-    captured_below: Ints,
-    context_tokens: int,
-    num_prefill_tokens: int,
-    is_latency: bool,
-    hold: tuple[float, int, float],
-) -> Found:
-    """`curves` and `search` in one.
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer."""
 
-    Args:
-        context_tokens: sum of the requests' contexts, −1: add up what is known of them.
-    """
-    group = curves(slots, requests, workloads, has_shift, steps)
-    ceilings, total = np.empty(len(slots), np.int64), 0
-    for i in range(len(slots)):
-        request = requests[slots[i]]
-        total += request["context"]
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@_compiled
+def _ints(address: int, size: int) -> Ints:
+    found: Ints = carray(_pointer(address), (size,), np.int64)
+    return found
+
+
+@_compiled
+def _floats(address: int, size: int) -> Floats:
+    found: Floats = carray(_pointer(address), (size,), np.float64)
+    return found
+
+
+@_compiled
+def _table(address: int, rows: int, columns: int) -> Floats:
+    found: Floats = carray(_pointer(address), (rows, columns), np.float64)
+    return found
+
+
+@_compiled
+def decide_at(address: int) -> None:
+    """`curves` and `search` in one, for what lies on the desk at an address (`desk.DESK`); what is found is put there."""
+    desk = carray(_pointer(address), (1,), DESK)[0]
+    count = desk["count"]
+    slots, contexts = _ints(desk["slots"], count), _ints(desk["contexts"], desk["num_contexts"])
+    known = carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST)
+    for i in range(len(contexts)):
+        at = desk["first"] + i * desk["every"]
+        if at < count:
+            known[slots[at]]["context"] = contexts[i]
+    group = curves(
+        slots, known, carray(_pointer(desk["workloads"]), (desk["num_rows"],), WORKLOAD),
+        desk["has_shift"] != 0 and desk["are_contexts_known"] != 0,
+        _table(desk["steps"], desk["num_rows"], desk["num_buckets"]),
+    )  # fmt: skip
+    ceilings, context_tokens = np.empty(count, np.int64), desk["context_tokens"]
+    noted = 0
+    for i in range(count):
+        request = known[slots[i]]
+        noted += request["context"]
         ceilings[i] = request["ceiling"]
-    return search(
-        gains, parts, group, ceilings, parameters, token_seconds, captured_below,
-        total if context_tokens < 0 else context_tokens, num_prefill_tokens, is_latency, hold,
+    if context_tokens < 0:
+        context_tokens = noted
+    shape = desk["num_curves"], desk["depth"]
+    lengths, longest, threshold, cap, _, _, _ = search(
+        _table(desk["gains"], shape[0], shape[1]), carray(_pointer(desk["parts"]), shape, np.uint16), group, ceilings,
+        _floats(desk["parameters"], desk["num_parameters"]), _floats(desk["token_seconds"], desk["num_totals"]),
+        _ints(desk["captured_below"], desk["num_totals"]), context_tokens, desk["num_prefill_tokens"],
+        desk["is_latency"] != 0, (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
+    )  # fmt: skip
+    _ints(desk["lengths"], count)[:] = lengths
+    desk["longest"], desk["cap"], desk["threshold"] = longest, cap, threshold
+
+
+@_compiled
+def learn_at(address: int) -> None:
+    """`learn` from what lies on the desk at an address."""
+    desk = carray(_pointer(address), (1,), DESK)[0]
+    count, rows, outcomes = desk["count"], desk["num_rows"], desk["num_outcomes"]
+    learn(
+        _ints(desk["slots"], count), _ints(desk["drafted"], count), _ints(desk["accepted"], count),
+        carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST),
+        _table(desk["on_failure"], rows, outcomes), _table(desk["on_success"], rows, outcomes),
     )  # fmt: skip
 
 
@@ -390,11 +434,16 @@ def prepare() -> None:
     """Compile everything, or load it from where it is kept."""
     requests, workloads = np.zeros(1, REQUEST), np.ones(1, WORKLOAD)
     slots, table = np.zeros(1, np.int64), np.full((1, 2), 0.5)
-    parts, prices, captured, parameters = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
-    hold = (1.0, NO_PREVIOUS, 0.0)
-    learn(slots, slots, slots, requests, table, table)
+    parts, seconds, captured, parameters = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
     curves(slots, requests, workloads, True, table)
-    search(table, parts, slots, slots, parameters, prices, captured, 0, 1, False, hold)
-    decide(
-        slots, requests, workloads, True, table, table, parts, parameters, prices, captured, 0, 1, False, hold,
+    search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
+    nobody, desk = array("q"), Desk()
+    desk.put(
+        known=requests, num_slots=1, workloads=workloads, num_rows=1, steps=table, num_buckets=2, gains=table, parts=parts,
+        num_curves=1, depth=2, on_failure=table, on_success=table, num_outcomes=2, parameters=parameters, num_parameters=19,
+        token_seconds=seconds, captured_below=captured, num_totals=8, lengths=slots,
     )  # fmt: skip
+    desk.call(nobody)
+    desk.learn(nobody, nobody)
+    decide_at(desk.address)
+    learn_at(desk.address)

@@ -158,15 +158,17 @@ class Decider:
         num_prefill_tokens: int,
         now_s: float,
         contexts: Sequence[int] | None = None,
+        first: int = 0,
+        every: int = 1,
     ) -> Decision:
         """Choose the draft lengths of the decoding requests of a step.
 
         Args:
             request_ids: who decodes.
-            context_tokens: sum of their contexts; −1: they are as `requests.note_context` was told.
+            context_tokens: sum of their contexts; −1: they are as they were noted, here or by `requests.note_context`.
             num_prefill_tokens: prompt tokens in the same step.
             now_s: a monotonic time.
-            contexts: each of them; None: not told.
+            contexts: of every so many-th of them from the first on, to be noted; None: not told.
         """
         self._refresh_fallback(now_s)
         tables = self._tables
@@ -179,6 +181,8 @@ class Decider:
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:
             if context_tokens < 0:
+                if contexts is not None:
+                    self.requests.note_contexts(request_ids, contexts, first, every)
                 context_tokens = self.requests.noted_tokens(request_ids)
             return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
         if policy.kind not in ("goodput", "latency"):
@@ -194,11 +198,8 @@ class Decider:
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
-            is_told = context_tokens < 0
-            if contexts is not None and len(contexts) == len(request_ids):
-                self.requests.note_contexts(request_ids, contexts)
-                is_told = True
-            lengths, block = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, is_told)
+            noted = contexts, first, every
+            lengths, block = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
         if is_exploring:
             cold_length = None if self._model.is_ready else static_k
             lengths = self._explore(request_ids, lengths, limit, cold_length, policy)
@@ -228,19 +229,23 @@ class Decider:
         context_tokens: int,
         num_prefill_tokens: int,
         policy: Policy,
-        are_contexts_known: bool,
+        noted: tuple[Sequence[int] | None, int, int],
     ) -> tuple[list[int], int]:
         requests, limit, hysteresis = self.requests, self._tables.limit, self._tables.hysteresis
+        are_contexts_known = context_tokens < 0 or noted[0] is not None
         most_tokens = len(request_ids) * (limit + 1) + num_prefill_tokens
         if most_tokens > self._most_tokens:
             self._most_tokens = most_tokens
         if not policy.equal_lengths:
-            lengths, longest, threshold, cap, _, _, _ = requests.search(
-                request_ids, context_tokens, num_prefill_tokens, to_hold(self._point, hysteresis),
+            lengths, longest, threshold, cap = requests.search(
+                request_ids, context_tokens, num_prefill_tokens, to_hold(self._point, hysteresis), *noted,
                 are_contexts_known=are_contexts_known,
             )  # fmt: skip
             self._point = OperatingPoint(threshold, cap)
-            return lengths.tolist(), longest
+            return lengths, longest
+        contexts, first, every = noted
+        if contexts is not None:
+            requests.note_contexts(request_ids, contexts, first, every)
         shared = min(limit, int(requests.ceiling[requests.slots_of(request_ids)].min())) if requests.num_ceilings else limit
         gains = requests.sums_of(request_ids, shared, are_contexts_known=are_contexts_known)
         if context_tokens < 0:

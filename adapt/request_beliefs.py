@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 
 from honed.adapt.acceptance import Ints
-from honed.adapt.block_size import Found
+from honed.adapt.desk import Desk
 from honed.adapt.draft_features import MOST_LOG_ODDS
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
 
@@ -51,6 +51,7 @@ class RequestBeliefs:
         self.num_ceilings = 0
         """Requests with a ceiling below K."""
         size = max(int(max_num_seqs), 1)
+        self._desk, self._tables, self._num_priced = Desk(), tables, 0
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
         self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64))
@@ -68,10 +69,20 @@ class RequestBeliefs:
         """What is known by slot, [S] of REQUEST."""
         self.ceiling: Ints = known["ceiling"]
         self.context: Ints = known["context"]
+        self._lengths = array("q", bytes(8 * len(known)))
+        """Room for the draft lengths of all."""
+        self._desk.put(known=known, num_slots=len(known), lengths=self._lengths.buffer_info()[0])
 
     def use(self, tables: PolicyTables) -> None:
         """Measure and predict with these tables from now on."""
-        self._tables = tables
+        self._tables, self._num_priced = tables, 0
+        curves = tables.curves
+        self._desk.put(
+            workloads=tables.workloads, num_rows=len(tables.workloads), steps=tables.shift, num_buckets=tables.shift.shape[1],
+            has_shift=int(tables.has_shift), gains=curves.gains, parts=curves.parts, num_curves=len(curves.gains),
+            depth=curves.gains.shape[1], is_latency=int(tables.is_latency), on_failure=tables.on_failure,
+            on_success=tables.on_success, num_outcomes=tables.on_failure.shape[1],
+        )  # fmt: skip
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
@@ -121,12 +132,15 @@ class RequestBeliefs:
         """
         compiled = self._compiled or self._load()
         slots = self._running_slots(request_ids)
+        drafted, accepted = array("q", num_draft_tokens), array("q", num_accepted_tokens)
+        if not len(slots) == len(drafted) == len(accepted):
+            raise ValueError(f"{len(slots)} requests, {len(drafted)} lengths of drafts, {len(accepted)} of what was accepted")
         if features is not None:
             self._note_features(slots.tolist(), features)
-        tables = self._tables
-        compiled.learn(
-            slots, _ints(num_draft_tokens), _ints(num_accepted_tokens), self.known, tables.on_failure, tables.on_success,
-        )  # fmt: skip
+        desk = self._desk
+        desk.call(slots)
+        desk.learn(drafted, accepted)
+        compiled.learn_at(desk.address)
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
         shown, num_shown = self.known["shown"], self.known["num_shown"]
@@ -141,10 +155,9 @@ class RequestBeliefs:
         if slot >= 0:
             self.context[slot] = num_tokens
 
-    def note_contexts(self, request_ids: Sequence[str], contexts: Sequence[int]) -> None:
-        """Note the lengths of a batch's contexts."""
-        slots = self.slots_of(request_ids)
-        self.context[slots] = contexts
+    def note_contexts(self, request_ids: Sequence[str], contexts: Sequence[int], first: int = 0, every: int = 1) -> None:
+        """Note the lengths of contexts: of every so many-th request of a batch from the first on."""
+        self.context[self.slots_of(request_ids)[first::every]] = contexts
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
         """Sum of a batch's contexts as they were last noted."""
@@ -157,25 +170,44 @@ class RequestBeliefs:
         context_tokens: int,
         num_prefill_tokens: int,
         hold: tuple[float, int, float],
+        contexts: Sequence[int] | None = None,
+        first: int = 0,
+        every: int = 1,
         *,
         are_contexts_known: bool,
-    ) -> Found:
-        """Choose the draft lengths of a batch by `compiled.decide`.
+    ) -> tuple[list[int], int, float, int]:
+        """Choose the draft lengths of a batch by `compiled.decide_at`: them, the longest, threshold and cap.
 
         Args:
-            context_tokens: sum of its contexts; −1: of what was noted.
+            context_tokens: sum of its contexts; −1: of what is noted.
             hold: see `block_size.to_hold`.
-            are_contexts_known: whether those that were noted say how likely the drafts are.
+            contexts: to be noted, as `note_contexts` has them.
+            are_contexts_known: whether those that are noted say how likely the drafts are.
         """
         compiled = self._compiled or self._load()
-        tables, count = self._tables, len(request_ids)
-        found: Found = compiled.decide(
-            self.slots_of(request_ids), self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift,
-            tables.curves.gains, tables.curves.parts, tables.model.parameter_array,
-            *tables.model.price_tables(count * (self.num_spec_tokens + 1) + num_prefill_tokens),
-            context_tokens, num_prefill_tokens, tables.is_latency, hold,
+        slots, desk = self._slots_of(request_ids), self._desk
+        count = len(slots)
+        most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
+        if most_tokens >= self._num_priced:
+            self._price(most_tokens)
+        if count > len(self._lengths):  # somebody was asked about twice
+            self._lengths = array("q", bytes(8 * count))
+            desk.put(lengths=self._lengths.buffer_info()[0])
+        noted = array("q", contexts) if contexts is not None else None
+        desk.call(slots, noted, first, every, context_tokens, num_prefill_tokens, are_contexts_known, hold)
+        compiled.decide_at(desk.address)
+        longest, cap, threshold = desk.found()
+        return self._lengths[:count].tolist(), longest, threshold, cap
+
+    def _price(self, num_tokens: int) -> None:
+        """Lay out the prices of steps of so many tokens."""
+        model = self._tables.model
+        seconds, captured_below = model.price_tables(num_tokens)
+        self._num_priced = len(seconds)
+        self._desk.put(
+            parameters=model.parameter_array, num_parameters=len(model.parameters), token_seconds=seconds,
+            captured_below=captured_below, num_totals=len(seconds),
         )  # fmt: skip
-        return found
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
         """Add up the requests' gains by depth, [at most `limit`], whatever their ceilings."""
@@ -188,7 +220,11 @@ class RequestBeliefs:
         return sums
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
-        """Look up slots [n]; unknown requests are taken up.
+        """Look up slots [n]; unknown requests are taken up."""
+        return np.frombuffer(self._slots_of(request_ids), np.int64)
+
+    def _slots_of(self, request_ids: Sequence[str]) -> array[int]:
+        """Look up slots, [n].
 
         A batch is as a rule the one before, less those that are over, and then new ones. To tell so by identity takes no look
         at the ids themselves, which have left the caches.
@@ -216,16 +252,16 @@ class RequestBeliefs:
             slots = array("q", followed + self.slot_list(request_ids[len(followed) :]))
             self._last_ids = list(request_ids)
         self._last_slots = slots
-        return np.frombuffer(slots, np.int64)
+        return slots
 
-    def _running_slots(self, request_ids: Sequence[str]) -> Ints:
+    def _running_slots(self, request_ids: Sequence[str]) -> array[int]:
         """Look up slots [n] for learning: −1, or one that is nobody's, for requests that are unknown or over."""
         count, slots = len(request_ids), list[int]()
         if not self._is_left_retaken:
             if self._last_ids[:count] == request_ids:
-                return np.frombuffer(self._last_slots, np.int64, count)
+                return self._last_slots[:count]
             slots = self._follow(request_ids)
-        return _ints(slots + [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]])
+        return array("q", slots + [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]])
 
     def _none_left(self) -> None:
         self._left.clear()
@@ -276,7 +312,3 @@ class RequestBeliefs:
             label = self._labels[workload] = len(self._labels)
             self._rows.append(self._tables.row_of_workload.get(workload, 0))
         return label
-
-
-def _ints(values: Sequence[int]) -> Ints:
-    return np.array(values, dtype=np.int64)

@@ -169,15 +169,10 @@ class Attachment:
                 ids = [request_id for request_id in ids if request_id not in in_prompt]
         reason, block, lengths = "observe", self._num_spec_tokens, None
         if self._can_decide and not self._is_off():
-            context, contexts = -1, None
-            if len(ids) <= MOST_NOTED:
-                contexts = [requests[request_id].num_tokens for request_id in ids]
-                context = sum(contexts)
-            else:
-                every = -(-len(ids) // MOST_NOTED)
-                for request_id in ids[self._step % every :: every]:
-                    self._decider.requests.note_context(request_id, requests[request_id].num_tokens)
-            decision = self._decider.decide(ids, context, num_prefill, time.monotonic(), contexts)
+            every = max(-(-len(ids) // MOST_NOTED), 1)
+            first = self._step % every
+            contexts = [requests[request_id].num_tokens for request_id in ids[first::every]]
+            decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule)
