@@ -157,7 +157,7 @@ bench-swap: setup
 	@$(BIN)/python benchmarks/swap.py
 
 bench-yield: setup
-	@echo "== what training costs users under bursts, and how fast it yields (some 50 minutes)"
+	@echo "== what training costs users under bursts, and how fast it yields (half an hour to an hour)"
 	@$(BIN)/python benchmarks/yielding.py
 
 bench-capture: setup

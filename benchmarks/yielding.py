@@ -2,15 +2,15 @@
 
 A real server of the tiny pair with honed attached, and the real trainer process beside it, on the same cores. Bursts of
 requests arrive as a Poisson process; in between the server is idle and the trainer trains (a recalibration that is never over).
-Phases with training and phases in which it is paused alternate, with the same arrivals in both; the ratio is of the p99 of the
-gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as vLLM's own benchmark counts it)
-over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption delay is the trainer's own
-figure: from the moment that the engine's busy flag went up until the trainer had stopped; in the worst case a whole unit of
-training.
+Phases with training and phases in which it is paused alternate, with the same arrivals in both, the first burst at once; the
+ratio is of the p99 of the gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as
+vLLM's own benchmark counts it) over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption
+delay is the trainer's own figure: from the moment that the engine's busy flag went up until the trainer had stopped; in the
+worst case a whole unit of training.
 
 A p99 is made of few moments, and on a virtual machine those are easily the ones in which its host ran something else. A pair in
 which that took more than `most_stolen` of the cores' time, as the kernel counts it, with training or without, is followed by
-another one, and counts in `all_pairs` only.
+another one, and counts in `all_pairs` only. Phases are short, so that there are others.
 
 The same is measured again with the trainer pinned to one core and the server to the other (`itl_p99_ratio_pinned`): what is
 left then is not the trainer's doing. The last line of stdout is JSON.
@@ -45,23 +45,23 @@ Document = dict[str, Any]
 RESULTS = ROOT / "benchmarks" / "results"
 TINY = ROOT / "benchmarks" / "tiny"
 BOOTSTRAPS = 2000
-SETTLE_S = 1.0
+SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Plan:
     """How much is measured."""
 
-    pairs: int = 80
-    phase_s: float = 10.0
+    pairs: int = 160
+    most_s: float = 2400.0
+    """No further pair is begun after so long."""
+    phase_s: float = 3.0
     bursts_per_s: float = 0.8
     most_requests: int = 4
     """A burst has 1 to so many."""
     max_tokens: int = 32
-    most_stolen: float = 0.02
+    most_stolen: float = 0.01
     """Share of the cores' time that the host may take in a phase of a pair that counts."""
-    most_tries: float = 2.0
-    """So many pairs for one that is wanted, at most."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ Pair = dict[str, Phase]
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=Plan.pairs, help="pairs of phases, pinned and not")
+    parser.add_argument("--pairs", type=int, default=Plan.pairs, help="pairs of phases that count; pinned: half as many")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "yield-logs", help="folder for logs")
     arguments = parser.parse_args()
@@ -120,7 +120,7 @@ async def run(plan: Plan, logs: Path) -> Document:
         shared = await measure(plan, at)
         trainer_shared = at.client.get("/v1/status")["trainer"]
         with pinned(at):
-            apart = await measure(replace(plan, pairs=max(plan.pairs // 2, 1)), at)
+            apart = await measure(replace(plan, pairs=max(plan.pairs // 2, 1), most_s=plan.most_s / 2), at)
         trainer = at.client.get("/v1/status")["trainer"]
         if trainer["operation_id"] != operation["operation_id"] or trainer["steps"] == 0:
             raise ProcessError(f"nothing was trained meanwhile: {trainer}")
@@ -159,7 +159,8 @@ async def measure(plan: Plan, at: Attached) -> Document:
     await phase(plan, at, prompts, seed=-1)  # doesn't count
     tried: list[Pair] = []
     found: list[Pair] = []
-    while len(found) < plan.pairs and len(tried) < plan.most_tries * plan.pairs:
+    until_s = time.monotonic() + plan.most_s
+    while len(found) < plan.pairs and time.monotonic() < until_s:
         number = len(tried)
         order = ("off", "on") if number % 2 == 0 else ("on", "off")
         pair = {}
@@ -201,10 +202,11 @@ async def phase(plan: Plan, at: Attached, prompts: Sequence[Prompt], seed: int) 
     async with httpx2.AsyncClient(base_url=at.server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         tasks, at_s = [], 0.0
         began_s, stolen = time.monotonic(), stolen_s()
-        while (at_s := at_s + rng.expovariate(plan.bursts_per_s)) < plan.phase_s:
+        while at_s < plan.phase_s:
             chosen = rng.choices(prompts, k=rng.randint(1, plan.most_requests))
             await asyncio.sleep(max(0.0, began_s + at_s - time.monotonic()))
             tasks += [asyncio.create_task(stream(client, plan, prompt, made)) for prompt in chosen]
+            at_s += rng.expovariate(plan.bursts_per_s)
         await asyncio.gather(*tasks)
     taken = stolen_since(stolen)
     made.stolen = sum(taken.values()) / (max(len(taken), 1) * (time.monotonic() - began_s))

@@ -1,5 +1,8 @@
 """A swap's stall is the gap in which it happened, which is the one before the step whose drafts are still the old version's."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 import swap
 import yielding
@@ -42,3 +45,32 @@ def test_a_ratio_of_latencies_is_over_all_phases_and_its_interval_over_pairs() -
     pair = {"on": yielding.Phase([0.010] * 99 + [0.022], []), "off": yielding.Phase([0.010] * 99 + [0.020], [])}
     assert yielding.ratio_of([pair, pair], 1.0) == pytest.approx(1.1)
     assert yielding.interval([pair, pair], 1.0) == {"low": 1.1, "high": 1.1}
+
+
+@pytest.mark.parametrize("stolen", [0.0, 0.2])
+def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are followed by others, as long as there is time."""
+    calls = []
+
+    class Client:
+        def post(self, path: str, body: object) -> None:
+            calls.append(path)
+
+    async def phase(plan: yielding.Plan, at: object, prompts: object, seed: int) -> yielding.Phase:
+        await asyncio.sleep(0.01)
+        is_disturbed = seed % 2 == 1
+        return yielding.Phase([0.03 if is_disturbed else 0.01] * 100, [0.1], 0, stolen if is_disturbed else 0.0)
+
+    monkeypatch.setattr(yielding, "phase", phase)
+    monkeypatch.setattr(yielding, "SETTLE_S", 0.0)
+    at = SimpleNamespace(client=Client())
+    found = asyncio.run(yielding.measure(yielding.Plan(pairs=4), at))  # type: ignore[arg-type]
+    assert len(found["pairs"]) == 4
+    assert len(found["all_pairs"]["pairs"]) == (7 if stolen else 4)
+    assert found["itl_ms"]["on"]["p99"] == (10.0 if stolen else 30.0)
+    assert calls.count("/v1/training:pause") == len(found["all_pairs"]["pairs"])
+    if stolen:
+        late = asyncio.run(yielding.measure(yielding.Plan(pairs=10**6, most_s=0.5), at))  # type: ignore[arg-type]
+        assert 0 < len(late["pairs"]) < len(late["all_pairs"]["pairs"])
+        with pytest.raises(ProcessError, match="quieter time"):
+            asyncio.run(yielding.measure(yielding.Plan(pairs=1, most_stolen=-1.0, most_s=0.2), at))  # type: ignore[arg-type]
