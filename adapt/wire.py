@@ -312,6 +312,8 @@ class TrainerHello(_Message, frozen=True):
     honed_version: str
     operation_id: str = ""
     """Operation that it is working on, "" when idle."""
+    yields_to: list[str] = []
+    """Engines whose work it waits for, see `trainer.yields_to`."""
 
 
 class TrainRequest(_Message, frozen=True):

@@ -5,6 +5,7 @@ Pure: a `/v1/status` document in, findings out. Nothing here asks the daemon for
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,10 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
 def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     if status.get("trainer") is None:
         yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
+    for pattern in (status.get("trainer") or {}).get("yields_to") or []:
+        if (names := [e.get("engine_id", "") for e in status.get("engines") or []]) and not fnmatch.filter(names, pattern):
+            text = f"trainer.yields_to names {pattern!r}, and no engine is called so: training goes on whatever that one does"
+            yield Finding("warning", text, f"Engines are called {', '.join(names)}.")
     if status.get("training_paused"):
         yield Finding("warning", "training is paused: `honed resume` lets it go on")
     if error := (status.get("shared_registry") or {}).get("last_error"):

@@ -118,6 +118,8 @@ class EngineView(BaseModel):
 class TrainerView(BaseModel):
     trainer_id: str
     device: str
+    yields_to: list[str]
+    """Engines, as patterns of their ids, whose work it waits for."""
     state: str
     operation_id: str
     samples: int

@@ -260,6 +260,7 @@ class Trainer:
             device=self._settings.device,
             honed_version=_own_version(),
             operation_id=self._operation.request.operation_id if self._operation else "",
+            yields_to=list(self._settings.yields_to),
         )
 
     def _report(self, is_busy: bool) -> None:

@@ -27,7 +27,7 @@ HEALTHY: dict[str, Any] = {
             "drafter_version": "v0002-beef",
         }
     ],
-    "trainer": {"state": "idle", "device": "cpu", "preemptions": 3, "preemption_s_p99": 0.021},
+    "trainer": {"state": "idle", "device": "cpu", "preemptions": 3, "preemption_s_p99": 0.021, "yields_to": ["*"]},
     "drafters": {"active": "v0002-beef", "previous": "v0001-cafe"},
     "acceptance": {"last_minute": {"rounds": 10, "acceptance_length": 3.25, "acceptance_rate": 0.375}, "total": {}},
     "events": {"received_rounds": 99, "lost_rounds": 0, "batches": 3, "lag_s": 0.1, "rejected_frames": 0},
@@ -84,6 +84,7 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (changed(engines=[]), "warning", "vllm-args"),
         (changed(trainer=None), "warning", "no trainer"),
         (changed(training_paused=True), "warning", "paused: `honed resume`"),
+        (changed(trainer={"yields_to": ["engine-*", "chat"]}), "warning", "trainer.yields_to names 'chat', and no engine"),
         (on_disk(capabilities=["events", "capture"]), "warning", "/var/honed is on ext4, not on a tmpfs"),
         (on_disk() | {"engines": [], "runtime": {}}, "warning", "no engine has attached"),
         (changed(drafters={}), "warning", "no drafter version is active: the first engine"),
