@@ -65,12 +65,12 @@ def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: 
     monkeypatch.setattr(yielding, "SETTLE_S", 0.0)
     at = SimpleNamespace(client=Client())
     found = asyncio.run(yielding.measure(yielding.Plan(pairs=4), at))  # type: ignore[arg-type]
-    assert len(found["pairs"]) == 4
-    assert len(found["all_pairs"]["pairs"]) == (7 if stolen else 4)
+    assert found["pairs"] == 4
+    assert found["all_pairs"]["pairs"] == (7 if stolen else 4)
     assert found["itl_ms"]["on"]["p99"] == (10.0 if stolen else 30.0)
-    assert calls.count("/v1/training:pause") == len(found["all_pairs"]["pairs"])
+    assert calls.count("/v1/training:pause") == found["all_pairs"]["pairs"]
     if stolen:
         late = asyncio.run(yielding.measure(yielding.Plan(pairs=10**6, most_s=0.5), at))  # type: ignore[arg-type]
-        assert 0 < len(late["pairs"]) < len(late["all_pairs"]["pairs"])
+        assert 0 < late["pairs"] < late["all_pairs"]["pairs"]
         with pytest.raises(ProcessError, match="quieter time"):
             asyncio.run(yielding.measure(yielding.Plan(pairs=1, most_stolen=-1.0, most_s=0.2), at))  # type: ignore[arg-type]
