@@ -1,7 +1,7 @@
 """The desk at which the engine's Python and compiled code pass each other figures, and where the arrays are.
 
 Between two engine steps the caches are somebody else's, and so is what numba needs to take its arguments apart: a call with
-fourteen of them took 34 us there before it had done anything, one with a single number 9 (an old Xeon). So there is one record
+fourteen of them took 34 us there before it had done anything, one with a single array 9 (an old Xeon). So there is one record
 in memory for all of them; it is written and read by `struct`, and what is called is told where it lies.
 
 An address must not outlive its array: whoever writes one here holds the array.

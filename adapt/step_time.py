@@ -286,10 +286,10 @@ class StepTimeLearner:
         """
         for cell, filled in enumerate(self._filled.tolist()):
             rows = self._rows[cell, : min(filled, self.settings.steps_per_kind)]
-            earlier = rows[:, 7] <= self.num_steps - num_recent
-            rows[earlier, 6] *= factor
-            rows[earlier, 7] = -np.inf
-            self._outdated[cell] = filled - (len(rows) - int(earlier.sum()))
+            is_recent = rows[:, 7] > self.num_steps - num_recent
+            rows[~is_recent, 6] *= factor
+            rows[~is_recent, 7] = -np.inf
+            self._outdated[cell] = filled - int(is_recent.sum())
         self._model = StepTimeModel()
         self._started_at = self.num_steps
 

@@ -19,15 +19,13 @@ from honed.daemon import calibrate as calibrating
 from honed.daemon import cells, show
 from honed.daemon.calibrate import CalibrationError, Collected
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, FINISHED, AdminClient
-from honed.daemon.prompts_file import PromptsError, read_prompts
+from honed.daemon.prompts_file import HELP, PromptsError, read_prompts
 from honed.daemon.served_target import Sampling, ServedTarget, TargetError, read_key
 from honed.daemon.terminal import JsonFlag, Reason, connect, emit, fail
 from honed.daemon.watching import follow, watch
 
 Url = Annotated[str, typer.Option(help="vLLM's address, http://host:port.")]
-Prompts = Annotated[
-    Path | None, typer.Option(help='JSON lines with "prompt" or "messages", "class" and "session"; or a prompt a line.')
-]
+Prompts = Annotated[Path | None, typer.Option(help=HELP)]
 Limit = Annotated[int, typer.Option(min=0, help="Only the first so many prompts; 0: all.")]
 Model = Annotated[str, typer.Option(help="Name it is served under; may be left out where there is one.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to be generated for a prompt, at most.")]

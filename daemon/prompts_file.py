@@ -18,6 +18,8 @@ from typing import Any
 
 from honed.daemon.client import EXIT_USAGE
 
+HELP = 'JSON lines with "prompt" or "messages", "class" and "session"; or a prompt a line.'
+"""Of the commands that take such a file."""
 MAX_CLASS_CHARS = 64
 """As long as a workload's label may be: classes become labels."""
 MAX_CLASSES = 32

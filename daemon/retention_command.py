@@ -28,14 +28,12 @@ from honed.daemon.cells import Rows
 from honed.daemon.client import EXIT_USAGE
 from honed.daemon.compare_targets import ALL, Document, Measurement, Servers, compare, length_note
 from honed.daemon.holding import Held
-from honed.daemon.prompts_file import read_prompts
+from honed.daemon.prompts_file import HELP, read_prompts
 from honed.daemon.served_target import Sampling, ServedTarget, TargetError, read_key
 from honed.daemon.terminal import JsonFlag, connect, emit
 
 BASE, TUNED = "base", "tuned"
-Prompts = Annotated[
-    Path, typer.Option(help='JSON lines with "prompt" or "messages", "class" and "session"; or a prompt a line.')
-]
+Prompts = Annotated[Path, typer.Option(help=HELP)]
 
 
 def register(app: typer.Typer) -> None:

@@ -66,6 +66,14 @@ def make_trainer(
     return trainer, request
 
 
+def ask(daemon: zmq.Socket[bytes], trainer: Trainer, request: wire.TrainRequest) -> None:
+    """Wait for its introduction, and ask it to train."""
+    trainer.turn()
+    assert daemon.poll(10_000)
+    peer, _ = daemon.recv_multipart()
+    daemon.send_multipart([peer, wire.encode(request)])
+
+
 def train(daemon: zmq.Socket[bytes], folder: Path, max_duty: float) -> tuple[wire.TrainResult, float]:
     """One operation from request to result; the result, and the seconds from the first unit of training to the last."""
     trainer, request = make_trainer(folder, max_duty=max_duty)
@@ -137,10 +145,7 @@ def test_waiting_for_an_engine_at_work_costs_next_to_nothing(daemon: zmq.Socket[
     turns: list[float] = []
     flag = BusyFlag(tmp_path / "engines" / "another" / "busy")
     trainer, request = make_trainer(tmp_path, on_tick=lambda _: turns.append(time.monotonic()))
-    trainer.turn()
-    assert daemon.poll(10_000)
-    peer, _ = daemon.recv_multipart()
-    daemon.send_multipart([peer, wire.encode(request)])
+    ask(daemon, trainer, request)
     while trainer._state != "training":
         trainer.turn()
     flag.set(True)
@@ -162,10 +167,7 @@ def test_with_a_device_of_its_own_it_trains_whatever_engines_do(daemon: zmq.Sock
     flag = BusyFlag(tmp_path / "engines" / "e" / "busy")
     flag.set(True)
     trainer, request = make_trainer(tmp_path, yields_to=())
-    trainer.turn()
-    assert daemon.poll(10_000)
-    peer, _ = daemon.recv_multipart()
-    daemon.send_multipart([peer, wire.encode(request)])
+    ask(daemon, trainer, request)
     while trainer._state != "training":
         trainer.turn()
         assert trainer._state != "waiting"
