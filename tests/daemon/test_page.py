@@ -42,6 +42,8 @@ def engine(service: Service, make_engine: Callable[..., FakeEngine]) -> FakeEngi
     for seq, name in enumerate(("default", "chat"), start=1):
         made.send(made.batch(seq, workloads=[name]))
     made.wait_acked(2)
+    with service.lock:  # a batch is acknowledged before the controller learns from it
+        service.steering.observe()
     return made
 
 
