@@ -381,11 +381,11 @@ class TrainerStatus(_Message, frozen=True):
     train_seconds: float = 0.0
     elapsed_s: float = 0.0
     preemptions: int = 0
-    preemption_s_p99: float = 0.0
     idle_ratio: float = 0.0
     ring_lost_records: int = 0
     gate: list[GateFigures] = []
-    preemption_s_p50: float = 0.0
+    preemption_delays_s: list[float] = []
+    """Of each pre-emption since the previous status: from work's arrival until the trainer had stopped."""
     memory_bytes: int = 0
     """What the training was estimated to take on its device; 0 before it is known."""
     spilled_bytes: int = 0

@@ -5,8 +5,7 @@ requests arrive as a Poisson process; in between the server is idle and the trai
 Phases with training and phases in which it is paused alternate, with the same arrivals in both, the first burst at once; the
 ratio is of the p99 of the gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as
 vLLM's own benchmark counts it) over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption
-delay is the trainer's own figure: from the moment that the engine's busy flag went up until the trainer had stopped; in the
-worst case a whole unit of training.
+delays are the trainer's own figures: from the moment that the engine's busy flag went up until the trainer had stopped.
 
 A p99 is made of few moments, and on a virtual machine those are easily the ones in which its host ran something else. A pair in
 which that took more than `most_stolen` of the cores' time, as the kernel counts it, with training or without, is followed by
@@ -27,7 +26,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,8 @@ class Phase:
     first_s: list[float]
     failed: int = 0
     stolen: float = 0.0
+    preempt_s: list[float] = field(default_factory=list)
+    """The trainer's pre-emption delays."""
 
 
 Pair = dict[str, Phase]
@@ -100,7 +101,8 @@ def main() -> int:
     shown = ("preempt_ms", "itl_p99_ratio", "itl_p99_ratio_interval", "itl_p99_ratio_pinned", "itl_ms", "preemptions")
     last = {key: result[key] for key in (*shown, "requests_failed")}
     counted = {n: f"{result[n]['pairs']} of {result[n]['all_pairs']['pairs']}" for n in ("shared", "pinned")}
-    print(json.dumps(last | {"all_pairs": result["shared"]["all_pairs"]["itl_p99_ratio"], "pairs": counted}), flush=True)
+    every = {key: result["shared"]["all_pairs"][key] for key in ("itl_p99_ratio", "preempt_ms", "preemptions")}
+    print(json.dumps(last | {"all_pairs": every, "pairs": counted}), flush=True)
     return 0
 
 
@@ -118,15 +120,14 @@ async def run(plan: Plan, logs: Path) -> Document:
         operation = at.client.post("/v1/recalibrations", {"reason": "benchmark: never over", "dry_run": True})
         await training(at)
         shared = await measure(plan, at)
-        trainer_shared = at.client.get("/v1/status")["trainer"]
         with pinned(at):
             apart = await measure(replace(plan, pairs=max(plan.pairs // 2, 1), most_s=plan.most_s / 2), at)
         trainer = at.client.get("/v1/status")["trainer"]
         if trainer["operation_id"] != operation["operation_id"] or trainer["steps"] == 0:
             raise ProcessError(f"nothing was trained meanwhile: {trainer}")
     return {
-        "preempt_ms": {p: round(1e3 * trainer_shared[f"preemption_s_{p}"], 3) for p in ("p50", "p99")},
-        "preemptions": trainer_shared["preemptions"],
+        "preempt_ms": shared["preempt_ms"],
+        "preemptions": shared["preemptions"],
         "itl_p99_ratio": shared["itl_p99_ratio"],
         "itl_p99_ratio_interval": shared["itl_p99_ratio_interval"],
         "itl_p99_ratio_pinned": apart["itl_p99_ratio"],
@@ -179,6 +180,8 @@ async def measure(plan: Plan, at: Attached) -> Document:
     at.client.post("/v1/training:resume", {"reason": "benchmark"})
     if not found:
         raise ProcessError(f"the host took more than {plan.most_stolen:.1%} of the cores in every pair: try at a quieter time")
+    if not any(pair["on"].preempt_s for pair in found):
+        raise ProcessError("training was never pre-empted: was the trainer at work at all?")
     return summary(found) | {"all_pairs": summary(tried)}
 
 
@@ -190,6 +193,8 @@ def summary(found: Sequence[Pair]) -> Document:
         "itl_p50_ratio": round(ratio_of(found, 0.5), 4),
         "itl_ms": {name: spread([g for pair in found for g in pair[name].gaps_s]) for name in ("off", "on")},
         "first_token_ms": {name: spread([f for pair in found for f in pair[name].first_s]) for name in ("off", "on")},
+        "preempt_ms": spread([delay for pair in found for delay in pair["on"].preempt_s]),
+        "preemptions": sum(len(pair["on"].preempt_s) for pair in found),
         "gaps": {name: sum(len(pair[name].gaps_s) for pair in found) for name in ("off", "on")},
         "requests_failed": sum(one.failed for pair in found for one in pair.values()),
         "pairs": len(found),
@@ -201,6 +206,7 @@ async def phase(plan: Plan, at: Attached, prompts: Sequence[Prompt], seed: int) 
     rng, made = random.Random(seed), Phase([], [])
     async with httpx2.AsyncClient(base_url=at.server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         tasks, at_s = [], 0.0
+        preemptions = at.client.get("/v1/status")["trainer"]["preemptions"]
         began_s, stolen = time.monotonic(), stolen_s()
         while at_s < plan.phase_s:
             chosen = rng.choices(prompts, k=rng.randint(1, plan.most_requests))
@@ -209,6 +215,8 @@ async def phase(plan: Plan, at: Attached, prompts: Sequence[Prompt], seed: int) 
             at_s += rng.expovariate(plan.bursts_per_s)
         await asyncio.gather(*tasks)
     taken = stolen_since(stolen)
+    trainer = at.client.get("/v1/status")["trainer"]
+    made.preempt_s = trainer["preemption_delays_s"][-new:] if (new := trainer["preemptions"] - preemptions) else []
     made.stolen = sum(taken.values()) / (max(len(taken), 1) * (time.monotonic() - began_s))
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from honed.daemon.metric_families import counter, engine_counter, engines_shown, gauge, labels_of
 
@@ -26,8 +26,10 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_training_steps", "Micro-steps trained.", trainer.sums["steps"])
     yield counter("honed_training_tokens", "Tokens trained on.", trainer.sums["tokens"])
     yield counter("honed_training_preemptions", "Times the trainer yielded to the engine.", trainer.sums["preemptions"])
+    delay = HistogramMetricFamily("honed_training_preemption_seconds", "From work's arrival until the trainer had stopped.")
+    delay.add_metric([], *trainer.delays.exposition())
+    yield delay
     if view is not None:
-        yield gauge("honed_training_preemption_seconds", "p99 of the time to yield.", view["preemption_s_p99"])
         yield gauge("honed_gpu_idle_ratio", "Share of time in which the trainer could work.", view["idle_ratio"])
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
         yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])

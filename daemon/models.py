@@ -135,8 +135,12 @@ class TrainerView(BaseModel):
     loss: float
     train_seconds: float
     preemptions: int
+    """In its present operation."""
     preemption_s_p50: float
+    """Of the last 1000 since the daemon started, from work's arrival until the trainer had stopped; p99 as well."""
     preemption_s_p99: float
+    preemption_delays_s: list[float]
+    """Of the last 100 one by one, the latest last."""
     idle_ratio: float
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from honed.adapt import wire
+from honed.daemon.histogram import Histogram
+
+DELAY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+RECENT, SHOWN = 1000, 100
+"""Pre-emptions that the quantiles are of; the last of them, whose delays are shown one by one."""
 
 log = structlog.get_logger("honed.trainers")
 
@@ -27,6 +33,9 @@ class Trainer:
         self.is_paused = False
         self.sums: Counter[str] = Counter()
         """Steps, tokens and preemptions of all operations since the daemon started."""
+        self.delays = Histogram(DELAY_BOUNDS_S)
+        """Of its pre-emptions since the daemon started, in seconds."""
+        self._recent_delays_s: deque[float] = deque(maxlen=RECENT)
 
     @property
     def is_connected(self) -> bool:
@@ -56,6 +65,9 @@ class Trainer:
         is_same = before is not None and before.operation_id == status.operation_id and before.steps <= status.steps
         for name in ("steps", "tokens", "preemptions"):
             self.sums[name] += max(0, getattr(status, name) - (getattr(before, name) if is_same else 0))
+        for delay_s in status.preemption_delays_s:
+            self.delays.observe(delay_s)
+            self._recent_delays_s.append(delay_s)
 
     def tell(self, message: wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
         """Send it something."""
@@ -86,10 +98,16 @@ class Trainer:
             "loss": status.loss if status else 0.0,
             "train_seconds": status.train_seconds if status else 0.0,
             "preemptions": status.preemptions if status else 0,
-            "preemption_s_p50": status.preemption_s_p50 if status else 0.0,
-            "preemption_s_p99": status.preemption_s_p99 if status else 0.0,
+            "preemption_s_p50": self._delay_s(0.5),
+            "preemption_s_p99": self._delay_s(0.99),
+            "preemption_delays_s": list(self._recent_delays_s)[-SHOWN:],
             "idle_ratio": status.idle_ratio if status else 0.0,
             "samples_bytes": status.samples_bytes if status else 0,
             "spilled_bytes": status.spilled_bytes if status else 0,
             "lost_records": status.ring_lost_records if status else 0,
         }
+
+    def _delay_s(self, share: float) -> float:
+        """Quantile of the recent pre-emptions' delays, 0 when there was none."""
+        ordered = sorted(self._recent_delays_s)
+        return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0

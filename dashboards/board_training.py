@@ -90,7 +90,7 @@ def costs() -> list[Panel]:
             "Times a second that the trainer yielded to the engine, and the p99 of how long that took it (right axis).",
             [
                 (rate("honed_training_preemptions_total", "job", JOB), "pre-emptions/s"),
-                (f"max by (job) (honed_training_preemption_seconds{{{JOB}}})", "p99 seconds (right)"),
+                (quantile(0.99, "honed_training_preemption_seconds", "job", JOB), "p99 seconds (right)"),
             ],
             low=0,
             right="B",

@@ -115,16 +115,17 @@ class Idleness:
 class Preemptions:
     """How often work arrived while the trainer was at work, and how long it had to share the device with it."""
 
-    def __init__(self, remembered: int = 1000) -> None:
+    def __init__(self, most_untold: int = 1000) -> None:
         self.count = 0
-        self._delays_s: deque[float] = deque(maxlen=remembered)
+        self._untold_s: deque[float] = deque(maxlen=most_untold)
 
     def observe(self, delay_s: float) -> None:
         """So long after work arrived the trainer stopped; 0 when it came between two units of work."""
         self.count += 1
-        self._delays_s.append(delay_s)
+        self._untold_s.append(delay_s)
 
-    def quantile_s(self, share: float) -> float:
-        """Quantile of the delays remembered, 0 when there was none."""
-        ordered = sorted(self._delays_s)
-        return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
+    def take(self) -> list[float]:
+        """The delays since this was asked the last time, in seconds."""
+        found = list(self._untold_s)
+        self._untold_s.clear()
+        return found

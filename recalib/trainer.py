@@ -278,8 +278,7 @@ class Trainer:
             spilled_bytes=self._traffic.spilled_bytes,
             sessions=sum(feed.store.num_sessions for feed in feeds),
             preemptions=self._preemptions.count,
-            preemption_s_p50=self._preemptions.quantile_s(0.5),
-            preemption_s_p99=self._preemptions.quantile_s(0.99),
+            preemption_delays_s=self._preemptions.take(),
             idle_ratio=self._idleness.ratio,
             ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
         )

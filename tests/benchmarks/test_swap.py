@@ -50,7 +50,7 @@ def test_a_ratio_of_latencies_is_over_all_phases_and_its_interval_over_pairs() -
 @pytest.mark.parametrize("stolen", [0.0, 0.2])
 def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are followed by others, as long as there is time."""
-    calls = []
+    calls, num_preempted = [], 1
 
     class Client:
         def post(self, path: str, body: object) -> None:
@@ -59,7 +59,8 @@ def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: 
     async def phase(plan: yielding.Plan, at: object, prompts: object, seed: int) -> yielding.Phase:
         await asyncio.sleep(0.01)
         is_disturbed = seed % 2 == 1
-        return yielding.Phase([0.03 if is_disturbed else 0.01] * 100, [0.1], 0, stolen if is_disturbed else 0.0)
+        value_s = 0.03 if is_disturbed else 0.01
+        return yielding.Phase([value_s] * 100, [0.1], 0, stolen if is_disturbed else 0.0, [2 * value_s] * num_preempted)
 
     monkeypatch.setattr(yielding, "phase", phase)
     monkeypatch.setattr(yielding, "SETTLE_S", 0.0)
@@ -68,9 +69,14 @@ def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: 
     assert found["pairs"] == 4
     assert found["all_pairs"]["pairs"] == (7 if stolen else 4)
     assert found["itl_ms"]["on"]["p99"] == (10.0 if stolen else 30.0)
+    assert found["preempt_ms"]["p99"] == (20.0 if stolen else 60.0)
+    assert (found["preemptions"], found["all_pairs"]["preemptions"]) == (4, 7 if stolen else 4)
     assert calls.count("/v1/training:pause") == found["all_pairs"]["pairs"]
     if stolen:
         late = asyncio.run(yielding.measure(yielding.Plan(pairs=10**6, most_s=0.5), at))  # type: ignore[arg-type]
         assert 0 < late["pairs"] < late["all_pairs"]["pairs"]
         with pytest.raises(ProcessError, match="quieter time"):
             asyncio.run(yielding.measure(yielding.Plan(pairs=1, most_stolen=-1.0, most_s=0.2), at))  # type: ignore[arg-type]
+    num_preempted = 0
+    with pytest.raises(ProcessError, match="never pre-empted"):
+        asyncio.run(yielding.measure(yielding.Plan(pairs=1), at))  # type: ignore[arg-type]

@@ -3,7 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
+import pytest
+
 from honed.adapt import wire
+from honed.daemon import views
 from honed.daemon.metrics_training import TRAINER_STATES
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
@@ -32,23 +35,28 @@ def test_a_trainers_figures(service: Service, settings: Settings) -> None:
 
 def check_figures(service: Service, trainer: FakeTrainer) -> None:
     status = {"operation_id": "op-1", "state": "training", "steps": 30, "tokens": 600, "preemptions": 2, "loss": 1.5}
-    figures = {"samples_bytes": 4096, "spilled_bytes": 512, "idle_ratio": 0.75, "preemption_s_p99": 0.02}
-    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **figures))
+    figures = {"samples_bytes": 4096, "spilled_bytes": 512, "idle_ratio": 0.75}
+    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **figures, preemption_delays_s=[0.004, 0.02]))
     wait_for(lambda: states(service) == {"state=training"}, "the trainer's state")
     found = scrape(service)
     assert found["honed_training_loss"] == {"": 1.5}
     assert found["honed_gpu_idle_ratio"] == {"": 0.75}
     assert found["honed_samples_held_bytes"] == {"": 4096}
     assert found["honed_samples_spilled_bytes"] == {"": 512}
-    assert found["honed_training_preemption_seconds"] == {"": 0.02}
     # Its own figures begin anew with the next operation; a counter goes on.
     status |= {"operation_id": "op-2", "steps": 5, "state": "waiting"}
-    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status))
+    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, preemption_delays_s=[0.002, 3.0]))
     wait_for(lambda: states(service) == {"state=waiting"}, "the next operation")
     found = scrape(service)
     assert found["honed_training_steps_total"] == {"": 35}
     assert found["honed_training_tokens_total"] == {"": 1200}
     assert found["honed_training_preemptions_total"] == {"": 4}
+    buckets = found["honed_training_preemption_seconds_bucket"]
+    assert [buckets[f"le={bound}"] for bound in ("0.001", "0.0025", "0.005", "0.025", "2.5", "+Inf")] == [0, 1, 2, 3, 3, 4]
+    assert found["honed_training_preemption_seconds_sum"][""] == pytest.approx(3.026)
+    view = views.status(service)["trainer"]
+    assert view["preemption_delays_s"] == [0.004, 0.02, 0.002, 3.0]
+    assert (view["preemption_s_p50"], view["preemption_s_p99"]) == (0.004, 3.0)
 
 
 def test_what_an_engine_captured(service: Service, make_engine: Callable[..., FakeEngine]) -> None:

@@ -121,10 +121,14 @@ def test_idleness_is_a_share_of_time():
     assert idleness.ratio == 1.0
 
 
-def test_preemptions_report_the_ninety_ninth_percentile():
-    preemptions = Preemptions()
-    assert preemptions.quantile_s(0.99) == 0.0
-    for i in range(200):
-        preemptions.observe(i / 1000)
-    assert preemptions.count == 200
-    assert preemptions.quantile_s(0.99) == 0.197
+def test_each_preemption_is_told_once():
+    preemptions = Preemptions(most_untold=3)
+    assert preemptions.take() == []
+    for delay_s in (0.001, 0.002):
+        preemptions.observe(delay_s)
+    assert preemptions.take() == [0.001, 0.002]
+    assert preemptions.take() == []
+    for delay_s in (0.003, 0.004, 0.005, 0.006):
+        preemptions.observe(delay_s)
+    assert preemptions.take() == [0.004, 0.005, 0.006], "the oldest goes while nobody asks"
+    assert preemptions.count == 6
