@@ -91,23 +91,32 @@ class AcceptanceCounts:
         self.num_rounds = 0
 
     def observe(
-        self, num_draft_tokens: IntsLike, num_accepted_tokens: IntsLike, num_invalid_tokens: IntsLike | None = None
+        self,
+        num_draft_tokens: IntsLike,
+        num_accepted_tokens: IntsLike,
+        num_invalid_tokens: IntsLike | None = None,
+        weights: Floats | None = None,
     ) -> None:
-        """Fold in rounds, oldest first. Rounds without drafts teach nothing and don't age the rest."""
+        """Fold in rounds, oldest first. Rounds without drafts teach nothing and don't age the rest.
+
+        Args:
+            weights: of each round, [R]; it ages what is older by as much. None: 1 of each.
+        """
         drafted = np.asarray(num_draft_tokens, dtype=np.int64)
         keep = drafted > 0
         drafted, accepted = drafted[keep], np.asarray(num_accepted_tokens, dtype=np.int64)[keep]
         invalid = None if num_invalid_tokens is None else np.asarray(num_invalid_tokens, dtype=np.int64)[keep]
-        count = len(drafted)
-        if not count:
+        if not len(drafted):
             return
-        weights = np.exp(-np.arange(count - 1, -1, -1) / self.forgetting_rounds)
-        trials, successes = count_trials(drafted, accepted, self.num_spec_tokens, invalid, weights)
-        self.scale(float(np.exp(-count / self.forgetting_rounds)))
+        weights = np.ones(len(drafted)) if weights is None else weights[keep]
+        until = np.cumsum(weights)
+        kept = weights * np.exp((until - until[-1]) / self.forgetting_rounds)
+        trials, successes = count_trials(drafted, accepted, self.num_spec_tokens, invalid, kept)
+        self.scale(float(np.exp(-until[-1] / self.forgetting_rounds)))
         self.trials += trials
         self.successes += successes
-        self.weight_rounds += float(weights.sum())
-        self.num_rounds += count
+        self.weight_rounds += float(kept.sum())
+        self.num_rounds += len(drafted)
 
     def scale(self, factor: float) -> None:
         """Weaken what is known, as after a swap of the drafter's weights."""
@@ -225,6 +234,28 @@ class RequestTable:
             return 1.0
         size = float((tried**2).sum()) / total
         return 1.0 + max(size - 1.0, 0.0) / (1.0 + strength)
+
+    def information(self, requests: npt.NDArray[np.uint64], reached: Ints, strength: float) -> Floats:
+        """What each of these rounds [R] would add to what is known of their workload, in independent rounds.
+
+        n rounds of one request say as much as n / (1 + (n − 1)·ρ) of as many requests, ρ = 1 / (strength + 1) being their
+        correlation: the first of a request counts fully, its tenth next to nothing where requests differ much.
+        """
+        if not len(requests):
+            return np.zeros(0)
+        keys, group = np.unique(requests, return_inverse=True)
+        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        known = np.where(self.owner[slots] == keys, self.trials[slots, 0], 0.0)
+        order = np.argsort(group, kind="stable")
+        tries = (reached > 0).astype(np.float64)
+        before = np.cumsum(tries[order]) - tries[order]
+        before -= before[np.searchsorted(group[order], np.arange(len(keys)))][group[order]]
+        earlier = np.empty(len(requests))
+        earlier[order] = before
+        earlier += known[group]
+        rho = 1.0 / (1.0 + strength)
+        gained: Floats = (earlier + 1.0) / (1.0 + earlier * rho) - earlier / (1.0 + (earlier - 1.0) * rho)
+        return gained * tries
 
     def clear(self) -> None:
         """Forget all requests."""

@@ -38,6 +38,7 @@ from honed.adapt.wire import WorkloadPrior
 _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
 _MOST_DESIGN_EFFECT = 8.0
+"""A round counts for at least an eighth of an independent one: what changes within running requests is to be noticed, too."""
 
 
 class _Workload:
@@ -89,8 +90,10 @@ class AcceptanceBeliefs:
         design_effect = self._design_effect(workload)
         if rounds.feature is not None:
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
-        self._counts.observe(*columns, design_effect=design_effect)
-        workload.counts.observe(*columns, design_effect=design_effect)
+        information = workload.requests.information(rounds.request, reached, workload.requests.strength())
+        weights = np.maximum(information, 1.0 / _MOST_DESIGN_EFFECT)
+        self._counts.observe(*columns, weights=weights)
+        workload.counts.observe(*columns, weights=weights)
         workload.requests.observe(rounds.request, reached, accepted)
         return self._drift.observe(name, *columns, design_effect=self._design_effect(workload))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 MOST_EXPLORING = 16
-"""Requests of a step that try something: else a large batch's step would cost as much as many steps of one request."""
-FEW_EXPLORING = 4
-"""Requests that draft something where nobody does: a step that verifies for all of a batch may cost half as much again."""
+"""Requests of a step that try something: else a large batch's step would cost as much as many steps of one request. Fewer
+would be cheaper where nobody drafts, but a step's cost there is mostly the drafter's pass, and what it teaches is theirs."""
 _MOVES = ("less", "more", "half", "none")
 _MOVES_OF_ALL = ("less", "more", "less", "more", "less", "more", "half", "none")
 """Where the whole batch moves: what is far from the best costs most, and is tried less."""
@@ -24,8 +23,7 @@ def neighbour(
         cold_length: what is drafted while nothing is known of prices; then all requests move. None: prices are known.
     """
     is_known, is_drafting = cold_length is None, any(lengths)
-    most = MOST_EXPLORING if is_drafting else FEW_EXPLORING
-    is_all = is_equal or len(lengths) <= most
+    is_all = is_equal or len(lengths) <= MOST_EXPLORING
     move = rng.choice(_MOVES_OF_ALL if is_all and is_known else _MOVES)
     if is_drafting and move == "none":
         return [0] * len(lengths)
@@ -44,6 +42,6 @@ def neighbour(
     if is_all or not is_known:
         return [moved(length) for length in lengths]
     tried = lengths.copy()
-    for at in rng.sample(range(len(lengths)), most):
+    for at in rng.sample(range(len(lengths)), MOST_EXPLORING):
         tried[at] = moved(tried[at])
     return tried

@@ -5,6 +5,9 @@ learn from it, and their log-likelihood ratio is added up with forgetting of its
 better by more than `SWITCH_NATS`, the long one is replaced by it, and grows long again from there. So after a change the
 estimate follows within a few hundred rounds, and without one it has the variance of the long memory.
 
+Rounds of one request repeat each other, so the short memory and the score count each by what it says of others: a request's
+first rounds most. Hence traffic of another kind is noticed when its requests begin, not when their rounds have added up.
+
 Source: the idea of prequential model choice, Dawid, J. R. Statist. Soc. A 147 (1984), with restarts.
 """
 
@@ -35,13 +38,17 @@ class AdaptiveCounts(AcceptanceCounts):
         num_draft_tokens: IntsLike,
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None = None,
-        design_effect: float = 1.0,
+        weights: Floats | None = None,
     ) -> None:
-        """Fold in rounds, oldest first. `design_effect` ≥ 1: by how much rounds of one request repeat each other."""
+        """Fold in rounds, oldest first.
+
+        Args:
+            weights: what each says of others, in independent rounds [R]: those of one request repeat each other. None: 1.
+        """
         columns = (num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
         if self._short.weight_rounds >= SHORT_ROUNDS / 4 and self.weight_rounds > 1.5 * self._short.weight_rounds:
-            self._judge(*columns, design_effect=max(design_effect, 1.0))
-        self._short.observe(*columns)
+            self._judge(*columns, weights)
+        self._short.observe(*columns, weights)
         super().observe(*columns)
 
     def _judge(
@@ -49,14 +56,16 @@ class AdaptiveCounts(AcceptanceCounts):
         num_draft_tokens: IntsLike,
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None,
-        design_effect: float,
+        weights: Floats | None,
     ) -> None:
-        trials, successes = count_trials(num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens)
+        trials, successes = count_trials(
+            num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens, weights
+        )
         short = chain_estimate(self._short.trials, self._short.successes)
         long = chain_estimate(self.trials, self.successes)
         gained = _log_likelihood(short, trials, successes) - _log_likelihood(long, trials, successes)
-        num_rounds = int(np.count_nonzero(np.asarray(num_draft_tokens)))
-        self._score = max(self._score * math.exp(-num_rounds / _SCORE_ROUNDS) + gained / design_effect, 0.0)
+        num_rounds = float(np.count_nonzero(np.asarray(num_draft_tokens)) if weights is None else weights.sum())
+        self._score = max(self._score * math.exp(-num_rounds / _SCORE_ROUNDS) + gained, 0.0)
         if self._score > SWITCH_NATS:
             self.trials, self.successes = self._short.trials.copy(), self._short.successes.copy()
             self.weight_rounds = self._short.weight_rounds

@@ -142,6 +142,39 @@ def test_the_spread_between_requests_is_found(strength):
     assert table.design_effect(table.strength()) > 1.5
 
 
+@pytest.mark.parametrize("strength", [2.0, 9.0])
+def test_rounds_of_a_request_add_up_to_what_correlated_trials_say(strength):
+    rng, table, found = np.random.default_rng(12), RequestTable(1), {}
+    requests = rng.integers(1, 6, 300).astype(np.uint64)
+    reached = (rng.random(300) < 0.7).astype(np.int64)
+    for begin, end in ((0, 3), (3, 60), (60, 61), (61, 300)):  # however rounds are batched
+        told = table.information(requests[begin:end], reached[begin:end], strength)
+        assert (told[reached[begin:end] == 0] == 0.0).all()
+        for request, gained in zip(requests[begin:end].tolist(), told.tolist(), strict=True):
+            found.setdefault(request, []).append(gained)
+        table.observe(requests[begin:end], reached[begin:end], np.zeros(end - begin, dtype=np.int64))
+    rho = 1.0 / (1.0 + strength)
+    for request, gained in found.items():
+        count = int(reached[requests == request].sum())
+        assert sum(gained) == pytest.approx(count / (1.0 + (count - 1) * rho))
+        tried = [one for one in gained if one]
+        assert tried[0] == pytest.approx(1.0)
+        assert tried == sorted(tried, reverse=True)
+    assert not len(table.information(requests[:0], reached[:0], strength))
+
+
+def test_weighted_rounds_are_as_many_rounds():
+    rng = np.random.default_rng(13)
+    drafted = rng.integers(0, K + 1, 50)
+    accepted = simulate_rounds(rng, TRUTH, drafted)
+    thrice, weighted = AcceptanceCounts(K, 1e9), AcceptanceCounts(K, 1e9)
+    thrice.observe(np.repeat(drafted, 3), np.repeat(accepted, 3))
+    weighted.observe(drafted, accepted, weights=np.full(50, 3.0))
+    assert np.allclose(thrice.trials, weighted.trials)
+    assert np.allclose(thrice.successes, weighted.successes)
+    assert weighted.weight_rounds == pytest.approx(thrice.weight_rounds)
+
+
 def test_equal_requests_need_no_curve_of_their_own():
     rng = np.random.default_rng(7)
     successes = rng.binomial(50, 0.7, size=(200, 1)).astype(float)

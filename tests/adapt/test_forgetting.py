@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulate import simulate_rounds
 
-from honed.adapt.acceptance import AcceptanceCounts, chain_estimate
+from honed.adapt.acceptance import AcceptanceCounts, RequestTable, chain_estimate
 from honed.adapt.forgetting import AdaptiveCounts
 
 BEFORE, AFTER = np.full(7, 0.8), np.full(7, 0.55)
@@ -54,15 +54,55 @@ def test_the_evidence_of_repetitive_rounds_counts_less():
     rng, counts = np.random.default_rng(3), [AdaptiveCounts(7, 4000.0) for _ in range(2)]
     feed(rng, BEFORE, 8000, *counts)
     taken = []
-    for one, effect in zip(counts, (1.0, 8.0), strict=True):
+    for one, weight in zip(counts, (1.0, 0.125), strict=True):
         rng = np.random.default_rng(4)
         for batch in range(200):
             drafted = rng.integers(1, 8, BATCH)
-            one.observe(drafted, simulate_rounds(rng, AFTER, drafted), design_effect=effect)
+            one.observe(drafted, simulate_rounds(rng, AFTER, drafted), weights=np.full(BATCH, weight))
             if one.num_switches:
                 taken.append(batch)
                 break
     assert taken[0] < taken[1]
+
+
+def steps_of(rng, mean, strength, num_requests, num_rounds=40):
+    """Requests that differ from each other, 16 at a time, a draft token each: yields (names, accepted) of each step."""
+    for _ in range(num_requests // 16):
+        own = rng.beta(strength * mean, strength * (1.0 - mean), 16)
+        names = rng.integers(1, 2**63, 16).astype(np.uint64)
+        for _ in range(num_rounds):
+            yield names, (rng.random(16) < own).astype(np.int64)
+
+
+def test_other_requests_are_noticed_soon_though_requests_differ_much():
+    """Within two waves of requests, and not at all when each of their rounds counts alike."""
+    rng, errors, alike = np.random.default_rng(6), [], []
+    drafted = np.ones(16, dtype=np.int64)
+    for _ in range(20):
+        table, counts, equal = RequestTable(1), AdaptiveCounts(1, 4000.0), AdaptiveCounts(1, 4000.0)
+        for mean, num_requests in ((0.4, 128), (0.12, 32)):
+            for names, accepted in steps_of(rng, mean, 3.0, num_requests):
+                strength = table.strength()
+                counts.observe(drafted, accepted, weights=np.maximum(table.information(names, drafted, strength), 0.125))
+                equal.observe(drafted, accepted, weights=np.full(16, 0.125))
+                table.observe(names, drafted, accepted)
+        errors.append(first(counts) - 0.12)
+        alike.append(first(equal) - 0.12)
+    assert np.mean(errors) < 0.07
+    assert np.mean(errors) < 0.6 * np.mean(alike)
+
+
+def test_requests_that_differ_much_are_no_change():
+    rng, switches = np.random.default_rng(7), 0
+    drafted = np.ones(16, dtype=np.int64)
+    for _ in range(10):
+        table, counts = RequestTable(1), AdaptiveCounts(1, 4000.0)
+        for names, accepted in steps_of(rng, 0.4, 3.0, 800):
+            weights = np.maximum(table.information(names, drafted, table.strength()), 0.125)
+            counts.observe(drafted, accepted, weights=weights)
+            table.observe(names, drafted, accepted)
+        switches += counts.num_switches
+    assert switches <= 10  # in 8,000 requests
 
 
 def test_after_a_swap_both_memories_are_weak():
