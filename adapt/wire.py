@@ -386,6 +386,8 @@ class TrainerStatus(_Message, frozen=True):
     gate: list[GateFigures] = []
     preemption_delays_s: list[float] = []
     """Of each pre-emption since the previous status: from work's arrival until the trainer had stopped."""
+    preemption_computing_s: list[float] = []
+    """What it computed at most in each of them; the rest of the delay it waited for a core."""
     memory_bytes: int = 0
     """What the training was estimated to take on its device; 0 before it is known."""
     spilled_bytes: int = 0

@@ -5,7 +5,9 @@ requests arrive as a Poisson process; in between the server is idle and the trai
 Phases with training and phases in which it is paused alternate, with the same arrivals in both, the first burst at once; the
 ratio is of the p99 of the gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as
 vLLM's own benchmark counts it) over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption
-delays are the trainer's own figures: from the moment that the engine's busy flag went up until the trainer had stopped.
+delays are the trainer's own figures: from the moment that the engine's busy flag went up until the trainer had stopped
+(`preempt_ms`), and how much of that it computed (`preempt_computing_ms`): on shared cores most of it is waiting for a core on
+which to stop.
 
 A p99 is made of few moments, and on a virtual machine those are easily the ones in which its host ran something else. A pair in
 which that took more than `most_stolen` of the cores' time, as the kernel counts it, with training or without, is followed by
@@ -73,6 +75,8 @@ class Phase:
     stolen: float = 0.0
     preempt_s: list[float] = field(default_factory=list)
     """The trainer's pre-emption delays."""
+    computing_s: list[float] = field(default_factory=list)
+    """How much of each it computed."""
 
 
 Pair = dict[str, Phase]
@@ -98,8 +102,8 @@ def main() -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {out}")
-    shown = ("preempt_ms", "itl_p99_ratio", "itl_p99_ratio_interval", "itl_p99_ratio_pinned", "itl_ms", "preemptions")
-    last = {key: result[key] for key in (*shown, "requests_failed")}
+    shown = ("preempt_ms", "preempt_computing_ms", "itl_p99_ratio", "itl_p99_ratio_interval", "itl_p99_ratio_pinned", "itl_ms")
+    last = {key: result[key] for key in (*shown, "preemptions", "requests_failed")}
     counted = {n: f"{result[n]['pairs']} of {result[n]['all_pairs']['pairs']}" for n in ("shared", "pinned")}
     every = {key: result["shared"]["all_pairs"][key] for key in ("itl_p99_ratio", "preempt_ms", "preemptions")}
     print(json.dumps(last | {"all_pairs": every, "pairs": counted}), flush=True)
@@ -127,6 +131,7 @@ async def run(plan: Plan, logs: Path) -> Document:
             raise ProcessError(f"nothing was trained meanwhile: {trainer}")
     return {
         "preempt_ms": shared["preempt_ms"],
+        "preempt_computing_ms": shared["preempt_computing_ms"],
         "preemptions": shared["preemptions"],
         "itl_p99_ratio": shared["itl_p99_ratio"],
         "itl_p99_ratio_interval": shared["itl_p99_ratio_interval"],
@@ -194,6 +199,7 @@ def summary(found: Sequence[Pair]) -> Document:
         "itl_ms": {name: spread([g for pair in found for g in pair[name].gaps_s]) for name in ("off", "on")},
         "first_token_ms": {name: spread([f for pair in found for f in pair[name].first_s]) for name in ("off", "on")},
         "preempt_ms": spread([delay for pair in found for delay in pair["on"].preempt_s]),
+        "preempt_computing_ms": spread([one for pair in found for one in pair["on"].computing_s]),
         "preemptions": sum(len(pair["on"].preempt_s) for pair in found),
         "gaps": {name: sum(len(pair[name].gaps_s) for pair in found) for name in ("off", "on")},
         "requests_failed": sum(one.failed for pair in found for one in pair.values()),
@@ -216,7 +222,9 @@ async def phase(plan: Plan, at: Attached, prompts: Sequence[Prompt], seed: int) 
         await asyncio.gather(*tasks)
     taken = stolen_since(stolen)
     trainer = at.client.get("/v1/status")["trainer"]
-    made.preempt_s = trainer["preemption_delays_s"][-new:] if (new := trainer["preemptions"] - preemptions) else []
+    if new := trainer["preemptions"] - preemptions:
+        made.preempt_s = trainer["preemption_delays_s"][-new:]
+        made.computing_s = trainer["preemption_computing_s"][-new:]
     made.stolen = sum(taken.values()) / (max(len(taken), 1) * (time.monotonic() - began_s))
     return made
 

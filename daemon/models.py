@@ -141,6 +141,8 @@ class TrainerView(BaseModel):
     preemption_s_p99: float
     preemption_delays_s: list[float]
     """Of the last 100 one by one, the latest last."""
+    preemption_computing_s: list[float]
+    """What the trainer computed at most in each of these: on cores that it shares, the rest it waited for one of them."""
     idle_ratio: float
 
 

@@ -36,6 +36,7 @@ class Trainer:
         self.delays = Histogram(DELAY_BOUNDS_S)
         """Of its pre-emptions since the daemon started, in seconds."""
         self._recent_delays_s: deque[float] = deque(maxlen=RECENT)
+        self._recent_computing_s: deque[float] = deque(maxlen=SHOWN)
 
     @property
     def is_connected(self) -> bool:
@@ -68,6 +69,7 @@ class Trainer:
         for delay_s in status.preemption_delays_s:
             self.delays.observe(delay_s)
             self._recent_delays_s.append(delay_s)
+        self._recent_computing_s.extend(status.preemption_computing_s)
 
     def tell(self, message: wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
         """Send it something."""
@@ -101,6 +103,7 @@ class Trainer:
             "preemption_s_p50": self._delay_s(0.5),
             "preemption_s_p99": self._delay_s(0.99),
             "preemption_delays_s": list(self._recent_delays_s)[-SHOWN:],
+            "preemption_computing_s": list(self._recent_computing_s),
             "idle_ratio": status.idle_ratio if status else 0.0,
             "samples_bytes": status.samples_bytes if status else 0,
             "spilled_bytes": status.spilled_bytes if status else 0,

@@ -117,15 +117,19 @@ class Preemptions:
 
     def __init__(self, most_untold: int = 1000) -> None:
         self.count = 0
-        self._untold_s: deque[float] = deque(maxlen=most_untold)
+        self._untold_s: deque[tuple[float, float]] = deque(maxlen=most_untold)
 
-    def observe(self, delay_s: float) -> None:
-        """So long after work arrived the trainer stopped; 0 when it came between two units of work."""
+    def observe(self, delay_s: float, computing_s: float) -> None:
+        """So long after work arrived the trainer stopped, and so much of it it computed; 0 when it came between two units.
+
+        On cores that the engine uses as well most of a delay may be waiting: the trainer is to stop, and its turn to do so
+        doesn't come. It takes nothing from anybody then.
+        """
         self.count += 1
-        self._untold_s.append(delay_s)
+        self._untold_s.append((delay_s, min(computing_s, delay_s)))
 
-    def take(self) -> list[float]:
-        """The delays since this was asked the last time, in seconds."""
+    def take(self) -> tuple[list[float], list[float]]:
+        """Delays since this was asked the last time, and what was computed in each, in seconds."""
         found = list(self._untold_s)
         self._untold_s.clear()
-        return found
+        return [delay_s for delay_s, _ in found], [computing_s for _, computing_s in found]

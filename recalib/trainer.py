@@ -63,6 +63,9 @@ class Trainer:
         self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
         is_yielding = torch.device(settings.device).type == "cpu"
         self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
+        self._computed_s = time.process_time if is_yielding else monotonic
+        """A clock of what was computed: on a GPU what was begun is computed to its end."""
+        self._computed_before_s = 0.0  # the last look at the flags that found no work
         self._unit_began_s = self._stood_by_s = self._rests_until_s = self._paused_s = self._paused_at_s = 0.0
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
@@ -162,7 +165,7 @@ class Trainer:
             return
         if operation.needs_device and (is_busy or self._is_paused):
             if is_busy and self._was_working:
-                self._preemptions.observe(0.0)  # it came between two units
+                self._preemptions.observe(0.0, 0.0)  # it came between two units
             self._was_working = False
             operation.keep_waiting()
         elif operation.needs_device and self._rest_s() > 0.0:
@@ -176,6 +179,7 @@ class Trainer:
         """One unit, and how long to rest after it."""
         is_heavy = self._was_working = operation.needs_device
         self._unit_began_s, began_s = self._monotonic(), self._working_s()
+        self._computed_before_s = self._computed_s()
         with self._yield_points if is_heavy else contextlib.nullcontext():
             operation.advance()
         if is_heavy:
@@ -191,7 +195,8 @@ class Trainer:
     def _yielded(self) -> None:
         """Work arrived during a unit, and the trainer has stopped."""
         # Raised at an unknown time (0): as if it had been at the unit's very beginning.
-        self._preemptions.observe(self._monotonic() - max(self._unit_began_s, self._busy.raised_s))
+        delay_s = self._monotonic() - max(self._unit_began_s, self._busy.raised_s)
+        self._preemptions.observe(delay_s, self._computed_s() - self._computed_before_s)
         self._was_working = False
 
     def _stand_by(self) -> None:
@@ -201,6 +206,7 @@ class Trainer:
             OperationError: the operation isn't to go on.
         """
         if not self._busy.is_busy():
+            self._computed_before_s = self._computed_s()
             return
         self._yielded()
         began_s, operation = self._monotonic(), self._operation
@@ -220,6 +226,7 @@ class Trainer:
             if self._on_tick is not None:
                 self._on_tick(self._state)
         self._stood_by_s += self._monotonic() - began_s
+        self._computed_before_s = self._computed_s()
         self._was_working = True
 
     def _working_s(self) -> float:
@@ -270,6 +277,7 @@ class Trainer:
             return
         self._state, self._next_status_s = state, now_s + self._settings.status_interval_s
         feeds, operation = self._traffic.feeds, self._operation
+        delays_s, computing_s = self._preemptions.take()
         status = wire.TrainerStatus(
             trainer_id=self._settings.trainer_id,
             state=state,
@@ -278,7 +286,8 @@ class Trainer:
             spilled_bytes=self._traffic.spilled_bytes,
             sessions=sum(feed.store.num_sessions for feed in feeds),
             preemptions=self._preemptions.count,
-            preemption_delays_s=self._preemptions.take(),
+            preemption_delays_s=delays_s,
+            preemption_computing_s=computing_s,
             idle_ratio=self._idleness.ratio,
             ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
         )

@@ -60,7 +60,8 @@ def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: 
         await asyncio.sleep(0.01)
         is_disturbed = seed % 2 == 1
         value_s = 0.03 if is_disturbed else 0.01
-        return yielding.Phase([value_s] * 100, [0.1], 0, stolen if is_disturbed else 0.0, [2 * value_s] * num_preempted)
+        delays_s, computing_s = [2 * value_s] * num_preempted, [0.001] * num_preempted
+        return yielding.Phase([value_s] * 100, [0.1], 0, stolen if is_disturbed else 0.0, delays_s, computing_s)
 
     monkeypatch.setattr(yielding, "phase", phase)
     monkeypatch.setattr(yielding, "SETTLE_S", 0.0)

@@ -45,7 +45,8 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
     assert found["honed_samples_spilled_bytes"] == {"": 512}
     # Its own figures begin anew with the next operation; a counter goes on.
     status |= {"operation_id": "op-2", "steps": 5, "state": "waiting"}
-    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, preemption_delays_s=[0.002, 3.0]))
+    told = {"preemption_delays_s": [0.002, 3.0], "preemption_computing_s": [0.001, 0.5]}
+    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **told))
     wait_for(lambda: states(service) == {"state=waiting"}, "the next operation")
     found = scrape(service)
     assert found["honed_training_steps_total"] == {"": 35}
@@ -56,6 +57,7 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
     assert found["honed_training_preemption_seconds_sum"][""] == pytest.approx(3.026)
     view = views.status(service)["trainer"]
     assert view["preemption_delays_s"] == [0.004, 0.02, 0.002, 3.0]
+    assert view["preemption_computing_s"] == [0.001, 0.5]
     assert (view["preemption_s_p50"], view["preemption_s_p99"]) == (0.004, 3.0)
 
 

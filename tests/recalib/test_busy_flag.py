@@ -123,12 +123,12 @@ def test_idleness_is_a_share_of_time():
 
 def test_each_preemption_is_told_once():
     preemptions = Preemptions(most_untold=3)
-    assert preemptions.take() == []
+    assert preemptions.take() == ([], [])
     for delay_s in (0.001, 0.002):
-        preemptions.observe(delay_s)
-    assert preemptions.take() == [0.001, 0.002]
-    assert preemptions.take() == []
+        preemptions.observe(delay_s, 0.0015)
+    assert preemptions.take() == ([0.001, 0.002], [0.001, 0.0015]), "nobody computes longer than it takes"
+    assert preemptions.take() == ([], [])
     for delay_s in (0.003, 0.004, 0.005, 0.006):
-        preemptions.observe(delay_s)
-    assert preemptions.take() == [0.004, 0.005, 0.006], "the oldest goes while nobody asks"
+        preemptions.observe(delay_s, 0.0)
+    assert preemptions.take() == ([0.004, 0.005, 0.006], [0.0] * 3), "the oldest goes while nobody asks"
     assert preemptions.count == 6
