@@ -87,8 +87,8 @@ class AcceptanceBeliefs:
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
             workload.calibration.observe(survival(shifted), verified[mine], accepted[mine])
         workload.contexts.observe(rounds.position, reached, accepted)
-        design_effect = self._design_effect(workload)
         if rounds.feature is not None:
+            design_effect = self._design_effect(workload)
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         weights = np.maximum(information, 1.0 / _MOST_DESIGN_EFFECT)

@@ -75,7 +75,7 @@ def steps_of(rng, mean, strength, num_requests, num_rounds=40):
 
 
 def test_other_requests_are_noticed_soon_though_requests_differ_much():
-    """Within two waves of requests, and not at all when each of their rounds counts alike."""
+    """Within two waves of requests; later where each of their rounds counts alike."""
     rng, errors, alike = np.random.default_rng(6), [], []
     drafted = np.ones(16, dtype=np.int64)
     for _ in range(20):
