@@ -56,7 +56,7 @@ def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: 
         def post(self, path: str, body: object) -> None:
             calls.append(path)
 
-    async def phase(plan: yielding.Plan, at: object, prompts: object, seed: int) -> yielding.Phase:
+    async def phase(plan: yielding.Plan, at: object, client: object, prompts: object, seed: int) -> yielding.Phase:
         await asyncio.sleep(0.01)
         is_disturbed = seed % 2 == 1
         value_s = 0.03 if is_disturbed else 0.01
@@ -64,8 +64,7 @@ def test_pairs_that_the_host_disturbed_do_not_count(stolen: float, monkeypatch: 
         return yielding.Phase([value_s] * 100, [0.1], 0, stolen if is_disturbed else 0.0, delays_s, computing_s)
 
     monkeypatch.setattr(yielding, "phase", phase)
-    monkeypatch.setattr(yielding, "SETTLE_S", 0.0)
-    at = SimpleNamespace(client=Client())
+    at = SimpleNamespace(client=Client(), server=SimpleNamespace(url="http://127.0.0.1:1"))
     found = asyncio.run(yielding.measure(yielding.Plan(pairs=4), at))  # type: ignore[arg-type]
     assert found["pairs"] == 4
     assert found["all_pairs"]["pairs"] == (7 if stolen else 4)
