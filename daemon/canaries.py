@@ -180,7 +180,7 @@ class Canaries:
             settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
             canary = Canary.restored(settings, state["canary"], old_begins=self._toss())
         except (HonedError, KeyError, TypeError, ValueError) as error:
-            self._write_end(row, "stopped", f"it can't be taken up again: {error}")
+            self._write_end(row, "failed", f"it can't be taken up again: {error}")
             return set()
         self.trial = Trial(
             row["operation_id"],
@@ -255,14 +255,14 @@ class Canaries:
         try:
             self._service.swaps.begin(serving, stray or engines, lambda swap: self._brought(trial, swap), beside)
         except HonedError as error:
-            self._end(trial, "stopped", str(error))
+            self._end(trial, "failed", str(error))
 
     def _brought(self, trial: Trial, swap: Swap) -> None:
         if self.trial is not trial:
             return
         trial.is_swapping, trial.window_began_s = False, self._service.monotonic()
         if swap.refused:
-            self._end(trial, "stopped", swaps.failure_text(swap))
+            self._end(trial, "failed", swaps.failure_text(swap))
 
     def engines(self, trial: Trial) -> list[Engine]:
         """Connected ones that can run both versions."""

@@ -1,7 +1,10 @@
 """Drift that waits for a recalibration to answer it.
 
 An alarm is raised once (the detector learns a new reference after it), so it stands here until a version that learned from the
-traffic is active: where an attempt fails, another follows, each after a pause twice as long as the one before.
+traffic is active: where an attempt fails, another follows, each after a pause twice as long as the one before. After
+MAX_ATTEMPTS it is given up, and stands until an operator recalibrates or a newer alarm takes its place.
+
+While two versions take turns an alarm is about both. It waits for what comes of that, and falls only if one was worse.
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ class Standing:
     hindrance: str = ""
     """Why the latest attempt couldn't begin, or what it failed of."""
 
+    @property
+    def is_given_up(self) -> bool:
+        return self.num_failed >= MAX_ATTEMPTS
+
     def view(self, now_s: float) -> dict[str, Any]:
         """As the API shows it."""
         return {
@@ -39,7 +46,7 @@ class Standing:
             "workload": self.alarm.workload,
             "text": self.alarm.text,
             "failed_attempts": self.num_failed,
-            "due_in_s": max(self.due_s - now_s, 0.0),
+            "due_in_s": None if self.is_given_up else max(self.due_s - now_s, 0.0),
             "hindrance": self.hindrance,
         }
 
@@ -54,6 +61,7 @@ class DriftAlarms:
     def __init__(self, pause_s: float) -> None:
         self._pause_s = pause_s
         self._standing: dict[tuple[str, str], Standing] = {}
+        self._held: dict[tuple[str, str], Standing] = {}
         self._answer: tuple[Operation, list[Standing]] | None = None
 
     def note(self, engine_id: str, alarm: Alarm) -> None:
@@ -61,9 +69,20 @@ class DriftAlarms:
         self._standing.pop((engine_id, alarm.workload), None)
         self._standing[engine_id, alarm.workload] = Standing(engine_id, alarm)
 
+    def hold(self, engine_id: str, alarm: Alarm) -> None:
+        """Drift was found while two versions take turns."""
+        self._held[engine_id, alarm.workload] = Standing(engine_id, alarm)
+
+    def release(self, *, is_explained: bool) -> None:
+        """One version is left; `is_explained`: the other was worse, and that may be all that was found."""
+        held, self._held = self._held, {}
+        if not is_explained:
+            for one in held.values():
+                self.note(one.engine_id, one.alarm)
+
     def due(self, now_s: float) -> list[Standing]:
         """The alarms that may be answered now."""
-        return [one for one in self._standing.values() if now_s >= one.due_s]
+        return [one for one in self._standing.values() if now_s >= one.due_s and not one.is_given_up]
 
     def answered_by(self, operation: Operation, engine_id: str, workloads: Sequence[str], now_s: float) -> None:
         """A recalibration begins, of these workloads, or, where none is named, of all."""
@@ -85,11 +104,10 @@ class DriftAlarms:
             one.num_failed += 1
             one.hindrance = operation.error
             one.due_s = now_s + self._pause_s * 2 ** (one.num_failed - 1)
-            if one.num_failed >= MAX_ATTEMPTS:
+            if one.is_given_up:
                 log.warning("drift stays unanswered", workload=one.alarm.workload, attempts=one.num_failed, error=one.hindrance)
-                continue
             self._standing.setdefault((one.engine_id, one.alarm.workload), one)
 
     def view(self, now_s: float) -> list[dict[str, Any]]:
         """As the API shows them."""
-        return [one.view(now_s) for one in self._standing.values()]
+        return [one.view(now_s) for one in (*self._standing.values(), *self._held.values())]

@@ -114,7 +114,10 @@ def _unanswered(alarm: dict[str, Any], hindrance: str) -> Finding:
     if not (times := alarm.get("failed_attempts") or 0):
         return Finding("warning", f"{place}, but no recalibration can begin: {hindrance}")
     tried = "its recalibration failed" if times == 1 else f"{times} recalibrations of it failed"
-    again = f"Another follows in {(alarm.get('due_in_s') or 0.0) / 60.0:.0f} min; `honed recalibrate` doesn't wait."
+    if (due_in_s := alarm.get("due_in_s")) is None:
+        again = "No further one follows by itself: see to what they failed of, then `honed recalibrate`."
+    else:
+        again = f"Another follows in {due_in_s / 60.0:.0f} min; `honed recalibrate` doesn't wait."
     return Finding("warning", f"{place}, and {tried}: {hindrance}", again)
 
 

@@ -216,7 +216,9 @@ class Lifecycle:
             self.canaries.begin(operation, "watch", old, swap.version)
 
     def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
-        """Act on a verdict; `decision` is better, worse, unproven, withdrawn or stopped."""
+        """Act on a verdict; `decision` is better, worse, unproven, or, without one, withdrawn, stopped (both by an operator) or
+        failed.
+        """
         service = self._service
         operation = service.operations.find(trial.operation_id)
         service.journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
@@ -229,6 +231,7 @@ class Lifecycle:
                 self._take_back(text)
             elif self.swapping is None and service.drafters.active in trial.versions:
                 self._send_home(service.drafters.active)
+        service.recalibrations.alarms.release(is_explained=decision == "worse")
 
     def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
         service, new, old = self._service, trial.canary.new, trial.canary.old
@@ -241,7 +244,7 @@ class Lifecycle:
                 service.drafters.move({"candidate": None})
         except HonedError as error:
             log.error("aliases were not moved after a canary", version=new, error=str(error))
-            decision, text = "stopped", f"{text}; the aliases were not moved: {error}"
+            decision, text = "failed", f"{text}; the aliases were not moved: {error}"
         if decision in ("worse", "withdrawn"):
             self.rollbacks["canary" if decision == "worse" else "operator"] += 1
             service.journal.mark("rollback", f"{new} -> {old}: {text}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify")
 RESULTS = ("succeeded", "failed", "cancelled")
-DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped")
+DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
 
 
 def families(service: Service) -> Iterator[Metric]:

@@ -93,7 +93,7 @@ CREATE TABLE canaries (                      -- trials of a drafter version agai
   old TEXT NOT NULL, new TEXT NOT NULL,
   new_sha256 TEXT NOT NULL,                  -- of its weights: those that failed are not offered again
   began_unix_s REAL NOT NULL, ended_unix_s REAL,
-  decision TEXT NOT NULL,                    -- empty while it goes on; better, worse, unproven, withdrawn or stopped
+  decision TEXT NOT NULL,                    -- empty while it goes on; better, worse, unproven, withdrawn, stopped or failed
   text TEXT NOT NULL,
   state TEXT NOT NULL                        -- JSON: what is needed to go on after a restart
 ) WITHOUT ROWID;

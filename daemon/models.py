@@ -176,8 +176,8 @@ class DriftAlarmView(BaseModel):
     workload: str
     text: str
     failed_attempts: int
-    due_in_s: float
-    """0: as soon as nothing is in the way."""
+    due_in_s: float | None
+    """0: as soon as nothing is in the way; none: it was given up."""
     hindrance: str
     """Why the latest attempt couldn't begin, or what it failed of."""
 

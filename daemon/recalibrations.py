@@ -175,7 +175,8 @@ class Recalibrations:
         service.journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
         if service.lifecycle.canaries.trial is not None:
-            return  # of two versions that take turns one may do worse: that is what is being found out
+            self.alarms.hold(engine.engine_id, alarm)
+            return
         self.alarms.note(engine.engine_id, alarm)
         service.lifecycle.challenge(alarm)
 

@@ -156,10 +156,52 @@ def test_an_engine_that_refuses_ends_it_without_a_verdict(stage: Stage) -> None:
     stage.engine.refuses = "shapes differ"
     operation_id, new = candidate(stage, 1.0)
     done = stage.finish(operation_id)
-    assert done["state"] == "cancelled"
+    assert done["state"] == "failed"
     assert "shapes differ" in done["error"]
     assert stage.aliases()["candidate"] is None
     assert new not in {swap["version"] for swap in stage.engine.swaps}
+
+
+def raise_alarm(stage: Stage, workload: str, version: str) -> None:
+    alarm = Alarm("regressed", workload, version, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+
+
+def test_drift_whose_candidate_is_refused_by_the_engine_stands_again(stage: Stage) -> None:
+    stage.serve_workload("default")
+    raise_alarm(stage, "default", stage.first)
+    request = stage.trainer.expect(wire.TrainRequest)
+    stage.engine.refuses = "no room for the staged weights"
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=True, version=stage.version(1.0)))
+    assert stage.finish(request.operation_id)["state"] == "failed"
+    wait_for(lambda: stage.client.get("/v1/status").json()["drift_alarms"], "the alarm to stand again")
+    (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert standing["failed_attempts"] == 1
+    assert "no room for the staged weights" in standing["hindrance"]
+
+
+def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -> None:
+    """Of two workloads that drift, the first sets the active version against the previous one."""
+    new = stage.version(1.0)
+    stage.promote(new)
+    for workload in ("default", "b"):
+        stage.serve_workload(workload)
+    raise_alarm(stage, "default", new)
+    assert stage.client.get("/v1/status").json()["canary"]
+    raise_alarm(stage, "b", new)
+    assert {one["workload"] for one in stage.client.get("/v1/status").json()["drift_alarms"]} == {"default", "b"}
+    with stage.service.lock:
+        assert stage.service.recalibrations.training is None
+        stage.service.lifecycle.canaries.stop("enough of it")
+    stage.engine.serve(lambda: stage.service.recalibrations.training is not None, "a recalibration")
+    asked = stage.trainer.expect(wire.TrainRequest)
+    assert asked.workloads == ["default"]
+    stage.trainer.send(wire.TrainResult(operation_id=asked.operation_id, ok=False, error="x"))
+    stage.wait_state(asked.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
+    assert stage.trainer.expect(wire.TrainRequest).workloads == ["b"]
 
 
 def test_an_engine_that_is_killed_comes_back_into_its_turn(stage: Stage) -> None:

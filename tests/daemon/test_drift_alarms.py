@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from honed.adapt.drift import Alarm
 from honed.daemon.drift_alarms import MAX_ATTEMPTS, DriftAlarms, Standing
 from honed.daemon.operations import Operation
@@ -65,6 +67,24 @@ def test_what_failed_is_tried_again_after_pauses_that_double_and_not_for_ever() 
             pauses.append(alarms.view(now_s)[0]["due_in_s"])
             now_s = standing[0].due_s
     assert pauses == [PAUSE_S * 2**n for n in range(MAX_ATTEMPTS - 1)]
+    (given_up,) = alarms.view(now_s)
+    assert (given_up["failed_attempts"], given_up["due_in_s"], given_up["hindrance"]) == (MAX_ATTEMPTS, None, "no gain")
+    alarms.note("e", alarm("b", "worse still"))
+    assert [one.alarm.text for one in alarms.due(now_s)] == ["worse still"]
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_what_is_found_while_two_versions_take_turns_waits_for_the_end_of_that(is_explained: bool) -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("a"))
+    for text in ("first", "second"):
+        alarms.hold("e", alarm("b", text))
+    assert workloads(alarms.due(1e9)) == ["a"]
+    assert [(one["workload"], one["text"]) for one in alarms.view(0.0)] == [("a", "it lost"), ("b", "second")]
+    alarms.release(is_explained=is_explained)
+    assert workloads(alarms.due(0.0)) == (["a"] if is_explained else ["a", "b"])
+    alarms.release(is_explained=False)
+    assert len(alarms.view(0.0)) == (1 if is_explained else 2)
 
 
 def test_a_newer_alarm_is_not_replaced_by_the_one_that_failed() -> None:

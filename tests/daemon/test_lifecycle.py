@@ -343,6 +343,12 @@ def test_an_automatic_recalibration_that_failed_is_tried_again(stage: Stage) -> 
     (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
     assert (standing["workload"], standing["failed_attempts"]) == ("b", 1)
     assert standing["hindrance"] == "gate: no sure gain"
+    (found,) = [one for one in findings(stage.client.get("/v1/status").json()) if "drifted" in one.text]
+    assert "Another follows in" in found.cure
+    status = stage.client.get("/v1/status").json()
+    status["drift_alarms"][0] |= {"failed_attempts": 6, "due_in_s": None}
+    (given_up,) = [one for one in findings(status) if "drifted" in one.text]
+    assert "No further one follows by itself" in given_up.cure
     interval_s = stage.service.settings.recalibration.min_interval_s
     assert interval_s - 60.0 < standing["due_in_s"] <= interval_s
     with stage.service.lock:
