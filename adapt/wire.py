@@ -414,7 +414,14 @@ class Purge(_Message, frozen=True):
     operation_id: str = ""
 
 
-ToDaemon = EngineHello | EventBatch | EngineStatus | CommandResult | TrainerHello | TrainerStatus | TrainResult
+class Purged(_Message, frozen=True):
+    """trainer -> daemon: all samples are forgotten, but for those that `problems` are about."""
+
+    operation_id: str
+    problems: list[str] = []
+
+
+ToDaemon = EngineHello | EventBatch | EngineStatus | CommandResult | TrainerHello | TrainerStatus | TrainResult | Purged
 ToEngine = Welcome | Ack | Policy | Command
 ToTrainer = Welcome | TrainRequest | TrainCancel | TrainPause | Purge
 

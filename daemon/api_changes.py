@@ -15,12 +15,10 @@ from fastapi import APIRouter, Depends, Header, Path
 from pydantic import BaseModel
 from pydantic.json_schema import SkipJsonSchema
 
-from honed.adapt import wire
 from honed.daemon import models
-from honed.daemon.errors import ConflictError, RequestError, StoreError
+from honed.daemon.errors import RequestError, StoreError
 from honed.daemon.operations import Operation
 from honed.daemon.plain_json import finite
-from honed.daemon.recalibrations import START_TRAINER
 from honed.daemon.replies import Replies, check_same, fingerprint
 from honed.daemon.service import Service
 
@@ -171,23 +169,23 @@ def add_changes(router: APIRouter, service: Service) -> None:
     @router.post("/v1/training:pause", status_code=202, response_model=models.Accepted)
     def pause(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         """Stop training between two micro-steps, until it is resumed."""
-        return accept(generation, key, "training.pause", body, lambda: service.trainer.pause(True))
+        return accept(generation, key, "training.pause", body, lambda: service.pause_training(True))
 
     @router.post("/v1/training:resume", status_code=202, response_model=models.Accepted)
     def resume(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         """Let training go on."""
-        return accept(generation, key, "training.resume", body, lambda: service.trainer.pause(False))
+        return accept(generation, key, "training.resume", body, lambda: service.pause_training(False))
 
-    @router.post("/v1/samples:purge", status_code=202, response_model=models.Accepted)
+    @router.post("/v1/samples:purge", status_code=202, response_model=models.OperationView)
     def purge(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
-        """Forget every captured sample."""
-
-        def act() -> None:
-            if not service.trainer.is_connected:
-                raise ConflictError("no trainer is connected: nobody holds samples", cure=START_TRAINER)
-            service.trainer.tell(wire.Purge())
-
-        return accept(generation, key, "samples.purge", body, act)
+        """Forget every captured sample: in the engines' rings, the trainer's memory and on disk."""
+        reason = body.reason if body else ""
+        return changes.operation(
+            generation,
+            key,
+            fingerprint("samples.purge", reason),
+            lambda: service.purges.purge(reason=reason, actor=ACTOR, key=key),
+        )
 
     @router.put("/v1/overrides/{name}", response_model=models.OverrideView)
     def set_override(name: Name, body: models.OverrideRequest, generation: Generation, key: Key = None) -> Any:

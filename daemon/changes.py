@@ -7,8 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from honed.daemon import show
-from honed.daemon.client import EXIT_FAILED, AdminClient, part
-from honed.daemon.terminal import IfMatch, JsonFlag, Reason, connect, duration_s, duration_text, listing, print_json, put
+from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, AdminClient, part
+from honed.daemon.terminal import (
+    IfMatch,
+    JsonFlag,
+    Reason,
+    connect,
+    duration_s,
+    duration_text,
+    fail,
+    listing,
+    print_json,
+    put,
+)
 from honed.daemon.watching import follow
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would be done.")]
@@ -123,14 +134,15 @@ def resume(context: typer.Context, reason: Reason = "", as_json: JsonFlag = Fals
 def purge(
     context: typer.Context,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    wait: Wait = True,
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Forget every sample captured for training."""
-    if not yes:
-        typer.confirm("Forget all captured samples, here and in the engines' memory?", abort=True)
+    """Forget every sample captured for training: in the engines' rings, the trainer's memory and on disk."""
     with connect(context) as client:
-        _say(client.post("/v1/samples:purge", _given({"reason": reason or None})), as_json, "samples are forgotten")
+        if not yes and not _agrees("Forget all captured samples, of every engine?"):
+            raise typer.Abort
+        _finish(client, client.post("/v1/samples:purge", _given({"reason": reason or None})), wait, as_json)
 
 
 overrides.command("list", help="What is in force.")(listing("/v1/overrides", show.overrides))
@@ -181,6 +193,13 @@ def _say(answer: Any, as_json: bool, text: str) -> None:
         print_json(answer)
     else:
         typer.echo(text)
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return typer.confirm(question)
+    except typer.Abort:
+        fail("nobody answers here, so nothing was done", cure="--yes doesn't ask.", exit_code=EXIT_USAGE)
 
 
 def _finish(client: AdminClient, view: dict[str, Any], wait: bool, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from honed.daemon.errors import StoreError
 from honed.daemon.rollups import BatchCounts, MalformedBatchError, count_batch
 from honed.daemon.sequences import Offer
 from honed.daemon.store import Store
+from honed.daemon.trainers import TrainerMessage
 
 log = structlog.get_logger("honed.ingest")
 
@@ -37,7 +38,7 @@ class Listener(Protocol):
 
     def on_command_result(self, result: wire.CommandResult) -> None: ...
 
-    def on_trainer(self, peer: bytes, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None: ...
+    def on_trainer(self, peer: bytes, message: TrainerMessage) -> None: ...
 
 
 @dataclass(slots=True)

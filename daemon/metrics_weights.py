@@ -13,7 +13,7 @@ from honed.daemon.metric_families import engine_gauge, engines_shown, gauge, lab
 if TYPE_CHECKING:
     from honed.daemon.service import Service
 
-KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify")
+KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify", "purge")
 RESULTS = ("succeeded", "failed", "cancelled")
 DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
 

@@ -32,6 +32,7 @@ from honed.daemon.live_rounds import LiveRounds
 from honed.daemon.load_history import LoadHistory
 from honed.daemon.operations import Operations
 from honed.daemon.overrides import Overrides
+from honed.daemon.purges import Purges
 from honed.daemon.recalibrations import Recalibrations
 from honed.daemon.recall import recall
 from honed.daemon.router import Router
@@ -40,7 +41,7 @@ from honed.daemon.sharing import Sharing
 from honed.daemon.steering import Steering
 from honed.daemon.store import Store
 from honed.daemon.swaps import Swaps
-from honed.daemon.trainers import Trainer
+from honed.daemon.trainers import Trainer, TrainerMessage
 from honed.recalib.registry import Registry, RegistryError
 from honed.recalib.shared_registry import SharedRegistry
 
@@ -51,6 +52,8 @@ DRAIN_S = 30.0
 """A disk that is being flooded by others may take many seconds for one fsync; the unit allows a stop 60."""
 TICK_S = 1.0
 LEARN_S = 0.05
+_PAUSED = "training_paused"
+"""In the table of odds and ends."""
 
 
 class Service:
@@ -91,6 +94,7 @@ class Service:
         self.swaps.are_taking_turns = lambda: self.lifecycle.canaries.trial is not None
         self.recalibrations = Recalibrations(self)
         self.checksums = Checksums(self)
+        self.purges = Purges(self)
         self.sharing = Sharing(self, shared)
         self.ingest = Ingest(
             self.engines,
@@ -122,6 +126,7 @@ class Service:
         self.store.start()
         self.lifecycle.load()
         self.overrides.load()
+        self.trainer.is_paused = bool(self.store.read(f"SELECT 1 FROM meta WHERE key = '{_PAUSED}' AND value"))
         self.router.start()
         self._ticker.start()
         self.in_background(self._tidy_registry)
@@ -149,6 +154,11 @@ class Service:
             found.append("the ticking thread is stuck")
         return found
 
+    def pause_training(self, is_paused: bool) -> None:
+        """Stop training between two micro-steps, or let it go on; so it stays, whoever is restarted."""
+        self.trainer.pause(is_paused)
+        self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, replace=True)
+
     def _run(self) -> None:
         next_tick_s = 0.0
         while not self._stop.wait(LEARN_S):
@@ -169,6 +179,7 @@ class Service:
         self.lifecycle.canaries.tick(now_s)
         self.checksums.tick(now_s)
         self.recalibrations.tick(now_s)
+        self.purges.tick()
         self.sharing.tick(now_s)
         for engine in self.engines.by_id.values():
             if not engine.is_lost and not self.engines.is_connected(engine, now_s):
@@ -310,13 +321,16 @@ class Service:
         self.swaps.on_result(result)
         self.checksums.on_result(result)
 
-    def on_trainer(self, peer: bytes, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
+    def on_trainer(self, peer: bytes, message: TrainerMessage) -> None:
         if self.trainer.hear(peer, message):
             self.router.send(
                 peer,
                 wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self.daemon_id, boot_id="", committed_seq=0),
             )
-        self.recalibrations.on_trainer(message)
+        if not isinstance(message, wire.Purged):
+            self.recalibrations.on_trainer(message)
+        if isinstance(message, wire.TrainerHello | wire.Purged):
+            self.purges.on_trainer(message)
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
         self.recalibrations.on_alarm(engine, alarm)

@@ -18,7 +18,7 @@ RECENT, SHOWN = 1000, 100
 
 log = structlog.get_logger("honed.trainers")
 
-TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult
+TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult | wire.Purged
 
 
 class Trainer:

@@ -95,10 +95,12 @@ class RingReader:
         is_purged = self._ring.notice_purge()
         return RingNews(self._read(max_records), is_new, is_purged)
 
-    def erase(self) -> bool:
-        """Forget what the ring holds, and overwrite it with zeros where the file may be written; True when it was."""
+    def erase(self) -> str:
+        """Forget what the ring holds, and overwrite it with zeros. Returns why samples may be left in it, "" when none are."""
         self.poll(0)
-        return self._ring is not None and self._ring.erase()
+        if self._ring is None or self._ring.erase():
+            return self.error
+        return f"sample ring {self.path} may only be read by this user: stop its engine and remove the file"
 
     def _open(self) -> bool:
         try:

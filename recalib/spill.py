@@ -149,11 +149,13 @@ class Spill:
         self.num_bytes += num_bytes
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder with samples; what can't be removed is an error that people must hear of."""
+def remove(folder: Path) -> str:
+    """Remove a folder with samples; what can't be removed is an error that people must hear of. Returns it, else ""."""
     shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        log.error("samples on disk can't be removed: remove the folder yourself", folder=str(folder))
+    if not folder.exists():
+        return ""
+    log.error("samples on disk can't be removed: remove the folder yourself", folder=str(folder))
+    return f"samples on disk can't be removed; remove {folder} yourself"
 
 
 def _without_features(stretch: Stretch, path: Path) -> SpilledStretch:

@@ -107,13 +107,19 @@ class Traffic:
         """Take in what is new on all rings; returns the number of records."""
         return sum(feed.poll(max_records) for feed in self._feeds.values())
 
-    def purge(self) -> None:
-        """Forget everything, empty the rings, and remove what lies on disk, of engines that are gone as well."""
+    def purge(self) -> list[str]:
+        """Forget everything, empty the rings, and remove what lies on disk, of engines that are gone as well.
+
+        Returns why something is left.
+        """
+        self.discover()
+        problems = []
         for feed in self._feeds.values():
-            feed.reader.erase()
+            problems.append(feed.reader.erase())
             feed.forget()
         if self._spill_dir is not None:
-            remove(self._spill_dir)
+            problems.append(remove(self._spill_dir))
+        return [problem for problem in problems if problem]
 
     @property
     def spilled_bytes(self) -> int:

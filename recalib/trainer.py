@@ -108,7 +108,8 @@ class Trainer:
         elif isinstance(message, wire.TrainPause):
             self._pause(message.paused)
         elif isinstance(message, wire.Purge):
-            self._traffic.purge()
+            problems = self._traffic.purge()
+            self._link.send(wire.Purged(operation_id=message.operation_id, problems=problems))
         elif isinstance(message, wire.Welcome):
             log.info("connected to the daemon", daemon_id=message.daemon_id)
             if self._last_result is not None:

@@ -51,7 +51,7 @@ class TrainerLink:
                 self.bad_frames += 1
         return messages
 
-    def send(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> bool:
+    def send(self, message: wire.ToDaemon) -> bool:
         """Send if the daemon is there; False when it isn't."""
         try:
             self._socket.send(wire.encode(message), zmq.DONTWAIT)

@@ -63,6 +63,21 @@ def test_a_key_replayed_for_another_change_is_refused(
     assert len(client.get("/v1/audit").json()) == 1
 
 
+def test_a_pause_outlasts_the_daemon(settings: Settings) -> None:
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    for was_paused, change in ((False, "pause"), (True, "pause"), (True, "resume"), (False, "")):
+        service = Service(settings, daemon_id="test")
+        service.start()
+        try:
+            client = TestClient(make_app(service))
+            assert client.get("/v1/status").json()["training_paused"] is was_paused
+            if change:
+                assert client.post(f"/v1/training:{change}", json={"reason": "an upgrade"}).status_code == 202
+        finally:
+            service.stop()
+
+
 def test_what_failed_may_be_tried_again_under_its_key(client: TestClient) -> None:
     body = {"value": 1, "ttl_s": 60}
     assert client.put("/v1/overrides/nonsense", json=body, headers=key("k")).status_code == 404
