@@ -29,6 +29,9 @@ def families(service: Service) -> Iterator[Metric]:
     delay = HistogramMetricFamily("honed_training_preemption_seconds", "From work's arrival until the trainer had stopped.")
     delay.add_metric([], *trainer.delays.exposition())
     yield delay
+    computing = HistogramMetricFamily("honed_training_preemption_computing_seconds", "What the trainer still computed of that.")
+    computing.add_metric([], *trainer.computing.exposition())
+    yield computing
     if view is not None:
         yield gauge("honed_gpu_idle_ratio", "Share of time in which the trainer could work.", view["idle_ratio"])
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])

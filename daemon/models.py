@@ -139,6 +139,8 @@ class TrainerView(BaseModel):
     preemption_s_p50: float
     """Of the last 1000 since the daemon started, from work's arrival until the trainer had stopped; p99 as well."""
     preemption_s_p99: float
+    preemption_computing_s_p99: float
+    """Of what the trainer still computed in these, which is what they take from users."""
     preemption_delays_s: list[float]
     """Of the last 100 one by one, the latest last."""
     preemption_computing_s: list[float]

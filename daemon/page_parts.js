@@ -201,7 +201,7 @@ function show_training({ status, operation }) {
     ["Steps", "steps", `${count(trainer.steps)}${trainer.max_steps ? ` of ${count(trainer.max_steps)}` : ""}`],
     ["Loss", "loss", trainer.loss ? number(trainer.loss, 3) : NONE],
     ["Idle share", "idle_ratio", percent(trainer.idle_ratio, 0)],
-    ["Yielded", "preemptions", `${count(trainer.preemptions)} times, p99 ${seconds(trainer.preemption_s_p99)}`],
+    ["Yielded", "preemptions", `${count(trainer.preemptions)} times, p99 ${seconds(trainer.preemption_s_p99)}, of computing ${seconds(trainer.preemption_computing_s_p99)}`],
   ]);
 }
 

@@ -295,7 +295,8 @@ def trainer_line(trainer: Document | None) -> str:
     if trainer.get("operation_id"):
         text += f", {progress_line(trainer)}"
     yielded = f"{cells.count(trainer.get('preemptions'))} pre-emptions"
-    return f"{text}, {yielded} (p99 {cells.number(trainer.get('preemption_s_p99'), 3)} s)"
+    delay_s, computing_s = (cells.number(trainer.get(name), 3) for name in ("preemption_s_p99", "preemption_computing_s_p99"))
+    return f"{text}, {yielded} (p99 {delay_s} s, of computing {computing_s} s)"
 
 
 def progress_line(trainer: Document) -> str:

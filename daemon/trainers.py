@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import structlog
@@ -14,7 +14,7 @@ from honed.daemon.histogram import Histogram
 
 DELAY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RECENT, SHOWN = 1000, 100
-"""Pre-emptions that the quantiles are of; the last of them, whose delays are shown one by one."""
+"""Pre-emptions that the quantiles are of; the last of them, which are shown one by one."""
 
 log = structlog.get_logger("honed.trainers")
 
@@ -35,8 +35,10 @@ class Trainer:
         """Steps, tokens and preemptions of all operations since the daemon started."""
         self.delays = Histogram(DELAY_BOUNDS_S)
         """Of its pre-emptions since the daemon started, in seconds."""
+        self.computing = Histogram(DELAY_BOUNDS_S)
+        """What it still computed in these."""
         self._recent_delays_s: deque[float] = deque(maxlen=RECENT)
-        self._recent_computing_s: deque[float] = deque(maxlen=SHOWN)
+        self._recent_computing_s: deque[float] = deque(maxlen=RECENT)
 
     @property
     def is_connected(self) -> bool:
@@ -69,7 +71,9 @@ class Trainer:
         for delay_s in status.preemption_delays_s:
             self.delays.observe(delay_s)
             self._recent_delays_s.append(delay_s)
-        self._recent_computing_s.extend(status.preemption_computing_s)
+        for computing_s in status.preemption_computing_s:
+            self.computing.observe(computing_s)
+            self._recent_computing_s.append(computing_s)
 
     def tell(self, message: wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
         """Send it something."""
@@ -100,17 +104,19 @@ class Trainer:
             "loss": status.loss if status else 0.0,
             "train_seconds": status.train_seconds if status else 0.0,
             "preemptions": status.preemptions if status else 0,
-            "preemption_s_p50": self._delay_s(0.5),
-            "preemption_s_p99": self._delay_s(0.99),
+            "preemption_s_p50": _quantile(self._recent_delays_s, 0.5),
+            "preemption_s_p99": _quantile(self._recent_delays_s, 0.99),
+            "preemption_computing_s_p99": _quantile(self._recent_computing_s, 0.99),
             "preemption_delays_s": list(self._recent_delays_s)[-SHOWN:],
-            "preemption_computing_s": list(self._recent_computing_s),
+            "preemption_computing_s": list(self._recent_computing_s)[-SHOWN:],
             "idle_ratio": status.idle_ratio if status else 0.0,
             "samples_bytes": status.samples_bytes if status else 0,
             "spilled_bytes": status.spilled_bytes if status else 0,
             "lost_records": status.ring_lost_records if status else 0,
         }
 
-    def _delay_s(self, share: float) -> float:
-        """Quantile of the recent pre-emptions' delays, 0 when there was none."""
-        ordered = sorted(self._recent_delays_s)
-        return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
+
+def _quantile(values: Iterable[float], share: float) -> float:
+    """0 when there are none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0

@@ -45,7 +45,7 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
     assert found["honed_samples_spilled_bytes"] == {"": 512}
     # Its own figures begin anew with the next operation; a counter goes on.
     status |= {"operation_id": "op-2", "steps": 5, "state": "waiting"}
-    told = {"preemption_delays_s": [0.002, 3.0], "preemption_computing_s": [0.001, 0.5]}
+    told = {"preemption_delays_s": [0.002, 3.0], "preemption_computing_s": [0.125, 0.5]}
     trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **told))
     wait_for(lambda: states(service) == {"state=waiting"}, "the next operation")
     found = scrape(service)
@@ -55,10 +55,21 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
     buckets = found["honed_training_preemption_seconds_bucket"]
     assert [buckets[f"le={bound}"] for bound in ("0.001", "0.0025", "0.005", "0.025", "2.5", "+Inf")] == [0, 1, 2, 3, 3, 4]
     assert found["honed_training_preemption_seconds_sum"][""] == pytest.approx(3.026)
+    computed = found["honed_training_preemption_computing_seconds_bucket"]
+    assert [computed[f"le={bound}"] for bound in ("0.1", "0.25", "0.5", "+Inf")] == [0, 1, 2, 2]
+    assert found["honed_training_preemption_computing_seconds_sum"][""] == pytest.approx(0.625)
     view = views.status(service)["trainer"]
     assert view["preemption_delays_s"] == [0.004, 0.02, 0.002, 3.0]
-    assert view["preemption_computing_s"] == [0.001, 0.5]
+    assert view["preemption_computing_s"] == [0.125, 0.5]
     assert (view["preemption_s_p50"], view["preemption_s_p99"]) == (0.004, 3.0)
+    assert view["preemption_computing_s_p99"] == 0.5
+    # Quantiles are of more of them than are shown.
+    many = {"preemption_delays_s": [0.01] * 100, "preemption_computing_s": [0.002] * 100}
+    trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status | {"steps": 6}, **many))
+    wait_for(lambda: scrape(service)["honed_training_steps_total"] == {"": 36}, "the last status")
+    view = views.status(service)["trainer"]
+    assert view["preemption_computing_s"] == [0.002] * 100
+    assert (view["preemption_s_p99"], view["preemption_computing_s_p99"]) == (0.02, 0.125)
 
 
 def test_what_an_engine_captured(service: Service, make_engine: Callable[..., FakeEngine]) -> None:

@@ -27,7 +27,14 @@ HEALTHY: dict[str, Any] = {
             "drafter_version": "v0002-beef",
         }
     ],
-    "trainer": {"state": "idle", "device": "cpu", "preemptions": 3, "preemption_s_p99": 0.021, "yields_to": ["*"]},
+    "trainer": {
+        "state": "idle",
+        "device": "cpu",
+        "preemptions": 3,
+        "preemption_s_p99": 0.021,
+        "preemption_computing_s_p99": 0.004,
+        "yields_to": ["*"],
+    },
     "drafters": {"active": "v0002-beef", "previous": "v0001-cafe"},
     "acceptance": {"last_minute": {"rounds": 10, "acceptance_length": 3.25, "acceptance_rate": 0.375}, "total": {}},
     "events": {"received_rounds": 99, "lost_rounds": 0, "batches": 3, "lag_s": 0.1, "rejected_frames": 0},
@@ -110,7 +117,7 @@ def test_the_worst_comes_first() -> None:
 
 def test_figures_are_shown_as_they_are() -> None:
     text = text_of(show.status(HEALTHY))
-    for figure in ("1,234,567", "3.250", "37.5 %", "goodput #12", "v0002-beef", "1:01:40", "0.021 s"):
+    for figure in ("1,234,567", "3.250", "37.5 %", "goodput #12", "v0002-beef", "1:01:40", "0.021 s", "0.004 s"):
         assert figure in text
 
 
