@@ -87,13 +87,15 @@ def costs() -> list[Panel]:
     return [
         plot(
             "Pre-emptions",
-            "Times a second that the trainer yielded to the engine, and the p99 of how long that took it (right axis).",
+            "Times a second that the trainer yielded to the engine; on the right axis the p99 of how long that took it, and of "
+            "what it still computed meanwhile, which users lose. On a CPU the rest is waiting for a core.",
             [
                 (rate("honed_training_preemptions_total", "job", JOB), "pre-emptions/s"),
                 (quantile(0.99, "honed_training_preemption_seconds", "job", JOB), "p99 seconds (right)"),
+                (quantile(0.99, "honed_training_preemption_computing_seconds", "job", JOB), "p99 seconds of computing (right)"),
             ],
             low=0,
-            right="B",
+            right="BC",
         ),
         plot(
             "Inter-token latency p99, while training and not",

@@ -32,7 +32,7 @@ def plot(
     right: str = "",
     span: int = 12,
 ) -> timeseries.Panel:
-    """Lines over time; `right` is the letter of a query that has the axis on the right."""
+    """Lines over time; `right` are the letters of queries that have the axis on the right."""
     panel = timeseries.Panel().title(title).description(describe(text, queries)).datasource(SOURCE).unit(unit)
     panel = panel.height(8).span(span).legend(legend()).line_width(1).fill_opacity(40 if is_stacked else 8)
     panel = panel.tooltip(common_builder.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI))
@@ -40,8 +40,8 @@ def plot(
     panel = panel if high is None else panel.max(high)
     if is_stacked:
         panel = panel.stacking(common_builder.StackingConfig().mode(common.StackingMode.NORMAL))
-    if right:
-        panel = panel.override_by_query(right, [model.DynamicConfigValue("custom.axisPlacement", "right")])
+    for letter in right:
+        panel = panel.override_by_query(letter, [model.DynamicConfigValue("custom.axisPlacement", "right")])
     return panel.targets(targets(queries))
 
 

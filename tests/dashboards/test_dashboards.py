@@ -25,6 +25,7 @@ from tests.daemon.test_lifecycle import write_checkpoint
 from tests.dashboards.contents import (
     ALERTS,
     BOARDS,
+    FOLDER,
     FOREIGN,
     METRIC,
     all_queries,
@@ -203,3 +204,27 @@ def test_every_alert_says_what_it_means_and_what_to_do() -> None:
         templates = re.findall(r"{{(.*?)}}", json.dumps(rule["annotations"]))
         assert all(re.fullmatch(r" \$labels\.\w+ ", template) for template in templates), rule["alert"]
         assert "{{" not in rule["annotations"]["runbook"]
+
+
+def test_runbooks_name_settings_and_metrics_that_exist(exposed: dict[str, set[str]], settings: Settings) -> None:
+    known = settings.model_dump()
+    for rule in rules(ALERTS):
+        runbook = rule["annotations"]["runbook"]
+        for section, name in re.findall(rf"\b({'|'.join(known)})\.([a-z_]+)", runbook):
+            assert name in known[section], f"{section}.{name} in {rule['alert']}"
+        for name, _ in METRIC.findall(runbook):
+            assert name in exposed or name == "honed_session", f"{name} in {rule['alert']}"
+
+
+def test_what_pre_emption_takes_from_users_stands_beside_the_whole_delay() -> None:
+    [queries] = [
+        [target["expr"] for target in panel["targets"]]
+        for panel in panels(board_of(FOLDER / "honed-training.json"))
+        if panel["title"] == "Pre-emptions"
+    ]
+    shown = {name for expr in queries for name, _ in METRIC.findall(expr) if name.endswith("_bucket")}
+    both = {"honed_training_preemption_seconds", "honed_training_preemption_computing_seconds"}
+    assert shown == {f"{name}_bucket" for name in both}
+    [runbook] = [rule["annotations"]["runbook"] for rule in rules(ALERTS) if rule["alert"] == "HonedTrainerHurtsLatency"]
+    assert '"Pre-emptions"' in runbook
+    assert "p99 of computing" in runbook
