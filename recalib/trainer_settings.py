@@ -103,8 +103,8 @@ class TrainerSettings(SampleSettings):
     """Context rows of one micro-step. With the anchors it is what a micro-step costs, which is divided on a GPU
     (`preempt_budget_s`)."""
     preempt_budget_s: float = 0.05
-    """How long serving may have to wait for a GPU: micro-steps are divided for it, by measuring them; 0: they aren't. On a CPU
-    the trainer yields within them."""
+    """For GPUs: how long serving may have to wait for one. Micro-steps are divided for it, by measuring them; 0: they aren't.
+    On a CPU it has no effect: the trainer stops before every operation."""
     max_duty: float = 1.0
     """Most of the time that training may be at work where the device is otherwise idle; it rests after each unit of work for
     the remainder."""
