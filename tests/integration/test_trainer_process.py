@@ -200,8 +200,8 @@ def test_failed_cancelled_and_purged_operations_leave_nothing(site):
     daemon.send(site.request("purged"))
     daemon.wait_for(wire.TrainerStatus, lambda s: s.operation_id == "purged")
     daemon.send(wire.Purge(operation_id="p"))
-    assert "purged" in daemon.wait_for(wire.TrainResult).error
     assert daemon.wait_for(wire.Purged) == wire.Purged(operation_id="p")
+    assert "purged" in daemon.wait_for(wire.TrainResult).error
     assert daemon.wait_for(wire.TrainerStatus, lambda s: s.state == "idle").samples == 0
 
     weights = site.registry.path(site.parent) / "model.safetensors"
