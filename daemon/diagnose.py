@@ -19,12 +19,11 @@ from honed.daemon.errors import SettingsError
 from honed.daemon.settings import Settings, load
 from honed.daemon.terminal import SERVICE_DIR, socket_of
 from honed.daemon.vllm_command import parse
+from honed.recalib.drafter_config import DrafterConfig
 
 PROMETHEUS = "http://127.0.0.1:9090"
 SERVICE_STATE_DIR = Path("/var/lib/honed")
 HTTP_TIMEOUT_S = 5.0
-TYPICAL = doctor_memory.Shape(parameters=800_000_000, vocab_size=151_936, hidden_size=4096, block_size=16, anchors=16)
-"""A drafter for an 8B target, where none is known yet. Source: z-lab/Qwen3-8B-DFlash."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,9 @@ def _group_of(folder: Path) -> int | None:
 
 def _memory(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check]:
     trainer = settings.trainer_settings()
-    needed = doctor_memory.needed_bytes(_shape(settings, status, trainer.anchors_per_micro_step))
+    config, guess = _drafter(settings, status)
+    is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
+    needed = doctor_memory.need(trainer, config, settings.recalibration.scope, is_fused=is_fused, guess=guess)
     is_gpu = trainer.device.startswith("cuda")
     if is_gpu:
         yield from doctor_memory.check_gpu(doctor_memory.gpu_listing(), trainer.device, needed)
@@ -144,20 +145,20 @@ def _memory(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check
         meminfo = doctor_memory.MEMINFO.read_text()
     except OSError:
         return
-    yield from doctor_memory.check_host(meminfo, needed, trainer.sample_bytes, trains_here=not is_gpu)
+    yield from doctor_memory.check_host(meminfo, None if is_gpu else needed, trainer.sample_bytes)
 
 
-def _shape(settings: Settings, status: dict[str, Any] | None, anchors: int) -> doctor_memory.Shape:
-    """Of the active drafter; a typical one's where there is none, or it can't be read."""
-    active = ((status or {}).get("drafters") or {}).get("active") or ""
-    folder = settings.paths.registry / "versions" / active
-    config = read_config(folder) if active else None
+def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[DrafterConfig | None, str]:
+    """The active drafter's shape; None and the reason where it can't be known."""
+    if status is None:
+        return None, "no daemon says which version is active"
+    active = (status.get("drafters") or {}).get("active") or ""
+    if not active:
+        return None, "no version is active yet"
+    config = read_config(settings.paths.registry / "versions" / active)
+    if config is None:
+        return None, f"the config.json of version {active} can't be read"
     try:
-        if config is not None:
-            parameters = (folder / "model.safetensors").stat().st_size // 2  # stored with 2 bytes each
-            vocab_size, hidden_size, block_size = (int(config[name]) for name in ("vocab_size", "hidden_size", "block_size"))
-            return doctor_memory.Shape(parameters, vocab_size, hidden_size, block_size, anchors)
-    except (OSError, KeyError, TypeError, ValueError):
-        pass
-    typical = TYPICAL
-    return doctor_memory.Shape(typical.parameters, typical.vocab_size, typical.hidden_size, typical.block_size, anchors)
+        return DrafterConfig.from_json(config), ""
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"version {active}: {error}"

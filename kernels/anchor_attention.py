@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from honed.kernels import reference_training
+from honed.kernels.training_sizes import PART_QUERIES
 
-PART_QUERIES = 64
 TILE = 128
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from honed.kernels.block_loss_labels import first_best
+from honed.kernels.training_sizes import BUFFER_BYTES, CACHED_BYTES
 from honed.kernels.wide_matmul import add_weighted, even_size, scores_into, slices, wide_dtype
 
 try:
@@ -28,10 +29,6 @@ except ImportError:
     triton = None
 
 KINDS = {"kl": 0, "tv": 1, "hybrid": 2}
-BUFFER_BYTES = {"cuda": 256 << 20, "cpu": 96 << 20}
-"""Of scores and goal scores. A chunk's products want some hundred rows on a GPU; a CPU is content with a few."""
-CACHED_BYTES = 1 << 20
-"""Of scores that the plain version takes through its steps at a time."""
 HYBRID_DECAY = 3.0
 
 if triton is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from honed.kernels.training_sizes import ROWS, TILE
 from honed.kernels.wide_matmul import add_weighted, even_size, operand_dtype, scores_into, slices, wide_dtype
 
 try:
@@ -28,10 +29,6 @@ try:
 except ImportError:
     triton = None
 
-TILE = 8192
-"""Tokens of the vocabulary at a time: a row of a tile lives in the registers of one program. A power of two."""
-ROWS = 1024
-"""Rows of hidden states at a time."""
 GROUP = 128
 SLACK = 8.0
 """exp(8) leaves float16 weights room on both sides; bfloat16 and float32 would bear far more."""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-RESERVE_SHARE = 0.1
-"""Of what is free, left to others: allocators round up, and the engine breathes."""
+from honed.recalib.memory_budget import usable_bytes
 
 
 def available_bytes(device: torch.device, limit_bytes: int = 0) -> int:
@@ -16,8 +15,7 @@ def available_bytes(device: torch.device, limit_bytes: int = 0) -> int:
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = min(_free_in_machine(Path("/proc/meminfo")), _free_in_cgroup(Path("/sys/fs/cgroup")))
-    usable = int(free * (1.0 - RESERVE_SHARE))
-    return min(limit_bytes, usable) if limit_bytes else usable
+    return usable_bytes(free, limit_bytes)
 
 
 def hold_to(device: torch.device, num_bytes: int) -> None:

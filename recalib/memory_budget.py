@@ -10,6 +10,7 @@
 
 The first four are exact; the others count the tensors that are alive together at the worst moment of `MicroTrainer.step`. The
 estimate is held against the measured peak in `tests/recalib/test_memory_budget.py`: it must not be too low, nor idle talk.
+No torch here: `honed doctor` says beforehand what the trainer will say.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from honed.kernels.anchor_attention import PART_QUERIES
-from honed.kernels.block_loss_goal import BUFFER_BYTES, CACHED_BYTES
-from honed.kernels.block_loss_labels import ROWS, TILE
+from honed.kernels.training_sizes import BUFFER_BYTES, CACHED_BYTES, PART_QUERIES, ROWS, TILE
 from honed.recalib.drafter_config import DrafterConfig
-from honed.recalib.training_settings import TrainingSettings
+from honed.recalib.training_settings import Precision, TrainingSettings
 
 # Letters: T packed rows, N blocks, K draft positions, B = K + 1, V vocabulary, H width, I MLP width, L layers.
 
 FLOAT = 4
 GIB = 2**30
+RESERVE_SHARE = 0.1
+"""Of what is free, left to others: allocators round up, and the engine breathes."""
 
 
 class MemoryBudgetError(ValueError):
@@ -108,6 +109,19 @@ def estimate_and_cures(
         ]
         cures.append((f"{', '.join(changes)} make it fit", estimate(config, settings, rows, **about)))
     return needed, cures
+
+
+def usable_bytes(free: int, limit_bytes: int = 0) -> int:
+    """What a training may take: the limit if there is one, but no more than nine tenths of what is free."""
+    usable = int(free * (1.0 - RESERVE_SHARE))
+    return min(limit_bytes, usable) if limit_bytes else usable
+
+
+def value_bytes(device: str, precision: Precision) -> tuple[int, int]:
+    """(`shared_bytes`, `compute_bytes`) of `estimate`, as `precision.compute_dtype` has them on a GPU with bfloat16."""
+    is_gpu = device.startswith("cuda")
+    is_short = precision == "bfloat16" or (precision == "auto" and is_gpu)
+    return FLOAT // 2 if is_gpu else FLOAT, FLOAT // 2 if is_short else FLOAT
 
 
 def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple[int, int]:

@@ -6,6 +6,7 @@
 
 Source: arXiv 2306.15595 (linear), the Llama 3.1 model card's configuration, arXiv 2309.00071 (YaRN, sections 3.2 to 3.4); held
 against vLLM 0.32's `rotary_embedding` in `tests/recalib/test_rope_scaling.py`.
+No torch here: `honed doctor` reads shapes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KINDS = ("linear", "llama3", "yarn")
 
@@ -78,7 +79,7 @@ def scale_frequencies(inverse: Tensor, theta: float, scaling: RopeScaling) -> tu
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    ramp = (torch.arange(half, device=inverse.device) - low) / (high - low or 0.001)
+    ramp = (inverse.new_tensor(range(half)) - low) / (high - low or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     return inverse * (kept + (1 - kept) / scaling.factor), _magnitude(scaling)
 

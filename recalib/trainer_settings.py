@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from honed.adapt.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
-from honed.recalib.training_settings import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision
+from honed.recalib.presets import decay_tokens
+from honed.recalib.training_settings import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision, Scope, TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,22 @@ class TrainerSettings(SampleSettings):
         "max_gate_rows": COUNT,
         **dict.fromkeys(("status_interval_s", "tick_s"), Range(0, 60, excludes_low=True)),
     }
+
+    def training(self, scope: Scope, block_size: int) -> TrainingSettings:
+        """How to train a drafter with such blocks."""
+        return TrainingSettings(
+            scope=scope,
+            loss=self.loss,
+            learning_rate=self.learning_rate,
+            warmup_updates=self.warmup_updates,
+            decay_tokens=self.decay_tokens or decay_tokens(block_size),
+            anchors_per_micro_step=self.anchors_per_micro_step,
+            micro_steps_per_update=self.micro_steps_per_update,
+            break_share=self.break_share,
+            ema_decay=self.ema_decay,
+            precision=self.precision,
+            gradient_checkpointing=self.gradient_checkpointing,
+            denoising_steps=self.denoising_steps,
+            mask_schedule=self.mask_schedule,
+            seed=self.seed,
+        )

@@ -17,12 +17,11 @@ import torch
 from honed.adapt import wire
 from honed.recalib.checkpoint import TargetHead, load_drafter, load_target_head, read_drafter_config
 from honed.recalib.device_memory import available_bytes, hold_to
-from honed.recalib.drafter import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.memory_budget import check_fits, estimate_and_cures, in_words
-from honed.recalib.micro_step import MicroTrainer, StepFigures, TrainingSettings
+from honed.recalib.micro_step import MicroTrainer, StepFigures
 from honed.recalib.pace import Pace
 from honed.recalib.precision import compute_dtype
-from honed.recalib.presets import decay_tokens
 from honed.recalib.progress import OperationError, Progress
 from honed.recalib.replay import ReplayMix
 from honed.recalib.sample import TrainingSample
@@ -56,7 +55,9 @@ class TrainingRun:
         self._progress, self._working_s = progress, working_s
         self._device = torch.device(settings.device)
         self._config = read_drafter_config(parent_dir)
-        self._training = training_settings(settings, request.scope, self._config)
+        if request.scope not in ("kv-frozen", "full"):
+            raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
+        self._training = settings.training("full" if request.scope == "full" else "kv-frozen", self._config.block_size)
         about = {"request": msgspec.to_builtins(request), "training": asdict(self._training)}
         self._state = TrainingState(state_dir, request.operation_id, about) if state_dir and settings.save_state_s else None
         self._head: TargetHead | None = None
@@ -189,25 +190,3 @@ class TrainingRun:
         for name, value in facts["progress"].items():
             setattr(self._progress, name, value)
         log.info("training goes on", operation_id=self._request.operation_id, steps=self._progress.steps)
-
-
-def training_settings(settings: TrainerSettings, scope: str, config: DrafterConfig) -> TrainingSettings:
-    """How to train this drafter. Raises OperationError for an unknown scope."""
-    if scope not in ("kv-frozen", "full"):
-        raise OperationError(f"unknown scope {scope!r}: kv-frozen and full are known")
-    return TrainingSettings(
-        scope="full" if scope == "full" else "kv-frozen",
-        loss=settings.loss,
-        learning_rate=settings.learning_rate,
-        warmup_updates=settings.warmup_updates,
-        decay_tokens=settings.decay_tokens or decay_tokens(config.block_size),
-        anchors_per_micro_step=settings.anchors_per_micro_step,
-        micro_steps_per_update=settings.micro_steps_per_update,
-        break_share=settings.break_share,
-        ema_decay=settings.ema_decay,
-        precision=settings.precision,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        denoising_steps=settings.denoising_steps,
-        mask_schedule=settings.mask_schedule,
-        seed=settings.seed,
-    )

@@ -25,7 +25,8 @@ MAY_IMPORT = {
 }
 """Folder -> folders of ours, beside itself."""
 DAEMON_MAY_TAKE_FROM_RECALIB = {
-    "registry", "shared_registry", "manifest", "weights_digest", "gate", "trainer_settings", "ring_reader",
+    "registry", "shared_registry", "manifest", "weights_digest", "gate", "trainer_settings", "training_settings",
+    "drafter_config", "memory_budget", "ring_reader",
 }  # fmt: skip
 TRAIN_COMMAND = ("daemon/command_line.py", "recalib.trainer")
 """`honed train` starts the trainer; it is imported there and then only."""

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +18,24 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from honed.daemon import database, doctor_command, doctor_daemon, doctor_host, doctor_memory
+from honed.adapt import wire
+from honed.daemon import database, diagnose, doctor_command, doctor_daemon, doctor_host, doctor_memory
 from honed.daemon.command_line import app
 from honed.daemon.doctor import ORDER, Check, exit_code, worst_first
 from honed.daemon.serve import start
 from honed.daemon.settings import load
+from honed.recalib import training_run
+from honed.recalib.drafter_config import DrafterConfig
+from honed.recalib.memory_budget import MemoryEstimate
+from honed.recalib.progress import Progress
+from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.training_settings import Precision, Scope
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
 from tests.daemon.test_show import HEALTHY
 
 GIB = 1 << 30
+TINY = Path(__file__).parents[2] / "benchmarks" / "tiny"
 
 
 def levels(checks: Iterator[Check] | list[Check]) -> list[str]:
@@ -119,29 +128,86 @@ def test_a_trainer_without_pytorch_or_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 # --- memory -----------------------------------------------------------------------------------------------------------------
 
-SHAPE = doctor_memory.Shape(parameters=1_000_000_000, vocab_size=100_000, hidden_size=4096, block_size=16, anchors=16)
 SMI = "0, 143771, 20000\n1, 143771, 100\n"
 
 
-def test_the_need_grows_with_the_drafter_and_the_vocabulary() -> None:
-    assert 16e9 < doctor_memory.needed_bytes(SHAPE) < 24e9
+def need(num_bytes: int, **changes: Any) -> doctor_memory.Need:
+    cures = [("trainer.seed = 1 makes it fit", MemoryEstimate({"weights": num_bytes // 2}))]
+    return doctor_memory.Need(MemoryEstimate({"weights": num_bytes}), cures, **changes)
+
+
+def tiny_config() -> DrafterConfig:
+    return DrafterConfig.from_json(json.loads((TINY / "drafter" / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+@pytest.mark.parametrize("precision", ["auto", "float32", "bfloat16"])
+def test_the_need_is_what_the_trainer_says(monkeypatch: pytest.MonkeyPatch, scope: Scope, precision: Precision) -> None:
+    said: list[MemoryEstimate] = []
+    monkeypatch.setattr(training_run, "check_fits", lambda needed, *rest: said.append(needed))
+    settings = TrainerSettings(precision=precision, ema_decay=0.5)
+    request = wire.TrainRequest("o", "engine-0", "", str(TINY / "target"), "v0", str(TINY / "drafter"), scope=scope)
+    feed = SimpleNamespace(is_fused=scope != "full")
+    run = training_run.TrainingRun(request, settings, TINY / "drafter", feed, Progress(), lambda: 0.0, None)  # type: ignore[arg-type]
+    run.check_memory()
+    assert said == [doctor_memory.need(settings, tiny_config(), scope, is_fused=feed.is_fused).estimate]
+
+
+def test_a_drafter_that_is_not_known_is_guessed_and_that_is_said() -> None:
+    found = doctor_memory.need(TrainerSettings(), None, "kv-frozen", is_fused=True, guess="no version is active yet")
+    assert 23 * GIB < found.total_bytes < 25 * GIB  # 1.05 B parameters, in float32
+    assert "a guess, as for the drafter of an 8B target: no version is active yet" in str(found)
+    assert "a guess" in only(doctor_memory.check_gpu(SMI, "cuda:1", found)).text
+    assert only(doctor_memory.check_gpu(SMI, "cuda:1", found)).level == "warning"
+
+
+def test_the_active_version_s_own_shape_counts(tmp_path: Path) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    active = {"drafters": {"active": "v0001-aaaaaaaa"}}
+    assert diagnose._drafter(settings, None) == (None, "no daemon says which version is active")
+    assert diagnose._drafter(settings, {"drafters": {}}) == (None, "no version is active yet")
+    assert diagnose._drafter(settings, active) == (None, "the config.json of version v0001-aaaaaaaa can't be read")
+    folder = tmp_path / "registry" / "versions" / "v0001-aaaaaaaa"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert "version v0001-aaaaaaaa: " in diagnose._drafter(settings, active)[1]
+    (folder / "config.json").write_text((TINY / "drafter" / "config.json").read_text())
+    assert diagnose._drafter(settings, active) == (tiny_config(), "")
+    (found,) = [c for c in diagnose._memory(settings, active) if c.subject == "memory"]
+    assert "a guess" not in found.text
 
 
 def test_gpu_memory_left_for_training() -> None:
-    assert only(doctor_memory.check_gpu(SMI, "cuda", 10 * GIB)).level == "ok"
-    found = only(doctor_memory.check_gpu(SMI, "cuda:1", 10 * GIB))
+    assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB))).level == "ok"
+    found = only(doctor_memory.check_gpu(SMI, "cuda:1", need(10 * GIB)))
     assert found.level == "error"
-    assert "0.1 GiB of 140.4 GiB are free on GPU 1; training takes about 10.0 GiB" in found.text
-    assert "Lower vLLM's --gpu-memory-utilization by 0.08" in found.cure
-    assert "the machine's GPUs are 0, 1" in only(doctor_memory.check_gpu(SMI, "cuda:7", 1)).text
-    assert only(doctor_memory.check_gpu(None, "cuda", 1)).level == "unknown"
+    assert "100 MiB of 140.4 GiB are free on GPU 1, 0 MiB of it for training; training takes about 10.0 GiB" in found.text
+    assert "Lower vLLM's --gpu-memory-utilization by 0.08 and restart it; or set trainer.device to cpu." in found.cure
+    assert "the machine's GPUs are 0, 1" in only(doctor_memory.check_gpu(SMI, "cuda:7", need(1))).text
+    assert only(doctor_memory.check_gpu(None, "cuda", need(1))).level == "unknown"
+
+
+def test_a_tenth_of_what_is_free_is_left_to_others() -> None:
+    assert only(doctor_memory.check_gpu(SMI, "cuda", need(17 * GIB))).level == "ok"
+    found = only(doctor_memory.check_gpu(SMI, "cuda", need(19 * GIB)))  # of 19.5
+    assert (found.level, found.cure.partition("; or ")[2]) == ("error", "trainer.seed = 1 makes it fit.")
+
+
+def test_a_limit_that_is_too_low_for_training() -> None:
+    found = only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB, limit_bytes=6 * GIB)))
+    assert (found.level, "trainer.memory_bytes allows 6.0 GiB" in found.text) == ("error", True)
+    assert found.cure == f"Raise trainer.memory_bytes to {10 * GIB}; or trainer.seed = 1 makes it fit."
+    meminfo = "MemAvailable:   8388608 kB\n"
+    assert "Raise trainer.memory_bytes" in only(doctor_memory.check_host(meminfo, need(GIB, limit_bytes=1), GIB)).cure
 
 
 def test_memory_of_the_machine() -> None:
     meminfo = "MemTotal: 1 kB\nMemAvailable:   8388608 kB\n"
-    assert only(doctor_memory.check_host(meminfo, 4 * GIB, 2 * GIB, trains_here=True)).level == "ok"
-    assert only(doctor_memory.check_host(meminfo, 7 * GIB, 2 * GIB, trains_here=True)).level == "warning"
-    assert only(doctor_memory.check_host(meminfo, 7 * GIB, 2 * GIB, trains_here=False)).level == "ok"
+    assert only(doctor_memory.check_host(meminfo, need(4 * GIB), 2 * GIB)).level == "ok"
+    found = only(doctor_memory.check_host(meminfo, need(7 * GIB), 2 * GIB))
+    assert (found.level, "trainer.seed = 1 makes it fit" in found.cure) == ("warning", True)
+    assert only(doctor_memory.check_host(meminfo, None, 2 * GIB)).level == "ok"
+    assert only(doctor_memory.check_host(meminfo, None, 9 * GIB)).level == "warning"
 
 
 # --- the daemon's own word --------------------------------------------------------------------------------------------------
