@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import stat
+import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -150,6 +151,30 @@ def check_torch(device: str) -> Iterator[Check]:
         yield Check("trainer", "error", text, "Set trainer.device to cpu, or load the driver (`nvidia-smi`).")
     else:
         yield Check("trainer", "ok", f"PyTorch is there; trains on {device}")
+        if device.startswith("cuda"):
+            yield from check_compiler(os.environ.get("CC", ""), Path(sysconfig.get_path("include")))
+
+
+def check_compiler(named: str, headers: Path) -> Iterator[Check]:
+    """Whether kernels can be compiled on the way: Triton makes a Python module of each, in C.
+
+    Args:
+        named: the variable CC, which Triton follows.
+        headers: where Python.h is looked for.
+    """
+    compilers = (named,) if named else ("gcc", "clang")
+    found = next((path for name in compilers if (path := shutil.which(name))), None)
+    missing = []
+    if found is None:
+        missing.append(f"no C compiler ({' or '.join(compilers)})" + (", which CC names" if named else ""))
+    if not (headers / "Python.h").is_file():
+        missing.append(f"no {headers / 'Python.h'}")
+    if missing:
+        text = f"there is {' and '.join(missing)}: training on CUDA compiles kernels, and fails without"
+        cure = f"Debian: `apt install gcc python{sysconfig.get_python_version()}-dev`; other systems name them alike."
+        yield Check("trainer's compiler", "error", text, cure)
+    else:
+        yield Check("trainer's compiler", "ok", f"{found}, and Python's headers")
 
 
 def _size(path: Path) -> int:
