@@ -118,7 +118,8 @@ def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Chec
     found = vllm_processes.running()
     runtime_dir = settings.paths.runtime_dir
     for process in found:
-        yield from doctor_vllm.check_process(process, str(runtime_dir), _group_of(runtime_dir), partial(_config_of, process))
+        group, registry = _group_of(runtime_dir), settings.paths.registry
+        yield from doctor_vllm.check_process(process, str(runtime_dir), group, registry, partial(_config_of, process))
     if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):
         cure = "Start it with what `honed vllm-args` prints. `honed doctor -- COMMAND …` judges a command before it is run."
         yield Check("vLLM", "warning", "no vLLM server runs here", cure)

@@ -1,12 +1,14 @@
 """Whether a vLLM server is started so that honed attaches, and its drafter belongs to its target.
 
-Pure but for `read_config`, which is given. It looks at commands as well as at running processes, so that a command can be
-judged before it is run.
+Pure but for `read_config`, which is given, and for a look at the registry. It looks at commands as well as at running
+processes, so that a command can be judged before it is run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from honed.daemon.doctor import Check
@@ -39,7 +41,9 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -
             yield from check_pair(target, drafter, subject, command.drafter)
 
 
-def check_process(process: VllmProcess, runtime_dir: str, group: int | None, read_config: ReadConfig) -> Iterator[Check]:
+def check_process(
+    process: VllmProcess, runtime_dir: str, group: int | None, registry: Path, read_config: ReadConfig
+) -> Iterator[Check]:
     """A running server: its versions, its environment, its rights, its command."""
     subject = f"vLLM (process {process.pid})"
     yield from check_version(process.vllm_version, subject)
@@ -57,7 +61,47 @@ def check_process(process: VllmProcess, runtime_dir: str, group: int | None, rea
             subject, "error", f"runs as user {process.uid}, which is not in the group of {runtime_dir}",
             "usermod -aG honed USER, then restart vLLM: groups are read at the start.",
         )  # fmt: skip
+    yield from check_registry(process, registry, subject)
     yield from check_command(process.command, subject, read_config)
+
+
+def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterator[Check]:
+    """Whether a server can open new weights, by the path that the daemon tells it. Rights are those of modes alone."""
+    if process.environment is None:
+        return  # then it isn't seen either what "/" is for it
+    cure = f"Mount the daemon's there, as in `-v {registry}:{registry}:ro`, and restart vLLM."
+    try:
+        ours = registry.stat()
+    except OSError:
+        return  # no daemon has made it yet, or it isn't for us to see
+    try:
+        theirs = process.at(registry).stat()
+    except PermissionError:
+        return
+    except OSError:
+        yield Check(subject, "error", f"doesn't see {registry}, from which it reads new weights: every swap fails", cure)
+        return
+    if not os.path.samestat(ours, theirs):
+        text = f"sees another {registry} than the daemon's, from which it reads new weights: every swap fails"
+        yield Check(subject, "error", text, cure)
+        return
+    for folder in (registry, *registry.parents):
+        if not _may_enter(process, folder):
+            text = f"runs as user {process.uid}, which may not enter {folder}: it reads new weights there, so every swap fails"
+            cure = (
+                f"Put that user into the folder's group (`stat -c %G {folder}`) and restart vLLM; or set HONED_STATE_DIR, for"
+            )
+            yield Check(subject, "error", text, f"{cure} the daemon and the trainer, to a folder that it may enter.")
+            return
+
+
+def _may_enter(process: VllmProcess, folder: Path) -> bool:
+    try:
+        found = process.at(folder).stat()
+    except OSError:
+        return True  # not for us to see
+    bit = 0o100 if found.st_uid == process.uid else 0o010 if found.st_gid in process.groups else 0o001
+    return process.uid == 0 or bool(found.st_mode & bit)
 
 
 def check_version(version: str, subject: str) -> Iterator[Check]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ def process(tmp_path: Path, **changes: Any) -> VllmProcess:
 
 
 def of_process(found: VllmProcess, group: int | None = 990) -> list[Check]:
-    return list(doctor_vllm.check_process(found, "/run/honed", group, lambda name: read_config(Path(name))))
+    nowhere = Path("/nowhere/registry")
+    return list(doctor_vllm.check_process(found, "/run/honed", group, nowhere, lambda name: read_config(Path(name))))
 
 
 def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
@@ -183,6 +185,49 @@ def test_honed_missing_from_vllms_own_environment(tmp_path: Path) -> None:
     (bad,) = wrong(of_process(found))
     assert "honed isn't installed in vLLM's own environment" in bad.text
     assert f"{tmp_path}/bin/python -m pip install --no-deps /path/to/honed," in bad.cure
+
+
+def of_registry(found: VllmProcess, registry: Path) -> list[Check]:
+    return list(doctor_vllm.check_registry(found, registry, "vLLM"))
+
+
+def test_a_container_has_to_see_the_registry(tmp_path: Path) -> None:
+    registry, root = tmp_path / "state" / "registry", tmp_path / "root"
+    inside = root / registry.relative_to("/")
+    assert of_registry(process(tmp_path, root=root), registry) == []  # there is none yet
+    registry.mkdir(parents=True)
+    (bad,) = of_registry(process(tmp_path, root=root), registry)
+    assert (bad.level, bad.text) == ("error", f"doesn't see {registry}, from which it reads new weights: every swap fails")
+    assert f"`-v {registry}:{registry}:ro`" in bad.cure
+    inside.mkdir(parents=True)  # Docker makes what is missing
+    assert "sees another" in of_registry(process(tmp_path, root=root), registry)[0].text
+    inside.rmdir()
+    inside.symlink_to(registry)  # as a mount would show it
+    assert of_registry(process(tmp_path, root=root, uid=0), registry) == []
+    assert of_registry(process(tmp_path, root=tmp_path / "none", environment=None), registry) == []
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """That every user may enter; pytest's own lie below one that only its user may."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
+def test_vllms_user_has_to_be_let_into_the_registry(tmp_path: Path, open_folder: Path) -> None:
+    registry = open_folder / "state" / "registry"
+    registry.mkdir(parents=True)
+    for one in (open_folder, registry.parent, registry):
+        one.chmod(0o755)
+    ours = registry.stat()
+    assert of_registry(process(tmp_path, uid=ours.st_uid + 1), registry) == []
+    registry.parent.chmod(0o750)
+    (bad,) = of_registry(process(tmp_path, uid=ours.st_uid + 1), registry)
+    assert f"runs as user {ours.st_uid + 1}, which may not enter {registry.parent}:" in bad.text
+    assert f"`stat -c %G {registry.parent}`" in bad.cure
+    assert of_registry(process(tmp_path, uid=ours.st_uid + 1, groups=frozenset({ours.st_gid})), registry) == []
+    assert of_registry(process(tmp_path, uid=ours.st_uid), registry) == []
+    assert of_registry(process(tmp_path, uid=0), registry) == []
 
 
 def test_an_environment_that_may_not_be_read_is_said(tmp_path: Path) -> None:
