@@ -70,7 +70,7 @@ def drafter_config(
         mask_token_id: None: the family's, or the unused one.
 
     Raises:
-        ValueError: the target lacks what the shape needs, or no mask token is known.
+        ValueError: the target lacks what the shape needs, has too few layers for it, or no mask token is known.
     """
     text = {**target, **(target.get("text_config") or {})}
     num_target_layers = int(text.get("num_hidden_layers") or 0)
@@ -82,6 +82,9 @@ def drafter_config(
     if mask is None:
         raise ValueError("every token of the target's vocabulary is in use: name one that no text has with --mask-token-id")
     layers = preset.target_layer_ids if preset and num_layers == len(preset.target_layer_ids) else None
+    if num_layers > (most := num_target_layers - 3):
+        why = f"{num_layers} of {num_target_layers} target layers can't be read from the 2nd to the 3rd-last"
+        raise ValueError(f"{why}: use --layers {most}" if most > 0 else f"{why}: the target has too few for a DFlash drafter")
     rope = text.get("rope_parameters") or {}
     shape = {name: text[name] for name in SHAPE if text.get(name) is not None}
     return shape | {
