@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -60,7 +60,7 @@ def not_json(env: Mapping[str, str], model: type[BaseModel], prefix: str = "HONE
         name, kind = prefix + key.upper(), field.annotation
         is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
         if (is_section or get_origin(kind) is tuple) and name in env and not _is_json(env[name]):
-            example = '{"key": 1}' if is_section else "[1, 2]"
+            example = '{"key": 1}' if is_section else _example(kind)
             wrong[name] = f"setting {name}={env[name]!r} in the environment isn't JSON; write it like {example}"
         if is_section:
             wrong |= not_json(env, kind, f"{name}__")  # type: ignore[arg-type]
@@ -71,6 +71,14 @@ def did_you_mean(name: str, candidates: Sequence[str]) -> str:
     """The nearest known name, as the end of a sentence."""
     near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def _example(kind: Any) -> str:
+    """How a list of this kind is written."""
+    inner = get_args(kind)[0]
+    if get_origin(inner) is tuple:
+        return "[[4, 5], [16, 2]]"
+    return '["chat-0"]' if inner is str else "[0.5, 0.25]" if inner is float else "[1, 2]"
 
 
 def _is_json(text: Any) -> bool:

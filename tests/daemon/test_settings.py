@@ -61,6 +61,12 @@ def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
         ({"env": {"HONED_CONTROLLER__MODE": "table"}}, 'settings [controller]: mode "table" needs a table'),
         ({"env": {"HONED_CONTROLLER__TABLE": "4=5"}}, "HONED_CONTROLLER__TABLE='4=5' in the environment isn't JSON"),
         ({"env": {"HONED_CONTROLLER__TABLE": "[[4,-5]]"}}, "(from HONED_CONTROLLER__TABLE in the environment)"),
+        ({"env": {"HONED_CONTROLLER__TABLE": "4=5"}}, "write it like [[4, 5], [16, 2]]"),
+        (
+            {"env": {"HONED_TRAINER__YIELDS_TO": "chat-0"}},
+            'isn\'t JSON; write it like ["chat-0"]',
+        ),
+        ({"env": {"HONED_TRAINER__BLENDS": "1,"}}, "write it like [0.5, 0.25]"),
         ({"env": {"HONED_GATE": "no"}}, "HONED_GATE='no' in the environment isn't JSON"),
         ({"env": {"HONED_STORE": '{"max_raw_bytes": -1}'}}, "must be at least 0 (from HONED_STORE in the environment)"),
         ({"env": {"HONED_STORE__COMMIT_INTERVAL_S": "nan"}}, "must be from 0 to 5"),
