@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -206,7 +207,7 @@ class AdminClient:
     def _no_connection(self, path: Path) -> Unreachable:
         """Tell apart, by the socket file, why a connection couldn't be made."""
         try:
-            path.stat()
+            mode = path.stat().st_mode
         except FileNotFoundError:
             return Unreachable(
                 f"no daemon is running: {path} does not exist",
@@ -216,6 +217,12 @@ class AdminClient:
             pass
         except OSError as error:
             return Unreachable(f"{path} can't be reached ({error.strerror})", cure="Check --socket.")
+        else:
+            if not stat.S_ISSOCK(mode):
+                return Unreachable(
+                    f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a file'}, no socket",
+                    cure="Check --socket: the daemon's is admin.sock in its runtime directory.",
+                )
         if not os.access(path, os.W_OK):
             return Unreachable(
                 f"permission denied on {path}",

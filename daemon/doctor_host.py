@@ -115,13 +115,17 @@ def check_room(state_dir: Path, max_raw_bytes: int, used_bytes: int) -> Iterator
 def check_socket(subject: str, path: Path) -> Iterator[Check]:
     """Whether somebody listens on a socket, and who may connect."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        found = path.stat().st_mode
     except FileNotFoundError:
         cure = "Start the daemon: `systemctl start honed` or `honed serve`."
         yield Check(subject, "error", f"{path} isn't there: no daemon is running", cure)
         return
     except OSError as error:
         yield Check(subject, "unknown", f"{path}: {error.strerror}", "Run `sudo honed doctor`, or join the group honed.")
+        return
+    mode = stat.S_IMODE(found)
+    if not stat.S_ISSOCK(found):
+        yield Check(subject, "error", f"{path} is no socket", f"Move {path} away, then start the daemon: it makes its own.")
         return
     if mode & 0o007:
         yield Check(subject, "error", f"{path} has mode {mode:04o}: everybody may use it", f"chmod 0660 {path}")

@@ -44,6 +44,14 @@ def test_a_socket_left_behind_is_told_from_a_missing_one(path: Path) -> None:
     assert "left behind" in str(failure(path))
 
 
+def test_what_is_no_socket_is_said_to_be_none(path: Path) -> None:
+    path.write_text("")
+    error = failure(path)
+    assert str(error) == f"{path} is a file, no socket"
+    assert "Check --socket" in error.cure
+    assert str(failure(path.parent)) == f"{path.parent} is a folder, no socket"
+
+
 def test_a_socket_that_may_not_be_used_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may use any socket, so the kernel's answer is given here.
     with socket.socket(socket.AF_UNIX) as left:

@@ -99,6 +99,9 @@ def test_room_on_the_disk(
 def test_sockets_are_told_apart(folder: Path) -> None:
     path = folder / "s"
     assert "no daemon is running" in only(doctor_host.check_socket("admin socket", path)).text
+    path.write_text("")
+    assert only(doctor_host.check_socket("admin socket", path)).text == f"{path} is no socket"
+    path.unlink()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         path.chmod(0o660)
