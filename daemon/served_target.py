@@ -106,6 +106,11 @@ def _values(counters: Counters) -> tuple[int, ...]:
     return (counters.generated_tokens, counters.rounds, counters.draft_tokens, counters.accepted_tokens)
 
 
+def _address(text: str) -> str:
+    """What was probably meant by an address without http://."""
+    return f"http://{text.rpartition('//')[2]}" if text.rpartition("//")[2] else "http://host:port"
+
+
 COUNTERS = {
     "vllm:generation_tokens_total": "generated_tokens",
     "vllm:spec_decode_num_drafts_total": "rounds",
@@ -134,9 +139,14 @@ class ServedTarget:
         model: the name it serves the target under; "": the first that it lists.
         key: bearer token of its `--api-key`.
         timeout_s: longest wait for one completion.
+
+    Raises:
+        TargetError: that is no address.
     """
 
     def __init__(self, url: str, *, model: str = "", key: str = "", timeout_s: float = 600.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise TargetError(f"{url!r} is no address of a server", cure=f"Write {_address(url)}.", exit_code=EXIT_USAGE)
         self.url, self.model, self._timeout_s = url.rstrip("/").removesuffix("/v1"), model, timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Made once: reading the certificates takes longer than a short prompt.

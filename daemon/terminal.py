@@ -53,6 +53,8 @@ class Connection:
 
     def open(self) -> AdminClient:
         """A client; nothing is sent yet."""
+        if self.url and not self.url.startswith(("http://", "https://")):
+            fail(f"--url {self.url} is no address", cure="Write it like http://127.0.0.1:9465.", exit_code=EXIT_USAGE)
         token = ""
         if self.token_file is not None:
             try:

@@ -304,3 +304,13 @@ def test_a_new_drafter_is_written_by_a_program_of_its_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize("words", ["", "--url http://127.0.0.1:1", "--new-drafter x", "--url u --prompts p --scope half"])
 def test_wrong_usage_ends_with_2(words: str) -> None:
     assert CliRunner().invoke(app, ["calibrate", *words.split()]).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["calibrate", "retention"])
+def test_an_address_without_http_is_wrong_usage(tmp_path: Path, command: str) -> None:
+    (tmp_path / "prompts").write_text("one\n")
+    asked = [command, "--url", "127.0.0.1:8000", "--prompts", str(tmp_path / "prompts")]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert "'127.0.0.1:8000' is no address of a server" in result.stderr
+    assert "Write http://127.0.0.1:8000." in result.stderr
