@@ -169,6 +169,13 @@ def test_the_port_for_metrics_is_told_from_the_admin_api(run: Run, paths: dict[s
     assert "admin.sock" in result.stderr
 
 
+def test_a_daemon_s_address_without_http_is_wrong_usage(run: Run) -> None:
+    result = run("--url", "127.0.0.1:9465", "status")
+    assert result.exit_code == 2
+    assert "--url 127.0.0.1:9465 is no address" in result.stderr
+    assert "http://127.0.0.1:9465" in result.stderr
+
+
 def test_workloads_and_engines_show_figures(run: Run, engine: FakeEngine) -> None:
     (row,) = answer(run("workloads", "--window", "10m", "--json"))
     assert (row["rounds"], row["acceptance_length"]) == (8, 2.5)
