@@ -10,13 +10,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from honed.adapt import wire
-from honed.adapt.drift import Alarm
 from honed.daemon.api import make_app
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
-from tests.daemon.test_lifecycle import Stage, write_checkpoint
+from tests.daemon.test_lifecycle import Stage, drift, write_checkpoint
 
 
 @pytest.fixture
@@ -144,9 +143,7 @@ def test_a_version_that_regresses_later_is_rolled_back(stage: Stage) -> None:
     new = stage.version(1.0)
     stage.promote(new)
     stage.engine.acceptance = {stage.first: 0.6, new: 0.3}
-    alarm = Alarm("regressed", "default", new, (1,), 3.0, 500, 1.2, 1.9, "it lost")
-    with stage.service.lock:
-        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+    drift(stage, "default", new)
     stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
     kinds = [operation["kind"] for operation in stage.client.get("/v1/operations").json()]
     assert kinds[:3] == ["rollback", "watch", "promote"]
@@ -162,15 +159,9 @@ def test_an_engine_that_refuses_ends_it_without_a_verdict(stage: Stage) -> None:
     assert new not in {swap["version"] for swap in stage.engine.swaps}
 
 
-def raise_alarm(stage: Stage, workload: str, version: str) -> None:
-    alarm = Alarm("regressed", workload, version, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
-    with stage.service.lock:
-        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
-
-
 def test_drift_whose_candidate_is_refused_by_the_engine_stands_again(stage: Stage) -> None:
     stage.serve_workload("default")
-    raise_alarm(stage, "default", stage.first)
+    drift(stage, "default")
     request = stage.trainer.expect(wire.TrainRequest)
     stage.engine.refuses = "no room for the staged weights"
     stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=True, version=stage.version(1.0)))
@@ -187,9 +178,9 @@ def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -
     stage.promote(new)
     for workload in ("default", "b"):
         stage.serve_workload(workload)
-    raise_alarm(stage, "default", new)
+    drift(stage, "default", new)
     assert stage.client.get("/v1/status").json()["canary"]
-    raise_alarm(stage, "b", new)
+    drift(stage, "b", new)
     assert {one["workload"] for one in stage.client.get("/v1/status").json()["drift_alarms"]} == {"default", "b"}
     with stage.service.lock:
         assert stage.service.recalibrations.training is None

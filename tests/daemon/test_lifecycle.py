@@ -311,9 +311,11 @@ def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
         assert stage.service.recalibrations.training is not None
 
 
-def drift(stage: Stage, workload: str) -> None:
-    alarm = Alarm("regressed", workload, stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
-    stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+def drift(stage: Stage, workload: str, version: str = "") -> None:
+    """Of the first version, unless told."""
+    alarm = Alarm("regressed", workload, version or stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
 
 
 def test_drift_of_two_workloads_at_once_is_answered_one_after_the_other(stage: Stage) -> None:
