@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 
-from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings
-from honed.adapt.step_watch import StepWatch
+import numpy as np
+
+from honed.adapt.step_time import PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings, kind_of
+from honed.adapt.step_watch import StepWatch, UsualSteps
 from honed.adapt.wire import StepColumns
 
 _SMOOTHING = 0.02
+_SPREAD_STEPS = 64
 
 
 class StepBeliefs:
@@ -16,7 +21,8 @@ class StepBeliefs:
 
     def __init__(self, settings: StepTimeSettings, captured_tokens: Sequence[int]) -> None:
         self._learner = StepTimeLearner(settings, captured_tokens)
-        self._watch = StepWatch()
+        self._watch, self._usual = StepWatch(), UsualSteps()
+        self._errors: deque[float] = deque(maxlen=_SPREAD_STEPS)
         self._last_end_ns = 0
         self._num_changes = 0
         self.typical: dict[str, float] = {}
@@ -48,11 +54,15 @@ class StepBeliefs:
                 continue
             figures = {"num_requests": requests, "context_tokens": context / requests, "step_seconds": seconds}
             if model.is_ready:
-                predicted = model.seconds(requests, tokens, context, prefill, block, drafted > 0)
-                figures["predicted_step_seconds"] = predicted
-                is_familiar = self._learner.is_familiar(requests, prefill, drafted, block)
-                if is_familiar and (changed_steps := self._watch.observe(seconds, predicted)):
+                step = requests, tokens, context, prefill, block, drafted > 0
+                predicted = figures["predicted_step_seconds"] = model.seconds(*step)
+                if seconds > 0.0 and predicted > 0.0:
+                    self._errors.append(abs(math.log(seconds / predicted)))
+                kind = kind_of(requests, prefill, drafted, block)
+                usual = self._usual.observe(kind, step, seconds, model, predicted)
+                if changed_steps := self._watch.observe(seconds, usual):
                     self._learner.restart(changed_steps, self._watch.factor)
+                    self._usual.forget()
                     self._num_changes += 1
                     model = self._learner.model()
             for name, value in figures.items():
@@ -70,7 +80,7 @@ class StepBeliefs:
             "predicted_seconds": self.typical.get("predicted_step_seconds"),
             "context_tokens_per_request": self.typical.get("context_tokens"),
             "num_requests": self.typical.get("num_requests"),
-            "spread": self._watch.spread,
+            "spread": float(np.median(self._errors)) if len(self._errors) == _SPREAD_STEPS else 0.0,
             "world_changes": self._num_changes,
         }
 

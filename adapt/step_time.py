@@ -240,7 +240,6 @@ class StepTimeLearner:
         self.num_steps = 0
         self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 8))
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
-        self._fitted_to, self._outdated = self._filled.copy(), self._filled.copy()
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
         self._fitted_at = self._started_at = 0
@@ -258,13 +257,13 @@ class StepTimeLearner:
         """Fold in one step; impossible ones are ignored."""
         if num_requests <= 0 or num_tokens <= 0 or not 0.0 < seconds < 600.0:
             return
-        kind = _kind(num_requests, num_prefill_tokens, num_draft_tokens, block)
+        kind = kind_of(num_requests, num_prefill_tokens, num_draft_tokens, block)
         cell = self._kinds.pop(kind, -1)
         if cell < 0:
             cell = len(self._kinds)
             if cell == self.settings.max_kinds:  # the kind that was seen longest ago makes room
                 cell = self._kinds.pop(next(iter(self._kinds)))
-                self._filled[cell] = self._fitted_to[cell] = self._outdated[cell] = 0
+                self._filled[cell] = 0
         self._kinds[kind] = cell
         self.num_steps += 1
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
@@ -272,11 +271,6 @@ class StepTimeLearner:
             num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0, seconds, self.num_steps,
         )  # fmt: skip
         self._filled[cell] += 1
-
-    def is_familiar(self, num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> bool:
-        """Tell whether the model was fitted to some such steps: else an error of it says nothing about the world."""
-        cell = self._kinds.get(_kind(num_requests, num_prefill_tokens, num_draft_tokens, block), -1)
-        return cell >= 0 and bool(self._fitted_to[cell] - self._outdated[cell] >= self.settings.min_steps_per_length)
 
     def restart(self, num_recent: int, factor: float) -> None:
         """The world has changed: fit anew, to the last `num_recent` steps above all.
@@ -289,7 +283,6 @@ class StepTimeLearner:
             is_recent = rows[:, 7] > self.num_steps - num_recent
             rows[~is_recent, 6] *= factor
             rows[~is_recent, 7] = -np.inf
-            self._outdated[cell] = filled - int(is_recent.sum())
         self._model = StepTimeModel()
         self._started_at = self.num_steps
 
@@ -313,7 +306,7 @@ class StepTimeLearner:
             return StepTimeModel()
         if not self._model.is_ready or self.num_steps - self._fitted_at >= self.settings.refit_steps:
             self._model = StepTimeModel(tuple(self._fit().tolist()), self.captured_tokens)
-            self._fitted_at, self._fitted_to = self.num_steps, self._filled.copy()
+            self._fitted_at = self.num_steps
         return self._model
 
     def _fit(self) -> Floats:
@@ -329,7 +322,8 @@ class StepTimeLearner:
         return fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens)
 
 
-def _kind(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
+def kind_of(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
+    """Tell which steps are alike: batch size, drafts per request, block and prompt tokens, rounded."""
     # A few drafts among many requests are not the same as none.
     per_request = max(round(num_draft_tokens / num_requests), 1) if num_draft_tokens else 0
     if num_prefill_tokens > 0:

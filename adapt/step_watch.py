@@ -1,33 +1,47 @@
-"""Notices that steps take longer, or shorter, than they did: another process on the GPU, new weights, other clocks."""
+"""Notices that steps take longer, or shorter, than they did: another process on the GPU, new weights, other clocks.
+
+A step is compared with what such steps usually took, not with what the model of step times makes of it: that fits some kinds of
+steps better than others, and its misfit shows whenever the batch becomes another one. The model only says what a longer context
+adds within a kind.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import numpy as np
+
+from honed.adapt.step_time import StepTimeModel
 
 WINDOWS = ((16, 0.45), (64, 0.15))
 """(steps, smallest relative change that counts, as a logarithm): the greater a change, the fewer steps prove it."""
 MIN_AGREEING = 0.8
 """Share of a window's steps that must be off in the same direction by at least half of the change."""
+_FEWEST_STEPS = 3
+"""Of a kind, before others are compared with them."""
+_QUICK_STEPS, _MEMORY_STEPS = 8.0, 256.0
+_MOST_KINDS = 512
+
+Step = tuple[int, int, int, int, int, bool]
+"""Requests, tokens, context, prefill tokens, block, whether drafts were verified: what `StepTimeModel.seconds` wants."""
 
 
 class StepWatch:
-    """Compares measured with predicted step times over windows of steps; a few odd steps don't matter."""
+    """Compares measured step times with expected ones over windows of steps; a few odd steps don't matter."""
 
     def __init__(self) -> None:
         self._errors: deque[float] = deque(maxlen=WINDOWS[-1][0])
-        self.spread = 0.0
-        """Half of the longest window's steps are within ± this of the prediction, relative; 0 before there are so many."""
         self.factor = 1.0
         """How much longer steps took after the last change that was noticed."""
 
-    def observe(self, measured_s: float, predicted_s: float) -> int:
+    def observe(self, measured_s: float, expected_s: float) -> int:
         """Fold in a step; the number of latest steps that show the world to have changed, 0 when it hasn't."""
-        if measured_s <= 0.0 or predicted_s <= 0.0:
+        if measured_s <= 0.0 or expected_s <= 0.0:
             return 0
-        self._errors.append(math.log(measured_s / predicted_s))
+        self._errors.append(math.log(measured_s / expected_s))
         if len(self._errors) < WINDOWS[0][0]:
             return 0
         every = np.array(self._errors)
@@ -40,5 +54,48 @@ class StepWatch:
                 self._errors.clear()
                 self.factor = math.exp(middle)
                 return window
-        self.spread = float(np.median(np.abs(every)))
         return 0
+
+
+@dataclass(slots=True)
+class _Usual:
+    step: Step
+    """The first of its kind, in terms of which the others are told."""
+    log_seconds: float = 0.0
+    num_steps: int = 0
+    model: StepTimeModel | None = None
+    predicted_s: float = 0.0
+    """What that model makes of the first step."""
+
+
+class UsualSteps:
+    """What steps of each kind usually take, with a memory of some hundred of them."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Usual] = {}
+
+    def observe(self, kind: Hashable, step: Step, seconds: float, model: StepTimeModel, predicted_s: float) -> float:
+        """Fold in a step; what such a step took so far, in seconds; 0 while too few of its kind were seen.
+
+        Args:
+            model: says what the step takes beside the first of its kind, which had another context.
+            predicted_s: what it says of this one.
+        """
+        if seconds <= 0.0 or predicted_s <= 0.0:
+            return 0.0
+        held = self._kinds.pop(kind, None) or _Usual(step)
+        if len(self._kinds) >= _MOST_KINDS:  # the kind that was seen longest ago makes room
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[kind] = held
+        if held.model is not model:
+            held.model, held.predicted_s = model, model.seconds(*held.step)
+        ratio = predicted_s / held.predicted_s
+        expected_s = ratio * math.exp(held.log_seconds) if held.num_steps >= _FEWEST_STEPS else 0.0
+        rate = max(1.0 / (held.num_steps + _QUICK_STEPS), 1.0 / _MEMORY_STEPS) if held.num_steps else 1.0
+        held.log_seconds += rate * (math.log(seconds / ratio) - held.log_seconds)
+        held.num_steps += 1
+        return expected_s
+
+    def forget(self) -> None:
+        """The world has changed: what was usual isn't."""
+        self._kinds.clear()
