@@ -32,7 +32,7 @@ from honed.adapt.context_shift import BITS
 from honed.adapt.desk import DESK, Desk
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
 from honed.adapt.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
-from honed.adapt.step_time import LEAST_SECONDS
+from honed.adapt.step_time import LEAST_SECONDS, PARAMETERS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -434,14 +434,15 @@ def prepare() -> None:
     """Compile everything, or load it from where it is kept."""
     requests, workloads = np.zeros(1, REQUEST), np.ones(1, WORKLOAD)
     slots, table = np.zeros(1, np.int64), np.full((1, 2), 0.5)
-    parts, seconds, captured, parameters = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64), np.ones(19)
+    parts, seconds, captured = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64)
+    parameters = np.ones(len(PARAMETERS))
     curves(slots, requests, workloads, True, table)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
     nobody, desk = array("q"), Desk()
     desk.put(
         known=requests, num_slots=1, workloads=workloads, num_rows=1, steps=table, num_buckets=2, gains=table, parts=parts,
-        num_curves=1, depth=2, on_failure=table, on_success=table, num_outcomes=2, parameters=parameters, num_parameters=19,
-        token_seconds=seconds, captured_below=captured, num_totals=8, lengths=slots,
+        num_curves=1, depth=2, on_failure=table, on_success=table, num_outcomes=2, parameters=parameters,
+        num_parameters=len(PARAMETERS), token_seconds=seconds, captured_below=captured, num_totals=8, lengths=slots,
     )  # fmt: skip
     desk.call(nobody)
     desk.learn(nobody, nobody)

@@ -1,12 +1,15 @@
 """Learns how long an engine step takes from its batch, and prices steps that haven't happened.
 
     T = base + r·R + f(padded tokens) + c·context + p·prefill + draft(block, R) + [drafts are verified]·(v₀ + v₁·R)
-    f(t) = t₀·t + Σ_h t_h·max(0, t − KNOTS_h)                         flat while memory-bound, steeper once compute-bound
+    f(t) = t₀·t + Σ_h t_h·max(0, t − KNOTS_h) + Σ_h s_h·min(t, FILLED_h)
     draft(b, R) = [b > 0]·(d₀ + d₁·R + d₄·context) + b·(d₂ + d₃·R)
 
 with R requests, tokens padded up to the next captured graph size, and b the block that the drafter really drafted. All
-coefficients are ≥ 0, so T never falls when anything grows. A runner that always drafts K shows one value of b only: then
-d₂ = d₃ = 0, since a shorter block was never seen to be cheaper. When the drafter was never skipped, its cost stays in `base`.
+coefficients are ≥ 0, so T never falls when anything grows. f is flat while memory-bound and steeper once compute-bound; in a
+mixture of experts it first rises, as tokens bring further experts into the step, until all are there (FILLED, where it shows).
+
+A runner that always drafts K shows one value of b only: then d₂ = d₃ = 0, since a shorter block was never seen to be cheaper.
+When the drafter was never skipped, its cost stays in `base`.
 A context costs more where something is drafted (d₄): the drafter attends to it too, and verification with more queries.
 A step that verifies any draft at all leaves the fast paths for plain decoding, in attention as in sampling (v). Drafts are
 verified a step after they were made; who drafts in every step pays for both in every step, and that is what `block` stands for
@@ -33,18 +36,21 @@ if TYPE_CHECKING:
     from honed.adapt.wire import Policy
 
 KNOTS = (16, 32, 64, 128, 256, 512, 1024)
+FILLED = (8, 32, 128)
 PARAMETERS = (
     "base", "per_request", "per_context_token", "per_prefill_token",
     "drafting", "drafting_per_request", "per_block_token", "per_block_token_and_request",
     "drafting_per_context_token",
     "verifying", "verifying_per_request",
-    "per_token", *(f"per_token_above_{knot}" for knot in KNOTS),
+    "per_token", *(f"per_token_above_{knot}" for knot in KNOTS), *(f"per_token_up_to_{most}" for most in FILLED),
 )  # fmt: skip
 """Order of `Policy.step_seconds`; all in seconds per unit. A list of another length is another version's: not ready."""
 
 _DRAFTING, _VERIFYING, _TOKENS = slice(4, 9), slice(9, 11), slice(11, None)
-_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.1, *(1.0 for _ in KNOTS)])
+_RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.1, *(1.0 for _ in (*KNOTS, *FILLED))])
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
+_GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
+"""A fit without `FILLED` that is as close as the former stays; else one with them has to come so much closer."""
 _OUTDATED = 0.001
 """Weight of a step that was measured before the world changed."""
 _TABLE_TOKENS = 8192
@@ -184,9 +190,12 @@ class StepTimeModel:
         first, *slopes = self.parameters[_TOKENS]
         padded = pad_tokens(tokens, self.captured_tokens).astype(np.float64)
         seconds: Floats = first * padded
-        for slope, knot in zip(slopes, KNOTS, strict=True):
+        for slope, knot in zip(slopes, KNOTS, strict=False):
             if slope:
                 seconds += slope * np.maximum(padded - knot, 0.0)
+        for slope, most in zip(slopes[len(KNOTS) :], FILLED, strict=True):
+            if slope:
+                seconds += slope * np.minimum(padded, most)
         return seconds
 
 
@@ -336,7 +345,7 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
     requests, tokens, context, prefill, block, verifying = steps.T
     padded = pad_tokens(tokens.astype(np.int64), captured_tokens).astype(np.float64)
     drafting = (block > 0).astype(np.float64)
-    hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS]
+    hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS] + [np.minimum(padded, most) for most in FILLED]
     matrix = np.stack(
         [np.ones(len(steps)), requests, context, prefill,
          drafting, drafting * requests, block, block * requests, drafting * context,
@@ -352,13 +361,29 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
 
 
 def fit_parameters(steps: Floats, seconds: Floats, weights: Floats, scale: Floats, captured_tokens: Sequence[int]) -> Floats:
-    """Minimise Σ w·huber((Xβ − y) / ŷ) over β ≥ 0, by re-weighting; `scale` is a first, robust guess of ŷ."""
-    matrix = features(steps, captured_tokens)
+    """Minimise Σ w·huber((Xβ − y) / ŷ) over β ≥ 0, by re-weighting; `scale` is a first, robust guess of ŷ.
+
+    What rises and then flattens (`FILLED`) is left out unless the fit is much closer with it: what a few kinds of steps leave
+    open it would fill in by chance.
+    """
+    matrix, num_filled = features(steps, captured_tokens), len(FILLED)
+    plain = matrix.copy()
+    plain[:, -num_filled:] = 0.0
+    parameters, spread = _fit_matrix(plain, seconds, weights, scale)
+    if spread > _GOOD_SPREAD:
+        with_filled, closer = _fit_matrix(matrix, seconds, weights, scale)
+        if closer < _MUCH_BETTER * spread:
+            return with_filled
+    return parameters
+
+
+def _fit_matrix(matrix: Floats, seconds: Floats, weights: Floats, scale: Floats) -> tuple[Floats, float]:
+    """The parameters of `fit_parameters`, and how far steps scatter around them, relative."""
     norm = np.sqrt((matrix**2).mean(axis=0))
     norm[norm == 0.0] = np.inf
     matrix = matrix / norm
     beta = np.zeros(matrix.shape[1])
-    huber = np.ones(len(seconds))
+    huber, spread = np.ones(len(seconds)), 0.0
     for _ in range(5):
         x, y = matrix / scale[:, None], seconds / scale
         weighted = x * (weights * huber)[:, None]
@@ -370,7 +395,7 @@ def fit_parameters(steps: Floats, seconds: Floats, weights: Floats, scale: Float
         spread = max(1.4826 * float(np.median(residual)), 0.005)
         huber = np.minimum(1.0, 1.5 * spread / np.maximum(residual, 1e-12))
     parameters: Floats = beta / norm
-    return parameters
+    return parameters, spread
 
 
 def solve_non_negative(gram: Floats, moment: Floats) -> Floats:

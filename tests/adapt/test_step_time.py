@@ -52,6 +52,21 @@ def test_it_finds_the_price_of_steps_despite_noise_and_outliers():
             assert model.seconds(*step) == pytest.approx(cpu_like(*step), rel=0.05)
 
 
+def test_a_mixture_of_experts_is_followed():
+    """Tokens bring experts into the step that no other token uses, fewer and fewer: 8 of 128 each."""
+
+    def sparse(requests, tokens, context, prefill, block):
+        return 6e-3 + 18e-3 * (1.0 - (1.0 - 8.0 / 128.0) ** tokens) + 1e-5 * prefill + (1e-3 if block else 0.0)
+
+    learner = StepTimeLearner()
+    teach(learner, np.random.default_rng(4), sparse)
+    model = learner.model()
+    for requests in (1, 4, 16, 32):
+        for k in (0, 1, 3, 7):
+            step = (requests, requests * (1 + k), requests * 1000, 0, k)
+            assert model.seconds(*step) == pytest.approx(sparse(*step), rel=0.08)
+
+
 def test_a_flat_then_rising_price_is_followed():
     def gpu_like(requests, tokens, context, prefill, block):
         return 1e-2 + 3e-5 * max(tokens - 64, 0) + (1e-3 if block else 0.0)
