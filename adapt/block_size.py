@@ -43,6 +43,8 @@ MOST_ENTRIES = 512
 """Up to so many candidates (entries, times caps that are tried) each is its own threshold."""
 NO_PREVIOUS = -1
 """Instead of a cap: there is no previous choice to hold on to."""
+LOST_GRAPH = 1.25
+"""How much longer a step is taken to last without its CUDA graph: a guess, since it differs from model to model."""
 Parts: TypeAlias = npt.NDArray[np.uint16]
 Found: TypeAlias = tuple[Ints, int, float, int, float, float, bool]
 """Draft lengths [N], the longest of them, threshold, cap (0: no drafts), rate, rate without drafts, whether the previous
@@ -179,12 +181,17 @@ def choose_equal(
     previous: OperatingPoint | None = None,
     hysteresis: float = 0.0,
     captured_lengths: Sequence[int] = (),
+    ceilings: Ints | None = None,
 ) -> Choice:
     """Choose one length for everybody, for engines on which lengths that differ lose the captured graph.
 
+    Requests with a ceiling below it get that: the price is the graph, `LOST_GRAPH` times the step, and it is paid where the
+    others' drafts are worth it.
+
     Args:
-        gains: Σ_i g_i(j) of the batch by depth, [k_max].
+        gains: Σ_i g_i(j) of the batch by depth, of the requests whose ceilings allow it, [k_max].
         count: N.
+        ceilings: most draft tokens of each request, [N]; None: none has any.
         captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
         previous: its cap is kept unless the best rate is more than `hysteresis` (relative) above that length's.
     """
@@ -192,7 +199,10 @@ def choose_equal(
     base, rates = count + num_prefill_tokens, []
     for k, gained in enumerate(accumulate(gains, initial=0.0)):
         drafting = model.block_seconds(count, k, context_tokens) if k else 0.0
-        seconds = fixed + model.seconds_of_tokens(base + k * count) + drafting
+        num_drafts = k * count if ceilings is None else int(np.minimum(ceilings, k).sum())
+        seconds = fixed + model.seconds_of_tokens(base + num_drafts) + drafting
+        if num_drafts < k * count:
+            seconds *= LOST_GRAPH
         rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)
     open_ = [k for k in captured_lengths if 0 < k < len(rates)] if captured_lengths else range(1, len(rates))
     best = held = max((0, *open_), key=rates.__getitem__)
@@ -200,4 +210,5 @@ def choose_equal(
         held = before
     is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
     k = held if is_held else best
-    return Choice([k] * count, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held)
+    lengths = [k] * count if ceilings is None else np.minimum(ceilings, k).tolist()
+    return Choice(lengths, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held)

@@ -219,9 +219,7 @@ class Decider:
         cold = None if cold_length is None else bisect_right(allowed, cold_length) - 1
         now = bisect_right(allowed, max(lengths, default=0)) - 1
         length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
-        if ceilings is not None:
-            length = allowed[bisect_right(allowed, int(ceilings.min(initial=length))) - 1]
-        return [length] * len(lengths)
+        return [length] * len(lengths) if ceilings is None else np.minimum(ceilings, length).tolist()
 
     def _best(
         self,
@@ -246,17 +244,17 @@ class Decider:
         contexts, first, every = noted
         if contexts is not None:
             requests.note_contexts(request_ids, contexts, first, every)
-        shared = min(limit, int(requests.ceiling[requests.slots_of(request_ids)].min())) if requests.num_ceilings else limit
-        gains = requests.sums_of(request_ids, shared, are_contexts_known=are_contexts_known)
+        gains = requests.sums_of(request_ids, limit, are_contexts_known=are_contexts_known)
         if context_tokens < 0:
             context_tokens = requests.noted_tokens(request_ids)
         choice = choose_equal(
             gains, len(request_ids), self._model, is_latency=self._tables.is_latency, context_tokens=context_tokens,
             num_prefill_tokens=num_prefill_tokens, previous=self._point, hysteresis=hysteresis,
             captured_lengths=policy.captured_lengths,
+            ceilings=requests.ceiling[requests.slots_of(request_ids)] if requests.num_ceilings else None,
         )  # fmt: skip
         self._point = choice.point
-        return choice.num_draft_tokens, choice.point.cap
+        return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0)
 
     def _uniform(self, request_ids: Sequence[str], length: int, reason: str) -> Decision:
         if self.requests.num_ceilings and request_ids:

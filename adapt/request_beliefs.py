@@ -210,13 +210,16 @@ class RequestBeliefs:
         )  # fmt: skip
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
-        """Add up the requests' gains by depth, [at most `limit`], whatever their ceilings."""
+        """Add up the requests' gains by depth, as far as their ceilings go, [at most `limit`]."""
         compiled = self._compiled or self._load()
         tables, slots = self._tables, self.slots_of(request_ids)
         curve = compiled.curves(
             slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift
         )  # fmt: skip
-        sums: list[float] = tables.curves.gains[curve, :limit].sum(axis=0).tolist()
+        gains = tables.curves.gains[curve, :limit]
+        if self.num_ceilings:
+            gains = np.where(np.arange(gains.shape[1]) < self.ceiling[slots][:, None], gains, 0.0)
+        sums: list[float] = gains.sum(axis=0).tolist()
         return sums
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.block_size import OperatingPoint, allocate, choose, choose_equal, latency_gains
+from honed.adapt.block_size import LOST_GRAPH, OperatingPoint, allocate, choose, choose_equal, latency_gains
 from honed.adapt.step_time import StepTimeModel
 
 
@@ -228,3 +228,20 @@ def test_one_length_for_everybody_is_the_best_of_those(seed, count, model, prefi
     best = max(goodput(survival, [k] * count, model, prefill) for k in range(5))
     assert choice.rate == pytest.approx(best)
     assert goodput(survival, choice.num_draft_tokens, model, prefill) == pytest.approx(best)
+
+
+@given(seeds, st.integers(1, 6), models, st.lists(st.integers(0, 4), min_size=6, max_size=6))
+def test_lengths_that_a_ceiling_makes_unequal_pay_for_the_graph(seed, count, model, ceilings):
+    survival, limits = make_survival(seed, count, 4), np.array(ceilings[:count])
+    allowed = np.where(np.arange(4) < limits[:, None], survival, 0.0)
+    choice = choose_equal(allowed.sum(axis=0).tolist(), count, model, ceilings=limits)
+
+    def rate(k):
+        lengths = np.minimum(limits, k)
+        tokens = count + allowed[:, :k].sum()
+        seconds = model.seconds(count, count + int(lengths.sum()), 0, 0, k)
+        return tokens / (seconds * (LOST_GRAPH if (lengths < k).any() else 1.0))
+
+    best = max(range(5), key=rate)
+    assert choice.rate == pytest.approx(rate(best))
+    assert choice.num_draft_tokens == np.minimum(limits, choice.point.cap).tolist()
