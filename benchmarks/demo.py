@@ -3,7 +3,8 @@
 A user's day in a few minutes, with the real vLLM server and real processes: workload A is what the drafter was made for,
 workload B is new. honed logs every verify round, notices, trains a candidate when the server is idle, compares it on
 sessions that were held out, and swaps it into the running server. Held-out prompts of both are measured before and after
-by vLLM's own counters, and every greedy output is compared with that of a vLLM without honed.
+by vLLM's own counters. Greedy outputs are compared with those of a vLLM without honed: of the held-out prompts, and of B's live
+traffic, where the controller changes draft lengths while it learns.
 
 The last line of stdout is JSON. The exit code is 1 when one of the promises isn't kept; the figures are the same.
 """
@@ -21,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import httpx2
 import vllm_server
 from client_load import Played, Prompt, differing, play, read_prompts
 from demo_display import Display, Watcher
-from demo_figures import honed_figures, promises_of, result_of, shell_line, toml
+from demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
 from honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
 from processes import ROOT, Child, ProcessError, Processes, free_port
 from vllm_server import Server
@@ -44,6 +45,8 @@ Document = dict[str, Any]
 PHASES = {
     "reference_a": "A without honed",
     "reference_b": "B without honed",
+    "reference_traffic_b": "traffic B without honed",
+    "reference_traffic_b_after": "traffic B after, without honed",
     "a_before": "A before",
     "b_before": "B before",
     "traffic_a": "traffic A",
@@ -96,6 +99,7 @@ class Demo:
     display: Display
     prompts: dict[str, list[Prompt]]
     reference: dict[str, Played] = field(default_factory=dict)
+    """What vLLM alone made of prompts, by their name in `prompts`."""
     phases: list[Document] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     trigger: str = ""
@@ -119,7 +123,9 @@ class Demo:
         self.note_command(server.child, vllm_server.own_environment())
         self.display.say(f"started in {await asyncio.to_thread(vllm_server.wait, server):.0f} s")
         for workload in ("a", "b"):
-            self.reference[workload] = await self.measured(f"reference_{workload}", workload, server, None)
+            self.reference[f"heldout_{workload}"] = await self.measured(f"reference_{workload}", workload, server, None)
+        for name in ("traffic_b", "traffic_b_after"):
+            self.reference[name] = await self.without_failure(f"reference_{name}", "b", server, name)
         processes.stop(server.child)
         self.display.say("stopped; the same server comes back with honed attached")
 
@@ -166,27 +172,33 @@ class Demo:
         async with pinned(at.client):
             await self.measured("b_after", "b", at.server, at.client)
             await self.measured("a_after", "a", at.server, at.client)
-        show.phase("A little more live traffic of B: what the controller makes of the better drafter")
+        show.phase("A little more live traffic of B: drafts where the controller expects them to be faster than none")
         await self.traffic("traffic_b_after", "b", at)
         return operation
 
     async def measured(self, key: str, workload: str, server: Server, client: AdminClient | None) -> Played:
         """Play held-out prompts and note what vLLM and honed counted meanwhile."""
-        played = await self.phase_of(key, workload, server, client, self.prompts[f"heldout_{workload}"], capture=False)
-        if played.num_failed and client is None:
+        if client is None:
+            return await self.without_failure(key, workload, server, f"heldout_{workload}")
+        return await self.phase_of(key, workload, server, client, f"heldout_{workload}", capture=False)
+
+    async def without_failure(self, key: str, workload: str, server: Server, prompts: str) -> Played:
+        """What vLLM alone makes of prompts. Raises ProcessError when that isn't all answers."""
+        played = await self.phase_of(key, workload, server, None, prompts, capture=False)
+        if played.num_failed:
             first = next(r.error for r in played.replies if r.error)
             raise ProcessError(f"{played.num_failed} reference requests failed: {first}")
         return played
 
     async def traffic(self, key: str, workload: str, at: Attached) -> None:
         """Play live traffic: captured, and with draft lengths that the controller chooses."""
-        await self.phase_of(key, workload, at.server, at.client, self.prompts[key], capture=True)
+        await self.phase_of(key, workload, at.server, at.client, key, capture=True)
 
     async def phase_of(
-        self, key: str, workload: str, server: Server, client: AdminClient | None, prompts: Sequence[Prompt], capture: bool
+        self, key: str, workload: str, server: Server, client: AdminClient | None, name: str, capture: bool
     ) -> Played:
-        """One phase, with vLLM's counters and honed's around it."""
-        plan = self.plan
+        """One phase, of the prompts of that name, with vLLM's counters and honed's around it."""
+        plan, prompts = self.plan, self.prompts[name]
         start_s, before, seen = time.time(), server.counters(), engine_of(client)
         played = await play(
             server.url,
@@ -206,14 +218,15 @@ class Demo:
             "end_s": end_s,
             "requests": len(prompts),
             "failed": played.num_failed,
+            "tokens": played.num_tokens,
             "tokens_per_s": played.tokens_per_s,
             "pinned": key in ("a_before", "b_before", "b_after", "a_after"),
             "vllm": {**asdict(counted), "acceptance_length": counted.acceptance_length},
         }
         if client is not None:
             phase |= honed_figures(seen, await caught_up(client, after))
-        if not capture and client is not None:
-            phase["differing"] = differing(self.reference[workload].replies, played.replies)
+        if client is not None and name in self.reference:
+            phase["differing"] = differing(self.reference[name].replies, played.replies)
             phase["identical"] = not phase["differing"]
         self.phases.append(phase)
         self.tell(phase)
@@ -226,7 +239,7 @@ class Demo:
         text = f"{phase['name']}: {phase['requests']} requests, {v['acceptance_length']:.3f} tokens/round by vLLM's counters"
         if honed := phase.get("honed"):
             text += f", {honed['acceptance_length']:.3f} by honed's"
-        text += f", k {k:.2f}, {phase['tokens_per_s']:.0f} tok/s"
+        text += f", k {k:.2f}, {drafted_share(phase):.0%} of the tokens from such rounds, {phase['tokens_per_s']:.0f} tok/s"
         if phase["failed"]:
             text += f", {phase['failed']} FAILED"
         if "identical" in phase:
@@ -242,7 +255,8 @@ class Demo:
             await asyncio.sleep(0.5)
         if operation_id:
             why = found[0].get("reason") or "no reason given"
-            self.trigger = f"honed started the recalibration by itself: {why}."
+            began = time.strftime("%H:%M:%S", time.localtime(found[0]["created_unix_s"]))
+            self.trigger = f"honed started the recalibration by itself, at {began}: {why}."
         else:
             body = {"workloads": ["b"], "reason": "demo: nothing had started by itself"}
             operation_id = at.client.post("/v1/recalibrations", body)["operation_id"]

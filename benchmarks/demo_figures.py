@@ -34,6 +34,12 @@ def honed_figures(before: Document, after: Document) -> Document:
     return {"honed": honed, "by_position": [a / t for a, t in zip(accepted_at, tried, strict=True) if t]}
 
 
+def drafted_share(phase: Document) -> float:
+    """How much of a phase's output came from rounds with drafts; the rest from steps in which a request had none."""
+    counted = phase["vllm"]
+    return min((counted["drafts"] + counted["accepted_tokens"]) / phase["tokens"], 1.0) if phase.get("tokens") else 0.0
+
+
 def result_of(phases: list[Document], engine: Document, totals: Counters, operation: Document) -> Document:
     """The last line of the demo."""
     length = {p["key"]: p["vllm"]["acceptance_length"] for p in phases}
@@ -52,6 +58,7 @@ def result_of(phases: list[Document], engine: Document, totals: Counters, operat
         "train_seconds": _rounded(detail.get("train_seconds"), 1),
         "requests_failed": sum(p["failed"] for p in phases),
         "greedy_identical": all(p["identical"] for p in phases if "identical" in p),
+        "requests_compared": sum(p["requests"] for p in phases if "identical" in p),
     }
 
 
@@ -68,7 +75,8 @@ def promises_of(result: Document, operation: Document, is_same_process: bool) ->
     is_swapped = operation.get("state") == "succeeded" and result["swap_pause_ms"] is not None
     gain_b, kept_a = _ratio(length["b_after"], length["b_before"]), _ratio(length["a_after"], length["a_before"])
     gained = f"{gain_b:.3f}" + (_too_few_steps(operation) if gain_b < MIN_GAIN_B else "")
-    identical = "equal, token by token" if result["greedy_identical"] else "NOT equal"
+    compared = f"{result['requests_compared']:,} answers"
+    identical = f"{compared} are equal, token by token" if result["greedy_identical"] else f"of {compared} NOT all are equal"
     swapped = "swapped, same process" if is_swapped and is_same_process else operation.get("error") or "not swapped"
     return [
         _promise(f"the new workload gains: B after / before ≥ {MIN_GAIN_B}", gained, gain_b >= MIN_GAIN_B),

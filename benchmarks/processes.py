@@ -22,6 +22,8 @@ from typing import Self
 ROOT = Path(__file__).resolve().parent.parent
 STOP_S = 10.0
 """How long a group has to end by itself."""
+SWEEP_S = 3.0
+"""How long what is left of it has, once its leader has gone: Python's resource tracker gives shared memory back then."""
 
 
 class ProcessError(RuntimeError):
@@ -137,9 +139,17 @@ def _end(child: Child) -> int:
 
 def _sweep(child: Child) -> None:
     """What is left of the group after its leader has gone: the session was made for it, so all of it is ours."""
-    for group in {int(fields[2]) for _, fields in _session(child.pid) if fields[0] != "Z"}:
+    until_s = time.monotonic() + SWEEP_S
+    while (groups := _groups(child.pid)) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+def _groups(session: int) -> set[int]:
+    """The groups of a session's processes, but for those that only wait to be reaped."""
+    return {int(fields[2]) for _, fields in _session(session) if fields[0] != "Z"}
 
 
 def _session(session: int) -> list[tuple[int, list[str]]]:

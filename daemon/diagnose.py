@@ -51,7 +51,7 @@ def diagnose(asked: Asked, open_client: Callable[[], AdminClient]) -> list[Check
     if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):
         checks += answer  # else the socket has said it
     checks += _command(asked.command) if asked.command else _running(settings, status)
-    checks += _memory(settings, status)
+    checks += _memory(settings, status, asked.command)
     if status is not None:
         checks += doctor_daemon.check_metrics(settings.http.metrics_listen, fetch)
     prometheus = (asked.prometheus or PROMETHEUS).rstrip("/")
@@ -134,9 +134,11 @@ def _group_of(folder: Path) -> int | None:
     return found.st_gid if found.st_mode & 0o050 else None
 
 
-def _memory(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check]:
+def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence[str] = ()) -> Iterator[Check]:
     trainer = settings.trainer_settings()
-    config, guess = _drafter(settings, status)
+    config, guess = (_named(command), "") if command else (None, "")
+    if config is None:
+        config, guess = _drafter(settings, status)
     is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
     needed = doctor_memory.need(trainer, config, settings.recalibration.scope, is_fused=is_fused, guess=guess)
     is_gpu = trainer.device.startswith("cuda")
@@ -147,6 +149,15 @@ def _memory(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check
     except OSError:
         return
     yield from doctor_memory.check_host(meminfo, None if is_gpu else needed, trainer.sample_bytes)
+
+
+def _named(command: Sequence[str]) -> DrafterConfig | None:
+    """The shape of the drafter that a vLLM command names; None where it can't be read here."""
+    found = read_config(Path(parse(command).drafter))
+    try:
+        return DrafterConfig.from_json(found) if found is not None else None
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[DrafterConfig | None, str]:

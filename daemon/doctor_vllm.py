@@ -6,6 +6,7 @@ processes, so that a command can be judged before it is run.
 
 from __future__ import annotations
 
+import grp
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def check_process(
     if group is not None and process.uid != 0 and group not in process.groups:
         yield Check(
             subject, "error", f"runs as user {process.uid}, which is not in the group of {runtime_dir}",
-            "usermod -aG honed USER, then restart vLLM: groups are read at the start.",
+            f"{_join(group)}, then restart vLLM: groups are read at the start.",
         )  # fmt: skip
     yield from check_registry(process, registry, subject)
     yield from check_command(process.command, subject, read_config)
@@ -93,6 +94,13 @@ def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterat
             )
             yield Check(subject, "error", text, f"{cure} the daemon and the trainer, to a folder that it may enter.")
             return
+
+
+def _join(group: int) -> str:
+    try:
+        return f"usermod -aG {grp.getgrgid(group).gr_name} USER"
+    except KeyError:  # nobody has named it
+        return f"groupadd -g {group} honed, usermod -aG honed USER"
 
 
 def _may_enter(process: VllmProcess, folder: Path) -> bool:

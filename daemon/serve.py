@@ -60,6 +60,7 @@ def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer
     paths = settings.paths
     make_folder(paths.state_dir, 0o750)
     make_folder(paths.runtime_dir, 0o750)
+    make_engines_folder(paths.runtime_dir / "engines")
     for folder in (paths.state_dir, paths.runtime_dir):
         stack.enter_context(locked(folder / "lock"))
     try:
@@ -82,6 +83,17 @@ def make_folder(path: Path, mode: int) -> None:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
         raise StartError(f"folder {path} can't be made: {error.strerror}") from error
+
+
+def make_engines_folder(path: Path) -> None:
+    """Make the folder in which vLLM makes its engines' own, perhaps as another user of the group. Raises StartError.
+
+    Setgid, so that what vLLM makes there belongs to the group that the trainer is in. One that is there stays as it is.
+    """
+    if path.is_dir():
+        return
+    make_folder(path, 0o770)
+    path.chmod(0o2770)  # mkdir takes neither the bit nor, with the umask, the group's right to write
 
 
 @contextmanager

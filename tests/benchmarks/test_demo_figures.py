@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_figures import honed_figures, promises_of, result_of, shell_line, toml
+from demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
 from vllm_server import Counters
 
 KEYS = {
@@ -22,6 +22,7 @@ KEYS = {
     "train_seconds",
     "requests_failed",
     "greedy_identical",
+    "requests_compared",
 }
 ENGINE = {"rounds": 100, "draft_tokens": 700, "accepted_tokens": 150, "lost_rounds": 0}
 TOTALS = Counters(100, 700, 150)
@@ -30,9 +31,9 @@ SWAPPED = {"state": "succeeded", "detail": {"pause_ms": 3.14159, "train_seconds"
 
 def phases(b_after: float = 1.8, a_after: float = 3.0, **changes: Any) -> list[dict[str, Any]]:
     lengths = {"a_before": 3.0, "b_before": 1.2, "b_after": b_after, "a_after": a_after}
-    rest = {"failed": 0, "identical": True}
+    rest = {"failed": 0, "identical": True, "requests": 64}
     made: list[dict[str, Any]] = [{"key": k, "vllm": {"acceptance_length": v}} | rest for k, v in lengths.items()]
-    made.append({"key": "traffic_b", "vllm": {"acceptance_length": 9.9}, "failed": 0})
+    made.append({"key": "traffic_a", "vllm": {"acceptance_length": 9.9}, "failed": 0, "requests": 240})
     made[0] |= changes
     return made
 
@@ -47,6 +48,14 @@ def test_the_result_has_exactly_the_promised_keys() -> None:
     assert set(result) == KEYS
     assert result["acceptance_length"] == {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 3.0}
     assert (result["swap_pause_ms"], result["train_seconds"]) == (3.142, 120.0)
+    assert result["requests_compared"] == 4 * 64
+
+
+def test_what_came_from_rounds_with_drafts_is_told() -> None:
+    counted = {"drafts": 43, "accepted_tokens": 26}
+    assert drafted_share({"vllm": counted, "tokens": 2300}) == pytest.approx(0.03)
+    assert drafted_share({"vllm": counted, "tokens": 60}) == 1.0  # a request's last round may go beyond its end
+    assert drafted_share({"vllm": counted}) == 0.0
 
 
 def test_all_is_kept_when_all_is_well() -> None:

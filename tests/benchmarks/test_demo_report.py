@@ -21,6 +21,7 @@ RESULT: dict[str, Any] = {
     "train_seconds": 141.0,
     "requests_failed": 0,
     "greedy_identical": True,
+    "requests_compared": 488,
 }
 OPERATION = {"state": "succeeded", "error": "", "detail": {"gate": []}}
 
@@ -28,7 +29,15 @@ OPERATION = {"state": "succeeded", "error": "", "detail": {"gate": []}}
 def phase(key: str, start_s: float, **changes: Any) -> dict[str, Any]:
     vllm = {"drafts": 100, "draft_tokens": 700, "accepted_tokens": 50, "acceptance_length": 1.5}
     honed = {"drafts": 100, "draft_tokens": 700, "accepted_tokens": 50, "acceptance_length": 1.5}
-    made = {"key": key, "name": key, "start_s": start_s, "end_s": start_s + 9, "requests": 8, "tokens_per_s": 200.4}
+    made = {
+        "key": key,
+        "name": key,
+        "start_s": start_s,
+        "end_s": start_s + 9,
+        "requests": 8,
+        "tokens": 1800,
+        "tokens_per_s": 200.4,
+    }
     return made | {"vllm": vllm, "honed": honed, "by_position": [0.5, 0.25], "pinned": True, "identical": True} | changes
 
 

@@ -62,6 +62,21 @@ def test_children_left_by_a_program_that_ended_are_swept_up(tmp_path: Path) -> N
     assert gone(orphan)
 
 
+def test_shared_memory_is_given_back(tmp_path: Path) -> None:
+    """Python's resource tracker, a process of its own, does so once the program has gone: unless it is killed first."""
+    program = (
+        "import time\nfrom multiprocessing.shared_memory import SharedMemory\n"
+        "print(SharedMemory(create=True, size=64).name, flush=True)\ntime.sleep(600)"
+    )
+    with Processes(tmp_path) as processes:
+        child = processes.start("sharing", [sys.executable, "-c", program], os.environ)
+        child.wait_until(lambda: child.log.read_text().endswith("\n"), 30.0, "name")
+        shared = Path("/dev/shm") / child.log.read_text().strip()
+        assert shared.exists()
+        processes.stop(child)
+    assert not shared.exists()
+
+
 def test_what_it_did_not_start_is_left_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "600"])
     try:

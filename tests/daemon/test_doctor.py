@@ -197,6 +197,14 @@ def test_the_active_version_s_own_shape_counts(tmp_path: Path) -> None:
     assert "a guess" not in found.text
 
 
+@pytest.mark.parametrize(("drafter", "is_guess"), [(str(TINY / "drafter"), False), ("z-lab/somewhere-else", True)])
+def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, drafter: str, is_guess: bool) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    command = ["vllm", "serve", "target", "--speculative-config", json.dumps({"method": "dflash", "model": drafter})]
+    (found,) = [c for c in diagnose._memory(settings, None, command) if c.subject == "memory"]
+    assert ("a guess" in found.text) == is_guess
+
+
 def test_gpu_memory_left_for_training() -> None:
     assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB))).level == "ok"
     found = only(doctor_memory.check_gpu(SMI, "cuda:1", need(10 * GIB)))

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_sigterm_commits_what_was_received_and_cleans_up(daemon: DaemonProcess) 
     assert (daemon.runtime_dir / "admin.sock").stat().st_mode & 0o777 == 0o660
     assert (daemon.runtime_dir / "engine.sock").stat().st_mode & 0o777 == 0o660
     assert daemon.runtime_dir.stat().st_mode & 0o777 == 0o750
+    assert stat.S_IMODE((daemon.runtime_dir / "engines").stat().st_mode) == 0o2770, "for vLLM, as another user of the group"
     engine = daemon.engine(is_immediate=False)  # it is to see the last acknowledgement however slow it is to read
     engine.hello()
     for seq in range(1, 31):
@@ -53,6 +55,13 @@ def test_sigterm_commits_what_was_received_and_cleans_up(daemon: DaemonProcess) 
     reader = connect(daemon.state_dir / "honed.db", read_only=True)
     assert reader.conn.execute("SELECT committed_seq, rounds FROM boots").fetchall()[0][:] == (30, 240)
     reader.close()
+
+
+def test_a_folder_for_engines_that_is_there_stays_as_it_is(daemon: DaemonProcess) -> None:
+    (daemon.runtime_dir / "engines").mkdir(parents=True)
+    (daemon.runtime_dir / "engines").chmod(0o700)
+    daemon.start()
+    assert stat.S_IMODE((daemon.runtime_dir / "engines").stat().st_mode) == 0o700
 
 
 def test_a_second_daemon_on_the_same_state_or_sockets_is_refused(daemon: DaemonProcess, folder: Path) -> None:
