@@ -104,13 +104,15 @@ class EngineController:
     def _make_policy(self, overrides: Sequence[Override]) -> Policy:
         settings, k = self.settings, self.num_spec_tokens
         kind, static_k, capture_share = settings.mode, self._static_k(), settings.capture_share
+        max_k = limit = k if settings.max_k < 0 else min(settings.max_k, k)
         for one in overrides:
             if one.name == "capture_share":
                 capture_share = min(float(one.value), 1.0)
             elif one.name == "policy":
-                kind = str(one.value)
+                kind, static_k, max_k = str(one.value), self._static_k(), limit
             else:
                 kind, static_k = "static", min(int(one.value), k)
+                max_k = max(limit, static_k)
         model = self._steps.model()
         return Policy(
             engine_id=self.engine_id,
@@ -118,7 +120,7 @@ class EngineController:
             ttl_s=settings.policy_ttl_s,
             kind=kind,
             static_k=static_k,
-            max_k=max(k if settings.max_k < 0 else min(settings.max_k, k), static_k if overrides else 0),
+            max_k=max_k,
             priors=self._acceptance.priors(),
             step_seconds=[float(f"{value:.6g}") for value in model.parameters],
             draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],

@@ -24,7 +24,7 @@ class ControllerSettings:
     static_k: int = -1
     """Draft tokens of mode "static" and of every fallback; −1: all the engine was configured for."""
     max_k: int = -1
-    """Never draft more than this; −1: no limit but the engine's."""
+    """Never draft more than this, unless an override of draft_tokens says so; −1: no limit but the engine's."""
     request_ceiling: int = -1
     """No request drafts more than this; −1: no limit."""
     hysteresis: float = 0.02

@@ -128,6 +128,20 @@ def test_an_override_may_draft_more_than_the_automatic_limit():
     assert (policy.static_k, policy.max_k) == (6, 6)
 
 
+@pytest.mark.parametrize(("name", "value"), [("capture_share", 1.0), ("policy", "latency"), ("policy", "static")])
+def test_no_other_override_lifts_the_automatic_limit(name, value):
+    assert make_controller(max_k=2).propose(0.0, Override(name, value, 9.0)).max_k == 2
+
+
+def test_of_a_length_and_a_policy_the_one_set_later_counts():
+    length, rule = Override("draft_tokens", 6, 9.0), Override("policy", "static", 9.0)
+    controller = make_controller(max_k=4, static_k=3)
+    policy = controller.propose(0.0, [length, rule])
+    assert (policy.kind, policy.static_k, policy.max_k) == ("static", 3, 4)
+    policy = controller.propose(0.0, [rule, length])
+    assert (policy.kind, policy.static_k, policy.max_k) == ("static", 6, 6)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("speed", 1), ("policy", "fast"), ("draft_tokens", "many"), ("capture_share", -0.1)]
 )
