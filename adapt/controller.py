@@ -47,7 +47,7 @@ class EngineController:
         self.settings = settings or ControllerSettings()
         self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self.settings)
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
-        self._drafter_version: str | None = None
+        self._drafter_version = ""  # as it was last named
         self._turns: frozenset[str] = frozenset()
         self._boot_id = ""
         self._policy: Policy | None = None
@@ -63,11 +63,10 @@ class EngineController:
         """
         by_workload = list(rounds_by_workload(batch))
         steps = step_rows(batch.steps)
-        if batch.drafter_version != self._drafter_version:
+        if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not named by the daemon yet
             before, self._drafter_version = self._drafter_version, batch.drafter_version
             if not {before, batch.drafter_version} <= self._turns:
-                # "" is the same weights before the daemon named them
-                self._acceptance.take_new_weights(batch.drafter_version, is_swap=before not in (None, ""))
+                self._acceptance.take_new_weights(batch.drafter_version, is_swap=before != "")
         if batch.boot_id != self._boot_id:
             self._boot_id = batch.boot_id
             self._steps.new_clock()
@@ -86,7 +85,7 @@ class EngineController:
         """One version is left: what differs from it is forgotten when it is seen; whether it drifts is asked anew."""
         if self._turns:
             self._turns = frozenset()
-            self._acceptance.take_new_weights(self._drafter_version or "", is_swap=False)
+            self._acceptance.take_new_weights(self._drafter_version, is_swap=False)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class EngineController:
         sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
         return {
             "engine_id": self.engine_id,
-            "drafter_version": self._drafter_version or "",
+            "drafter_version": self._drafter_version,
             "num_spec_tokens": self.num_spec_tokens,
             "engine": self._acceptance.describe_engine(),
             "workloads": self._acceptance.describe_workloads(),

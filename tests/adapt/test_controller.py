@@ -198,6 +198,24 @@ def test_naming_the_version_that_runs_already_is_no_swap():
     assert rounds_known(controller) > before
 
 
+def test_an_engine_that_has_not_heard_yet_what_it_runs_takes_nothing_back():
+    controller = make_controller(mode="static", static_k=5)
+    engine = Engine(controller)
+    engine.run(20, version="v3")
+    drift = controller.beliefs()["workloads"]["default"]["drift"]
+    assert drift["state"] == "stable"
+    known = rounds_known(controller)
+    for version in ("", "v3"):
+        engine.run(1, version=version)
+        known, before = rounds_known(controller), known
+        assert known > before
+        assert controller.beliefs()["workloads"]["default"]["drift"]["state"] == "stable"
+        assert controller.beliefs()["drafter_version"] == "v3"
+    engine.run(1, version="")
+    engine.run(1, version="v4")  # what it ran before it was named doesn't hide a swap
+    assert rounds_known(controller) < known
+
+
 def test_versions_that_take_turns_are_believed_in_together():
     controller = make_controller(mode="static", static_k=5)
     engine = Engine(controller)
