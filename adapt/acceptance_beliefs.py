@@ -1,7 +1,8 @@
 """What is believed of an engine's acceptance: curves of the engine and its workloads, what contexts and drafts make of them.
 
 A workload's curve is its own right-censored hazard, drawn to the engine's; a request's (in the engine, `request_beliefs`) is
-drawn to its workload's. Drift tests run beside.
+drawn to its workload's. Drift tests run beside. Workloads beyond `max_workloads` share the engine's curve, and aren't tested,
+until one that has its own has been silent for `_SILENT_FORGETTINGS`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
 _MOST_DESIGN_EFFECT = 8.0
 """A round counts for at least an eighth of an independent one: what changes within running requests is to be noticed, too."""
+_SILENT_FORGETTINGS = 10.0
+"""Of the engine's rounds, in `forgetting_rounds`, without one of a workload, after which its curve may go to another."""
 
 
 class _Workload:
@@ -48,6 +51,7 @@ class _Workload:
         self.calibration = Calibration()
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
+        self.last_round = 0  # of the engine's
 
 
 class AcceptanceBeliefs:
@@ -58,6 +62,7 @@ class AcceptanceBeliefs:
         self.settings = settings
         self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
         self._workloads: dict[str, _Workload] = {}
+        self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
         self._drift = DriftMonitor(num_spec_tokens, settings.drift)
         self._context_effect: Floats = np.zeros(NUM_BUCKETS)
 
@@ -65,7 +70,7 @@ class AcceptanceBeliefs:
         """Forget most of what the drafter's old weights taught, unless these are the same under a name."""
         if is_swap:
             self._counts.forget(_KEPT_AFTER_SWAP)
-            for workload in self._workloads.values():
+            for workload in (*self._workloads.values(), self._others):
                 workload.counts.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
@@ -74,12 +79,7 @@ class AcceptanceBeliefs:
 
     def observe(self, name: str, rounds: Rounds) -> list[Alarm]:
         """Fold in rounds of a workload; return what drift was found."""
-        workload = self._workloads.pop(name, None) or _Workload(self.num_spec_tokens, self.settings.forgetting_rounds)
-        if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
-            stalest = next(iter(self._workloads))
-            del self._workloads[stalest]
-            self._drift.forget(stalest)
-        self._workloads[name] = workload
+        workload = self._workload(name)
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
@@ -95,7 +95,25 @@ class AcceptanceBeliefs:
         self._counts.observe(*columns, weights=weights)
         workload.counts.observe(*columns, weights=weights)
         workload.requests.observe(rounds.request, reached, accepted)
+        workload.last_round = self._counts.num_rounds
+        if workload is self._others:
+            return []
         return self._drift.observe(name, *columns, design_effect=self._design_effect(workload))
+
+    def _workload(self, name: str) -> _Workload:
+        """What is believed of a workload, made for one that is new; `_others` while there is no room for it."""
+        found = self._workloads.pop(name, None)
+        if found is None:
+            if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
+                stalest = next(iter(self._workloads))
+                silence = self._counts.num_rounds - self._workloads[stalest].last_round
+                if silence < _SILENT_FORGETTINGS * self.settings.forgetting_rounds:
+                    return self._others
+                del self._workloads[stalest]
+                self._drift.forget(stalest)
+            found = _Workload(self.num_spec_tokens, self.settings.forgetting_rounds)
+        self._workloads[name] = found
+        return found
 
     def priors(self) -> list[WorkloadPrior]:
         """What the engine is to start requests from: the engine's own curve, then every workload's."""
@@ -145,7 +163,7 @@ class AcceptanceBeliefs:
         """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""
         if not self._context_effect.any():
             return curve, []
-        contexts = [one.contexts for one in (self._workloads.values() if workload is None else [workload])]
+        contexts = [one.contexts for one in ((*self._workloads.values(), self._others) if workload is None else [workload])]
         shift = shift_for(self._context_effect, np.sum([one.weight for one in contexts], axis=0))
         return (scale_odds(curve, tilt(shift, np.sum([one.recent for one in contexts], axis=0))) if shift else curve), shift
 

@@ -233,11 +233,32 @@ def test_versions_that_take_turns_are_believed_in_together():
     assert rounds_known(controller) < known
 
 
-def test_workloads_are_bounded_and_the_stalest_goes():
-    controller = make_controller(max_workloads=3)
-    for name in ("a", "b", "a", "c", "d"):
-        controller.observe(make_batch([3] * 20, [1] * 20, name))
-    assert list(controller.beliefs()["workloads"]) == ["a", "c", "d"]
+def test_more_workloads_than_have_curves_are_learned_from_and_share_the_engines():
+    controller, rng = make_controller(max_workloads=3), np.random.default_rng(0)
+    names = [f"w{number}" for number in range(8)]
+    for _ in range(60):
+        for name in names:
+            controller.observe(make_batch([5] * 20, simulate_rounds(rng, CURVE, [5] * 20), name))
+        policy = controller.propose(0.0)
+    assert [prior.workload for prior in policy.priors] == ["", "w0", "w1", "w2"]
+    beliefs = controller.beliefs()
+    assert beliefs["engine"]["rounds"] == 60 * 20 * len(names)
+    assert {one["rounds"] for one in beliefs["workloads"].values()} == {60 * 20}
+    assert {one["drift"]["state"] for one in beliefs["workloads"].values()} == {"stable"}
+    assert not any("is forgotten" in change["reason"] for change in beliefs["changes"])
+
+
+def test_a_workload_that_was_silent_for_long_makes_room_for_another():
+    controller = make_controller(max_workloads=3, forgetting_rounds=100.0)
+
+    def observe(*names):
+        for name in names:
+            controller.observe(make_batch([3] * 100, [1] * 100, name))
+        return list(controller.beliefs()["workloads"])
+
+    assert observe("a", "b", "c") == ["a", "b", "c"]
+    assert observe(*"acacac", "d") == ["b", "a", "c"]  # b was silent for 700 rounds only
+    assert observe(*"acac", "d") == ["a", "c", "d"]
     assert [prior.workload for prior in controller.propose(0.0).priors] == ["", "a", "c", "d"]
 
 
