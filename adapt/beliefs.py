@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from honed.adapt.acceptance import AcceptanceCounts, Floats, acceptance_length, survival
-from honed.adapt.block_size import latency_gains
+from honed.adapt.block_size import choose_equal, latency_gains
+from honed.adapt.contenders import CONTENDERS, make_contender
+from honed.adapt.contenders_counted import Static
 from honed.adapt.context_shift import bucket_starts
+from honed.adapt.policy_tables import limit_of
 from honed.adapt.step_time import StepTimeModel
+from honed.adapt.wire import Policy
 
 
 def describe(counts: AcceptanceCounts, curve: Floats, shift: Sequence[float] = ()) -> dict[str, object]:
@@ -30,15 +34,14 @@ def describe(counts: AcceptanceCounts, curve: Floats, shift: Sequence[float] = (
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """Prices batches of typical requests; everything is empty while there is no step-time model."""
+    """Prices batches of typical requests under a policy; everything is empty while there is no step-time model."""
 
     model: StepTimeModel
     acceptance: Floats  # [K] the engine's conditional acceptance
     context_tokens: float
     """Context of a typical request."""
-    is_latency: bool
-    fixed_length: int | None
-    """Draft tokens for everybody when nothing is optimised."""
+    policy: Policy | None
+    """The one in force; None: the engine drafts K."""
 
     def prices(self, sizes: Sequence[int]) -> list[dict[str, object]]:
         """Predicted milliseconds of a step by batch size and draft length (0 … K for everybody)."""
@@ -48,11 +51,16 @@ class Plans:
         return [{"num_requests": n, "by_length": [round(1e3 * self._seconds(n, n * k, k), 4) for k in lengths]} for n in sizes]
 
     def plan(self, count: int) -> dict[str, float]:
-        """What would be drafted for so many requests, how long the step takes, and what that gains over k = 0."""
+        """What would be drafted for so many requests, how long the step takes, and what that gains over k = 0.
+
+        Empty where lengths can't be told beforehand: the rule goes by what each request had accepted lately.
+        """
         if not self.model.is_ready or not len(self.acceptance):
             return {}
         curve = survival(self.acceptance)
-        num_drafts = self._most_rewarding(curve, count) if self.fixed_length is None else self.fixed_length * count
+        num_drafts = self._num_drafts(curve, count)
+        if num_drafts is None:
+            return {}
         depth, rest = divmod(num_drafts, count)
         block = depth + (rest > 0)
         seconds = self._seconds(count, num_drafts, block)
@@ -66,15 +74,36 @@ class Plans:
             "speedup": goodput * self._seconds(count, 0, 0) / count,
         }
 
-    def _most_rewarding(self, curve: Floats, count: int) -> int:
+    def _num_drafts(self, curve: Floats, count: int) -> int | None:
+        """Draft tokens of a batch, as `adapt.decider` gives them; None: they can't be told."""
+        policy, k = self.policy, len(curve)
+        if policy is None or policy.kind == "off":
+            return count * k
+        limit = limit_of(policy, k)
+        if policy.kind in ("goodput", "latency"):
+            is_latency = policy.kind == "latency"
+            gains = (latency_gains(curve) if is_latency else curve)[:limit]
+            if not policy.equal_lengths:
+                return self._most_rewarding(gains, count, is_latency)
+            choice = choose_equal(
+                (count * gains).tolist(), count, self.model, is_latency=is_latency,
+                context_tokens=int(count * self.context_tokens), captured_lengths=policy.captured_lengths,
+            )  # fmt: skip
+            return count * choice.point.cap
+        rule = make_contender(policy.kind if policy.kind in CONTENDERS else "static", k)
+        if not isinstance(rule, Static):
+            return None
+        rule.set_limits(limit, policy.static_k, policy.table, StepTimeModel())
+        return sum(rule.decide([""] * count, 0, 0, 0.0).num_draft_tokens)
+
+    def _most_rewarding(self, gains: Floats, count: int, is_latency: bool) -> int:
         # What `block_size.choose` comes to where all requests are alike: they are filled depth by depth. Without what it is
         # compiled by, which makes code at run time: the daemon may not.
-        gains = latency_gains(curve) if self.is_latency else curve
-        num_drafts, context_tokens = np.arange(count * len(curve) + 1), int(count * self.context_tokens)
+        num_drafts, context_tokens = np.arange(count * len(gains) + 1), int(count * self.context_tokens)
         gained = np.concatenate([[0.0], np.cumsum(np.repeat(gains, count))])
         seconds = self.model.fixed_seconds(count, context_tokens, 0) + self.model.token_seconds(count + num_drafts)
-        seconds += self.model.draft_seconds(count, len(curve), context_tokens)[-(-num_drafts // count)]
-        rate = count / (seconds * (count - gained)) if self.is_latency else (count + gained) / seconds
+        seconds += self.model.draft_seconds(count, len(gains), context_tokens)[-(-num_drafts // count)]
+        rate = count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
         return int(rate.argmax())
 
     def _seconds(self, count: int, num_drafts: int, block: int) -> float:

@@ -164,11 +164,8 @@ class EngineController:
         }
 
     def _plans(self) -> Plans:
-        fixed_length = None if self.settings.mode in ("goodput", "latency") else self._static_k()
-        return Plans(
-            self._steps.model(), self._acceptance.engine_curve(), self._steps.typical.get("context_tokens", 0.0),
-            self.settings.mode == "latency", fixed_length,
-        )  # fmt: skip
+        context_tokens = self._steps.typical.get("context_tokens", 0.0)
+        return Plans(self._steps.model(), self._acceptance.engine_curve(), context_tokens, self._policy)
 
     def _speedup(self, plans: Plans) -> float | None:
         num_requests = max(1, min(round(self._steps.typical.get("num_requests", 1.0)), self.max_num_seqs))

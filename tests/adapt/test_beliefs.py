@@ -13,6 +13,7 @@ from honed.adapt.acceptance import survival
 from honed.adapt.beliefs import Plans
 from honed.adapt.block_size import choose, latency_gains
 from honed.adapt.step_time import StepTimeModel
+from honed.adapt.wire import Policy
 
 
 @given(
@@ -21,7 +22,9 @@ from honed.adapt.step_time import StepTimeModel
 )  # fmt: skip
 def test_a_plan_is_what_the_engine_would_choose(acceptance, count, base, token, block, captured, is_latency):
     model = StepTimeModel.of(captured, base=base, per_token=token, drafting=5e-4, per_block_token=block, per_context_token=1e-8)
-    plan = Plans(model, np.array(acceptance), 700.0, is_latency, None).plan(count)
+    k = len(acceptance)
+    policy = Policy(engine_id="e", generation=1, ttl_s=10.0, kind="latency" if is_latency else "goodput", static_k=k, max_k=k)
+    plan = Plans(model, np.array(acceptance), 700.0, policy).plan(count)
     curve = survival(np.array(acceptance))
     gains = latency_gains(curve) if is_latency else curve
     group = np.zeros(count, dtype=np.int64)
@@ -42,11 +45,15 @@ def test_a_plan_is_what_the_engine_would_choose(acceptance, count, base, token, 
 def test_the_daemon_needs_nothing_that_makes_code_at_run_time():
     """Its service may not map memory that is writable and executable; numba in it would end it."""
     code = (
-        "import sys, numpy as np, honed.daemon.service\n"
+        "import itertools, sys, numpy as np, honed.daemon.service\n"
         "from honed.adapt.beliefs import Plans\n"
         "from honed.adapt.step_time import StepTimeModel\n"
         "model = StepTimeModel.of(base=5e-3, per_token=1e-4, drafting=5e-4)\n"
-        "assert Plans(model, np.full(7, 0.8), 500.0, False, None).plan(64)['block'] > 0\n"
+        "from honed.adapt.wire import Policy\n"
+        "rest = dict(engine_id='e', generation=1, ttl_s=10.0, static_k=7, max_k=7, table=[(64, 3)])\n"
+        "for kind, is_equal in itertools.product(('goodput', 'latency', 'static', 'table'), (False, True)):\n"
+        "    policy = Policy(kind=kind, equal_lengths=is_equal, **rest)\n"
+        "    assert Plans(model, np.full(7, 0.8), 500.0, policy).plan(64)['block'] > 0\n"
         "assert not {'numba', 'llvmlite'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

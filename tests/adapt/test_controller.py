@@ -99,6 +99,70 @@ def test_beliefs_are_json_and_close_to_the_truth():
     )
 
 
+@pytest.fixture(scope="module")
+def seen():
+    """Batches of an engine whose lengths varied: step times are known after them."""
+    engine = Engine(make_controller(), curve=[0.9, 0.88, 0.85, 0.82, 0.8, 0.78, 0.75])
+    batches = []
+    for _ in range(30):
+        batches.append(engine.make_batch(50, "default", "v1"))
+        engine.controller.observe(batches[-1])
+        engine.decider.set_policy(engine.controller.propose(engine.now_s), engine.now_s)
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides"),
+    [
+        ({}, []),
+        ({"mode": "latency"}, []),
+        ({"max_k": 2}, []),
+        ({"max_k": 0}, []),
+        ({"request_ceiling": 1}, []),
+        ({"captured_lengths": (2,)}, []),
+        ({"captured_lengths": (2, 7)}, []),
+        ({"equal_lengths": "always", "mode": "latency", "max_k": 3}, []),
+        ({"mode": "static", "static_k": 5}, []),
+        ({"mode": "static", "static_k": 5, "max_k": 3}, []),
+        ({"mode": "table", "table": ((4, 5), (8, 1))}, []),
+        ({"mode": "table", "table": ((4, 5), (8, 1)), "request_ceiling": 2}, []),
+        ({"mode": "off", "static_k": 2}, []),
+        ({}, [Override("draft_tokens", 1, 1e9)]),
+        ({"max_k": 2}, [Override("draft_tokens", 6, 1e9)]),
+        ({"mode": "static", "static_k": 1}, [Override("policy", "goodput", 1e9)]),
+    ],
+)
+def test_what_is_planned_is_what_the_engine_then_does(seen, settings, overrides):
+    controller = make_controller(explore_share=0.0, **settings)
+    for batch in seen:
+        controller.observe(batch)
+    policy = controller.propose(1.0, overrides)
+    beliefs = controller.beliefs()
+    plans = {plan["num_requests"]: plan for plan in beliefs["draft_tokens_by_batch"]}
+    assert list(plans) == [1, 2, 4, 8, 16]
+    for count in (1, 2, 4, 8):
+        decider, ids = Decider(K, 16), [f"r{i}" for i in range(count)]
+        decider.set_policy(policy, 1.0)
+        for one in ids:
+            decider.start(one, "not seen yet")
+        decided = decider.decide(ids, 400 * count, 0, 1.0)
+        assert plans[count]["draft_tokens_per_request"] * count == pytest.approx(sum(decided.num_draft_tokens), abs=0.01)
+        assert plans[count]["block"] == decided.block
+    assert beliefs["speedup_estimate"] == controller.headline()["speedup"] == plans[4]["speedup"]
+
+
+@pytest.mark.parametrize("mode", ["threshold", "ema", "kelly", "tide"])
+def test_of_a_rule_that_goes_by_what_was_accepted_lately_nothing_is_planned(seen, mode):
+    controller = make_controller(mode=mode)
+    for batch in seen:
+        controller.observe(batch)
+    controller.propose(1.0)
+    beliefs = controller.beliefs()
+    assert beliefs["step_ms"]
+    assert beliefs["draft_tokens_by_batch"] == []
+    assert beliefs["speedup_estimate"] is controller.headline()["speedup"] is None
+
+
 def test_a_policy_changes_only_when_something_material_did():
     controller = make_controller()
     first = controller.propose(0.0)
