@@ -19,6 +19,9 @@ _BAR = 24
 
 def explain(document: Document) -> RenderableType:
     """Why an engine drafts as long as it does: survival, step times, lengths by batch size, and what changed lately."""
+    if not document:
+        text = "nothing is learned of this engine yet, or it doesn't speculate (`honed engines` then shows k … of 0)"
+        return Text(text, "yellow")
     parts: tuple[Callable[[Document], RenderableType | None], ...] = (
         _survival, _context_shift, _calibration, _step_times, _plans, _changes,
     )  # fmt: skip
@@ -95,14 +98,19 @@ def _step_times(document: Document) -> RenderableType:
     return Group(table, Text(notes, "dim"))
 
 
-def _plans(document: Document) -> RenderableType:
-    plans = document.get("draft_tokens_by_batch") or []
+def _plans(document: Document) -> RenderableType | None:
+    plans, kind = document.get("draft_tokens_by_batch") or [], (document.get("policy") or {}).get("kind")
+    if not plans:
+        text = f"lengths: by the rule {kind!r}, from what was accepted lately; they can't be predicted"
+        return Text(text, "dim") if kind and document.get("step_ms") else None
     table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0")
     largest = float(document.get("num_spec_tokens") or 0)
     for plan in plans:
         k = float(plan["draft_tokens_per_request"])
         rate, speedup = cells.number(plan["predicted_tokens_per_s"], 0), f"x {plan['speedup']:.2f}"
         table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup)
+    if kind in (None, "off"):
+        return Group(table, Text("honed doesn't decide: these are the lengths that vLLM was configured for", "dim"))
     return table
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from rich.console import Console
 
 from honed.adapt.controller import EngineController
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
 from honed.daemon.explain import bar, curve, explain
 
@@ -41,8 +44,15 @@ def batch(seq: int, rng: np.random.Generator) -> EventBatch:
 
 
 def test_a_controller_that_has_seen_nothing_can_be_explained() -> None:
-    assert "not known yet" in shown(EngineController("e", K, 4).beliefs())
-    assert "not known yet" in shown({})
+    text = shown(EngineController("e", K, 4).beliefs())
+    assert "not known yet" in text
+    assert "typical requests" not in text
+
+
+def test_an_engine_without_a_controller_gets_a_sentence_and_no_empty_tables() -> None:
+    text = shown({})
+    assert "nothing is learned of this engine yet, or it doesn't speculate" in text
+    assert len(text.strip().splitlines()) == 1
 
 
 def test_beliefs_are_shown_with_what_they_lead_to() -> None:
@@ -60,6 +70,26 @@ def test_beliefs_are_shown_with_what_they_lead_to() -> None:
     changes = beliefs["changes"]
     assert changes[0]["reason"] == "first policy"  # type: ignore[index]
     assert str(changes[-1]["reason"])[:30] in text  # type: ignore[index]
+
+
+def taught(**settings: Any) -> dict[str, Any]:
+    """What a controller believes that has seen lengths of all kinds."""
+    controller, rng = EngineController("e", K, 4, ControllerSettings(**settings)), np.random.default_rng(0)
+    for seq in range(3):
+        controller.observe(batch(seq, rng))
+    controller.propose(0.0)
+    return controller.beliefs()
+
+
+def test_a_rule_whose_lengths_cannot_be_predicted_is_named_instead() -> None:
+    text = shown(taught(mode="kelly"))
+    assert "by the rule 'kelly'" in text
+    assert "typical requests" not in text
+
+
+def test_lengths_that_vllm_decides_are_said_to_be_its() -> None:
+    assert "honed doesn't decide" in shown(taught(mode="off"))
+    assert "honed doesn't decide" not in shown(taught())
 
 
 def test_bars_are_as_long_as_their_values() -> None:
