@@ -41,6 +41,8 @@ class Steering:
         """Batches that the controllers never saw because they came faster than they could be learned from."""
         self.alarms: Counter[tuple[str, str]] = Counter()
         self.errors = 0
+        """Batches that taught nothing, and policies that couldn't be made."""
+        self._failing: dict[str, str] = {}
 
     def put(self, engine: Engine, batch: wire.EventBatch) -> None:
         """Note a batch to learn from at the next `observe`."""
@@ -58,9 +60,11 @@ class Steering:
                 continue
             try:
                 alarms = controller.observe(batch)
-            except ValueError as error:
+            except Exception as error:
                 self.errors += 1
-                log.warning("a batch taught nothing", engine_id=engine.engine_id, seq=batch.seq, error=str(error))
+                is_ours = not isinstance(error, ValueError)  # what `observe` says of a batch whose columns don't fit together
+                why = str(error) or type(error).__name__
+                log.warning("a batch taught nothing", engine_id=engine.engine_id, seq=batch.seq, error=why, exc_info=is_ours)
                 continue
             for alarm in alarms:
                 self.alarms[engine.engine_id, alarm.workload] += 1
@@ -68,16 +72,30 @@ class Steering:
         return bool(self._waiting)
 
     def steer(self, engines: Iterable[Engine], overrides: list[Override], now_s: float) -> None:
-        """Send each engine its policy, if it changed or is due to be refreshed."""
+        """Send each engine its policy, if it changed or is due to be refreshed.
+
+        An engine whose policy can't be made falls back by itself when its last one runs out; the others don't notice.
+        """
         for engine in engines:
-            controller = self.controller(engine)
-            if controller is None or not self.is_steerable(engine):
-                continue
-            policy = controller.propose(now_s, overrides)
-            is_due = now_s - engine.policy_sent_s >= policy.ttl_s * REFRESH_SHARE
-            if policy is not engine.policy or is_due:
-                engine.policy, engine.policy_sent_s = policy, now_s
-                self._send(engine.peer, policy)
+            try:
+                self._steer(engine, overrides, now_s)
+                self._failing.pop(engine.engine_id, None)
+            except Exception as error:
+                self.errors += 1
+                why = f"{type(error).__name__}: {error}"
+                if self._failing.get(engine.engine_id) != why:  # else it would be told once a second
+                    self._failing[engine.engine_id] = why
+                    log.exception("an engine isn't steered", engine_id=engine.engine_id, error=why)
+
+    def _steer(self, engine: Engine, overrides: list[Override], now_s: float) -> None:
+        controller = self.controller(engine)
+        if controller is None or not self.is_steerable(engine):
+            return
+        policy = controller.propose(now_s, overrides)
+        is_due = now_s - engine.policy_sent_s >= policy.ttl_s * REFRESH_SHARE
+        if policy is not engine.policy or is_due:
+            engine.policy, engine.policy_sent_s = policy, now_s
+            self._send(engine.peer, policy)
 
     def controller(self, engine: Engine) -> EngineController | None:
         """The engine's controller, made when it is first needed; None while it isn't known what is to be steered, or how."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from honed.adapt import wire
 from honed.daemon.service import Service
@@ -142,6 +143,36 @@ def test_an_engine_that_only_observes_gets_no_policy(service: Service, make_engi
     with service.lock:
         service.steer(service.monotonic())
     assert not [m for m in engine.received if isinstance(m, wire.Policy)]
+
+
+def test_an_engine_that_cannot_be_steered_keeps_no_other_from_it(
+    service: Service, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, fine = make_engine(engine_id="a-broken"), make_engine(engine_id="fine")
+    for engine in (broken, fine):
+        engine.hello()
+        engine.expect(wire.Policy)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a figure is 0")
+
+    with service.lock:
+        controller = service.engines.by_id["a-broken"].controller
+        assert controller is not None
+        monkeypatch.setattr(controller, "propose", fail)
+        monkeypatch.setattr(controller, "observe", fail)
+        errors = service.steering.errors
+    with capture_logs() as logs:
+        for engine in (broken, fine):
+            engine.send(engine.batch(1))
+            engine.wait_acked(1)
+        wait_for(lambda: service.steering.errors >= errors + 3, "failures, one of them to learn")
+        with service.lock:
+            service.overrides.set("draft_tokens", 1, 60, "", "operator")
+        fine.expect(wire.Policy, lambda policy: policy.override == "draft_tokens")
+    assert {one["engine_id"] for one in logs if one["log_level"] in ("error", "warning")} == {"a-broken"}
+    assert [one["error"] for one in logs if one["event"] == "an engine isn't steered"] == ["ZeroDivisionError: a figure is 0"]
+    assert [one["seq"] for one in logs if one["event"] == "a batch taught nothing"] == [1]
 
 
 def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(
