@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 from honed.adapt.contenders import CONTENDERS
@@ -12,6 +13,8 @@ from honed.adapt.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges,
 from honed.adapt.step_time import StepTimeSettings
 
 MODES = ("goodput", "latency", "off", *CONTENDERS)
+_LEAST_STRENGTH = 0.1
+"""Of a prior, in pseudo-rounds: what weighs less is no guess any more where nothing was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class ControllerSettings:
     forgetting_rounds: float = 4000.0
     """Rounds after which what was observed weighs 1/e."""
     request_strength: float = 0.0
-    """Pseudo-rounds of a workload's curve against a request's own; 0: estimated from how much requests differ."""
+    """Pseudo-rounds of a workload's curve against a request's own, 0.1 or more; 0: estimated from how much requests differ."""
     workload_strength: float = 24.0
     """Pseudo-rounds of the engine's curve against a workload's own."""
     policy_ttl_s: float = 10.0
@@ -65,8 +68,9 @@ class ControllerSettings:
         **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
         **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
         "captured_lengths": Range(0, 1024),
-        **dict.fromkeys(("request_strength", "workload_strength"), Range(0)),
-        "policy_ttl_s": Range(0, 3600, excludes_low=True),
+        "request_strength": Range(0),
+        "workload_strength": Range(_LEAST_STRENGTH),
+        "policy_ttl_s": Range(3, 3600),
     }
 
     @property
@@ -85,6 +89,10 @@ class ControllerSettings:
             raise ValueError('mode "table" needs a table: rows (largest batch in requests, draft tokens)')
         if any(len(row) != 2 or row[0] < 1 or row[1] < 0 for row in self.table):
             raise ValueError(f"table takes rows (largest batch >= 1, draft tokens >= 0), not {self.table!r}")
+        if any(row[0] >= following[0] for row, following in pairwise(self.table)):
+            raise ValueError(f"table takes rows in ascending order of their largest batch, each once, not {self.table!r}")
+        if 0 < self.request_strength < _LEAST_STRENGTH:
+            raise ValueError(f"request_strength must be 0 or at least {_LEAST_STRENGTH:g}, not {self.request_strength!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 
 import msgspec
 import numpy as np
@@ -217,6 +218,29 @@ def test_an_override_that_means_nothing_is_refused(name, value):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="goodput, latency, off, static"):
         ControllerSettings(mode="clever")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workload_strength": 0}, "workload_strength must be at least 0.1, not 0"),
+        ({"request_strength": 0.004}, "request_strength must be 0 or at least 0.1, not 0.004"),
+        ({"policy_ttl_s": 0.2}, "policy_ttl_s must be from 3 to 3_600, not 0.2"),
+        ({"table": ((16, 1), (4, 5))}, "ascending order of their largest batch, each once, not ((16, 1), (4, 5))"),
+        ({"table": ((4, 1), (4, 5))}, "ascending order of their largest batch, each once, not ((4, 1), (4, 5))"),
+    ],
+)
+def test_settings_that_a_controller_could_not_work_with_are_refused(settings, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ControllerSettings(**settings)
+
+
+@pytest.mark.parametrize("name", ["workload_strength", "request_strength"])
+def test_the_least_strength_works(name):
+    controller = make_controller(**{name: 0.1})
+    for now_s in range(3):
+        controller.observe(make_batch([5], [5]))
+        assert all(prior.strength >= 0.1 for prior in controller.propose(now_s).priors)
 
 
 @pytest.mark.parametrize("mode", ["static", "off"])

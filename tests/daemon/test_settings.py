@@ -61,6 +61,14 @@ def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
         ({"env": {"HONED_CONTROLLER__MODE": "table"}}, 'settings [controller]: mode "table" needs a table'),
         ({"env": {"HONED_CONTROLLER__TABLE": "4=5"}}, "HONED_CONTROLLER__TABLE='4=5' in the environment isn't JSON"),
         ({"env": {"HONED_CONTROLLER__TABLE": "[[4,-5]]"}}, "(from HONED_CONTROLLER__TABLE in the environment)"),
+        (
+            {"env": {"HONED_CONTROLLER__TABLE": "[[16,1],[4,5]]"}},
+            "each once, not ((16, 1), (4, 5)) (from HONED_CONTROLLER__TABLE",
+        ),
+        (
+            {"env": {"HONED_CONTROLLER__REQUEST_STRENGTH": "0.004"}},
+            "settings [controller]: request_strength must be 0 or at least 0.1, not 0.004 (from HONED_CONTROLLER__REQUEST_STR",
+        ),
         ({"env": {"HONED_CONTROLLER__TABLE": "4=5"}}, "write it like [[4, 5], [16, 2]]"),
         (
             {"env": {"HONED_TRAINER__YIELDS_TO": "chat-0"}},
