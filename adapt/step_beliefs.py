@@ -75,6 +75,8 @@ class StepBeliefs:
         return {
             "is_ready": model.is_ready,
             "num_steps": self._learner.num_steps,
+            "least_steps": self._learner.settings.min_steps,
+            "lengths_seen": self._learner.lengths_seen,
             "parameters": dict(zip(PARAMETERS, model.parameters, strict=False)),
             "measured_seconds": self.typical.get("step_seconds"),
             "predicted_seconds": self.typical.get("predicted_step_seconds"),

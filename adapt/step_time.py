@@ -55,6 +55,8 @@ _OUTDATED = 0.001
 """Weight of a step that was measured before the world changed."""
 _TABLE_TOKENS = 8192
 LEAST_SECONDS = 1e-7
+LEAST_LENGTHS = 2
+"""Draft lengths that have to be seen before what a draft costs can be told from what a step costs."""
 
 
 @dataclass(frozen=True)
@@ -303,11 +305,15 @@ class StepTimeLearner:
     @property
     def is_ready(self) -> bool:
         """Tell whether the price of drafting can be told from the price of the batch."""
+        return self.num_steps >= self.settings.min_steps and len(self.lengths_seen) >= LEAST_LENGTHS
+
+    @property
+    def lengths_seen(self) -> list[int]:
+        """Draft lengths (per request, rounded) of which enough steps were seen, ascending."""
         seen: dict[int, int] = {}
         for kind, cell in self._kinds.items():
             seen[kind[1]] = seen.get(kind[1], 0) + int(self._filled[cell])
-        lengths = sum(count >= self.settings.min_steps_per_length for count in seen.values())
-        return self.num_steps >= self.settings.min_steps and lengths >= 2
+        return sorted(length for length, count in seen.items() if count >= self.settings.min_steps_per_length)
 
     def model(self) -> StepTimeModel:
         """Return the current fit, or the empty model before there is enough to go by."""

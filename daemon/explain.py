@@ -81,8 +81,7 @@ def _step_times(document: Document) -> RenderableType:
     model = document.get("step_time") or {}
     prices = document.get("step_ms") or []
     if not prices:
-        seen = cells.count(model.get("num_steps"))
-        return Text(f"step times are not known yet ({seen} steps seen): lengths are fixed until then", "yellow")
+        return Text(f"step times are not known yet: {_missing(document, model)}", "yellow")
     lengths = range(len(prices[0]["by_length"]))
     chosen = _one_in(len(lengths))
     table = Rows.of("predicted ms of a step", *(f"k {k}" for k in lengths if k in chosen))
@@ -96,6 +95,28 @@ def _step_times(document: Document) -> RenderableType:
     if model.get("world_changes"):
         notes += f"; the world changed {cells.count(model['world_changes'])} times"
     return Group(table, Text(notes, "dim"))
+
+
+def _missing(document: Document, model: Document) -> str:
+    """What has to be seen before there are step times, and how to bring it about where that doesn't happen by itself."""
+    steps, least = model.get("num_steps") or 0, model.get("least_steps") or 0
+    policy, lengths = document.get("policy") or {}, model.get("lengths_seen") or []
+    is_exploring = policy.get("kind") in ("goodput", "latency") and policy.get("explore_share")
+    until = "; lengths are fixed until then" if policy.get("kind") in ("goodput", "latency") else ""
+    if steps < least:
+        return f"{cells.count(steps)} steps seen, of {cells.count(least)} needed{until}"
+    drafted = f"all drafted {lengths[0]} tokens a request" if lengths else "none often enough"
+    why = f"{cells.count(steps)} steps seen, {drafted}, and what a draft costs shows only with two draft lengths{until}"
+    if is_exploring:
+        return f"{why}. Others are being tried"
+    if not policy:
+        return f"{why}. honed doesn't decide on this engine"
+    half = (document.get("num_spec_tokens") or 0) // 2
+    other = half + 1 if half in lengths else half
+    return (
+        f"{why}. Let others be tried (controller.explore_share above 0, in mode goodput or latency), or have one drafted"
+        f" for a minute: `honed override set draft_tokens {other} --ttl 1m`"
+    )
 
 
 def _plans(document: Document) -> RenderableType | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from honed.adapt.controller import EngineController
@@ -47,6 +49,51 @@ def test_a_controller_that_has_seen_nothing_can_be_explained() -> None:
     text = shown(EngineController("e", K, 4).beliefs())
     assert "not known yet" in text
     assert "typical requests" not in text
+
+
+def steps_of(length: int, count: int) -> EventBatch:
+    """A batch of steps that all drafted so much."""
+    drafted, numbers = [length] * count, list(range(count))
+    steps = StepColumns(
+        step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[5000 + 900 * length] * count,
+        num_requests=[1] * count, num_tokens=[1 + length] * count, num_prefill_tokens=[0] * count,
+        num_draft_tokens=drafted, context_tokens=[500] * count, num_drafting=drafted, decision=["cold"] * count,
+    )  # fmt: skip
+    return EventBatch(
+        engine_id="e", boot_id="b", seq=1, sent_unix_ns=0, sent_mono_ns=0, drafter_version="v", workloads=[], steps=steps,
+        rounds=RoundColumns(),
+    )  # fmt: skip
+
+
+def test_what_step_times_are_waiting_for_is_named_and_how_to_bring_it_about() -> None:
+    def said() -> str:
+        controller.propose(0.0)
+        return " ".join(shown(controller.beliefs()).split())
+
+    controller = EngineController("e", K, 4, ControllerSettings(explore_share=0.0))
+    assert "0 steps seen, of 32 needed; lengths are fixed until then" in said()
+    controller.observe(steps_of(K, 2000))
+    text = said()
+    assert "2,000 steps seen, all drafted 3 tokens a request" in text
+    assert "controller.explore_share above 0" in text
+    found = re.search(r"honed override set draft_tokens (\d) --ttl 1m", text)
+    assert found is not None
+    controller.observe(steps_of(int(found[1]), 10))
+    assert "not known yet" not in said(), "the cure that was named cures it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({}, "Others are being tried"), ({"mode": "static"}, "draft_tokens 1 --ttl"), ({"mode": "off"}, "draft_tokens 1 --ttl")],
+)
+def test_what_step_times_are_waiting_for_depends_on_what_is_tried(settings: dict[str, Any], says: str) -> None:
+    controller = EngineController("e", K, 4, ControllerSettings(**settings))
+    controller.observe(steps_of(K, 2000))
+    assert "honed doesn't decide on this engine" in shown(controller.beliefs()), "it was sent no policy"
+    controller.propose(0.0)
+    text = " ".join(shown(controller.beliefs()).split())
+    assert says in text
+    assert ("lengths are fixed until then" in text) == (not settings)
 
 
 def test_an_engine_without_a_controller_gets_a_sentence_and_no_empty_tables() -> None:
