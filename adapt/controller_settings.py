@@ -49,7 +49,8 @@ class ControllerSettings:
     table: tuple[tuple[int, int], ...] = ()
     """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
     max_workloads: int = 64
-    """Workloads that have a curve of their own; others share the engine's, until one of these has been silent for long."""
+    """Workloads that have a curve and drift tests of their own; others share the engine's curve, until one of these has been
+    silent for long."""
     equal_lengths: Literal["auto", "always", "never"] = "auto"
     """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2). "auto":
     where the engine says that its graphs are of that kind."""
