@@ -2,8 +2,12 @@
 
 Position j of a round (from 1) is a *trial* iff draft j−1 was accepted and draft j was verified, and a *success* iff draft j
 was accepted. The conditional acceptance a_j = P(draft j accepted | drafts before it accepted) is a hazard under right
-censoring, so successes / trials per position is unbiased whatever rule chose k from the past. Accepted / drafted is not:
-its mean moves with k. Survival is S(j) = a_1 · … · a_j and the acceptance length τ(k) = 1 + S(1) + … + S(k).
+censoring, so successes / trials per position is unbiased whatever rule chose k from the past, if requests are alike. Accepted /
+drafted is not: its mean moves with k. Survival is S(j) = a_1 · … · a_j and the acceptance length τ(k) = 1 + S(1) + … + S(k).
+
+Where requests differ a rule that gives longer drafts to those that did well sees late positions, or any, of easy requests only.
+So a round is held against what its request's past lets expect, θ (below): with every success weighted by θ, the curve is that
+of a request of which nothing is known yet, and a round of which the past had foretold everything moves it nowhere.
 
 Three levels, each shrunk towards the one above:
 
@@ -36,6 +40,8 @@ FIRST_GUESS = 0.6
 """Conditional acceptance of position 1 before anything was seen."""
 EDGE = 1e-3
 """Estimates stay in [EDGE, 1 − EDGE]: nothing is certain, and logarithms stay finite."""
+MOST_THETA = 12.0
+"""Failure odds of a request are taken to be within so many times those of its workload."""
 CHAIN_STRENGTH = 4.0
 """Pseudo-trials that a position's left neighbour weighs at engine level."""
 
@@ -64,10 +70,20 @@ def count_trials(
     num_spec_tokens: int,
     num_invalid_tokens: IntsLike | None = None,
     weights: Floats | None = None,
+    theta: Floats | None = None,
 ) -> tuple[Floats, Floats]:
-    """Count trials and successes per position, both [K], optionally weighting each round."""
+    """Count trials and successes per position, both [K], optionally weighting each round.
+
+    Args:
+        theta: failure odds of each round's request, relative to the curve that is wanted, from earlier rounds, [R]: a success
+            counts so many times. At a given position E[failures] = θ · (1 − m)/m · E[successes]. None: 1.
+    """
     reached, accepted = reached_and_accepted(num_draft_tokens, num_accepted_tokens, num_spec_tokens, num_invalid_tokens)
-    return _at_least(reached, num_spec_tokens, weights), _at_least(accepted, num_spec_tokens, weights)
+    trials, successes = (_at_least(values, num_spec_tokens, weights) for values in (reached, accepted))
+    if theta is None:
+        return trials, successes
+    weighted = _at_least(accepted, num_spec_tokens, theta if weights is None else weights * theta)
+    return trials - successes + weighted, weighted
 
 
 def _at_least(values: Ints, num_spec_tokens: int, weights: Floats | None) -> Floats:
@@ -96,11 +112,13 @@ class AcceptanceCounts:
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None = None,
         weights: Floats | None = None,
+        theta: Floats | None = None,
     ) -> None:
         """Fold in rounds, oldest first. Rounds without drafts teach nothing and don't age the rest.
 
         Args:
             weights: of each round, [R]; it ages what is older by as much. None: 1 of each.
+            theta: see `count_trials`, [R].
         """
         drafted = np.asarray(num_draft_tokens, dtype=np.int64)
         keep = drafted > 0
@@ -111,7 +129,9 @@ class AcceptanceCounts:
         weights = np.ones(len(drafted)) if weights is None else weights[keep]
         until = np.cumsum(weights)
         kept = weights * np.exp((until - until[-1]) / self.forgetting_rounds)
-        trials, successes = count_trials(drafted, accepted, self.num_spec_tokens, invalid, kept)
+        trials, successes = count_trials(
+            drafted, accepted, self.num_spec_tokens, invalid, kept, None if theta is None else theta[keep]
+        )  # fmt: skip
         self.scale(float(np.exp(-until[-1] / self.forgetting_rounds)))
         self.trials += trials
         self.successes += successes
@@ -194,6 +214,17 @@ def strength_between(trials: Floats, successes: Floats, low: float = 2.0, high: 
     return float(np.clip(1.0 / rho - 1.0, low, high)) if rho > 0.0 else high
 
 
+def _before(group: Ints, values: Floats) -> Floats:
+    """Sum the values of the earlier ones of each one's group, [R]."""
+    order = np.argsort(group, kind="stable")
+    sorted_group, in_order = group[order], values[order]
+    sums = np.cumsum(in_order) - in_order
+    sums -= sums[np.searchsorted(sorted_group, sorted_group)]
+    before = np.empty(len(values))
+    before[order] = sums
+    return before
+
+
 class RequestTable:
     """Counts of a bounded number of recent requests, from which the spread between requests is estimated.
 
@@ -246,16 +277,28 @@ class RequestTable:
         keys, group = np.unique(requests, return_inverse=True)
         slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
         known = np.where(self.owner[slots] == keys, self.trials[slots, 0], 0.0)
-        order = np.argsort(group, kind="stable")
         tries = (reached > 0).astype(np.float64)
-        before = np.cumsum(tries[order]) - tries[order]
-        before -= before[np.searchsorted(group[order], np.arange(len(keys)))][group[order]]
-        earlier = np.empty(len(requests))
-        earlier[order] = before
-        earlier += known[group]
+        earlier = known[group] + _before(group, tries)
         rho = 1.0 / (1.0 + strength)
         gained: Floats = (earlier + 1.0) / (1.0 + earlier * rho) - earlier / (1.0 + (earlier - 1.0) * rho)
         return gained * tries
+
+    def theta(self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints, curve: Floats, strength: float) -> Floats:
+        """What a request's rounds before each of these [R] made of its failure odds, relative to the curve; 1 for its first."""
+        if not len(requests):
+            return np.ones(0)
+        keys, group = np.unique(requests, return_inverse=True)
+        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        is_known = (self.owner[slots] == keys).astype(np.float64)
+        successes = self.successes[slots]
+        failed = is_known * ((self.trials[slots] - successes) @ curve)
+        passed = is_known * (successes @ (1.0 - curve))
+        # Of these rounds: a failure adds the curve where it came, n accepted drafts the sum of 1 − curve up to there.
+        fails = np.where(reached > accepted, curve[np.maximum(reached, 1) - 1], 0.0)
+        passes = np.concatenate([[0.0], np.cumsum(1.0 - curve)])[accepted]
+        constant = strength * information(curve)
+        theta = (constant + failed[group] + _before(group, fails)) / (constant + passed[group] + _before(group, passes))
+        return np.clip(theta, 1.0 / MOST_THETA, MOST_THETA)
 
     def clear(self) -> None:
         """Forget all requests."""

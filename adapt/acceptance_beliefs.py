@@ -84,16 +84,18 @@ class AcceptanceBeliefs:
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
         curve, shift = self._shift(self._curve(workload, self.engine_curve()), workload)
+        theta = workload.requests.theta(rounds.request, reached, accepted, curve, self._request_strength(workload))
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
-            workload.calibration.observe(survival(shifted), verified[mine], accepted[mine])
+            predicted = survival(scale_odds(shifted, theta[mine][:, None]))
+            workload.calibration.observe(predicted, verified[mine], accepted[mine])
         workload.contexts.observe(rounds.position, reached, accepted)
         if rounds.feature is not None:
             design_effect = self._design_effect(workload)
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         weights = np.maximum(information, 1.0 / _MOST_DESIGN_EFFECT)
-        self._counts.observe(*columns, weights=weights)
-        workload.counts.observe(*columns, weights=weights)
+        self._counts.observe(*columns, weights=weights, theta=theta)
+        workload.counts.observe(*columns, weights=weights, theta=theta)
         workload.requests.observe(rounds.request, reached, accepted)
         workload.last_round = self._counts.num_rounds
         if workload is self._others:

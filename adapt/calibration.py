@@ -22,21 +22,21 @@ class Calibration:
         self._observed: Floats = np.zeros(BINS)
 
     def observe(self, predicted: Floats, verified: Ints, accepted: Ints) -> None:
-        """Fold in rounds that were predicted alike.
+        """Fold in rounds.
 
         Args:
-            predicted: survival S(j) as it was believed before these rounds, [K].
+            predicted: survival S(j) of each round as it was believed before it, [R, K].
             verified: drafts that each round verified, [R].
             accepted: drafts that each round accepted, [R].
         """
-        positions = np.arange(1, len(predicted) + 1)
-        trials = (verified[:, None] >= positions).sum(axis=0).astype(np.float64)
-        successes = (accepted[:, None] >= positions).sum(axis=0).astype(np.float64)
-        where = np.minimum((predicted * BINS).astype(np.int64), BINS - 1)
+        positions = np.arange(1, predicted.shape[1] + 1)
+        trials = (verified[:, None] >= positions).astype(np.float64)
+        successes = (accepted[:, None] >= positions).astype(np.float64)
+        where = np.minimum((predicted * BINS).astype(np.int64), BINS - 1).ravel()
         decay = float(np.exp(-len(verified) / self._forgetting_rounds))
         for held, fresh in ((self._weight, trials), (self._predicted, trials * predicted), (self._observed, successes)):
             held *= decay
-            held += np.bincount(where, fresh, BINS)
+            held += np.bincount(where, fresh.ravel(), BINS)
 
     @property
     def error(self) -> float:

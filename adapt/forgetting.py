@@ -17,7 +17,15 @@ import math
 
 import numpy as np
 
-from honed.adapt.acceptance import AcceptanceCounts, Floats, IntsLike, chain_estimate, count_trials
+from honed.adapt.acceptance import (
+    AcceptanceCounts,
+    Floats,
+    Ints,
+    IntsLike,
+    chain_estimate,
+    reached_and_accepted,
+    scale_odds,
+)
 
 SWITCH_NATS = 6.0
 SHORT_ROUNDS = 150.0
@@ -39,17 +47,19 @@ class AdaptiveCounts(AcceptanceCounts):
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None = None,
         weights: Floats | None = None,
+        theta: Floats | None = None,
     ) -> None:
         """Fold in rounds, oldest first.
 
         Args:
             weights: what each says of others, in independent rounds [R]: those of one request repeat each other. None: 1.
+            theta: failure odds of each round's request from its earlier rounds, see `acceptance.count_trials`, [R]. None: 1.
         """
         columns = (num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
         if self._short.weight_rounds >= SHORT_ROUNDS / 4 and self.weight_rounds > 1.5 * self._short.weight_rounds:
-            self._judge(*columns, weights)
-        self._short.observe(*columns, weights)
-        super().observe(*columns)
+            self._judge(*columns, weights, theta)
+        self._short.observe(*columns, weights, theta)
+        super().observe(*columns, theta=theta)
 
     def _judge(
         self,
@@ -57,13 +67,14 @@ class AdaptiveCounts(AcceptanceCounts):
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None,
         weights: Floats | None,
+        theta: Floats | None,
     ) -> None:
-        trials, successes = count_trials(
-            num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens, weights
-        )
+        rounds = reached_and_accepted(num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens)
+        of_rounds = np.ones(len(rounds[0])) if weights is None else weights
+        of_requests = np.ones(len(rounds[0])) if theta is None else theta
         short = chain_estimate(self._short.trials, self._short.successes)
         long = chain_estimate(self.trials, self.successes)
-        gained = _log_likelihood(short, trials, successes) - _log_likelihood(long, trials, successes)
+        gained = float(of_rounds @ (_log_likelihood(short, of_requests, *rounds) - _log_likelihood(long, of_requests, *rounds)))
         num_rounds = float(np.count_nonzero(np.asarray(num_draft_tokens)) if weights is None else weights.sum())
         self._score = max(self._score * math.exp(-num_rounds / _SCORE_ROUNDS) + gained, 0.0)
         if self._score > SWITCH_NATS:
@@ -79,5 +90,10 @@ class AdaptiveCounts(AcceptanceCounts):
         self._score = 0.0
 
 
-def _log_likelihood(acceptance: Floats, trials: Floats, successes: Floats) -> float:
-    return float(successes @ np.log(acceptance) + (trials - successes) @ np.log1p(-acceptance))
+def _log_likelihood(curve: Floats, theta: Floats, reached: Ints, accepted: Ints) -> Floats:
+    """Of each round, [R], of requests of those failure odds relative to the curve."""
+    acceptance = scale_odds(curve, theta[:, None])
+    position = np.arange(1, len(curve) + 1)
+    passed, failed = position <= accepted[:, None], (position > accepted[:, None]) & (position <= reached[:, None])
+    likelihood: Floats = np.where(passed, np.log(acceptance), np.where(failed, np.log1p(-acceptance), 0.0)).sum(axis=1)
+    return likelihood

@@ -194,3 +194,23 @@ def test_acceptance_length_counts_the_bonus_token():
     assert acceptance_length(np.array([0.5, 0.5])) == pytest.approx(1.75)
     assert acceptance_length(np.array([0.5, 0.5]), 1) == pytest.approx(1.5)
     assert acceptance_length(np.array([0.5, 0.5]), 0) == 1.0
+
+
+def test_what_is_expected_of_a_round_comes_from_the_rounds_before_it() -> None:
+    rng, table, curve, strength = np.random.default_rng(1), RequestTable(K), np.linspace(0.8, 0.5, K), 3.0
+    information = float(survival(curve) @ (1.0 - curve))
+    failed: dict[int, float] = {}
+    passed: dict[int, float] = {}
+    for _ in range(5):
+        requests = rng.integers(0, 12, 40).astype(np.uint64)
+        drafted = rng.integers(0, K + 1, 40)
+        reached, accepted = reached_and_accepted(drafted, simulate_rounds(rng, curve, drafted), K)
+        expected = []
+        for request, tried, got in zip(requests.tolist(), reached.tolist(), accepted.tolist(), strict=True):
+            f, p = failed.setdefault(request, 0.0), passed.setdefault(request, 0.0)
+            expected.append((strength * information + f) / (strength * information + p))
+            failed[request] += float(curve[tried - 1]) if tried > got else 0.0
+            passed[request] += float((1.0 - curve[:got]).sum())
+        assert table.theta(requests, reached, accepted, curve, strength) == pytest.approx(np.clip(expected, 1 / 12, 12.0))
+        table.observe(requests, reached, accepted)
+    assert table.theta(np.zeros(0, np.uint64), np.zeros(0, int), np.zeros(0, int), curve, strength).shape == (0,)

@@ -15,7 +15,7 @@ CURVE = np.array([0.8, 0.75, 0.7, 0.6, 0.5, 0.5, 0.4])
 def observe(calibration: Calibration, predicted: np.ndarray, num_rounds: int = 20_000) -> None:
     rng = np.random.default_rng(0)
     drafted = rng.integers(0, 8, num_rounds)  # lengths that don't depend on the outcome
-    calibration.observe(predicted, drafted, simulate_rounds(rng, CURVE, drafted))
+    calibration.observe(np.tile(predicted, (num_rounds, 1)), drafted, simulate_rounds(rng, CURVE, drafted))
 
 
 def test_a_true_prediction_has_next_to_no_error() -> None:
