@@ -13,6 +13,8 @@ has it. The rounds that it lacks or has left over, Δ_s = Σ_{i in s} (ρ_i − 
 Tokens are those that verify rounds emit, as vLLM counts them: a prompt's first token isn't one, what a stop cuts off is. Time
 is the engine's busy time. Where requests arrive by themselves a slower rule would also make them queue; that is not asked.
 
+A request waits for whole steps: its time per output token is Σ_i (F_s + (ρ_i − 1) · D_s) / Σ_i emitted_i over its rounds.
+
 Intervals are 95 %: the spread between requests, in up to `MOST_CLUSTERS` groups of consecutive ones within a cell; that of
 what is estimated once and used throughout (acceptance where little was tried, step times), by resampling; `Prices.doubt`.
 
@@ -21,13 +23,14 @@ Letters: S = steps, R = verify rounds, Q = requests, K = draft tokens that the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.replay_acceptance import Counts, believe
 from honed.adapt.replay_log import Log
 from honed.adapt.replay_rules import Rule, lengths_of
@@ -56,6 +59,10 @@ class Prediction:
     """None: the log has one draft length only, so nobody knows what another costs."""
     ratio: Figure | None
     """Tokens per second over those logged."""
+    tpot_s: Figure | None
+    """Time per output token, seconds: that of a request from its first token on, mean over requests."""
+    tpot_p95_s: float | None
+    """The 95th percentile over requests."""
     acceptance_length: float
     """Tokens per verify round, bonus token included, over all rounds."""
     draft_tokens_per_round: float
@@ -65,6 +72,9 @@ class Prediction:
     """Share of the tokens that come from those."""
     exact_seconds: float
     """Share of the time that is priced by logged steps of the same batch size, draft length and block."""
+    graph_steps: float | None
+    """Share of the steps without prefill that have draft lengths for which there are CUDA graphs; None: no graphs for certain
+    lengths are known, or there are no such steps."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ class Logged:
     """What was logged, in the same figures."""
 
     tokens_per_s: float
+    tpot_s: float
+    tpot_p95_s: float
     acceptance_length: float
     draft_tokens_per_round: float
     tokens: int
@@ -99,6 +111,8 @@ class _Outcome:
     """ρ_i, rounds that begin within the logged one."""
     exact_rounds: Floats
     """Those of them that begin where it began, and whose outcome it determines."""
+    waits: Floats
+    """Seconds that the round's request takes for them; NaN: not known."""
 
 
 class Replay:
@@ -107,7 +121,7 @@ class Replay:
     Args:
         log: at least one round, or ValueError.
         num_spec_tokens: K; no less than what was drafted in the log.
-        captured_tokens: token counts of the engine's CUDA graphs; empty: none, or unknown.
+        settings: what the engine is steered by, what is known of its CUDA graphs included; None: the defaults.
         can_shorten: whether the runner drafts a shorter block when asked to (vLLM's V1 does, V2 doesn't); None: as it looks.
         can_skip: whether one that can't nevertheless drafts nothing where no request wants any (V2 with DFlash).
         mask: rounds that the figures are about, [R]; None: all. Rules always choose for all rounds.
@@ -118,7 +132,7 @@ class Replay:
         log: Log,
         num_spec_tokens: int,
         seed: int = 0,
-        captured_tokens: Sequence[int] = (),
+        settings: ControllerSettings | None = None,
         can_shorten: bool | None = None,
         can_skip: bool = False,
         mask: npt.NDArray[np.bool_] | None = None,
@@ -126,6 +140,7 @@ class Replay:
         if not len(log.step):
             raise ValueError("the log has no verify rounds")
         self.log, self.num_spec_tokens, self._seed = log, max(num_spec_tokens, log.most_drafted), seed
+        self._settings = settings or ControllerSettings()
         self._can_shorten = len(np.unique(log.block)) > 1 if can_shorten is None else can_shorten
         self._can_skip = can_skip
         self._mask = np.ones(len(log.step)) if mask is None else mask.astype(np.float64)
@@ -134,7 +149,8 @@ class Replay:
         self._payer = has_rounds[np.minimum(nearest, len(has_rounds) - 1)]  # whose rounds pay for a step without any
         self._cluster, self._stratum = _clusters(log)
         self._text = Text(log, self.num_spec_tokens)
-        counts, rows = Counts.of(log, self.num_spec_tokens), StepRows(log, captured_tokens, np.random.default_rng(seed))
+        counts = Counts.of(log, self.num_spec_tokens)
+        rows = StepRows(log, self._settings.captured_tokens, np.random.default_rng(seed))
         self._beliefs = believe(counts, log.cell, len(log.cells))
         self._whole = _View(self._text.odds(self._beliefs), price(rows))
         self._resamples = list(self._resample(counts, rows, np.random.default_rng([seed, 1])))
@@ -144,28 +160,33 @@ class Replay:
         """Sum up the log itself."""
         log, w = self.log, self._mask
         rounds, tokens, seconds = float(w.sum()), float(w @ log.emitted), float(w @ self._shares(log.seconds))
+        tpot = self._tpot(log.seconds[log.step])
         return Logged(
-            tokens / seconds, tokens / rounds, float(w @ log.drafted) / rounds, round(tokens), seconds,
+            tokens / seconds, float(tpot.mean()), float(np.quantile(tpot, 0.95)), tokens / rounds,
+            float(w @ log.drafted) / rounds, round(tokens), seconds,
             round(rounds), len(np.unique(log.request[w > 0])), len(np.unique(log.step[w > 0])),
         )  # fmt: skip
 
     def predict(self, rule: Rule) -> Prediction:
         """Replay one rule."""
         log, w, prices = self.log, self._mask, self._whole.prices
-        lengths = lengths_of(rule, log, self.num_spec_tokens, self._beliefs, prices.model, self._seed)
+        lengths = lengths_of(rule, log, self.num_spec_tokens, self._beliefs, prices.model, self._settings, self._seed)
         shape = self._shape(lengths)
         got = self._evaluate(lengths, shape, self._whole)
         rounds, tokens = float(w @ got.rounds), float(w @ log.emitted)
-        speed, ratio, exact_seconds = None, None, 0.0
+        speed, ratio, tpot, tpot_p95, exact_seconds = None, None, None, None, 0.0
         if np.isfinite(got.seconds).all():
             variance = self._variance(lengths, shape, got.seconds)
             speed = self._figure(w * log.emitted, w * got.seconds, variance)
             ratio = self._figure(w * self._shares(log.seconds), w * got.seconds, variance)
+            of_requests = self._tpot(got.waits)
+            tpot, tpot_p95 = self._mean_tpot(got.waits, variance), float(np.quantile(of_requests, 0.95))
             exact_seconds = float(w @ (got.seconds * prices.is_seen(shape)[log.step])) / float(w @ got.seconds)
         return Prediction(
-            rule.text, speed, ratio, tokens / rounds, float(w @ (got.rounds * lengths)) / rounds,
+            rule.text, speed, ratio, tpot, tpot_p95, tokens / rounds, float(w @ (got.rounds * lengths)) / rounds,
             float(w @ got.exact_rounds) / rounds,
             float(w @ (got.exact_rounds * (np.minimum(log.accepted, lengths) + 1))) / tokens, exact_seconds,
+            self._graph_steps(lengths),
         )  # fmt: skip
 
     # --- one evaluation -----------------------------------------------------------------------------------------------
@@ -178,10 +199,41 @@ class Replay:
         exact_rounds = begins[self._text.begin] * is_known
         if not view.prices.model.is_ready:
             is_same = bool((lengths == log.drafted).all())
-            return _Outcome(self._shares(log.seconds) if is_same else np.full(len(rounds), np.nan), rounds, exact_rounds)
+            unknown = np.full(len(rounds), np.nan)
+            seconds, waits = (self._shares(log.seconds), log.seconds[log.step]) if is_same else (unknown, unknown)
+            return _Outcome(seconds, rounds, exact_rounds, waits)
         whole = np.where(log.rounds_in_step > 0, view.prices.seconds(shape), log.seconds)
-        another = view.prices.seconds(_without_prefill(shape)) / np.maximum(log.num_requests, log.rounds_in_step)
-        return _Outcome(self._shares(whole) + (rounds - 1.0) * another[log.step], rounds, exact_rounds)
+        another = view.prices.seconds(_without_prefill(shape))
+        share = another / np.maximum(log.num_requests, log.rounds_in_step)
+        return _Outcome(
+            self._shares(whole) + (rounds - 1.0) * share[log.step], rounds, exact_rounds,
+            whole[log.step] + (rounds - 1.0) * another[log.step],
+        )  # fmt: skip
+
+    def _tpot(self, waits: Floats) -> Floats:
+        """Seconds per token of each request that the figures are about."""
+        log, w = self.log, self._mask
+        tokens = np.bincount(log.request, w * log.emitted, len(log.cell))
+        tpot: Floats = np.bincount(log.request, w * waits, len(log.cell))[tokens > 0] / tokens[tokens > 0]
+        return tpot
+
+    def _mean_tpot(self, waits: Floats, variance: float) -> Figure:
+        log, w = self.log, self._mask
+        tokens, rounds = (np.bincount(log.request, w * each, len(log.cell))[log.request] for each in (log.emitted, 1.0))
+        return self._figure(w * waits / np.maximum(tokens, 1.0), w / np.maximum(rounds, 1.0), variance)
+
+    def _graph_steps(self, lengths: Ints) -> float | None:
+        log, known = self.log, self._settings.captured_lengths
+        if not (known or self._settings.are_lengths_equal):
+            return None
+        shortest, longest = np.full(len(log.seconds), self.num_spec_tokens), np.zeros(len(log.seconds), dtype=np.int64)
+        np.minimum.at(shortest, log.step, lengths)
+        np.maximum.at(longest, log.step, lengths)
+        has_graph = (shortest == longest) & (np.isin(longest, known) if known else True)
+        chosen = np.zeros(len(log.seconds), dtype=bool)
+        chosen[log.step[self._mask > 0]] = True
+        chosen &= log.num_prefill_tokens == 0
+        return float(has_graph[chosen].mean()) if chosen.any() else None
 
     def _shares(self, seconds: Floats) -> Floats:
         """Divide steps' seconds among the rounds that pay for them, [R]."""

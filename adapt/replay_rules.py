@@ -1,32 +1,38 @@
 """The rules that can be replayed, by name, and what each would have drafted on a log.
 
     static:K           K draft tokens for everybody
-    table:B=K,B=K      by batch size: K up to B requests, as vLLM's own table
-    goodput            honed's own decision, with the log's acceptance and step times as its policy
+    table:B=K,B=K      by batch size: K up to B requests, as vLLM's own table; "table" alone: the settings' one
+    goodput, latency   honed's own decision, with the log's acceptance and step times as its policy
     threshold …        the others of `adapt.contenders`
 
+All but static:K obey the limits of the engine's settings, and honed's own its graphs, hysteresis and exploring as well.
+
 A rule learns as it goes: after each step it is told what its drafts would have come to, sampled where the log doesn't say.
-What `goodput` and the priced contenders know in advance, the averages of the whole log, the engine learns as well, a little
-later: in a log shorter than a few hundred steps they look better here than they would have done.
+What `goodput`, `latency` and the priced contenders know in advance, the averages of the whole log, the engine learns as well,
+a little later: in a log shorter than a few hundred steps they look better here than they would have done. Ceilings that
+requests bring along aren't logged, and don't hold here.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from honed.adapt.acceptance import Ints, scale_odds
+from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
 from honed.adapt.length_policy import LengthPolicy
+from honed.adapt.policy_tables import limit_of
 from honed.adapt.replay_acceptance import Beliefs
 from honed.adapt.replay_log import Log
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior
 
-OWN = "goodput"
+OWN = ("goodput", "latency")
 _FOREVER_S = 1e12
 
 
@@ -40,57 +46,110 @@ class Rule:
     table: tuple[tuple[int, int], ...] = ()
 
 
-def parse_rule(text: str, num_spec_tokens: int) -> Rule:
-    """Read a rule's name and figures. Raises ValueError, naming what there is, for anything else."""
+def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]] = ()) -> Rule:
+    """Read a rule's name and figures.
+
+    Args:
+        num_spec_tokens: K, the most that a rule may draft.
+        table: what "table" without figures means; empty: nothing.
+
+    Raises:
+        ValueError: it can't be replayed; the message says why, and names what there is.
+    """
     from honed.adapt.contenders import CONTENDERS
 
     name, _, figures = text.partition(":")
+    others = [*OWN, *sorted(set(CONTENDERS) - {"static", "table"})]
     try:
-        if name == "static" and 0 <= int(figures) <= num_spec_tokens:
-            return Rule(text, name, int(figures))
-        if name == "table" and figures:
-            rows = tuple((int(batch), int(k)) for batch, k in (row.split("=") for row in figures.split(",")))
-            if all(0 <= k <= num_spec_tokens for _, k in rows):
-                return Rule(text, name, table=rows)
-        elif not figures and name not in ("static", "table") and name in (OWN, *CONTENDERS):
+        if name in others:
+            if figures:
+                raise ValueError(f"{name} takes no figures")
             return Rule(text, name)
-    except ValueError:
-        pass
-    others = ", ".join(sorted({OWN, *CONTENDERS} - {"static", "table"}))
-    raise ValueError(
-        f"unknown policy {text!r}: there are static:0 … static:{num_spec_tokens}, table:BATCH=K,BATCH=K (K at most "
-        f"{num_spec_tokens}), {others}"
-    )
+        if name == "static":
+            return Rule(text, name, _length(figures, num_spec_tokens))
+        if name == "table":
+            rows = _rows(figures, num_spec_tokens) if figures else tuple(table)
+            if not rows:
+                example = f"table:4={num_spec_tokens},16={min(num_spec_tokens, 2)}"
+                raise ValueError(f"controller.table isn't set: write the rows, as in {example}")
+            return Rule(text, name, table=rows)
+        if name == "off":
+            raise ValueError(f"it leaves lengths to vLLM, which drafts static:{num_spec_tokens} unless told otherwise")
+        raise ValueError("there is none of that name")
+    except ValueError as error:
+        raise ValueError(
+            f"policy {text!r} can't be replayed: {error}. There are static:0 … static:{num_spec_tokens}, "
+            f"table:BATCH=K,BATCH=K (K at most {num_spec_tokens}), {', '.join(others)}"
+        ) from error
 
 
-def lengths_of(rule: Rule, log: Log, num_spec_tokens: int, beliefs: Beliefs, model: StepTimeModel, seed: int) -> Ints:
+def _length(text: str, most: int) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is no draft length")
+    if int(text) > most:
+        raise ValueError(f"{int(text)} draft tokens are more than the engine's {most}")
+    return int(text)
+
+
+def _rows(text: str, most: int) -> tuple[tuple[int, int], ...]:
+    rows, last = [], 0
+    for row in text.split(","):
+        batch, _, length = row.partition("=")
+        if not batch.isdecimal() or int(batch) <= last:
+            raise ValueError(f"{row!r} is no row: each is BATCH=K, batches at least 1 and ascending")
+        last = int(batch)
+        rows.append((last, _length(length, most)))
+    return tuple(rows)
+
+
+def lengths_of(
+    rule: Rule,
+    log: Log,
+    num_spec_tokens: int,
+    beliefs: Beliefs,
+    model: StepTimeModel,
+    settings: ControllerSettings,
+    seed: int,
+) -> Ints:
     """Say how many tokens the rule would have drafted in each round, [R]."""
     if rule.name == "static":
         return np.full(len(log.step), rule.static_k)
-    return play(log, make(rule, log, num_spec_tokens, beliefs, model, seed), num_spec_tokens, beliefs, seed)
+    policy = make(rule, log, num_spec_tokens, beliefs, model, settings, seed)
+    return play(log, policy, num_spec_tokens, beliefs, seed)
 
 
-def make(rule: Rule, log: Log, num_spec_tokens: int, beliefs: Beliefs, model: StepTimeModel, seed: int) -> LengthPolicy:
-    """Make a rule that knows the log's step times, and honed's own also its acceptance."""
-    if rule.name != OWN:
-        from honed.adapt.contenders import make_contender
-
-        contender = make_contender(rule.name, num_spec_tokens, seed)
-        contender.set_limits(num_spec_tokens, num_spec_tokens, rule.table, model)
-        return contender
-    decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
+def make(
+    rule: Rule,
+    log: Log,
+    num_spec_tokens: int,
+    beliefs: Beliefs,
+    model: StepTimeModel,
+    settings: ControllerSettings,
+    seed: int,
+) -> LengthPolicy:
+    """Make a rule, limited as the settings say, that knows the log's step times, and honed's own also its acceptance."""
     order = np.argsort(-np.bincount(log.cell, minlength=len(log.cells)), kind="stable")  # the first serves as engine-wide one
     priors = [
         WorkloadPrior(workload=str(cell), acceptance=beliefs.curves[cell].tolist(), strength=float(beliefs.strengths[cell]))
         for cell in order.tolist()
     ]
-    decider.set_policy(
-        Policy(
-            engine_id="", generation=1, ttl_s=_FOREVER_S, kind=OWN, static_k=num_spec_tokens, max_k=num_spec_tokens,
-            priors=priors, step_seconds=list(model.parameters), captured_tokens=list(model.captured_tokens),
-        ),
-        now_s=0.0,
+    most = num_spec_tokens
+    policy = Policy(
+        engine_id="", generation=1, ttl_s=_FOREVER_S, kind=rule.name,
+        static_k=most if settings.static_k < 0 else min(settings.static_k, most),
+        max_k=most if settings.max_k < 0 else min(settings.max_k, most),
+        priors=priors, step_seconds=list(model.parameters), captured_tokens=list(model.captured_tokens),
+        hysteresis=settings.hysteresis, explore_share=settings.explore_share, request_ceiling=settings.request_ceiling,
+        table=list(rule.table), equal_lengths=settings.are_lengths_equal, captured_lengths=list(settings.captured_lengths),
     )  # fmt: skip
+    if rule.name not in OWN:
+        from honed.adapt.contenders import make_contender
+
+        contender = make_contender(rule.name, num_spec_tokens, seed)
+        contender.set_limits(limit_of(policy, num_spec_tokens), policy.static_k, policy.table, model)
+        return contender
+    decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
+    decider.set_policy(policy, now_s=0.0)
     return decider
 
 

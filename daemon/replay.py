@@ -7,7 +7,7 @@ Reads the database itself, read-only and a page at a time, so it works beside a 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from honed.adapt.controller_settings import ControllerSettings
 from honed.daemon import cells
 from honed.daemon.cells import Rows
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
@@ -46,7 +47,8 @@ class Question:
     since_s: float | None = None
     until_s: float | None = None
     seed: int = 0
-    captured_tokens: tuple[int, ...] = ()
+    settings: ControllerSettings = field(default_factory=ControllerSettings)
+    """The daemon's; what they say nothing of, the engine's hello does."""
 
 
 def register(app: typer.Typer) -> None:
@@ -61,8 +63,9 @@ def command(
         typer.Argument(
             metavar="[POLICY]...",
             show_default=False,
-            help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), goodput, threshold, kelly, tide, "
-            "ema. Without any: static and goodput. With --trees: none, chain:K, tree:B, calibrated:B, caddtree, shared, honed.",
+            help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), table (the settings' own), "
+            "goodput, latency, threshold, kelly, tide, ema. Without any: static and goodput. With --trees: none, chain:K, "
+            "tree:B, calibrated:B, caddtree, shared, honed.",
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
@@ -90,7 +93,7 @@ def command(
     settings = load_settings(context.obj.config, state_dir=state_dir)
     question = Question(
         tuple(policies or ()), engine, workload, since_s, moment_s(until, now_s) if until else None, seed,
-        settings.controller_settings().captured_tokens,
+        settings.controller_settings(),
     )  # fmt: skip
     try:
         emit(replay(settings.paths.database, question), as_json, render)
@@ -121,12 +124,14 @@ def replay(database: Path, question: Question) -> Document:
     engine_id, hello = _engine(database, question.engine)
     log, span, unreadable = _read(database, engine_id, question)
     num_spec_tokens = max(log.most_drafted, hello.num_spec_tokens if hello else 0)
+    settings = question.settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
     try:
-        rules = [parse_rule(text, num_spec_tokens) for text in _named(question.policies, num_spec_tokens)]
+        names = _named(question.policies, num_spec_tokens)
+        rules = [parse_rule(text, num_spec_tokens, question.settings.table) for text in names]
     except ValueError as error:
         raise ReplayError(str(error), exit_code=EXIT_USAGE) from error
     asked = Replay(
-        log, num_spec_tokens, question.seed, question.captured_tokens or (hello.captured_tokens if hello else ()),
+        log, num_spec_tokens, question.seed, settings,
         can_shorten=hello.runner != "v2" if hello else None,
         can_skip=hello is not None and hello.method == "dflash", mask=_mask(log, question.workload),
     )  # fmt: skip
@@ -136,6 +141,14 @@ def replay(database: Path, question: Question) -> Document:
         "first_unix_s": span[0] / 1e9,
         "last_unix_s": span[1] / 1e9,
         "num_spec_tokens": num_spec_tokens,
+        "steered_by": {
+            "max_k": min(k for k in (settings.max_k, settings.request_ceiling, num_spec_tokens) if k >= 0),
+            "equal_lengths": settings.are_lengths_equal,
+            "captured_lengths": list(settings.captured_lengths),
+            "hysteresis": settings.hysteresis,
+            "explore_share": settings.explore_share,
+            "is_hello_known": hello is not None,
+        },
         "unreadable_batches": unreadable,
         "logged": asdict(asked.logged),
         "policies": [asdict(asked.predict(rule)) for rule in rules],
@@ -145,16 +158,21 @@ def replay(database: Path, question: Question) -> Document:
 def render(document: Document) -> RenderableType:
     """A line for what was logged and one for each policy; the fastest is bold."""
     logged, policies = document["logged"], document["policies"]
-    table = Rows.of("policy", "tokens/s", "95 %", "ratio", "τ", "k", "exact", "seen")
-    table.add_row("(logged)", _speed(logged["tokens_per_s"]), "", "1.000", *_lengths(logged), "", "")
+    table = Rows.of("policy", "tokens/s", "95 %", "ratio", "ms/token", "p95", "τ", "k", "exact", "seen")
+    table.add_row(
+        "(logged)", _speed(logged["tokens_per_s"]), "", "1.000", _ms(logged["tpot_s"]), _ms(logged["tpot_p95_s"]),
+        *_lengths(logged), "", "",
+    )  # fmt: skip
     known = [policy["tokens_per_s"]["value"] for policy in policies if policy["tokens_per_s"]]
     for policy in policies:
-        speed, ratio = policy["tokens_per_s"] or {}, policy["ratio"] or {}
+        speed, ratio, tpot = (policy[name] or {} for name in ("tokens_per_s", "ratio", "tpot_s"))
         table.add_row(
             policy["policy"],
             _speed(speed.get("value")),
             f"{_speed(speed['low'])}–{_speed(speed['high'])}" if speed else cells.NOTHING,
             cells.number(ratio.get("value"), 3),
+            _ms(tpot.get("value")),
+            _ms(policy["tpot_p95_s"]),
             *_lengths(policy),
             cells.percent(policy["exact_tokens"]),
             cells.percent(policy["exact_seconds"]) if speed else cells.NOTHING,
@@ -167,14 +185,49 @@ def render(document: Document) -> RenderableType:
         f"{cells.moment(document['first_unix_s'])} to {cells.moment(document['last_unix_s'])}"
     )
     notes = [
+        "ms/token: time per output token, mean over requests, and the 95th percentile: what latency goes for.",
         "τ: tokens a round; k: draft tokens a round. The text and the load are those of the log.",
         "exact: tokens of rounds that the log determines; seen: time that logged steps price. The rest is modelled.",
     ]
+    notes += _about_rules(document)
     if len(known) < len(policies):
         notes.append("No speed: only one draft length was logged. Let the engine explore (controller.explore_share).")
     if document["unreadable_batches"]:
         notes.append(f"{cells.count(document['unreadable_batches'])} batches could not be read and were left out.")
     return Group(Text(head), table, *(Text(note, "dim") for note in notes))
+
+
+def _about_rules(document: Document) -> list[str]:
+    """Say what bound the rules that choose, and where what they choose has no CUDA graph."""
+    by, policies = document["steered_by"], document["policies"]
+    lengths = " or ".join(map(str, by["captured_lengths"]))
+    notes = []
+    if any(policy["policy"] in ("goodput", "latency") for policy in policies):
+        kind = "any mix of lengths"
+        if by["equal_lengths"]:
+            kind = f"one length a step ({lengths}, or none)" if lengths else "one length a step"
+        notes.append(
+            f"goodput, latency: {kind}, at most {by['max_k']}; {cells.percent(by['explore_share'])} of the steps explore."
+        )
+        if not by["is_hello_known"] and not by["equal_lengths"]:
+            notes.append(
+                "What CUDA graphs the engine has isn't known. Where they are for one length a step, say so in "
+                "controller.equal_lengths and controller.captured_lengths."
+            )
+    lost = [
+        f"{policy['policy']} {cells.percent(1.0 - policy['graph_steps'])}"
+        for policy in policies
+        if policy["graph_steps"] is not None and policy["graph_steps"] < 0.995
+    ]
+    if lost:
+        graphs = f"one length a step{f', {lengths}' if lengths else ''}"
+        notes.append(f"CUDA graphs are for {graphs}. Of the steps without prefill have none: {', '.join(lost)}.")
+        notes.append("Such a step costs more than is shown here, unless the log has ones like it.")
+    return notes
+
+
+def _ms(seconds: float | None) -> str:
+    return cells.number(None if seconds is None else 1e3 * seconds, 2)
 
 
 def _speed(value: Any) -> str:

@@ -16,7 +16,7 @@ from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
 from honed.adapt.replay import Replay
 from honed.adapt.replay_log import Log, LogBuilder
-from honed.adapt.replay_rules import Rule, parse_rule
+from honed.adapt.replay_rules import Rule, lengths_of, parse_rule
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.synthetic import Cost, Load, Trace, Traffic, Workload, linear, roofline
 from honed.adapt.synthetic_engine import simulate
@@ -196,19 +196,27 @@ def test_a_mask_gives_one_workloads_figures():
     assert Replay(log, 2).logged.acceptance_length == pytest.approx(2.0)
 
 
-UNKNOWN = ("static", "static:8", "static:-1", "static:x", "table", "table:4", "table:4=9", "kelly:1", "", "x")
+UNKNOWN = {
+    "static": "no draft length", "static:8": "more than the engine's 7", "static:-1": "no draft length",
+    "static:x": "no draft length", "table": "table:4=7,16=2", "table:4": "no draft length", "table:4=9": "more than",
+    "table:-3=2,0=1": "at least 1", "table:8=1,4=2": "ascending", "table:4=1,4=2": "ascending", "table:4=1,": "BATCH=K",
+    "kelly:1": "no figures", "latency:2": "no figures", "off": "static:7", "": "none of that name", "x": "none of that name",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", UNKNOWN)
-def test_an_unknown_rule_is_answered_with_those_there_are(text):
-    with pytest.raises(ValueError, match=r"static:0 … static:7, table:.*goodput, kelly, threshold, tide"):
+@pytest.mark.parametrize(("text", "why"), UNKNOWN.items())
+def test_a_rule_that_cannot_be_replayed_is_answered_with_why_and_with_those_there_are(text, why):
+    listed = r".*static:0 … static:7, table:.*goodput, latency, ema, kelly, threshold, tide"
+    with pytest.raises(ValueError, match=why + listed):
         parse_rule(text, K)
 
 
 def test_rules_by_name():
     assert parse_rule("static:3", K) == Rule("static:3", "static", 3)
     assert parse_rule("table:4=7,16=2", K).table == ((4, 7), (16, 2))
+    assert parse_rule("table", K, [(4, 7), (16, 2)]) == Rule("table", "table", table=((4, 7), (16, 2)))
     assert parse_rule("goodput", K).name == "goodput"
+    assert parse_rule("latency", K).name == "latency"
 
 
 # --- made-up engines, whose truth is known ----------------------------------------------------------------------------
@@ -234,9 +242,8 @@ TRACES = {
 class Steered:
     """honed as it runs: the engine decides, the controller sees its batches and sends a policy every second."""
 
-    def __init__(self, trace: Trace, seed: int, explore_share: float = 0.02) -> None:
+    def __init__(self, trace: Trace, seed: int, settings: ControllerSettings) -> None:
         self._decider = Decider(trace.num_spec_tokens, trace.max_num_seqs, seed)
-        settings = ControllerSettings(explore_share=explore_share)
         self._controller = EngineController("e", trace.num_spec_tokens, trace.max_num_seqs, settings)
         self.batches: list[wire.EventBatch] = []
         self.start, self.finish, self.observe = self._decider.start, self._decider.finish, self._decider.observe
@@ -253,8 +260,8 @@ class Steered:
             self._decider.set_policy(self._controller.propose(now_s), now_s)
 
 
-def goodput_log(traffic: Traffic, seed: int, *, is_pipelined: bool = False, explore_share: float = 0.02) -> Log:
-    steered = Steered(traffic.trace, seed, explore_share)
+def goodput_log(traffic: Traffic, seed: int, *, is_pipelined: bool = False, **settings) -> Log:
+    steered = Steered(traffic.trace, seed, ControllerSettings(**settings))
     simulate(traffic, steered, on_batch=steered.on_batch, is_pipelined=is_pipelined)
     return log_of(*steered.batches)
 
@@ -323,6 +330,85 @@ def test_honeds_own_rule_is_foretold_to_do_what_it_did():
     assert prediction.ratio is not None
     assert prediction.ratio.value == pytest.approx(1.0, abs=0.05)
     assert prediction.exact_rounds > 0.6
+
+
+BUSY = dataclasses.replace(TRACES["batch"], workloads=(EASY, HARD))
+
+
+def test_latency_is_foretold_to_be_kinder_to_slow_requests():
+    """The log is of goodput; what it foretells for latency is compared with latency as it really runs."""
+    traffic = Traffic(BUSY)
+    replay = replay_of(goodput_log(traffic, 1), BUSY)
+    goodput, latency = (replay.predict(parse_rule(text, K)) for text in ("goodput", "latency"))
+    really = Replay(goodput_log(traffic, 1, mode="latency"), K).logged
+    assert latency.tokens_per_s is not None
+    assert latency.tpot_s is not None
+    assert goodput.tpot_p95_s is not None
+    assert latency.tpot_p95_s is not None
+    assert latency.tokens_per_s.value == pytest.approx(really.tokens_per_s, rel=0.05)
+    assert latency.tpot_s.value == pytest.approx(really.tpot_s, rel=0.05)
+    assert latency.tpot_s.low < latency.tpot_s.value < latency.tpot_s.high
+    assert latency.tpot_p95_s == pytest.approx(really.tpot_p95_s, rel=0.08)
+    assert latency.tpot_p95_s < 0.97 * goodput.tpot_p95_s
+
+
+def test_time_per_output_token_is_each_requests_own_waiting():
+    """Request 1 has steps of 10 and 20 ms for 3 tokens, request 2 only the second, for 1."""
+    log = log_of(batch([(1, 1, 1, 1), (2, 1, 0, 0), (2, 2, 0, 0)], steps=[(1, 10, 10), (2, 30, 20)]))
+    assert Replay(log, 2).logged.tpot_s == pytest.approx((0.010 + 0.020) / 2)
+    assert Replay(log, 2, mask=log.request == log.request[2]).logged.tpot_s == pytest.approx(0.020)
+
+
+GRAPHS = {"equal_lengths": "always", "captured_lengths": (0, 3, 7)}
+ONE_GRAPH_A_LENGTH = dataclasses.replace(BASE, costs=((0.0, dataclasses.replace(COST, mixed_s=5e-3)),))
+
+
+def test_honeds_own_rule_keeps_to_the_lengths_that_the_engine_has_graphs_for():
+    log = goodput_log(Traffic(ONE_GRAPH_A_LENGTH), 1, **GRAPHS)
+    bound = Replay(log, K, settings=ControllerSettings(**GRAPHS))
+    for text in ("goodput", "latency"):
+        lengths = lengths_of(parse_rule(text, K), log, K, bound._beliefs, bound._whole.prices.model, bound._settings, 0)
+        assert set(lengths.tolist()) <= {0, 3, 7}
+        shortest, longest = np.full(len(log.seconds), K), np.zeros(len(log.seconds), dtype=int)
+        np.minimum.at(shortest, log.step, lengths)
+        np.maximum.at(longest, log.step, lengths)
+        assert (shortest[log.step] == longest[log.step]).all()
+    goodput = bound.predict(parse_rule("goodput", K))
+    assert goodput.ratio is not None
+    assert goodput.ratio.value == pytest.approx(1.0, abs=0.03)
+    assert goodput.graph_steps == 1.0
+
+
+def test_steps_that_have_no_graph_are_told():
+    log = log_of(batch([(step, request, 3, request) for step in range(1, 40) for request in (1, 2)]))
+    bound = Replay(log, 7, settings=ControllerSettings(captured_lengths=(0, 3, 7)))
+    shares = {
+        text: bound.predict(parse_rule(text, 7)).graph_steps for text in ("static:3", "static:0", "static:5", "threshold")
+    }
+    assert (shares["static:3"], shares["static:0"], shares["static:5"]) == (1.0, 1.0, 0.0)
+    assert shares["threshold"] is not None
+    assert shares["threshold"] < 0.5
+    assert Replay(log, 7).predict(static(5)).graph_steps is None
+    of_any_length = Replay(log, 7, settings=ControllerSettings(equal_lengths="always"))
+    assert of_any_length.predict(static(5)).graph_steps == 1.0
+
+
+def chosen(log: Log, text: str, **settings) -> np.ndarray:
+    replay = Replay(log, K)
+    bound = ControllerSettings(**settings)
+    return lengths_of(parse_rule(text, K), log, K, replay._beliefs, replay._whole.prices.model, bound, 0)
+
+
+def test_rules_that_choose_obey_the_settings_limits_hysteresis_and_exploring():
+    log = goodput_log(Traffic(dataclasses.replace(BASE, num_tokens=6_000)), 1, explore_share=0.1)
+    for text in ("goodput", "latency", "threshold", "table:16=7"):
+        assert chosen(log, text).max() > 3
+        assert chosen(log, text, max_k=3).max() == 3
+        assert chosen(log, text, request_ceiling=2).max() == 2
+    assert chosen(log, "static:7", max_k=3).min() == 7
+    settled = chosen(log, "goodput", explore_share=0.0)
+    assert (chosen(log, "goodput", explore_share=1.0) != settled).mean() > 0.5
+    assert (chosen(log, "goodput", explore_share=0.0, hysteresis=0.0) != settled).any()
 
 
 def test_a_seed_gives_one_answer():

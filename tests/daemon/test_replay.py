@@ -122,6 +122,26 @@ def test_without_a_policy_all_static_ones_and_our_own_are_asked(run: Run, filled
     assert names == ["static:0", "static:1", "static:2", "static:3", "goodput"]
 
 
+def test_goodput_and_latency_stand_side_by_side(run: Run, filled: Store) -> None:
+    goodput, latency = answer(run("goodput", "latency", "--json"))["policies"]
+    assert [goodput["policy"], latency["policy"]] == ["goodput", "latency"]
+    assert 0.0 < latency["tpot_s"]["low"] < latency["tpot_s"]["value"] < latency["tpot_p95_s"]
+    assert "ms/token" in run("goodput", "latency").stdout
+
+
+def test_a_table_without_rows_is_the_settings_one(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = run("table")
+    assert (failed.exit_code, "table:4=3,16=2" in failed.stderr) == (2, True)
+    monkeypatch.setenv("HONED_CONTROLLER__TABLE", "[[2, 3], [8, 1]]")
+    assert answer(run("table", "--json"))["policies"][0]["draft_tokens_per_round"] == 1.0
+
+
+def test_off_is_answered_with_what_stands_for_it(run: Run, filled: Store) -> None:
+    failed = run("off")
+    assert failed.exit_code == 2
+    assert "vLLM, which drafts static:3" in " ".join(failed.stderr.split())
+
+
 def test_only_the_span_counts(run: Run, filled: Store) -> None:
     since, until = NOW_NS // 10**9 + 2, NOW_NS // 10**9 + 5
     document = answer(run("static:1", "--since", since, "--until", until, "--json"))
@@ -147,6 +167,25 @@ def test_what_the_engine_was_configured_for_is_known_from_its_hello(run: Run, fi
     document = answer(run("static:5", "--json"))
     assert document["num_spec_tokens"] == 5
     assert document["policies"][0]["exact_rounds"] < 1.0
+
+
+def test_the_engines_graphs_bind_what_honed_would_have_chosen(run: Run, filled: Store) -> None:
+    unknown = run("goodput", "static:1")
+    assert "any mix of lengths" in unknown.stdout
+    assert "isn't known" in unknown.stdout
+    hello = wire.EngineHello(
+        wire_version=1, engine_id="engine-0", boot_id="boot", pid=1, model_name="m", target_path="", drafter_path="",
+        drafter_version="", vllm_version="", honed_version="", runner="v2", method="dflash", num_spec_tokens=3,
+        max_num_seqs=8, max_model_len=100, captured_tokens=[4, 8, 16], captured_lengths=[0, 3],
+    )  # fmt: skip
+    filled.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))
+    document = answer(run("goodput", "static:1", "--json"))
+    assert (document["steered_by"]["equal_lengths"], document["steered_by"]["captured_lengths"]) == (True, [0, 3])
+    assert [policy["graph_steps"] for policy in document["policies"]] == [1.0, 0.0]
+    shown = " ".join(run("goodput", "static:1").stdout.split())
+    assert "one length a step (0 or 3, or none)" in shown
+    assert "static:1 100.0 %" in shown
+    assert "isn't known" not in shown
 
 
 def test_several_engines_have_to_be_told_apart(run: Run, filled: Store) -> None:
