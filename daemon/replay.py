@@ -6,7 +6,10 @@ Reads the database itself, read-only and a page at a time, so it works beside a 
 
 from __future__ import annotations
 
+import datetime as dt
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,13 +22,18 @@ from honed.adapt.controller_settings import ControllerSettings
 from honed.daemon import cells
 from honed.daemon.cells import Rows
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
-from honed.daemon.terminal import JsonFlag, duration_s, emit, fail, load_settings, moment_s
+from honed.daemon.terminal import JsonFlag, duration_s, duration_text, emit, fail, load_settings, moment_s
 
 if TYPE_CHECKING:
     from honed.adapt.replay_log import Log
     from honed.adapt.wire import EngineHello
 
 Document = dict[str, Any]
+
+DEFAULT_ROUNDS = 200_000
+"""Where no span is given, the latest so many rounds: a few seconds for each policy."""
+MOST_ROUNDS = 1_000_000
+"""A span may have so many: some 10 s for each policy, and 1 GB."""
 
 
 class ReplayError(RuntimeError):
@@ -39,7 +47,10 @@ class ReplayError(RuntimeError):
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked; empty and None choose all. `since_s` is included, `until_s` is not."""
+    """What is asked; empty and None choose all. `since_s` is included, `until_s` is not.
+
+    Without `since_s`, of what is before `until_s` the latest `DEFAULT_ROUNDS`.
+    """
 
     policies: tuple[str, ...] = ()
     engine: str = ""
@@ -72,7 +83,7 @@ def command(
     workload: Annotated[str, typer.Option(help="Figures of this workload only.")] = "",
     since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
     until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
-    last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d.")] = "",
+    last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d. Without a span: the latest 200,000 rounds.")] = "",
     seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
     trees: Annotated[Path | None, typer.Option(help="Draft trees instead, on this log of candidates (JSON lines).")] = None,
@@ -116,13 +127,15 @@ def replay(database: Path, question: Question) -> Document:
     """Answer a question from a database.
 
     Raises:
-        ReplayError: no database, one that can't be read, nothing logged in that time, an unknown policy, engine or workload.
+        ReplayError: no database, one that can't be read, nothing logged in that time or more than `MOST_ROUNDS`, an unknown
+            policy, engine or workload.
     """
     from honed.adapt.replay import Replay
     from honed.adapt.replay_rules import parse_rule
 
     engine_id, hello = _engine(database, question.engine)
-    log, span, unreadable = _read(database, engine_id, question)
+    since_s, num_left_out = _start(database, engine_id, question)
+    log, span, unreadable = _read(database, engine_id, since_s, question.until_s)
     num_spec_tokens = max(log.most_drafted, hello.num_spec_tokens if hello else 0)
     settings = question.settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
     try:
@@ -140,6 +153,7 @@ def replay(database: Path, question: Question) -> Document:
         "workload": question.workload,
         "first_unix_s": span[0] / 1e9,
         "last_unix_s": span[1] / 1e9,
+        "older_rounds_left_out": num_left_out,
         "num_spec_tokens": num_spec_tokens,
         "steered_by": {
             "max_k": min(k for k in (settings.max_k, settings.request_ceiling, num_spec_tokens) if k >= 0),
@@ -192,6 +206,9 @@ def render(document: Document) -> RenderableType:
     notes += _about_rules(document)
     if len(known) < len(policies):
         notes.append("No speed: only one draft length was logged. Let the engine explore (controller.explore_share).")
+    if document["older_rounds_left_out"]:
+        left_out = f"{cells.count(document['older_rounds_left_out'])} older rounds are left out"
+        notes.append(f"{left_out}: a span (--last, --since) may have up to {MOST_ROUNDS:,}.")
     if document["unreadable_batches"]:
         notes.append(f"{cells.count(document['unreadable_batches'])} batches could not be read and were left out.")
     return Group(Text(head), table, *(Text(note, "dim") for note in notes))
@@ -247,25 +264,13 @@ def _named(policies: tuple[str, ...], num_spec_tokens: int) -> list[str]:
 def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
     """Find the engine that is meant, and what it said of itself."""
     import msgspec
-    import pysqlite3
 
     from honed.adapt.wire import EngineHello
-    from honed.daemon.database import connect
 
-    if not database.exists():
-        cure = "Name the daemon's state folder with --state-dir."
-        raise ReplayError(f"there is no database at {database}", cure=cure, exit_code=EXIT_USAGE)
-    try:
-        connection = connect(database, read_only=True)
-        try:
-            names = [row[0] for row in connection.conn.execute("SELECT DISTINCT engine_id FROM batches ORDER BY 1")]
-            said = "SELECT engine_id, hello FROM boots WHERE hello IS NOT NULL ORDER BY last_seen_unix_ns"
-            hellos = {row[0]: row[1] for row in connection.conn.execute(said)}
-        finally:
-            connection.close()
-    except pysqlite3.Error as error:
-        cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
-        raise ReplayError(f"{database} can't be read: {error}", cure=cure) from error
+    with _opened(database) as conn:
+        names = [row[0] for row in conn.execute("SELECT DISTINCT engine_id FROM batches ORDER BY 1")]
+        said = "SELECT engine_id, hello FROM boots WHERE hello IS NOT NULL ORDER BY last_seen_unix_ns"
+        hellos = {row[0]: row[1] for row in conn.execute(said)}
     if not names:
         raise ReplayError("no engine has logged anything yet", cure="`honed engines` shows which have attached.")
     if wanted and wanted not in names:
@@ -278,12 +283,83 @@ def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
     return engine_id, msgspec.json.decode(hello, type=EngineHello) if hello else None
 
 
-def _read(database: Path, engine_id: str, question: Question) -> tuple[Log, tuple[int, int], int]:
+@contextmanager
+def _opened(database: Path) -> Iterator[Any]:
+    """Yield a read-only connection; what SQLite raises becomes a ReplayError."""
+    import pysqlite3
+
+    from honed.daemon.database import connect
+
+    if not database.exists():
+        cure = "Name the daemon's state folder with --state-dir."
+        raise ReplayError(f"there is no database at {database}", cure=cure, exit_code=EXIT_USAGE)
+    try:
+        connection = connect(database, read_only=True)
+        try:
+            yield connection.conn
+        finally:
+            connection.close()
+    except pysqlite3.Error as error:
+        cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
+        raise ReplayError(f"{database} can't be read: {error}", cure=cure) from error
+
+
+def _start(database: Path, engine_id: str, question: Question) -> tuple[float | None, int]:
+    """Find where the replay begins, None: with the first round; and how many older rounds are left out for that.
+
+    Raises:
+        ReplayError: the span that was asked for has too many rounds.
+    """
+    with _opened(database) as conn:
+        rounds = _rounds_by_time(conn, engine_id, question.since_s, question.until_s)
+    total = sum(count for _, count in rounds)
+    if question.since_s is None:
+        if total <= DEFAULT_ROUNDS:
+            return None, 0
+        start_s = _start_of_latest(rounds, DEFAULT_ROUNDS)
+        return start_s, sum(count for bucket_s, count in rounds if bucket_s < start_s)
+    if total <= MOST_ROUNDS:
+        return question.since_s, 0
+    start_s = _start_of_latest(rounds, MOST_ROUNDS * 9 // 10)  # traffic may be denser when the command is run again
+    shorter = f"--last {duration_text(max(int(time.time()) - start_s, 1))}"
+    if question.until_s is not None:
+        shorter = f"--since {dt.datetime.fromtimestamp(start_s).isoformat()} with this --until"
+    message = f"that span has {total:,} verify rounds, more than the {MOST_ROUNDS:,} that can be replayed at once"
+    raise ReplayError(message, cure=f"Take a shorter one: {shorter} fits.", exit_code=EXIT_USAGE)
+
+
+def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: float | None) -> list[tuple[int, int]]:
+    """Unix second and number of the verify rounds of a span, the latest first: by second, before those sums by minute."""
+    oldest = conn.execute("SELECT sent_unix_ns FROM batches WHERE engine_id = ? ORDER BY id LIMIT 1", (engine_id,)).fetchone()
+    first_s = max(since_s or 0.0, oldest[0] / 1e9 - 1.0 if oldest else 0.0)  # sums are kept for longer than batches
+    by_second = conn.execute("SELECT min(bucket_s) FROM rollups WHERE resolution_s = 1").fetchone()[0]
+    edge_s = 1 << 62 if by_second is None else by_second // 60 * 60
+    rounds: list[tuple[int, int]] = []
+    for resolution_s, low_s, high_s in ((1, edge_s, 1 << 62), (60, 0, edge_s)):
+        rounds += conn.execute(
+            "SELECT bucket_s, sum(rounds + plain_rounds) FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ?"
+            " AND engine_id = ? GROUP BY bucket_s ORDER BY bucket_s DESC",
+            (resolution_s, max(low_s, int(first_s) // resolution_s * resolution_s), min(high_s, until_s or high_s), engine_id),
+        ).fetchall()
+    return rounds
+
+
+def _start_of_latest(rounds: list[tuple[int, int]], most: int) -> int:
+    """Unix second from which on there are no more rounds than `most`, unless the latest bucket alone has more."""
+    start_s, total = rounds[0][0], 0
+    for bucket_s, count in rounds:
+        total += count
+        if total > most:
+            break
+        start_s = bucket_s
+    return start_s
+
+
+def _read(database: Path, engine_id: str, since_s: float | None, until_s: float | None) -> tuple[Log, tuple[int, int], int]:
     """Read the batches of the span: log, ends of its first and last step, and how many batches could not be read."""
     from honed.adapt.replay_log import LogBuilder
     from honed.daemon import export
 
-    since_s, until_s = question.since_s, question.until_s
     builder = LogBuilder(
         float("-inf") if since_s is None else since_s * 1e9, float("inf") if until_s is None else until_s * 1e9
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from honed.adapt import wire
+from honed.daemon import replay
 from honed.daemon.batch_tables import StoredBatch, save_hello
 from honed.daemon.command_line import app
 from honed.daemon.rollups import count_batch
@@ -232,6 +235,64 @@ def test_a_file_that_is_no_database_ends_with_1(run: Run, tmp_path: Path) -> Non
     failed = run("static:1")
     assert failed.exit_code == 1
     assert "can't be read" in failed.stderr
+
+
+def test_without_a_span_only_the_latest_rounds_are_read(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "DEFAULT_ROUNDS", 3 * STEPS * REQUESTS + 1)
+    every = 8 * STEPS * REQUESTS
+    latest = answer(run("static:1", "--json"))
+    assert 2 * STEPS * REQUESTS < latest["logged"]["rounds"] <= replay.DEFAULT_ROUNDS
+    assert latest["last_unix_s"] == NOW_NS / 1e9 + 8
+    assert latest["logged"]["rounds"] + latest["older_rounds_left_out"] == every
+    assert f"{latest['older_rounds_left_out']} older rounds are left out" in run("static:1").stdout
+    before = answer(run("static:1", "--until", NOW_NS // 10**9 + 6, "--json"))
+    assert 2 * STEPS * REQUESTS < before["logged"]["rounds"] <= replay.DEFAULT_ROUNDS
+    assert NOW_NS // 10**9 + 5 < before["last_unix_s"] < NOW_NS // 10**9 + 6
+    assert answer(run("static:1", "--since", NOW_NS // 10**9, "--json"))["older_rounds_left_out"] == 0
+    monkeypatch.setattr(replay, "DEFAULT_ROUNDS", every)
+    whole = answer(run("static:1", "--json"))
+    assert (whole["logged"]["rounds"], whole["older_rounds_left_out"]) == (every, 0)
+
+
+def test_rounds_are_counted_by_the_minute_where_sums_by_second_are_gone(
+    run: Run, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seq in range(1, 9):
+        put(store, msgspec.structs.replace(engine_batch(seq), sent_unix_ns=NOW_NS + 60 * seq * 10**9))
+    store.write(lambda db: db.conn.execute("DELETE FROM rollups WHERE resolution_s = 1"))
+    monkeypatch.setattr(replay, "DEFAULT_ROUNDS", 3 * STEPS * REQUESTS)
+    document = answer(run("static:1", "--json"))
+    assert document["logged"]["rounds"] == 3 * STEPS * REQUESTS
+    assert document["older_rounds_left_out"] == 5 * STEPS * REQUESTS
+
+
+def test_a_span_of_too_many_rounds_is_refused_with_one_that_fits(
+    run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MOST_ROUNDS", 4 * STEPS * REQUESTS)
+    since, until = NOW_NS // 10**9, NOW_NS // 10**9 + 9
+    failed = run("static:1", "--since", since)
+    assert failed.exit_code == 2
+    assert "1,280 verify rounds" in failed.stderr
+    assert "--last" in failed.stderr
+    failed = run("static:1", "--since", since, "--until", until)
+    fitting = re.search(r"--since (\S+)", failed.stderr)
+    assert fitting is not None
+    document = answer(run("static:1", "--since", fitting[1], "--until", until, "--json"))
+    assert 0 < document["logged"]["rounds"] <= 4 * STEPS * REQUESTS
+
+
+def test_the_shorter_last_that_is_named_fits(run: Run, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches sent 90, 80, …, 20 s ago."""
+    now_ns = time.time_ns()
+    for seq in range(1, 9):
+        put(store, msgspec.structs.replace(engine_batch(seq), sent_unix_ns=now_ns - (100 - 10 * seq) * 10**9))
+    monkeypatch.setattr(replay, "MOST_ROUNDS", 4 * STEPS * REQUESTS)
+    failed = run("static:1", "--last", "1d")
+    fitting = re.search(r"--last (\S+)", failed.stderr)
+    assert fitting is not None
+    document = answer(run("static:1", "--last", fitting[1], "--json"))
+    assert 2 * STEPS * REQUESTS <= document["logged"]["rounds"] <= 4 * STEPS * REQUESTS
 
 
 def test_last_and_since_exclude_each_other(run: Run, filled: Store) -> None:
