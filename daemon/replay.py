@@ -84,19 +84,24 @@ def command(
     since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
     until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
     last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d. Without a span: the latest 200,000 rounds.")] = "",
-    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn at random.")] = 0,
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
     trees: Annotated[Path | None, typer.Option(help="Draft trees instead, on this log of candidates (JSON lines).")] = None,
-    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu, or a step-time model's figures.")] = "gpu",
-    batch: Annotated[list[int] | None, typer.Option(help="With --trees: requests at a time; may be repeated.")] = None,
+    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu (the default), or a step-time model's figures.")] = "",
+    batch: Annotated[
+        list[int] | None, typer.Option(help="With --trees: requests at a time (1 by default); may be repeated.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """What other rules for draft lengths would have given on the stored log. The daemon may run, or not."""
     if trees is not None:
-        if engine or since or until or last:
-            raise typer.BadParameter("the file has neither engines nor times", param_hint="--trees")
-        _command_trees(trees, tuple(policies or ()), workload, cost, tuple(batch or (1,)), seed, as_json)
+        if engine or since or until or last or state_dir:
+            text = "the file is the log: --engine, --since, --until, --last and --state-dir choose nothing in it"
+            raise typer.BadParameter(text, param_hint="--trees")
+        _command_trees(trees, tuple(policies or ()), workload, cost or "gpu", tuple(batch or (1,)), seed, as_json)
         return
+    if cost or batch:
+        raise typer.BadParameter("it is about draft trees: give --trees too", param_hint="--cost" if cost else "--batch")
     if last and since:
         raise typer.BadParameter("give either --last or --since", param_hint="--last")
     now_s = time.time()
@@ -199,7 +204,7 @@ def render(document: Document) -> RenderableType:
         f"{cells.moment(document['first_unix_s'])} to {cells.moment(document['last_unix_s'])}"
     )
     notes = [
-        "ms/token: time per output token, mean over requests, and the 95th percentile: what latency goes for.",
+        "ms/token: time per output token, mean over requests; p95: that of the slow ones, to whom latency is kinder.",
         "τ: tokens a round; k: draft tokens a round. The text and the load are those of the log.",
         "exact: tokens of rounds that the log determines; seen: time that logged steps price. The rest is modelled.",
     ]

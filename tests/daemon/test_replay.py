@@ -299,6 +299,14 @@ def test_last_and_since_exclude_each_other(run: Run, filled: Store) -> None:
     assert run("static:1", "--last", "1h", "--since", "1h").exit_code == 2
 
 
+@pytest.mark.parametrize("arguments", [("--seed", -1), ("--cost", "cpu"), ("--batch", 3)])
+def test_options_that_make_no_sense_here_end_with_2(run: Run, filled: Store, arguments: tuple[str, Any]) -> None:
+    failed = run("static:1", *arguments)
+    assert failed.exit_code == 2
+    assert arguments[0] in failed.stderr
+    assert "Traceback" not in failed.output
+
+
 def test_batches_that_cannot_be_read_are_counted_and_left_out(run: Run, filled: Store, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "honed.db") as database:
         database.execute("UPDATE batches SET frame = x'00' WHERE seq = 3")

@@ -114,5 +114,8 @@ def test_a_folder_ends_with_1(run: Run, tmp_path: Path) -> None:
     assert (failed.exit_code, "can't be read" in failed.stderr) == (1, True)
 
 
-def test_times_and_engines_make_no_sense_here(run: Run, log: Path) -> None:
-    assert run("--trees", log, "--last", "1h").exit_code == 2
+@pytest.mark.parametrize("arguments", [("--last", "1h"), ("--engine", "e"), ("--state-dir", "/"), ("--seed", -1)])
+def test_what_is_about_the_store_makes_no_sense_here(run: Run, log: Path, arguments: tuple[str, str | int]) -> None:
+    failed = run("--trees", log, *arguments)
+    assert failed.exit_code == 2
+    assert arguments[0] in failed.stderr
