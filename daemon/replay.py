@@ -34,6 +34,8 @@ DEFAULT_ROUNDS = 200_000
 """Where no span is given, the latest so many rounds: a few seconds for each policy."""
 MOST_ROUNDS = 1_000_000
 """A span may have so many: some 10 s for each policy, and 1 GB."""
+_LATEST_S = 60.0
+"""A batch that was sent so long after a span has no steps of it, unless the clock was set back; nor have those behind it."""
 
 
 class ReplayError(RuntimeError):
@@ -371,6 +373,8 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
     tally = export.Tally()
     try:
         for batch in export.batches(database, export.Chosen(engine=engine_id, since_s=since_s), tally):
+            if until_s is not None and batch.sent_unix_ns > (until_s + _LATEST_S) * 1e9:
+                break
             try:
                 builder.add(batch)
             except ValueError:

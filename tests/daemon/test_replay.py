@@ -266,6 +266,16 @@ def test_rounds_are_counted_by_the_minute_where_sums_by_second_are_gone(
     assert document["older_rounds_left_out"] == 5 * STEPS * REQUESTS
 
 
+def test_what_came_long_after_the_span_is_not_read(run: Run, filled: Store, tmp_path: Path) -> None:
+    put(filled, *(msgspec.structs.replace(engine_batch(seq), sent_unix_ns=NOW_NS + 100 * 10**9) for seq in (9, 10)))
+    with sqlite3.connect(tmp_path / "honed.db") as database:
+        database.execute("UPDATE batches SET frame = x'00' WHERE seq = 10")
+    database.close()
+    assert answer(run("static:1", "--json"))["unreadable_batches"] == 1
+    document = answer(run("static:1", "--until", NOW_NS // 10**9 + 9, "--json"))
+    assert (document["logged"]["steps"], document["unreadable_batches"]) == (8 * STEPS, 0)
+
+
 def test_a_span_of_too_many_rounds_is_refused_with_one_that_fits(
     run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
