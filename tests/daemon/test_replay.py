@@ -61,6 +61,15 @@ def put(store: Store, *batches: wire.EventBatch) -> None:
     assert store.drain(20.0)
 
 
+def say_hello(store: Store, *, num_spec_tokens: int = 3, runner: str = "v1", **graphs: list[int]) -> None:
+    hello = wire.EngineHello(
+        wire_version=1, engine_id="engine-0", boot_id="boot", pid=1, model_name="m", target_path="", drafter_path="",
+        drafter_version="", vllm_version="", honed_version="", runner=runner, method="dflash", max_num_seqs=8,
+        num_spec_tokens=num_spec_tokens, max_model_len=100, **graphs,
+    )  # fmt: skip
+    store.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in [name for name in os.environ if name.startswith("HONED_")]:
@@ -161,12 +170,7 @@ def test_one_workloads_figures(run: Run, store: Store) -> None:
 
 
 def test_what_the_engine_was_configured_for_is_known_from_its_hello(run: Run, filled: Store) -> None:
-    hello = wire.EngineHello(
-        wire_version=1, engine_id="engine-0", boot_id="boot", pid=1, model_name="m", target_path="", drafter_path="",
-        drafter_version="", vllm_version="", honed_version="", runner="v1", method="dflash", num_spec_tokens=5,
-        max_num_seqs=8, max_model_len=100,
-    )  # fmt: skip
-    filled.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))
+    say_hello(filled, num_spec_tokens=5)
     document = answer(run("static:5", "--json"))
     assert document["num_spec_tokens"] == 5
     assert document["policies"][0]["exact_rounds"] < 1.0
@@ -176,12 +180,7 @@ def test_the_engines_graphs_bind_what_honed_would_have_chosen(run: Run, filled: 
     unknown = run("goodput", "static:1")
     assert "any mix of lengths" in unknown.stdout
     assert "isn't known" in unknown.stdout
-    hello = wire.EngineHello(
-        wire_version=1, engine_id="engine-0", boot_id="boot", pid=1, model_name="m", target_path="", drafter_path="",
-        drafter_version="", vllm_version="", honed_version="", runner="v2", method="dflash", num_spec_tokens=3,
-        max_num_seqs=8, max_model_len=100, captured_tokens=[4, 8, 16], captured_lengths=[0, 3],
-    )  # fmt: skip
-    filled.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))
+    say_hello(filled, runner="v2", captured_tokens=[4, 8, 16], captured_lengths=[0, 3])
     document = answer(run("goodput", "static:1", "--json"))
     assert (document["steered_by"]["equal_lengths"], document["steered_by"]["captured_lengths"]) == (True, [0, 3])
     assert [policy["graph_steps"] for policy in document["policies"]] == [1.0, 0.0]
@@ -189,6 +188,22 @@ def test_the_engines_graphs_bind_what_honed_would_have_chosen(run: Run, filled: 
     assert "one length a step (0 or 3, or none)" in shown
     assert "static:1 100.0 %" in shown
     assert "isn't known" not in shown
+
+
+def documented() -> list[str]:
+    commands = re.findall(r"honed replay ([^`\n]+)", (Path(__file__).parents[2] / "docs" / "operate.md").read_text())
+    assert commands
+    return commands
+
+
+@pytest.mark.parametrize("arguments", documented())
+def test_what_the_docs_say_to_run_runs(run: Run, store: Store, arguments: str) -> None:
+    put(store, *(msgspec.structs.replace(engine_batch(seq), sent_unix_ns=time.time_ns()) for seq in range(1, 5)))
+    say_hello(store, num_spec_tokens=7)
+    result = run(*arguments.split())
+    assert result.exit_code == 0, result.output
+    asked = [word for word in arguments.split() if word not in ("--last", "2h")]
+    assert [line.split()[0] for line in result.stdout.splitlines() if line.split()[0] in asked] == asked
 
 
 def test_several_engines_have_to_be_told_apart(run: Run, filled: Store) -> None:
