@@ -245,7 +245,7 @@ def _about_rules(document: Document) -> list[str]:
     ]
     if lost:
         graphs = f"one length a step{f', {lengths}' if lengths else ''}"
-        notes.append(f"CUDA graphs are for {graphs}. Of the steps without prefill have none: {', '.join(lost)}.")
+        notes.append(f"CUDA graphs are for {graphs}. Steps without prefill that lose the graph: {', '.join(lost)}.")
         notes.append("Such a step costs more than is shown here, unless the log has ones like it.")
     return notes
 
