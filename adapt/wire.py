@@ -121,7 +121,8 @@ class RoundColumns(_Message, frozen=True):
     draft: list[int] = []
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
     feature: list[float] = []
-    """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known."""
+    """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known. No
+    engine tells it yet, since vLLM's drafters hand out tokens and not what they thought of them; synthetic traffic does."""
     num_trimmed_tokens: list[int] = []
     """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, beyond the invalid ones; vLLM
     counts them as drafted. Empty: none."""

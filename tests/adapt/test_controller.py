@@ -118,8 +118,7 @@ def test_a_drafter_that_never_hits_is_switched_off():
 
 
 def test_drafting_for_easy_requests_does_not_make_all_of_them_look_easy():
-    """A plain count of what was tried, which at late positions is easy requests only, said .78 for the first and .51 for the last
-    position, and was off by .11."""
+    """A plain count of what was tried, at late positions of easy ones only, said .78 for the first and .51 for the last."""
     engine = MixedEngine(make_controller())
     engine.run(60)
     assert np.mean(engine.lengths[True]) > 3.0 * np.mean(engine.lengths[False])
