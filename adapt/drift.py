@@ -13,6 +13,14 @@ that a young reference promises less. Against it run three tests on each batch's
 - The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload": an alarm of
   kind "low_for_new_workload", falsely with probability ≤ `false_low` per workload.
 
+A workload's state is the first of these that holds:
+
+    drifted    it regressed less than `rearm_rounds` ago: the reference is being learned anew, at the new level
+    suspect    Page–Hinkley's statistic is high, for `rearm_rounds` at most; then the new level is the normal one
+    low        it was found low; until it is surely within `low_gap` of the best other one, or for `new_workload_rounds`
+    learning   it had fewer than `min_reference_rounds` rounds
+    stable
+
 Rounds of one request resemble each other; evidence is therefore divided by the design effect (an e-value's power < 1 is one).
 
 Source: Shin, Ramdas, Rinaldo, arXiv 2203.03532, "E-detectors"; Page, Biometrika 41 (1954).
@@ -57,7 +65,8 @@ class DriftSettings:
     recent_rounds: float = 200.0
     """Horizon, in rounds, of the recent acceptance that an alarm names."""
     reference_z: float = 2.0
-    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm."""
+    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm; and those that recent
+    acceptance has to be above the low one, to end state "low"."""
     rearm_rounds: int = 4000
     """After an alarm the reference is learned anew; no second alarm sooner than this."""
     suspect_slack: float = 0.5
@@ -71,7 +80,7 @@ class DriftSettings:
     min_low_rounds: int = 100
     """Rounds before a new workload can be called low."""
     new_workload_rounds: int = 20_000
-    """A workload is new for this many rounds."""
+    """A workload is new for this many rounds, and called low for no longer than this."""
 
     RANGES: ClassVar[Ranges] = {
         "tolerated_loss": Range(0, 1, excludes_high=True),
@@ -159,12 +168,30 @@ class _Workload:
         self.recent = AcceptanceCounts(num_spec_tokens, settings.recent_rounds)
         self.regressed = Bet(num_spec_tokens, is_restarting=True)
         self.low = Bet(num_spec_tokens, is_restarting=False)
+        self._settings = settings
         self.page_hinkley = PageHinkley(settings.suspect_slack)
         self.rounds = 0
         self.alarmed_at = -1
         self.suspect_since = -1
+        self.low_since = -1
         self.was_low = False
-        self.state = "learning"
+
+    @property
+    def state(self) -> str:
+        """The first that holds of those that the module's docstring names."""
+        settings = self._settings
+        if self.is_drifted:
+            return "drifted"
+        if self.suspect_since >= 0:
+            return "suspect"
+        if self.low_since >= 0:
+            return "low"
+        return "learning" if self.rounds < settings.min_reference_rounds else "stable"
+
+    @property
+    def is_drifted(self) -> bool:
+        """Whether the reference is still being learned anew after an alarm."""
+        return self.alarmed_at >= 0 and self.rounds - self.alarmed_at < self._settings.rearm_rounds
 
 
 class DriftMonitor:
@@ -205,7 +232,7 @@ class DriftMonitor:
         if held.rounds >= self.settings.min_reference_rounds:
             alarms += self._test_regression(workload, held, trials, successes, design_effect)
         alarms += self._test_low(workload, held, trials, successes, design_effect)
-        if held.state != "suspect":
+        if held.suspect_since < 0:
             held.reference.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
         held.rounds += len(num_draft_tokens)
         return alarms
@@ -232,29 +259,32 @@ class DriftMonitor:
         variance = float(trials @ (curve * (1.0 - curve))) * max(design_effect, 1.0)
         held.page_hinkley.observe(float((successes - trials * curve).sum()) / math.sqrt(max(variance, 1e-9)))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
-            is_armed = held.alarmed_at < 0 or held.rounds - held.alarmed_at >= settings.rearm_rounds
+            is_armed = not held.is_drifted
             alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
             held.alarmed_at = held.rounds if is_armed else held.alarmed_at
-            held.state = "drifted"
+            held.suspect_since = -1
             held.reference = AcceptanceCounts(self._num_spec_tokens, settings.reference_rounds)
             held.reference.trials += held.recent.trials
             held.reference.successes += held.recent.successes
             held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
             held.page_hinkley = PageHinkley(settings.suspect_slack)
             return [alarm] if is_armed else []
-        if held.was_low or (held.state == "drifted" and held.rounds - held.alarmed_at < settings.rearm_rounds):
+        if held.is_drifted:
             return []
-        is_suspect = held.page_hinkley.statistic > settings.suspect_level
-        held.suspect_since = (held.suspect_since if held.state == "suspect" else held.rounds) if is_suspect else -1
-        if is_suspect and held.rounds - held.suspect_since >= settings.rearm_rounds:
+        if held.page_hinkley.statistic <= settings.suspect_level:
+            held.suspect_since = -1
+        elif held.suspect_since < 0:
+            held.suspect_since = held.rounds
+        elif held.rounds - held.suspect_since >= settings.rearm_rounds:
             # Suspicion never became proof: the change is too small for an alarm, and is the new normal.
-            held.page_hinkley, is_suspect = PageHinkley(settings.suspect_slack), False
-        held.state = "suspect" if is_suspect else "stable"
+            held.page_hinkley, held.suspect_since = PageHinkley(settings.suspect_slack), -1
         return []
 
     def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
         settings = self.settings
-        if held.was_low or held.rounds > settings.new_workload_rounds:
+        if held.low_since >= 0 and held.rounds - held.low_since >= settings.new_workload_rounds:
+            held.low_since = -1  # that is how this workload is
+        if held.low_since < 0 and (held.was_low or held.rounds > settings.new_workload_rounds):
             return []
         others = [
             other.reference
@@ -264,13 +294,16 @@ class DriftMonitor:
         if not others:
             return []
         best = max(others, key=_length)
+        if held.low_since >= 0:
+            if _is_near(held.recent, best, settings, design_effect):
+                held.low_since = -1
+            return []
         null = lower_curve(best, settings.reference_z, design_effect) * (1.0 - settings.low_gap)
         held.low.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
         seen = held.rounds + trials[0]
         if held.low.log_e < math.log(1.0 / settings.false_low) or seen < settings.min_low_rounds:
             return []
-        held.was_low = True
-        held.state = "low"
+        held.was_low, held.low_since = True, held.rounds
         return [self._alarm("low_for_new_workload", workload, held, held.low, _length(best))]
 
     def _alarm(self, kind: str, workload: str, held: _Workload, bet: Bet, reference_length: float) -> Alarm:
@@ -289,6 +322,13 @@ def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Flo
     trials = counts.trials / max(design_effect, 1.0) + 1.0
     mean = (counts.successes / max(design_effect, 1.0) + 0.5) / trials
     return np.clip(mean - z * np.sqrt(mean * (1.0 - mean) / trials), EDGE, 1.0 - EDGE)
+
+
+def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings, design_effect: float) -> bool:
+    """Whether recent acceptance is above what counts as low by more than its noise."""
+    low = chain_estimate(best.trials, best.successes) * (1.0 - settings.low_gap)
+    noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))) * max(design_effect, 1.0))
+    return float(recent.successes.sum() - recent.trials @ low) > settings.reference_z * noise
 
 
 def _length(counts: AcceptanceCounts) -> float:

@@ -75,6 +75,54 @@ def test_a_new_workload_far_below_the_best_is_reported_once():
     assert [alarm.kind for alarm in feed(monitor, rng, "b", POOR, 10)] == ["low_for_new_workload"]
 
 
+def test_a_low_workload_that_recovers_is_watched_like_any_other():
+    rng, monitor = np.random.default_rng(4), DriftMonitor(K, DriftSettings(rearm_rounds=1000))
+    feed(monitor, rng, "a", GOOD, 30)
+    feed(monitor, rng, "b", POOR, 40)
+    assert monitor.figures("b")["state"] == "low"
+    assert feed(monitor, rng, "b", GOOD, 30) == []
+    assert monitor.figures("b")["state"] == "stable"
+    assert [alarm.kind for alarm in feed(monitor, rng, "b", POOR, 16)] == ["regressed"]
+    assert monitor.figures("b")["state"] == "drifted"
+    assert feed(monitor, rng, "b", POOR, 60) == []  # low, but that was told
+    assert monitor.figures("b")["state"] == "stable"
+
+
+def test_a_workload_is_called_low_for_as_long_as_it_may_be_new():
+    rng, monitor = np.random.default_rng(12), DriftMonitor(K, DriftSettings(new_workload_rounds=3000))
+    feed(monitor, rng, "a", GOOD, 30)
+    (alarm,) = feed(monitor, rng, "b", POOR, 45)
+    assert monitor.figures("b")["state"] == "low"
+    assert feed(monitor, rng, "b", POOR, (alarm.rounds + 3000) // 60 - 45 + 2) == []
+    assert monitor.figures("b")["state"] == "stable"
+
+
+def test_a_workload_near_the_border_of_low_is_not_called_fine_by_chance():
+    rng, monitor = np.random.default_rng(13), DriftMonitor(K)
+    feed(monitor, rng, "a", GOOD, 30)
+    feed(monitor, rng, "b", GOOD * 0.65, 40)
+    assert monitor.figures("b")["state"] == "low"
+    feed(monitor, rng, "b", GOOD * 0.73, 100)
+    assert monitor.figures("b")["state"] == "low"
+
+
+def test_a_low_workload_that_gets_worse_is_suspect_and_its_reference_waits():
+    rng, monitor = np.random.default_rng(14), DriftMonitor(K, DriftSettings(batches_per_false_alarm=1e12))
+    feed(monitor, rng, "a", GOOD, 30)
+    feed(monitor, rng, "b", GOOD * 0.5, 60)
+    assert monitor.figures("b")["state"] == "low"
+    for _ in range(30):
+        assert feed(monitor, rng, "b", GOOD * 0.42, 1) == []
+        if monitor.figures("b")["state"] == "suspect":
+            break
+    assert monitor.figures("b")["state"] == "suspect"
+    reference = monitor.figures("b")["reference_length"]
+    feed(monitor, rng, "b", GOOD * 0.42, 2)
+    assert monitor.figures("b")["reference_length"] == reference
+    feed(monitor, rng, "b", GOOD * 0.5, 30)
+    assert monitor.figures("b")["state"] == "low"
+
+
 def test_a_new_workload_a_little_below_is_fine():
     rng = np.random.default_rng(5)
     for _ in range(10):
