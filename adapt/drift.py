@@ -120,6 +120,7 @@ class Bet:
 
     def __init__(self, num_spec_tokens: int, is_restarting: bool) -> None:
         self._is_restarting = is_restarting
+        self._num_starts = 0 if is_restarting else 1
         self._log_wealth: Floats = np.full(len(_LOSSES), -np.inf if is_restarting else 0.0)
         self._log_positions: Floats = np.full((len(_LOSSES), num_spec_tokens), -np.inf if is_restarting else 0.0)
 
@@ -129,6 +130,7 @@ class Bet:
         gain = successes * np.log(worse / null) + (trials - successes) * np.log((1.0 - worse) / (1.0 - null))
         gain /= max(design_effect, 1.0)
         if self._is_restarting:
+            self._num_starts += 1
             self._log_wealth = np.logaddexp(self._log_wealth, 0.0)
             self._log_positions = np.logaddexp(self._log_positions, 0.0)
         self._log_wealth = self._log_wealth + gain.sum(axis=1)
@@ -142,9 +144,9 @@ class Bet:
         return float(np.logaddexp(everywhere + math.log(0.75), somewhere + math.log(0.25)))
 
     def positions(self) -> tuple[int, ...]:
-        """Name the positions (from 1) whose own e-value is at least 20, else the one with the largest."""
+        """Name the positions (from 0) whose own e-value is at least 20 a starting point, else the one with the largest."""
         log_e = np.logaddexp.reduce(self._log_positions, axis=0) - math.log(len(_LOSSES))
-        strong = np.flatnonzero(log_e >= math.log(20.0))
+        strong = np.flatnonzero(log_e >= math.log(20.0 * max(self._num_starts, 1)))
         return tuple(strong.tolist()) or (int(log_e.argmax()),)
 
 
@@ -175,6 +177,7 @@ class _Workload:
         self.suspect_since = -1
         self.low_since = -1
         self.was_low = False
+        self.alarm = ""
 
     @property
     def state(self) -> str:
@@ -238,12 +241,13 @@ class DriftMonitor:
         return alarms
 
     def figures(self, workload: str) -> dict[str, object]:
-        """Describe a workload for people: state and evidence."""
+        """Describe a workload for people: state, evidence, and the text of the alarm that the state began with."""
         held = self._workloads.get(workload)
         if held is None:
-            return {"state": "learning", "evidence": 0.0, "page_hinkley": 0.0, "reference_length": 0.0}
+            return {"state": "learning", "alarm": "", "evidence": 0.0, "page_hinkley": 0.0, "reference_length": 0.0}
         return {
             "state": held.state,
+            "alarm": held.alarm if held.state in ("drifted", "low") else "",
             "evidence": round(max(held.regressed.log_e / _LOG10, -99.0), 3),
             "page_hinkley": round(held.page_hinkley.statistic, 3),
             "reference_length": round(_length(held.reference), 4),
@@ -261,7 +265,8 @@ class DriftMonitor:
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
             is_armed = not held.is_drifted
             alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
-            held.alarmed_at = held.rounds if is_armed else held.alarmed_at
+            if is_armed:
+                held.alarmed_at, held.alarm = held.rounds, alarm.text
             held.suspect_since = -1
             held.reference = AcceptanceCounts(self._num_spec_tokens, settings.reference_rounds)
             held.reference.trials += held.recent.trials
@@ -304,15 +309,18 @@ class DriftMonitor:
         if held.low.log_e < math.log(1.0 / settings.false_low) or seen < settings.min_low_rounds:
             return []
         held.was_low, held.low_since = True, held.rounds
-        return [self._alarm("low_for_new_workload", workload, held, held.low, _length(best))]
+        alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best))
+        held.alarm = alarm.text
+        return [alarm]
 
     def _alarm(self, kind: str, workload: str, held: _Workload, bet: Bet, reference_length: float) -> Alarm:
         length, evidence = _length(held.recent), bet.log_e / _LOG10
         positions = tuple(position + 1 for position in bet.positions())
         what = "fell below its reference" if kind == "regressed" else "is far below the best other workload's"
+        where = f"position{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
         text = (
             f"acceptance of workload {workload!r} {what}: acceptance length {length:.2f} against {reference_length:.2f}, "
-            f"e-value 10^{evidence:.1f}"
+            f"most at draft {where}, e-value 10^{evidence:.1f}"
         )
         return Alarm(kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text)
 

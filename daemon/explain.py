@@ -44,15 +44,17 @@ def _survival(document: Document) -> RenderableType:
     k = document.get("num_spec_tokens") or 0
     table = Rows.of("survival of drafts 1 … K", "rounds", "acc. length", f"1 … {k}", "S(j)", "drift")
     rows = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
+    alarms = []
     for name, w in rows:
         values = [float(v) for v in w.get("survival") or []]
-        drift = w.get("drift")
-        state = drift.get("state") if isinstance(drift, dict) else None
+        drift = w["drift"] if isinstance(w.get("drift"), dict) else {}
+        if drift.get("alarm"):
+            alarms.append(Text(drift["alarm"], "dim"))
         table.add_row(
             cells.text(name), cells.count(w.get("rounds")), cells.number(w.get("acceptance_length"), 3),
-            curve(values), " ".join(f"{v:.2f}" for v in values), cells.text(state),
+            curve(values), " ".join(f"{v:.2f}" for v in values), cells.text(drift.get("state")),
         )  # fmt: skip
-    return table
+    return Group(table, *alarms)
 
 
 def _context_shift(document: Document) -> RenderableType | None:

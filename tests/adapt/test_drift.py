@@ -34,6 +34,8 @@ def test_a_loss_that_is_found_is_named_with_its_positions_and_its_evidence():
     worse[1] *= 0.6
     (alarm,) = feed(monitor, rng, "code", worse, 20)
     assert (alarm.kind, alarm.workload, alarm.drafter_version, alarm.positions) == ("regressed", "code", "v7", (2,))
+    assert "most at draft position 2, e-value" in alarm.text
+    assert monitor.figures("code")["alarm"] == alarm.text
     assert alarm.evidence >= 6.0
     assert alarm.acceptance_length < alarm.reference_length
     assert monitor.figures("code")["state"] == "drifted"
@@ -69,6 +71,7 @@ def test_a_new_workload_far_below_the_best_is_reported_once():
     alarms = feed(monitor, rng, "b", POOR, 40)
     assert [(alarm.kind, alarm.workload) for alarm in alarms] == [("low_for_new_workload", "b")]
     assert alarms[0].rounds <= 300
+    assert f"most at draft positions {', '.join(map(str, alarms[0].positions))}, e-value" in alarms[0].text
     assert monitor.figures("b")["state"] == "low"
     monitor.reset("v2")
     feed(monitor, rng, "a", GOOD, 30)
@@ -140,7 +143,7 @@ def test_after_an_alarm_the_new_level_becomes_the_reference():
     feed(monitor, rng, "w", GOOD, 60)
     assert len(feed(monitor, rng, "w", GOOD * 0.7, 60)) == 1
     assert feed(monitor, rng, "w", GOOD * 0.7, 60) == []
-    assert monitor.figures("w")["state"] == "stable"
+    assert (monitor.figures("w")["state"], monitor.figures("w")["alarm"]) == ("stable", "")
     assert len(feed(monitor, rng, "w", GOOD * 0.4, 60)) == 1
 
 
@@ -167,6 +170,15 @@ def test_the_bet_is_fair_at_its_null():
         bet.observe(*count_trials(lengths, simulate_rounds(rng, [0.6, 0.5], lengths), 2), np.array([0.6, 0.5]), 1.0)
         wealth.append(math.exp(bet.log_e))
     assert np.mean(wealth) == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_position_that_says_nothing_is_not_named_for_having_been_watched_long():
+    bet, null = Bet(2, is_restarting=True), np.array([0.6, 0.6])
+    for _ in range(200):
+        bet.observe(np.array([10.0, 0.0]), np.array([6.0, 0.0]), null, 1.0)
+    for _ in range(10):
+        bet.observe(np.array([10.0, 0.0]), np.array([1.0, 0.0]), null, 1.0)
+    assert bet.positions() == (0,)
 
 
 def test_page_hinkley_forgives_noise_and_adds_up_a_shift():

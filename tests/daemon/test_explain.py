@@ -23,10 +23,10 @@ def shown(document: dict[str, object]) -> str:
     return console.export_text()
 
 
-def batch(seq: int, rng: np.random.Generator) -> EventBatch:
+def batch(seq: int, rng: np.random.Generator, second: float = 0.5) -> EventBatch:
     count = 40
     drafted = rng.integers(0, K + 1, count)
-    accepted = np.minimum((rng.random((count, K)) < [0.9, 0.5, 0.5]).cumprod(axis=1).sum(axis=1), drafted)
+    accepted = np.minimum((rng.random((count, K)) < [0.9, second, 0.5]).cumprod(axis=1).sum(axis=1), drafted)
     numbers = list(range(seq * count, (seq + 1) * count))
     steps = StepColumns(
         step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[(5000 + 900 * int(k)) for k in drafted],
@@ -137,6 +137,16 @@ def test_a_rule_whose_lengths_cannot_be_predicted_is_named_instead() -> None:
 def test_lengths_that_vllm_decides_are_said_to_be_its() -> None:
     assert "honed doesn't decide" in shown(taught(mode="off"))
     assert "honed doesn't decide" not in shown(taught())
+
+
+def test_an_alarm_is_shown_with_the_positions_that_it_names() -> None:
+    controller, rng, alarms = EngineController("e", K, 4), np.random.default_rng(1), []
+    for seq in range(60):
+        alarms += controller.observe(batch(seq, rng, 0.5 if seq < 40 else 0.05))
+    assert [alarm.positions for alarm in alarms] == [(2,)]
+    text = " ".join(shown(controller.beliefs()).split())
+    assert "acceptance of workload '[chat]' fell below its reference" in text
+    assert "most at draft position 2, e-value" in text
 
 
 def test_bars_are_as_long_as_their_values() -> None:
