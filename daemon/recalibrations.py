@@ -29,6 +29,8 @@ log = structlog.get_logger("honed.recalibrations")
 
 START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
 STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
+_ALARMS = "drift_alarms"
+"""In the table of odds and ends."""
 MAX_RESTARTS = 3
 """Of the trainer within one operation."""
 
@@ -40,12 +42,25 @@ class Recalibrations:
         self._service = service
         self._settings = service.settings.recalibration
         self.training: Operation | None = None
-        self.alarms = DriftAlarms(self._settings.min_interval_s)
+        self.alarms = DriftAlarms(
+            self._settings.min_interval_s, self._keep_alarms, lambda: service.clock() - service.monotonic()
+        )
         self._parent = ""
         self._engine_id = ""
         self._request: wire.TrainRequest | None = None
         self._restarts = 0
         self._ended_s = float("-inf")
+
+    def load(self) -> None:
+        """Take up the drift that nothing had answered when the daemon ended; operations and trials are loaded."""
+        service = self._service
+        for row in service.store.read(f"SELECT value FROM meta WHERE key = '{_ALARMS}'"):
+            try:
+                self.alarms.load(row["value"], service.operations.find, service.monotonic())
+            except msgspec.DecodeError as error:
+                log.error("the drift that waited for an answer can't be read", error=str(error))
+        if service.lifecycle.canaries.trial is None:
+            self.alarms.release(is_explained=False)
 
     def recalibrate(
         self,
@@ -201,6 +216,9 @@ class Recalibrations:
             standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)
             return False
         return True
+
+    def _keep_alarms(self, text: str) -> None:
+        self._service.journal.insert("meta", {"key": _ALARMS, "value": text}, replace=True)
 
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""

@@ -46,7 +46,7 @@ def recall(database: Path, hello: EngineHello, controller: EngineController) -> 
         if batch is None:
             continue
         try:
-            controller.observe(batch)  # its alarms were acted upon when they were news
+            controller.observe(batch)  # its alarms stand already, see `drift_alarms`
         except ValueError:
             continue
         learned += 1

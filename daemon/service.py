@@ -125,6 +125,7 @@ class Service:
         """Begin to write, then to listen. Raises StartError."""
         self.store.start()
         self.lifecycle.load()
+        self.recalibrations.load()
         self.overrides.load()
         self.trainer.is_paused = bool(self.store.read(f"SELECT 1 FROM meta WHERE key = '{_PAUSED}' AND value"))
         self.router.start()

@@ -121,6 +121,85 @@ def test_what_somebody_cancelled_is_not_tried_again() -> None:
     assert alarms.due(1e9) == []
 
 
+class Disk:
+    """What alarms are kept on, and the clocks: the monotonic one starts anew with each life."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.unix_ahead_s = 1e9
+
+    def save(self, text: str) -> None:
+        self.text = text
+
+    def life(self, known: Operation | None = None, now_s: float = 0.0) -> DriftAlarms:
+        alarms = DriftAlarms(PAUSE_S, self.save, lambda: self.unix_ahead_s)
+        if self.text:
+            alarms.load(self.text, lambda operation_id: known if operation_id else None, now_s)
+        return alarms
+
+
+def test_alarms_stand_again_after_a_restart_with_their_attempts_and_their_time() -> None:
+    disk = Disk()
+    alarms = disk.life()
+    for workload in ("b", "c"):
+        alarms.note("e", alarm(workload))
+    for now_s in (1000.0, 2000.0):
+        fail(alarms, now_s)
+    before = alarms.view(2000.0)
+    disk.unix_ahead_s += 1990.0  # the machine was started again: its clock shows 10
+    after = disk.life(now_s=10.0)
+    assert after.view(10.0) == before
+    assert workloads(after.due(10.0)) == ["c"]
+    assert not [one for one in after.due(10.0 + 2 * PAUSE_S - 0.1) if one.alarm.workload == "b"]
+    assert workloads(after.due(10.0 + 2 * PAUSE_S)) == ["c", "b"]
+    assert after.due(1e9)[1].alarm == alarm("b")
+
+
+def test_a_calendar_that_was_set_back_delays_no_attempt_by_more_than_its_pause() -> None:
+    disk = Disk()
+    alarms = disk.life()
+    alarms.note("e", alarm("b"))
+    fail(alarms, 0.0)
+    disk.unix_ahead_s -= 1e6
+    assert workloads(disk.life().due(PAUSE_S)) == ["b"]
+
+
+@pytest.mark.parametrize("state", ["failed", "succeeded", "cancelled", "running"])
+def test_what_was_being_answered_stands_again_after_a_restart_if_that_failed(state: str) -> None:
+    disk, tried = Disk(), operation()
+    alarms = disk.life()
+    alarms.note("e", alarm("b"))
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    tried.state = state
+    alarms = disk.life(known=tried)
+    assert alarms.due(1e9) == []
+    alarms.tick(0.0)
+    assert bool(alarms.due(1e9)) == (state == "failed")
+    if state == "running":  # its canary went on, and fails now
+        tried.state = "failed"
+        alarms.tick(0.0)
+        assert [one.num_failed for one in alarms.due(1e9)] == [1]
+    assert disk.life().due(1e9) == alarms.due(1e9)  # what came of it is kept
+
+
+def test_an_answer_that_nobody_knows_any_more_was_none() -> None:
+    disk = Disk()
+    alarms = disk.life()
+    alarms.note("e", alarm("b"))
+    alarms.answered_by(operation(), "e", ["b"], 0.0)
+    assert [one.num_failed for one in disk.life(known=None).due(0.0)] == [0]
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_what_was_held_is_held_after_a_restart_and_released_for_good(is_explained: bool) -> None:
+    disk = Disk()
+    disk.life().hold("e", alarm("b"))
+    alarms = disk.life()
+    assert (alarms.due(1e9), len(alarms.view(0.0))) == ([], 1)
+    alarms.release(is_explained=is_explained)
+    assert workloads(disk.life().due(0.0)) == ([] if is_explained else ["b"])
+
+
 def test_a_failure_that_the_next_request_is_the_first_to_see_still_counts() -> None:
     """An operator asks again before the tick: the failed alarms are that request's."""
     alarms = DriftAlarms(PAUSE_S)

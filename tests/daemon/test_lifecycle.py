@@ -376,6 +376,70 @@ def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
     assert "HONED_FEATURES=layers" in found.text
 
 
+def test_drift_that_nothing_has_answered_outlives_restarts_of_the_daemon(settings: Settings, folder: Path) -> None:
+    write_checkpoint(folder / "drafter", 0.0)
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="one")
+    service.start()
+    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    first = engine.attach(capture_path="/ring").drafter_version
+    interval_s = settings.recalibration.min_interval_s
+    try:
+        with TestClient(make_app(service)) as client:
+            stage = Stage(service, engine, trainer, client, first, folder)
+            stage.serve_workload("b")
+            drift(stage, "b")  # nobody is there to answer it
+        service.stop()
+        service = Service(settings, daemon_id="two")
+        service.start()
+        engine.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.introduce()
+        assert trainer.expect(wire.TrainRequest).workloads == ["b"]
+        service.stop()  # amid the attempt
+        service = Service(settings, daemon_id="three")
+        service.start()
+        (standing,) = wait_for(lambda: service.recalibrations.alarms.view(service.monotonic()), "the alarm to stand again")
+        assert (standing["workload"], standing["text"], standing["failed_attempts"]) == ("b", "b lost", 1)
+        assert standing["hindrance"] == "daemon restarted"
+        service.stop()
+        service = Service(settings, daemon_id="four")  # the attempts and the time of the next are kept as well
+        service.start()
+        (standing,) = service.recalibrations.alarms.view(service.monotonic())
+        assert standing["failed_attempts"] == 1
+        assert interval_s - 60.0 < standing["due_in_s"] <= interval_s
+        for one in (engine, trainer):
+            one.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.introduce()
+        wait_for(lambda: service.trainer.is_connected, "the trainer")
+        with service.lock:
+            service.tick(service.monotonic() + interval_s)
+        assert trainer.expect(wire.TrainRequest).workloads == ["b"]
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+@pytest.mark.parametrize("text", ["{}", "no JSON", '{"standing": [{"engine_id": 1}]}'])
+def test_kept_drift_that_cannot_be_read_keeps_no_daemon_from_starting(settings: Settings, text: str) -> None:
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="one")
+    service.start()
+    service.journal.insert("meta", {"key": "drift_alarms", "value": text}, replace=True)
+    service.stop()
+    service = Service(settings, daemon_id="two")
+    service.start()
+    try:
+        assert service.recalibrations.alarms.view(service.monotonic()) == []
+    finally:
+        service.stop()
+
+
 def test_a_recalibration_may_wait_for_idle_time_as_long_as_the_trainer_lets_it(stage: Stage) -> None:
     operation_id, _ = stage.recalibrate(max_seconds=10.0)
     with stage.service.lock:
