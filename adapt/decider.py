@@ -13,6 +13,9 @@ What is known of the requests is `adapt.request_beliefs`'. What it does when is 
                        explore         `explore_share` of the steps, and a quarter of the cold ones: a neighbour of what the two
                                        rows above would give
 
+Where the decider isn't asked, the attachment says why: "observe" (nothing can be decided on this engine), "off", "error" (it
+gave up, after too many errors) or "unplanned" (deciding this step failed).
+
 A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
 Nothing here raises on odd input: unknown requests start as workload "default", unusable figures of a policy are replaced.
 """

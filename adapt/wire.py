@@ -91,7 +91,7 @@ class StepColumns(_Message, frozen=True):
     num_drafting: list[int] = []
     """Block length asked of the drafter in this step (0: drafter skipped)."""
     decision: list[str] = []
-    """Why this step's draft lengths are what they are: "policy", "override", "static", "stale", "cold", "explore", …"""
+    """Why this step's draft lengths are what they are: "policy", "override", "cold", "off", …; see `adapt.decider`."""
 
 
 class RoundColumns(_Message, frozen=True):

@@ -167,8 +167,8 @@ class Attachment:
                     num_prefill += num_tokens
             if in_prompt:
                 ids = [request_id for request_id in ids if request_id not in in_prompt]
-        reason, block, lengths = "observe", self._num_spec_tokens, None
-        if self._can_decide and not self._is_off():
+        reason, block, lengths = self._why_undecided(), self._num_spec_tokens, None
+        if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)
             first = self._step % every
             contexts = [requests[request_id].num_tokens for request_id in ids[first::every]]
@@ -223,8 +223,8 @@ class Attachment:
         """The step is over: log it, learn from it."""
         recorder = self._recorder
         verified, invalid = recorder.verified, recorder.invalid
-        cold = Plan(self._step, self._began_ns, "cold", self._num_spec_tokens, self._drafting_version)
-        recorder.end(self._plan or cold)
+        unplanned = Plan(self._step, self._began_ns, "unplanned", self._num_spec_tokens, self._drafting_version)
+        recorder.end(self._plan or unplanned)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
         if verified and self._can_decide:
@@ -252,6 +252,14 @@ class Attachment:
         self._with_stale_steps = stale
         return {r for r in stale if r in output.num_scheduled_tokens}
 
+    def _why_undecided(self) -> str:
+        """Why draft lengths are left to vLLM; empty where they aren't."""
+        if not self._can_decide:
+            return "observe"
+        if not self._is_off():
+            return ""
+        return "error" if self.errors.is_too_many else "off"
+
     def _is_off(self) -> bool:
         return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")
 
@@ -260,7 +268,7 @@ class Attachment:
         if tables is None or tables.policy is None:
             return
         policy = self._policy = tables.policy
-        self._table.set_aside(self._can_decide and not self._is_off())
+        self._table.set_aside(not self._why_undecided())
         self._decider.use(tables, time.monotonic())
         if "estimates" in self._workers.findings.capabilities:
             self._feed(policy, tables.model)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from honed.daemon.service import Service
 
 FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
-DECISIONS = frozenset({*MODES, *FALLBACKS, "policy", "override", "cold", "explore"})
+DECISIONS = frozenset(
+    {*MODES, "policy", "override", "cold", "explore", "no_policy", "stale_policy", "observe", "error", "unplanned"}
+)
 """What an engine may give as the reason of a step's lengths; see the table in `adapt.decider`."""
 
 

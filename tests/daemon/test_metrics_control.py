@@ -81,13 +81,15 @@ def test_an_overrides_end_is_counted(service: Service) -> None:
 
 def test_reasons_stay_within_the_known_ones(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
     engine = attach(service, make_engine)
-    for seq, reason in enumerate(("policy", "explore", "made up", "made up, too"), start=2):
+    from_attachment = ("off", "observe", "error", "unplanned")
+    for seq, reason in enumerate(("policy", "explore", "made up", "made up, too", *from_attachment), start=2):
         batch = engine.batch(seq)
         batch.steps.decision[0] = reason
         engine.send(batch)
-    engine.wait_acked(5)
+    engine.wait_acked(9)
     assert scrape(service)["honed_decisions_total"] == {
         f"{ENGINE} reason=policy": 1, f"{ENGINE} reason=explore": 1, f"{ENGINE} reason=static": 1, f"{ENGINE} reason=other": 2,
+        **{f"{ENGINE} reason={reason}": 1 for reason in from_attachment},
     }  # fmt: skip
 
 

@@ -291,7 +291,9 @@ def test_an_unknown_vllm_is_only_observed(
         set_policy(running, static_k=2)
         before = running.counters()
         assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
-        rows, after = rounds(take_batches(running)), running.counters()
+        batches, after = take_batches(running), running.counters()
+        rows = rounds(batches)
+        assert {reason for batch in batches for reason in batch.steps.decision} == {"observe"}
         assert {name: after[name] - before[name] for name in after} == counted(rows)
         assert max(row["k"] for row in rows) == K  # the policy's length cut nothing
         hello = running.honed._hello(0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from honed.attach.guard import MAX_ERRORS
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 
@@ -85,6 +86,29 @@ def test_a_static_policy_sets_every_round(attached: TestEngine) -> None:
     assert {r["k"] for r in rounds(take_batches(attached))} == {0}
     assert attached.counters() == before
     set_policy(attached)
+
+
+def test_each_step_says_why_its_lengths_are_what_they_are(attached: TestEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    honed = attached.honed
+
+    def reasons(**policy: Any) -> set[str]:
+        set_policy(attached, **policy)
+        attached.generate(prompts()[:2], temperature=0.0, max_tokens=4)
+        return {reason for batch in take_batches(attached) for reason in batch.steps.decision}
+
+    assert reasons(kind="goodput", static_k=2) == {"cold"}
+    assert reasons(kind="off") == {"off"}
+    assert reasons(kind="static", static_k=2) == {"static"}
+    with monkeypatch.context() as broken:
+        broken.setattr(honed._decider, "decide", None)
+        assert reasons(kind="static", static_k=2) == {"unplanned"}
+    assert 0 < honed.errors.count <= MAX_ERRORS
+    try:
+        honed.errors.count = MAX_ERRORS + 1
+        assert reasons(kind="static", static_k=2) == {"error"}
+        assert reasons(kind="off") == {"error"}
+    finally:
+        honed.errors.count = 0
 
 
 def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path) -> None:
