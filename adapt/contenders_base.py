@@ -17,7 +17,7 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from honed.adapt.length_policy import Decision
+from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.step_time import StepTimeModel
 
 MOST_REQUESTS = 65_536
@@ -50,6 +50,8 @@ class Contender(ABC):
     """A rule, with what it remembers of requests; satisfies `LengthPolicy`."""
 
     name: ClassVar[str]
+    DRAFTS_ALWAYS: ClassVar[bool] = False
+    """Whether it never chooses 0. It learns from drafts only, so that it would never end it."""
 
     def __init__(self, num_spec_tokens: int, seed: int = 0) -> None:
         self.num_spec_tokens = max(int(num_spec_tokens), 0)
@@ -59,8 +61,16 @@ class Contender(ABC):
         self._limit = self._static_k = self.num_spec_tokens
         self._rows: list[tuple[int, int]] = []
         self._model = StepTimeModel()
+        self._shared_lengths: list[int] = []
 
-    def set_limits(self, max_k: int, static_k: int, table: Sequence[tuple[int, int]], model: StepTimeModel) -> None:
+    def set_limits(
+        self,
+        max_k: int,
+        static_k: int,
+        table: Sequence[tuple[int, int]],
+        model: StepTimeModel,
+        shared_lengths: Sequence[int] = (),
+    ) -> None:
         """Put a policy's figures in force; what was learned stays.
 
         Args:
@@ -68,8 +78,13 @@ class Contender(ABC):
             static_k: draft tokens of rules that have nothing else to go by.
             table: rows (largest batch in requests, draft tokens), ascending.
             model: prices steps, in seconds; with the empty one rules use their documented default costs.
+            shared_lengths: what all requests of a step may get where they have to get the same, ascending from 0; empty where
+                they don't.
         """
         self._limit = within(max_k, 0, self.num_spec_tokens)
+        if shared_lengths:
+            self._limit = round_down(self._limit, shared_lengths)
+        self._shared_lengths = [length for length in shared_lengths if length <= self._limit]
         self._static_k = within(static_k, 0, self._limit)
         self._rows = sorted(table, key=lambda row: row[0])
         self._model = model
@@ -126,6 +141,8 @@ class Contender(ABC):
             return Decision([], 0, self.name)
         context, prefill = within(context_tokens, 0, _MOST_TOKENS), within(num_prefill_tokens, 0, _MOST_TOKENS)
         lengths = self._choose(request_ids, context, prefill)
+        if self._shared_lengths:
+            lengths = [self._share(lengths[0])] * len(lengths)
         if self._num_ceilings:
             get = self._requests.get
             lengths = [
@@ -134,13 +151,24 @@ class Contender(ABC):
             ]
         return Decision(lengths, max(lengths), self.name)
 
+    @property
+    def _shortest(self) -> int:
+        """The fewest draft tokens, but for none, that may be chosen."""
+        return self._shared_lengths[1] if len(self._shared_lengths) > 1 else 1
+
+    def _share(self, length: int) -> int:
+        return round_down(max(length, self._shortest) if self.DRAFTS_ALWAYS else length, self._shared_lengths)
+
     @abstractmethod
     def _learn(self, rounds: list[Round]) -> None:
         """Learn from the rounds of one step, one or more."""
 
     @abstractmethod
     def _choose(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int) -> list[int]:
-        """Choose lengths within 0 … limit for one request or more; ceilings are seen to afterwards."""
+        """Choose lengths within 0 … limit for one request or more, the same for all where they are shared.
+
+        Ceilings, and rounding to a length that may be shared, are seen to afterwards.
+        """
 
 
 def within(value: int, low: int, high: int) -> int:

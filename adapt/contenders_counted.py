@@ -41,14 +41,16 @@ class Table(Static):
 class Threshold(Contender):
     """Below 60 % of drafts accepted one draft token less, above 90 % one more, never less than 1.
 
-    A request is judged on `WINDOW_ROUNDS` rounds and then starts a new window, so that a length is judged on its own rounds.
-    Until its first window is full it gets the engine's length, which starts at K and is judged the same way on all rounds of
-    `WINDOW_ROUNDS` steps. Accepted / drafted falls as k grows, however good the drafter: that is the rule's weakness.
+    A request is judged on `WINDOW_ROUNDS` rounds and then starts a new window, so that a length is judged on its own
+    rounds. Until its first window is full it gets the engine's length, which starts at K and is judged the same way on all
+    rounds of `WINDOW_ROUNDS` steps. Where a step's requests have to get the same length, all get the engine's. Accepted /
+    drafted falls as k grows, however good the drafter: that is the rule's weakness.
 
     Source: the rule that AitherOS gives for its block size (aitherium.com, "DFlash", April 2026); the window is ours.
     """
 
     name = "threshold"
+    DRAFTS_ALWAYS = True
     WINDOW_ROUNDS = 8
     SHRINK_BELOW, GROW_ABOVE = 0.6, 0.9
 
@@ -82,12 +84,14 @@ class Threshold(Contender):
     def _judge(self, window: Window, length: int, cap: int) -> None:
         rate = window.num_accepted / window.num_drafted
         move = (rate > self.GROW_ABOVE) - (rate < self.SHRINK_BELOW)
-        window.length = max(min(min(length, cap) + move, cap), 1)
+        window.length = max(min(min(length, cap) + move, cap), self._shortest)
         window.num_rounds = window.num_drafted = window.num_accepted = 0
 
     def _choose(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int) -> list[int]:
         limit, get = self._limit, self._requests.get
         young = min(self._engine.length, limit)
+        if self._shared_lengths:
+            return [young] * len(request_ids)
         return [
             young if (request := get(request_id)) is None or not (length := request.window.length)
             else length if length < limit else limit
@@ -107,6 +111,7 @@ class EmaTiers(Contender):
     """
 
     name = "ema"
+    DRAFTS_ALWAYS = True
     WEIGHT = 0.2
     WARMUP_STEPS, INTERVAL_STEPS = 10, 5
     UP, DOWN = 0.0, -0.25

@@ -50,6 +50,7 @@ class Kelly(_Priced):
     """
 
     name = "kelly"
+    DRAFTS_ALWAYS = True
     WEIGHT = 2.0 / (8 + 1)
     DEFAULT_A_S, DEFAULT_B_S = 47e-3, 8.7e-3
 

@@ -13,6 +13,9 @@ What is known of the requests is `adapt.request_beliefs`'. What it does when is 
                        explore         `explore_share` of the steps, and a quarter of the cold ones: a neighbour of what the two
                                        rows above would give
 
+Where a policy wants equal lengths, all requests of a step get one that it allows: the table's, rounded down. Only K and an
+operator's override of `draft_tokens` stay as they are.
+
 Where the decider isn't asked, the attachment says why: "observe" (nothing can be decided on this engine), "off", "error" (it
 gave up, after too many errors) or "unplanned" (deciding this step failed).
 
@@ -33,7 +36,7 @@ from honed.adapt.block_size import OperatingPoint, choose_equal, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
 from honed.adapt.explore import neighbour
-from honed.adapt.length_policy import Decision
+from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.policy_tables import PolicyTables
 from honed.adapt.request_beliefs import RequestBeliefs
 from honed.adapt.wire import Policy
@@ -114,7 +117,8 @@ class Decider:
             self._rule = make_contender(policy.kind, self.num_spec_tokens)
             for request_id, slot in self.requests.slot_of.items():
                 self._rule.start(request_id, ceiling=int(self.requests.ceiling[slot]))
-        self._rule.set_limits(self._tables.limit, policy.static_k, policy.table, self._model)
+        tables = self._tables
+        self._rule.set_limits(tables.limit, policy.static_k, policy.table, self._model, tables.shared_lengths)
 
     def prepare(self) -> None:
         """Compile now what deciding needs, which takes seconds where it was never done before."""
@@ -177,9 +181,9 @@ class Decider:
         tables = self._tables
         policy, limit, static_k = tables.policy, tables.limit, tables.static_k
         if policy is None:
-            return self._uniform(request_ids, self.num_spec_tokens, "no_policy")
+            return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
-            return self._uniform(request_ids, self.num_spec_tokens, "off")
+            return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:
@@ -189,7 +193,8 @@ class Decider:
                 context_tokens = self.requests.noted_tokens(request_ids)
             return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
         if policy.kind not in ("goodput", "latency"):
-            return self._uniform(request_ids, static_k, "override" if policy.override else "static")
+            is_ordered = "draft_tokens" in policy.override
+            return self._uniform(request_ids, static_k, "override" if policy.override else "static", is_exact=is_ordered)
         share = policy.explore_share
         if not self._model.is_ready and share > 0.0:
             share = max(share, _COLD_EXPLORE_SHARE)
@@ -216,9 +221,7 @@ class Decider:
         if not policy.equal_lengths:
             lengths = neighbour(self._random, lengths, limit, cold_length=cold_length)
             return lengths if ceilings is None else np.minimum(lengths, ceilings).tolist()
-        allowed: Sequence[int] = range(limit + 1)
-        if policy.captured_lengths:
-            allowed = [0, *sorted(k for k in set(policy.captured_lengths) if 0 < k <= limit)]
+        allowed = self._tables.shared_lengths
         cold = None if cold_length is None else bisect_right(allowed, cold_length) - 1
         now = bisect_right(allowed, max(lengths, default=0)) - 1
         length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
@@ -259,7 +262,11 @@ class Decider:
         self._point = choice.point
         return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0)
 
-    def _uniform(self, request_ids: Sequence[str], length: int, reason: str) -> Decision:
+    def _uniform(self, request_ids: Sequence[str], length: int, reason: str, *, is_exact: bool = False) -> Decision:
+        """Give everybody so much, as far as ceilings go; `is_exact`: even where no graph was captured for that length."""
+        lengths = self._tables.shared_lengths
+        if lengths and not is_exact:
+            length = round_down(length, lengths)
         if self.requests.num_ceilings and request_ids:
             chosen = np.minimum(self.requests.ceiling[self.requests.slots_of(request_ids)], length).tolist()
             return Decision(chosen, max(chosen), reason)

@@ -6,6 +6,7 @@ the draft tokens that its answer cuts. That, and not the quality of the answer, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -53,3 +54,8 @@ class LengthPolicy(Protocol):
             now_s: any monotonic clock, in seconds.
             contexts: context length of each request, for rules that want them.
         """
+
+
+def round_down(length: int, lengths: Sequence[int]) -> int:
+    """Return the longest of `lengths`, which ascend from 0, that isn't longer; the length itself where there are none."""
+    return lengths[bisect_right(lengths, length) - 1] if lengths else length

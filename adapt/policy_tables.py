@@ -45,6 +45,8 @@ class PolicyTables:
     limit: int  # most draft tokens of any request
     static_k: int
     hysteresis: float
+    shared_lengths: tuple[int, ...]
+    """What all requests of a step may get where they have to get the same, ascending from 0; empty where they don't."""
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0) -> PolicyTables:
@@ -79,6 +81,7 @@ class PolicyTables:
             limit,
             min(max(policy.static_k, 0), limit) if policy is not None else limit,
             within(policy.hysteresis, 0.0, 10.0, 0.0) if policy is not None else 0.0,
+            _shared_lengths(policy, limit),
         )
 
 
@@ -88,6 +91,15 @@ def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:
         return num_spec_tokens
     limit = min(max(policy.max_k, 0), num_spec_tokens)
     return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
+
+
+def _shared_lengths(policy: Policy | None, limit: int) -> tuple[int, ...]:
+    if policy is None or not policy.equal_lengths:
+        return ()
+    lengths = set(range(1, limit + 1))
+    if policy.captured_lengths:
+        lengths &= set(policy.captured_lengths)
+    return (0, *sorted(lengths))
 
 
 def _usable_model(policy: Policy | None, num_tokens: int) -> StepTimeModel:

@@ -49,7 +49,50 @@ def none_of(k):
     return 0
 
 
+def mixed_of(share):
+    """Accepts all drafts of the first request, and that share of the others'."""
+    return lambda request_id, k: k if request_id == "r0" else round(share * k)
+
+
 # --- all of them --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("model", [NO_MODEL, make_model(base=5e-3, per_token=1e-3, drafting=5e-4)])
+def test_where_lengths_are_shared_all_requests_get_one_of_them(name, share, model):
+    contender = make(name, table=[(1, 7), (8, 5)], model=model, shared_lengths=(0, 3, 7), ceilings=[-1] * 4)
+    ids, accept, seen = [f"r{i}" for i in range(4)], mixed_of(share), set()
+    for _ in range(300):
+        lengths = decide(contender, ids)
+        assert len(set(lengths)) == 1
+        seen.update(lengths)
+        contender.observe(ids, lengths, [accept(request_id, k) for request_id, k in zip(ids, lengths, strict=True)])
+    assert seen <= {0, 3, 7}
+    before = decide(contender, ids)
+    contender.start("short", ceiling=2)
+    assert decide(contender, [*ids, "short"]) == [*before, min(before[0], 2)], "its ceiling is nobody else's"
+
+
+@pytest.mark.parametrize("name", ["threshold", "ema", "kelly"])
+def test_a_rule_that_never_stops_drafting_comes_back_from_the_shortest_shared_length(name):
+    contender = make(name, model=make_model(base=5e-3, per_token=1e-3), shared_lengths=(0, 3, 7))
+    assert serve(contender, 200, none_of) == [3]
+    assert serve(contender, 200, all_of) == [7]
+
+
+def test_requests_that_share_a_length_are_judged_together():
+    contender = make("threshold", shared_lengths=(0, 3, 7), ceilings=[-1] * 4)
+    ids = [f"r{i}" for i in range(4)]
+    for _ in range(200):
+        lengths = decide(contender, ids)
+        contender.observe(ids, lengths, [lengths[0], 0, 0, 0])
+    assert decide(contender, ids) == [3] * 4
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_without_a_length_to_share_nothing_is_drafted(name):
+    assert decide(make(name, table=[(8, 5)], shared_lengths=(0,)), "ab") == [0, 0]
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

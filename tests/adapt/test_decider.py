@@ -457,6 +457,39 @@ def test_where_lengths_have_to_be_equal_they_are(explore_share):
         assert short == min(others[0], 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "length", "reason"),
+    [
+        ({"kind": "static"}, 3, "static"),
+        ({"kind": "static", "static_k": 2}, 0, "static"),
+        ({"kind": "static", "captured_lengths": []}, 4, "static"),
+        ({"kind": "static", "override": "policy"}, 3, "override"),
+        ({"kind": "static", "override": "draft_tokens"}, 4, "override"),
+        ({"kind": "static", "override": "capture_share,draft_tokens"}, 4, "override"),
+        ({"kind": "goodput", "step_seconds": []}, 3, "cold"),
+        ({"kind": "table", "table": [(8, 5)]}, 3, "table"),
+        ({"kind": "table", "table": [(8, 5)], "max_k": 2}, 0, "table"),
+        ({"kind": "threshold"}, 7, "threshold"),
+        ({"kind": "kelly", "max_k": 6}, 3, "kelly"),
+        ({"kind": "tide", "max_k": 6}, 3, "tide"),
+        ({"kind": "ema"}, 7, "ema"),
+        ({"kind": "off"}, 7, "off"),
+    ],
+)
+def test_where_lengths_are_equal_every_rule_is_rounded_down_to_one_that_was_captured(changes, length, reason):
+    decider = make_decider(make_policy(**{"equal_lengths": True, "captured_lengths": [7, 3], **changes}))
+    for request_id in "ab":
+        decider.start(request_id)
+    decision = decider.decide(["a", "b"], 100, 0, 0.0)
+    assert decision == ([length] * 2, length, reason)
+    stale = decider.decide(["a", "b"], 100, 0, 99.0)
+    assert set(stale.num_draft_tokens) <= ({0, 3, 7} if changes.get("captured_lengths") != [] else {4})
+    if reason == "off":
+        return
+    decider.start("c", ceiling=2)
+    assert decider.decide(["a", "b", "c"], 100, 0, 0.0) == ([length, length, min(length, 2)], length, reason)
+
+
 @pytest.mark.parametrize("explore_share", [0.0, 1.0])
 def test_where_graphs_were_captured_for_some_lengths_only_these_are_chosen(explore_share):
     captured = [5, 2, 600, 0]
