@@ -56,7 +56,7 @@ class ControllerSettings:
     where the engine says that its graphs are of that kind."""
     captured_lengths: tuple[int, ...] = ()
     """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: what the engine says.
-    Where lengths are equal, only these are chosen, and none at all."""
+    Where lengths are equal, only these are chosen, and none at all: what lies between two of them is rounded down."""
     feed_estimates: bool = False
     """Where vLLM's own adaptive verification is on, tell it step costs as they are and each workload's acceptance. It gains
     where these differ from what vLLM measures at its start, and loses some per cent in large batches where they don't."""
@@ -78,6 +78,28 @@ class ControllerSettings:
     def are_lengths_equal(self) -> bool:
         """Whether all requests of a step are to get one length."""
         return self.equal_lengths == "always" or (self.equal_lengths == "auto" and bool(self.captured_lengths))
+
+    def why_no_drafts(self, num_spec_tokens: int = -1) -> str:
+        """Why no captured length is short enough to be chosen, and what to do; empty where one is, or none is wanted.
+
+        Args:
+            num_spec_tokens: the engine's K; −1: not known.
+        """
+        limits = {"num_speculative_tokens": num_spec_tokens, "max_k": self.max_k, "request_ceiling": self.request_ceiling}
+        if self.mode == "static":
+            limits["static_k"] = self.static_k
+        name, most = min(((name, k) for name, k in limits.items() if k >= 0), key=lambda one: one[1], default=("", -1))
+        lengths = [k for k in self.captured_lengths if k > 0]
+        if not (self.are_lengths_equal and self.captured_lengths) or most == 0 or self.mode == "off":
+            return ""
+        if lengths and (most < 0 or min(lengths) <= most):
+            return ""
+        what = f"begins at {min(lengths)}, and {name} is {most}" if lengths else "has only 0"
+        usable = f"from 1 to {most}" if most > 0 else "above 0"
+        return (
+            f"captured_lengths {what}: nothing would ever be drafted; have graphs captured for a length {usable}, or set "
+            'equal_lengths to "never"'
+        )
 
     def with_graphs(self, captured_tokens: Sequence[int], captured_lengths: Sequence[int]) -> ControllerSettings:
         """These settings, with what an engine says of its CUDA graphs where they say nothing."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -60,6 +60,13 @@ class Settings(BaseSettings):
     canary: CanarySection = Field(default_factory=CanarySection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     gate: GateSection = Field(default_factory=GateSection)
+
+    @field_validator("controller")
+    @classmethod
+    def _leave_a_length(cls, section: ControllerSection) -> ControllerSection:
+        if why := value_of(ControllerSettings, section).why_no_drafts():
+            raise ValueError(why)
+        return section
 
     def controller_settings(self) -> ControllerSettings:
         """adapt's own settings value, out of the section of the same name."""

@@ -108,7 +108,10 @@ class Steering:
         """A controller that has seen nothing yet; None for an engine that doesn't speculate."""
         if hello.num_spec_tokens <= 0:
             return None
-        return EngineController(hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs, self._settings_for(hello))
+        settings = self._settings_for(hello)
+        if why := settings.why_no_drafts(hello.num_spec_tokens):
+            log.warning("no draft length is left to choose", engine_id=hello.engine_id, why=why)
+        return EngineController(hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs, settings)
 
     def fits(self, controller: EngineController, hello: wire.EngineHello) -> bool:
         """Whether a controller that was made for this engine is still the right one, now that it says this of itself."""

@@ -129,6 +129,20 @@ def test_an_engine_that_tells_of_its_graphs_later_gets_lengths_that_fit_them(ser
         assert service.engines.by_id["engine-0"].controller is controller, "what was learned is gone, for no news"
 
 
+def test_an_engine_that_has_graphs_for_no_length_that_it_drafts_is_warned_of(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with capture_logs() as logged:
+        engine.hello(captured_lengths=[30])
+        engine.expect(wire.Policy, lambda policy: policy.captured_lengths == [30])
+    (warning,) = [one for one in logged if one["event"] == "no draft length is left to choose"]
+    assert (warning["log_level"], warning["engine_id"]) == ("warning", "engine-0")
+    assert warning["why"].startswith("captured_lengths begins at 30, and num_speculative_tokens is 3: nothing would ever be")
+    with capture_logs() as logged:
+        engine.hello(captured_lengths=[0, 3])
+        engine.expect(wire.Policy, lambda policy: policy.captured_lengths == [0, 3])
+    assert "no draft length is left to choose" not in [one["event"] for one in logged]
+
+
 def test_an_engine_whose_drafts_vllm_trims_gets_policies_too(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello(capabilities=["events", "swap", "estimates"])

@@ -42,6 +42,21 @@ def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
 
 
 @pytest.mark.parametrize(
+    "controller",
+    [
+        {"captured_lengths": [3, 7]},
+        {"captured_lengths": [0, 3], "max_k": 3},
+        {"captured_lengths": [30], "max_k": 7, "equal_lengths": "never"},
+        {"captured_lengths": [30], "max_k": 7, "mode": "off"},
+        {"captured_lengths": [3, 7], "static_k": 2},  # of mode "static" only
+        {"captured_lengths": [3, 7], "mode": "static", "static_k": 0},
+    ],
+)
+def test_captured_lengths_that_leave_one_to_choose_or_do_not_matter_are_taken(controller: dict[str, Any]) -> None:
+    assert load(flags={"controller": controller}, env={}).controller_settings().captured_lengths
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"env": {"HONED_STORE__MAX_RAW_BITES": "1"}}, "BITES in the environment; did you mean HONED_STORE__MAX_RAW_BYTES?"),
@@ -59,6 +74,15 @@ def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
         ({"env": {"HONED_CONTROLLER__MOED": "off"}}, "did you mean HONED_CONTROLLER__MODE?"),
         ({"env": {"HONED_CONTROLLER__MODE": "fast"}}, "'controller.mode' is 'fast': must be one of goodput"),
         ({"env": {"HONED_CONTROLLER__MODE": "table"}}, 'settings [controller]: mode "table" needs a table'),
+        (
+            {"env": {"HONED_CONTROLLER__CAPTURED_LENGTHS": "[30]", "HONED_CONTROLLER__MAX_K": "7"}},
+            "settings [controller]: captured_lengths begins at 30, and max_k is 7: nothing would ever be drafted; have graphs",
+        ),
+        ({"env": {"HONED_CONTROLLER__CAPTURED_LENGTHS": "[0]"}}, "captured_lengths has only 0: nothing would ever be drafted"),
+        (
+            {"flags": {"controller": {"captured_lengths": [3, 7], "mode": "static", "static_k": 2}}},
+            "captured_lengths begins at 3, and static_k is 2",
+        ),
         ({"env": {"HONED_CONTROLLER__TABLE": "4=5"}}, "HONED_CONTROLLER__TABLE='4=5' in the environment isn't JSON"),
         ({"env": {"HONED_CONTROLLER__TABLE": "[[4,-5]]"}}, "(from HONED_CONTROLLER__TABLE in the environment)"),
         (
