@@ -298,7 +298,8 @@ class RequestTable:
         passes = np.concatenate([[0.0], np.cumsum(1.0 - curve)])[accepted]
         constant = strength * information(curve)
         theta = (constant + failed[group] + _before(group, fails)) / (constant + passed[group] + _before(group, passes))
-        return np.clip(theta, 1.0 / MOST_THETA, MOST_THETA)
+        clipped: Floats = np.clip(theta, 1.0 / MOST_THETA, MOST_THETA)
+        return clipped
 
     def clear(self) -> None:
         """Forget all requests."""

@@ -12,7 +12,7 @@ from honed.adapt.block_size import choose_equal, latency_gains
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_counted import Static
 from honed.adapt.context_shift import bucket_starts
-from honed.adapt.policy_tables import limit_of
+from honed.adapt.policy_tables import limit_of, shared_lengths_of
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
@@ -93,7 +93,8 @@ class Plans:
         rule = make_contender(policy.kind if policy.kind in CONTENDERS else "static", k)
         if not isinstance(rule, Static):
             return None
-        rule.set_limits(limit, policy.static_k, policy.table, StepTimeModel())
+        shared = () if "draft_tokens" in policy.override else shared_lengths_of(policy, limit)
+        rule.set_limits(limit, policy.static_k, policy.table, StepTimeModel(), shared)
         return sum(rule.decide([""] * count, 0, 0, 0.0).num_draft_tokens)
 
     def _most_rewarding(self, gains: Floats, count: int, is_latency: bool) -> int:

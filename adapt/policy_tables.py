@@ -45,8 +45,7 @@ class PolicyTables:
     limit: int  # most draft tokens of any request
     static_k: int
     hysteresis: float
-    shared_lengths: tuple[int, ...]
-    """What all requests of a step may get where they have to get the same, ascending from 0; empty where they don't."""
+    shared_lengths: tuple[int, ...]  # see `shared_lengths_of`
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0) -> PolicyTables:
@@ -81,7 +80,7 @@ class PolicyTables:
             limit,
             min(max(policy.static_k, 0), limit) if policy is not None else limit,
             within(policy.hysteresis, 0.0, 10.0, 0.0) if policy is not None else 0.0,
-            _shared_lengths(policy, limit),
+            shared_lengths_of(policy, limit),
         )
 
 
@@ -93,7 +92,8 @@ def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:
     return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
 
 
-def _shared_lengths(policy: Policy | None, limit: int) -> tuple[int, ...]:
+def shared_lengths_of(policy: Policy | None, limit: int) -> tuple[int, ...]:
+    """What all requests of a step may get where they have to get the same, ascending from 0; empty where they don't."""
     if policy is None or not policy.equal_lengths:
         return ()
     lengths = set(range(1, limit + 1))

@@ -26,7 +26,7 @@ from honed.adapt.acceptance import Ints, scale_odds
 from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
 from honed.adapt.length_policy import LengthPolicy
-from honed.adapt.policy_tables import limit_of
+from honed.adapt.policy_tables import limit_of, shared_lengths_of
 from honed.adapt.replay_acceptance import Beliefs
 from honed.adapt.replay_log import Log
 from honed.adapt.step_time import StepTimeModel
@@ -146,7 +146,8 @@ def make(
         from honed.adapt.contenders import make_contender
 
         contender = make_contender(rule.name, num_spec_tokens, seed)
-        contender.set_limits(limit_of(policy, num_spec_tokens), policy.static_k, policy.table, model)
+        limit = limit_of(policy, num_spec_tokens)
+        contender.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
         return contender
     decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
     decider.set_policy(policy, now_s=0.0)
