@@ -9,9 +9,8 @@
     tide        acceptance, step times                        max_k while the expected speed-up is above 1, else none
 
 They are kept as their authors have them, known weaknesses included; where they differ, their docstrings say so. Each gives
-min(rule, max_k, the request's ceiling). Where all requests of a step have to get the same length, out of some, that is the
-longest of these that is no longer than the rule's and than any of their ceilings; but a rule that never chooses 0, and would
-never leave it, chooses the shortest of these then.
+min(rule, max_k, the request's ceiling). Where all requests of a step have to get the same length, out of some, the rule's is
+rounded down to one of these; but a rule that never chooses 0, and would never leave it, chooses the shortest of these then.
 """
 
 from __future__ import annotations

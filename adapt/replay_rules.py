@@ -5,7 +5,7 @@
     goodput, latency   honed's own decision, with the log's acceptance and step times as its policy
     threshold …        the others of `adapt.contenders`
 
-All but static:K obey the limits of the engine's settings, and honed's own its graphs, hysteresis and exploring as well.
+All but static:K obey the limits of the engine's settings and its graphs, and honed's own hysteresis and exploring as well.
 
 A rule learns as it goes: after each step it is told what its drafts would have come to, sampled where the log doesn't say.
 What `goodput`, `latency` and the priced contenders know in advance, the averages of the whole log, the engine learns as well,
