@@ -5,6 +5,7 @@ Nothing heavy is imported before it's needed: `honed status` must be quick also 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import suppress
@@ -80,6 +81,8 @@ def serve(
     state_dir: Annotated[Path | None, typer.Option(help="Folder of the database and the drafters.")] = None,
 ) -> None:
     """Run the daemon in the foreground."""
+    # Before numpy is imported: its fits are small, and cores that somebody else needs would keep the others waiting for them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
     from honed.daemon.serve import run
 

@@ -10,7 +10,7 @@ import datetime as dt
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,13 +18,13 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from honed.adapt.controller_settings import ControllerSettings
 from honed.daemon import cells
 from honed.daemon.cells import Rows
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
 from honed.daemon.terminal import JsonFlag, duration_s, duration_text, emit, fail, load_settings, moment_s
 
 if TYPE_CHECKING:
+    from honed.adapt.controller_settings import ControllerSettings
     from honed.adapt.replay_log import Log
     from honed.adapt.wire import EngineHello
 
@@ -60,8 +60,8 @@ class Question:
     since_s: float | None = None
     until_s: float | None = None
     seed: int = 0
-    settings: ControllerSettings = field(default_factory=ControllerSettings)
-    """The daemon's; what they say nothing of, the engine's hello does."""
+    settings: ControllerSettings | None = None
+    """The daemon's; None: the defaults. What they say nothing of, the engine's hello does."""
 
 
 def register(app: typer.Typer) -> None:
@@ -137,6 +137,7 @@ def replay(database: Path, question: Question) -> Document:
         ReplayError: no database, one that can't be read, nothing logged in that time or more than `MOST_ROUNDS`, an unknown
             policy, engine or workload.
     """
+    from honed.adapt.controller_settings import ControllerSettings
     from honed.adapt.replay import Replay
     from honed.adapt.replay_rules import parse_rule
 
@@ -144,10 +145,11 @@ def replay(database: Path, question: Question) -> Document:
     since_s, num_left_out = _start(database, engine_id, question)
     log, span, unreadable = _read(database, engine_id, since_s, question.until_s)
     num_spec_tokens = max(log.most_drafted, hello.num_spec_tokens if hello else 0)
-    settings = question.settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
+    settings = question.settings or ControllerSettings()
+    settings = settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
     try:
         names = _named(question.policies, num_spec_tokens)
-        rules = [parse_rule(text, num_spec_tokens, question.settings.table) for text in names]
+        rules = [parse_rule(text, num_spec_tokens, settings.table) for text in names]
     except ValueError as error:
         raise ReplayError(str(error), exit_code=EXIT_USAGE) from error
     asked = Replay(

@@ -18,7 +18,7 @@ from honed.adapt import wire
 from honed.daemon.database import connect
 from honed.daemon.errors import StartError
 from honed.daemon.http_server import bind_loopback
-from tests.daemon.conftest import DaemonProcess
+from tests.daemon.conftest import DaemonProcess, wait_for
 
 
 def refused(daemon: DaemonProcess) -> str:
@@ -185,6 +185,28 @@ def test_the_daemon_imports_no_torch() -> None:
     code = "import sys, honed.daemon.serve; print([m for m in ('torch', 'vllm', 'triton') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ.copy())
     assert done.stdout.strip() == "[]"
+
+
+def test_the_command_imports_nothing_heavy_before_it_is_needed() -> None:
+    code = "import sys, honed.daemon.command_line; print([m for m in ('numpy', 'torch', 'pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ.copy())
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core there is one thread anyhow")
+def test_the_daemon_does_its_sums_on_one_core(daemon: DaemonProcess) -> None:
+    """On two, of which others had one, fits took nine times as long, and engines were without a policy for seconds."""
+
+    def num_threads(**changes: str) -> int:
+        environment = {name: value for name, value in daemon.env.items() if not name.endswith("_NUM_THREADS")}
+        command = [sys.executable, "-c", "from honed.daemon.command_line import main; main()", "serve"]
+        daemon.process = subprocess.Popen(command, env=environment | changes, stderr=subprocess.PIPE, text=True)
+        wait_for(daemon.answers, "the daemon's answer")
+        tasks = len(os.listdir(f"/proc/{daemon.process.pid}/task"))
+        daemon.end(signal.SIGTERM)
+        return tasks
+
+    assert num_threads() < num_threads(OPENBLAS_NUM_THREADS="2")
 
 
 def test_only_loopback_is_listened_on() -> None:
