@@ -15,7 +15,7 @@ from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
-from tests.daemon.test_lifecycle import Stage, drift, write_checkpoint
+from tests.daemon.test_lifecycle import Stage, drift, first_life, write_checkpoint
 
 
 @pytest.fixture
@@ -227,14 +227,7 @@ def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> 
 
 
 def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
-    write_checkpoint(folder / "drafter", 0.0)
-    settings.paths.state_dir.mkdir()
-    settings.paths.runtime_dir.mkdir()
-    service = Service(settings, daemon_id="one")
-    service.start()
-    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
-    trainer = FakeTrainer(settings.paths.engine_socket)
-    first = engine.attach(capture_path="/ring").drafter_version
+    service, engine, trainer, first = first_life(settings, folder)
     trainer.introduce()
     try:
         with TestClient(make_app(service)) as client:

@@ -311,6 +311,18 @@ def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
         assert stage.service.recalibrations.training is not None
 
 
+def first_life(settings: Settings, folder: Path) -> tuple[Service, ServingEngine, FakeTrainer, str]:
+    """A daemon that is to be started again, an engine with its version, and a trainer that hasn't introduced itself yet."""
+    write_checkpoint(folder / "drafter", 0.0)
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="one")
+    service.start()
+    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    return service, engine, trainer, engine.attach(capture_path="/ring").drafter_version
+
+
 def drift(stage: Stage, workload: str, version: str = "") -> None:
     """Of the first version, unless told."""
     alarm = Alarm("regressed", workload, version or stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
@@ -377,14 +389,7 @@ def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
 
 
 def test_drift_that_nothing_has_answered_outlives_restarts_of_the_daemon(settings: Settings, folder: Path) -> None:
-    write_checkpoint(folder / "drafter", 0.0)
-    settings.paths.state_dir.mkdir()
-    settings.paths.runtime_dir.mkdir()
-    service = Service(settings, daemon_id="one")
-    service.start()
-    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
-    trainer = FakeTrainer(settings.paths.engine_socket)
-    first = engine.attach(capture_path="/ring").drafter_version
+    service, engine, trainer, first = first_life(settings, folder)
     interval_s = settings.recalibration.min_interval_s
     try:
         with TestClient(make_app(service)) as client:
