@@ -114,27 +114,26 @@ def lengths_of(
     """Say how many tokens the rule would have drafted in each round, [R]."""
     if rule.name == "static":
         return np.full(len(log.step), rule.static_k)
-    policy = make(rule, log, num_spec_tokens, beliefs, model, settings, seed)
-    return play(log, policy, num_spec_tokens, beliefs, seed)
+    policy = _policy(rule, log, num_spec_tokens, beliefs, model, settings)
+    if rule.name in OWN:
+        decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
+        decider.set_policy(policy, now_s=0.0)
+        return play(log, decider, num_spec_tokens, beliefs, seed)
+    from honed.adapt.contenders import make_contender
+
+    contender, limit = make_contender(rule.name, num_spec_tokens, seed), limit_of(policy, num_spec_tokens)
+    contender.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
+    return play(log, contender, num_spec_tokens, beliefs, seed)
 
 
-def make(
-    rule: Rule,
-    log: Log,
-    num_spec_tokens: int,
-    beliefs: Beliefs,
-    model: StepTimeModel,
-    settings: ControllerSettings,
-    seed: int,
-) -> LengthPolicy:
-    """Make a rule, limited as the settings say, that knows the log's step times, and honed's own also its acceptance."""
+def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeModel, settings: ControllerSettings) -> Policy:
+    """What the daemon would send: limits as the settings say, the log's step times and acceptance."""
     order = np.argsort(-np.bincount(log.cell, minlength=len(log.cells)), kind="stable")  # the first serves as engine-wide one
     priors = [
         WorkloadPrior(workload=str(cell), acceptance=beliefs.curves[cell].tolist(), strength=float(beliefs.strengths[cell]))
         for cell in order.tolist()
     ]
-    most = num_spec_tokens
-    policy = Policy(
+    return Policy(
         engine_id="", generation=1, ttl_s=_FOREVER_S, kind=rule.name,
         static_k=most if settings.static_k < 0 else min(settings.static_k, most),
         max_k=most if settings.max_k < 0 else min(settings.max_k, most),
@@ -142,16 +141,6 @@ def make(
         hysteresis=settings.hysteresis, explore_share=settings.explore_share, request_ceiling=settings.request_ceiling,
         table=list(rule.table), equal_lengths=settings.are_lengths_equal, captured_lengths=list(settings.captured_lengths),
     )  # fmt: skip
-    if rule.name not in OWN:
-        from honed.adapt.contenders import make_contender
-
-        contender = make_contender(rule.name, num_spec_tokens, seed)
-        limit = limit_of(policy, num_spec_tokens)
-        contender.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
-        return contender
-    decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
-    decider.set_policy(policy, now_s=0.0)
-    return decider
 
 
 def play(log: Log, policy: LengthPolicy, num_spec_tokens: int, beliefs: Beliefs, seed: int) -> Ints:
