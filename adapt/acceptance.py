@@ -241,8 +241,7 @@ class RequestTable:
         """Add rounds to their requests' counts."""
         if not len(requests):
             return
-        keys, group = np.unique(requests, return_inverse=True)
-        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        keys, group, slots = self._find(requests)
         newcomers = slots[self.owner[slots] != keys]
         self.trials[newcomers] = 0.0
         self.successes[newcomers] = 0.0
@@ -252,6 +251,11 @@ class RequestTable:
         positions = np.arange(1, self.num_spec_tokens + 1)
         np.add.at(self.trials, rows[mine], positions <= reached[mine, None])
         np.add.at(self.successes, rows[mine], positions <= accepted[mine, None])
+
+    def _find(self, requests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Ints, Ints]:
+        """Tell the requests that there are, which of them each round is of, and their slots; these may be another's."""
+        keys, group = np.unique(requests, return_inverse=True)
+        return keys, group, (keys % np.uint64(len(self.owner))).astype(np.int64)
 
     def strength(self) -> float:
         """Estimate the pseudo-rounds that a workload's curve should weigh against a request's own."""
@@ -274,8 +278,7 @@ class RequestTable:
         """
         if not len(requests):
             return np.zeros(0)
-        keys, group = np.unique(requests, return_inverse=True)
-        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        keys, group, slots = self._find(requests)
         known = np.where(self.owner[slots] == keys, self.trials[slots, 0], 0.0)
         tries = (reached > 0).astype(np.float64)
         earlier = known[group] + _before(group, tries)
@@ -287,8 +290,7 @@ class RequestTable:
         """What a request's rounds before each of these [R] made of its failure odds, relative to the curve; 1 for its first."""
         if not len(requests):
             return np.ones(0)
-        keys, group = np.unique(requests, return_inverse=True)
-        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        keys, group, slots = self._find(requests)
         is_known = (self.owner[slots] == keys).astype(np.float64)
         successes = self.successes[slots]
         failed = is_known * ((self.trials[slots] - successes) @ curve)
