@@ -122,10 +122,13 @@ class Demo:
         server = vllm_server.start(processes, "vllm-reference")
         self.note_command(server.child, vllm_server.own_environment())
         self.display.say(f"started in {await asyncio.to_thread(vllm_server.wait, server):.0f} s")
-        for workload in ("a", "b"):
-            self.reference[f"heldout_{workload}"] = await self.measured(f"reference_{workload}", workload, server, None)
-        for name in ("traffic_b", "traffic_b_after"):
-            self.reference[name] = await self.without_failure(f"reference_{name}", "b", server, name)
+        references = {"heldout_a": "a", "heldout_b": "b", "traffic_b": "b", "traffic_b_after": "b"}
+        for name, workload in references.items():
+            key = f"reference_{name.removeprefix('heldout_')}"
+            played = self.reference[name] = await self.phase_of(key, workload, server, None, name, capture=False)
+            if played.num_failed:
+                first = next(r.error for r in played.replies if r.error)
+                raise ProcessError(f"{played.num_failed} reference requests failed: {first}")
         processes.stop(server.child)
         self.display.say("stopped; the same server comes back with honed attached")
 
@@ -154,8 +157,8 @@ class Demo:
         show = self.display
         show.phase("Held-out prompts before any training, draft length pinned to 7 by an override, nothing captured")
         async with pinned(at.client):
-            await self.measured("a_before", "a", at.server, at.client)
-            await self.measured("b_before", "b", at.server, at.client)
+            await self.measured("a_before", "a", at)
+            await self.measured("b_before", "b", at)
         show.phase("Live traffic: some of A, then the new workload B; honed chooses the draft lengths and captures")
         await self.traffic("traffic_a", "a", at)
         await self.traffic("traffic_b", "b", at)
@@ -170,25 +173,15 @@ class Demo:
             show.say(f"the recalibration {operation.get('state')}: {operation.get('error') or 'no reason given'}")
         show.phase("The same held-out prompts again, draft length pinned to 7")
         async with pinned(at.client):
-            await self.measured("b_after", "b", at.server, at.client)
-            await self.measured("a_after", "a", at.server, at.client)
+            await self.measured("b_after", "b", at)
+            await self.measured("a_after", "a", at)
         show.phase("A little more live traffic of B: drafts where the controller expects them to be faster than none")
         await self.traffic("traffic_b_after", "b", at)
         return operation
 
-    async def measured(self, key: str, workload: str, server: Server, client: AdminClient | None) -> Played:
+    async def measured(self, key: str, workload: str, at: Attached) -> None:
         """Play held-out prompts and note what vLLM and honed counted meanwhile."""
-        if client is None:
-            return await self.without_failure(key, workload, server, f"heldout_{workload}")
-        return await self.phase_of(key, workload, server, client, f"heldout_{workload}", capture=False)
-
-    async def without_failure(self, key: str, workload: str, server: Server, prompts: str) -> Played:
-        """What vLLM alone makes of prompts. Raises ProcessError when that isn't all answers."""
-        played = await self.phase_of(key, workload, server, None, prompts, capture=False)
-        if played.num_failed:
-            first = next(r.error for r in played.replies if r.error)
-            raise ProcessError(f"{played.num_failed} reference requests failed: {first}")
-        return played
+        await self.phase_of(key, workload, at.server, at.client, f"heldout_{workload}", capture=False)
 
     async def traffic(self, key: str, workload: str, at: Attached) -> None:
         """Play live traffic: captured, and with draft lengths that the controller chooses."""
