@@ -2,11 +2,15 @@
 
 The target is the tiny pair's, made dear by layers that change nothing (`stacked_target`), so that a draft pass costs a small
 part of a target step as it does on a real server. Every rule runs in the same server, switched over the admin API; "none" is
-a second server without speculation. Regimes are concurrency x traffic; in each, rules take turns on the same prompts, in
-an order that rotates from repeat to repeat. Greedy and of fixed length, so every run gives the same tokens. The table (as
-vLLM's own: draft length by batch size) is tuned first, on mixed traffic, and then put into honed's settings.
+a second server without speculation. Regimes are concurrency x traffic; in each, rules take turns on the same prompts.
+Greedy and of fixed length, so every run gives the same tokens. The table (as vLLM's own: draft length by batch size) is tuned
+first, on mixed traffic, and then put into honed's settings.
 
-A run is some ten seconds of a server that has been at work before and goes on afterwards (`play_full`). honed has seen mixed
+A machine has spells of a minute in which everything on it is slower by a tenth and more. So every rule is compared with what
+honed gave beside it: honed has its turn first, last, and between any `GAP` others, and a ratio is of honed's speed at the
+other's time, interpolated between the turns before and after it. The others' order rotates from repeat to repeat.
+
+A run is some seconds of a server that has been at work before and goes on afterwards (`play_full`). honed has seen mixed
 traffic at every concurrency before, and then all that the other rules do, as a daemon that has run for minutes would have.
 The shifting trace plays every regime once, without a pause. From honed's own run on it `honed replay` says what each fixed
 length would have given there, and that is held against what it did give.
@@ -56,17 +60,21 @@ from honed.daemon.client import AdminClient, AdminError
 from honed.daemon.replay import Question, replay
 
 Document = dict[str, Any]
-Rates = dict[str, dict[str, list[float]]]
-"""Tokens/s by regime and rule, a figure a repeat."""
+Turns = list[tuple[str, float]]
+"""The runs of a repeat in the order of time: rule, tokens/s."""
+Rates = dict[str, list[Turns]]
+"""A regime's repeats."""
 
 STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
-RULES = ("none", *STATICS, "table", "threshold", "kelly", "goodput")
+OURS = "goodput"
+OTHERS = ("none", *STATICS, "table", "threshold", "kelly")
+GAP = 2
+"""Other rules' runs between two of honed's."""
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 4, 4: 14, 16: 40}
+REQUESTS = {1: 3, 4: 10, 16: 28}
 """Requests of a run, by concurrency."""
-SHIFT_REQUESTS = {1: 3, 4: 10, 16: 28}
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 NEAR = 0.08
@@ -82,7 +90,7 @@ LOGGED_S = 3.0
 
 @dataclass
 class Bench:
-    """The servers, and what has been measured: tokens/s and inter-token latency by (phase and regime, rule)."""
+    """The servers, and what has been measured: tokens/s and inter-token latency by phase and regime."""
 
     processes: Processes
     runtime_dir: Path
@@ -101,7 +109,7 @@ class Bench:
     used: Server | None = None
     """The server that ran last: it goes on using the CPU for a second."""
     replays: list[Document] = field(default_factory=list)
-    """What `honed replay` said of goodput's runs on the shifting trace."""
+    """What `honed replay` said of honed's first run of every repeat of the shifting trace."""
 
     async def start(self, environment: dict[str, str]) -> None:
         """Both servers, one after the other; those that run are stopped."""
@@ -163,12 +171,12 @@ class Bench:
             await asyncio.sleep(0.2)
         raise ProcessError(f"the engine doesn't follow {rule}: {engine_of(self.client).get('policy')}")
 
-    async def run(self, rule: str, concurrency: int, traffic: str, requests: int) -> Played:
+    async def run(self, rule: str, concurrency: int, traffic: str) -> Played:
         """One run of a rule that is in force."""
         server = self.plain if rule == "none" else self.attached
         assert server is not None
         pool = self.prompts[traffic]
-        chosen = [pool[i % len(pool)] for i in range(requests)]
+        chosen = [pool[i % len(pool)] for i in range(REQUESTS[concurrency])]
         played = await play_full(
             server.url, chosen, concurrency=concurrency, max_tokens=self.max_tokens, ignore_eos=True,
             workload="" if rule == "none" else "default",
@@ -177,24 +185,28 @@ class Bench:
             raise ProcessError(next(reply.error for reply in played.replies if reply.error))
         return played
 
-    async def measure(self, phase: str, rule: str, concurrency: int, traffic: str, requests: int) -> float:
+    async def measure(self, key: str, rule: str, concurrency: int, traffic: str) -> float:
         """One run, or the better of two, noted; tokens/s."""
-        played = await self.run(rule, concurrency, traffic, requests)
+        played = await self.run(rule, concurrency, traffic)
         if stolen_share([played]) > MOST_STOLEN:
-            again = await self.run(rule, concurrency, traffic, requests)
+            again = await self.run(rule, concurrency, traffic)
             played = min(played, again, key=lambda one: stolen_share([one]))
-        key = f"{phase}{concurrency}-{traffic}"
         gaps = [(r.seconds - r.first_token_s) / max(len(r.token_ids) - 1, 1) for r in played.replies if r.seconds]
         self.latencies.setdefault(key, {}).setdefault(rule, []).append(1e3 * statistics.median(gaps))
         return self.note(key, rule, [played])
+
+    def begin(self, key: str) -> None:
+        """A repeat of a regime, or of the trace, begins."""
+        self.rates.setdefault(key, []).append([])
+        self.clock_rates.setdefault(key, []).append([])
 
     def note(self, key: str, rule: str, played: Sequence[Played]) -> float:
         """Note the speed of a run in one or more parts; tokens per second that was ours."""
         tokens, seconds = sum(part.num_tokens for part in played), sum(part.seconds for part in played)
         stolen = stolen_share(played)
         rate = tokens / seconds / (1.0 - stolen)
-        self.rates.setdefault(key, {}).setdefault(rule, []).append(rate)
-        self.clock_rates.setdefault(key, {}).setdefault(rule, []).append(tokens / seconds)
+        self.rates[key][-1].append((rule, rate))
+        self.clock_rates[key][-1].append((rule, tokens / seconds))
         print(f"{key:12s} {rule:10s} {rate:7.1f} tok/s ({stolen:.0%} of the time stolen)", flush=True)
         return rate
 
@@ -209,10 +221,12 @@ class Bench:
     async def tune(self) -> list[tuple[int, int]]:
         """The table: for each concurrency the best fixed length on mixed traffic, none included."""
         best: dict[int, tuple[float, int]] = {}
+        for concurrency in CONCURRENCY:
+            self.begin(f"tuning-{concurrency}")
         for rule in ("static-0", *STATICS):
             await self.turn_to(rule)
             for concurrency in CONCURRENCY:
-                rate = await self.measure("tuning-", rule, concurrency, "mixed", REQUESTS[concurrency])
+                rate = await self.measure(f"tuning-{concurrency}", rule, concurrency, "mixed")
                 best[concurrency] = max(best.get(concurrency, (0.0, 0)), (rate, int(rule.removeprefix("static-"))))
         # A length is used up to half-way (geometrically) to the next batch size that was tuned.
         bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
@@ -220,30 +234,33 @@ class Bench:
 
     async def warm_up(self) -> None:
         """Let a daemon that was just started see some traffic."""
-        await self.turn_to("goodput")
+        await self.turn_to(OURS)
         for concurrency in CONCURRENCY * WARM_UP_RUNS:
-            await self.run("goodput", concurrency, "mixed", REQUESTS[concurrency])
+            await self.run(OURS, concurrency, "mixed")
 
     async def regimes(self, repeats: int, finals: int, environment: dict[str, str]) -> None:
-        """Every regime, every rule, `repeats` times, then the finalists; each with new servers; the rules' order rotates."""
+        """Every regime, every rule, `repeats` times, then the finalists; each with new servers."""
         for repeat in range(repeats + finals):
             if repeat:
                 await self.start(environment)
             for number, (concurrency, traffic) in enumerate(REGIMES):
-                rules = RULES if repeat < repeats else ("none", *finalists(self.rates[f"{concurrency}-{traffic}"]), "goodput")
-                for rule in rotated(rules, repeat * 3 + number):
+                key = f"{concurrency}-{traffic}"
+                others = OTHERS if repeat < repeats else ("none", *finalists(self.rates[key]))
+                self.begin(key)
+                for rule in in_turns(others, repeat * 3 + number):
                     await self.turn_to(rule)
-                    await self.measure("", rule, concurrency, traffic, REQUESTS[concurrency])
+                    await self.measure(key, rule, concurrency, traffic)
 
     async def shifting(self, repeats: int, finals: int) -> None:
         """The trace, by every rule, then by the finalists."""
         for repeat in range(repeats + finals):
-            rules = RULES if repeat < repeats else (*finalists(self.rates["shifting"]), "table", "goodput")
-            for rule in rotated(rules, repeat):
+            others = OTHERS if repeat < repeats else ("table", *finalists(self.rates["shifting"]))
+            self.begin("shifting")
+            for number, rule in enumerate(in_turns(others, repeat)):
                 await self.turn_to(rule)
                 began_s = time.time()
-                self.note("shifting", rule, [await self.run(rule, c, traffic, SHIFT_REQUESTS[c]) for c, traffic in SHIFTS])
-                if rule == "goodput":
+                self.note("shifting", rule, [await self.run(rule, c, traffic) for c, traffic in SHIFTS])
+                if number == 0:
                     await asyncio.sleep(LOGGED_S)
                     self.replays.append(self.replay(began_s, time.time()))
 
@@ -358,18 +375,18 @@ def summary(bench: Bench) -> Document:
 
 
 def compared(measured: Rates) -> Document:
-    """Ratios within one repeat, their medians and ranges; the best fixed length is chosen afterwards, by its median."""
+    """Ratios, their medians over the repeats and ranges; the best fixed length is chosen afterwards, by its median ratio."""
     to_best: dict[str, float] = {}
     to_none: dict[str, float] = {}
     to_chosen: dict[str, float] = {}
     spread: Document = {}
     best_static: dict[str, str] = {}
     for key in (f"{c}-{t}" for c, t in REGIMES):
-        rates = measured[key]
-        best = best_static[key] = best_of(rates)
-        pairs = {"ratio_to_best_static": ratios(rates, best), "ratio_to_none": ratios(rates, "none")}
+        repeats = measured[key]
+        best = best_static[key] = best_of(repeats)
+        pairs = {"ratio_to_best_static": ratios(repeats, best), "ratio_to_none": ratios(repeats, "none")}
         to_best[key], to_none[key] = (round(statistics.median(values), 4) for values in pairs.values())
-        to_chosen[key] = round(statistics.median(ratios_to_chosen_before(rates)), 4)
+        to_chosen[key] = round(statistics.median(ratios_to_chosen_before(repeats)), 4)
         spread[key] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
     trace = measured["shifting"]
     single = best_static["shifting"] = best_of(trace)
@@ -386,52 +403,66 @@ def compared(measured: Rates) -> Document:
 
 
 def replay_errors(bench: Bench) -> dict[str, float]:
-    """Predicted over measured speed of each fixed length on the shifting trace, less 1; both relative to goodput's own."""
+    """Predicted over measured speed of each fixed length on the shifting trace, less 1; both relative to honed's own."""
     trace, errors = bench.rates["shifting"], {}
     for number, rule in enumerate(STATICS):
         predicted = [one["policies"][number]["ratio"] for one in bench.replays]
         if all(predicted):
-            measured = ratios(trace, rule)
-            found = [ratio["value"] * own for ratio, own in zip(predicted, measured, strict=False)]
+            found = [ratio["value"] * own for ratio, own in zip(predicted, ratios(trace, rule), strict=False)]
             errors[rule] = round(statistics.median(found) - 1.0, 4)
     return errors
 
 
-def ratios(rates: dict[str, list[float]], other: str) -> list[float]:
-    """goodput's tokens/s over another rule's, repeat by repeat as far as that was measured."""
-    return [mine / theirs for mine, theirs in zip(rates["goodput"], rates[other], strict=False)]
+def in_turns(others: tuple[str, ...], by: int) -> list[str]:
+    """A repeat's runs: the other rules, begun with another one; honed's first, last and between any `GAP` of them."""
+    by %= len(others)
+    rotated, order = others[by:] + others[:by], [OURS]
+    for first in range(0, len(rotated), GAP):
+        order += [*rotated[first : first + GAP], OURS]
+    return order
 
 
-def rotated(rules: tuple[str, ...], by: int) -> tuple[str, ...]:
-    """The rules, begun with another one."""
-    by %= len(rules)
-    return rules[by:] + rules[:by]
+def ratio(turns: Turns, at: int) -> float:
+    """honed's tokens/s at the time of a turn over that turn's.
+
+    Its logarithm is interpolated between honed's own turns before and after.
+    """
+    before = max(i for i in range(at) if turns[i][0] == OURS)
+    after = min(i for i in range(at, len(turns)) if turns[i][0] == OURS)
+    share = (at - before) / (after - before)
+    return turns[before][1] ** (1.0 - share) * turns[after][1] ** share / turns[at][1]
 
 
-def best_of(rates: dict[str, list[float]]) -> str:
-    """The fixed length with the highest median, of those that were measured to the end."""
-    return max(survivors(rates), key=lambda rule: statistics.median(rates[rule]))
+def ratios(repeats: list[Turns], other: str) -> list[float]:
+    """honed's tokens/s over another rule's, of every repeat in which that had a turn."""
+    return [ratio(turns, at) for turns in repeats for at, (rule, _) in enumerate(turns) if rule == other]
 
 
-def finalists(rates: dict[str, list[float]]) -> list[str]:
+def best_of(repeats: list[Turns]) -> str:
+    """The fixed length that was best beside honed, by the median, of those that were measured to the end."""
+    return min(survivors(repeats), key=lambda rule: statistics.median(ratios(repeats, rule)))
+
+
+def finalists(repeats: list[Turns]) -> list[str]:
     """The fixed lengths that are worth another repeat: those within `NEAR` of the best one."""
-    least = (1.0 - NEAR) * statistics.median(rates[best_of(rates)])
-    return [rule for rule in survivors(rates) if statistics.median(rates[rule]) >= least]
+    most = statistics.median(ratios(repeats, best_of(repeats))) / (1.0 - NEAR)
+    return [rule for rule in survivors(repeats) if statistics.median(ratios(repeats, rule)) <= most]
 
 
-def survivors(rates: dict[str, list[float]]) -> list[str]:
+def survivors(repeats: list[Turns]) -> list[str]:
     """The fixed lengths that no repeat has left out so far."""
-    repeats = max(len(rates[rule]) for rule in STATICS)
-    return [rule for rule in STATICS if len(rates[rule]) == repeats]
+    last = {rule for rule, _ in repeats[-1]}
+    return [rule for rule in STATICS if rule in last]
 
 
-def ratios_to_chosen_before(rates: dict[str, list[float]]) -> list[float]:
-    """goodput's tokens/s in each repeat over those of the fixed length that was best in the other ones."""
-    found, repeats, candidates = [], range(len(rates["goodput"])), survivors(rates)
-    for repeat in repeats:
-        others = [other for other in repeats if other != repeat] or [repeat]
-        chosen = max(candidates, key=lambda rule: statistics.median(rates[rule][other] for other in others))
-        found.append(rates["goodput"][repeat] / rates[chosen][repeat])
+def ratios_to_chosen_before(repeats: list[Turns]) -> list[float]:
+    """honed's tokens/s in each repeat over those of the fixed length that was best in the other ones."""
+    by_rule = {rule: ratios(repeats, rule) for rule in survivors(repeats)}
+    found = []
+    for repeat in range(len(repeats)):
+        others = [other for other in range(len(repeats)) if other != repeat] or [repeat]
+        chosen = min(by_rule, key=lambda rule: statistics.median(by_rule[rule][other] for other in others))
+        found.append(by_rule[chosen][repeat])
     return found
 
 
