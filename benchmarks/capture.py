@@ -48,7 +48,7 @@ SHARES = {"none": 0.0, "default": ControllerSettings().capture_share, "all": 1.0
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=12, help="blocks of one run at each share")
+    parser.add_argument("--blocks", type=int, default=28, help="blocks of one run at each share")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "capture-logs", help="folder for logs")
     arguments = parser.parse_args()
