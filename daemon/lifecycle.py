@@ -231,7 +231,7 @@ class Lifecycle:
                 self._take_back(text)
             elif self.swapping is None and service.drafters.active in trial.versions:
                 self._send_home(service.drafters.active)
-        service.recalibrations.alarms.release(is_explained=decision == "worse")
+        service.recalibrations.on_trial_end(trial, decision)
 
     def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
         service, new, old = self._service, trial.canary.new, trial.canary.old

@@ -23,6 +23,7 @@ from honed.daemon.errors import ConflictError, HonedError, UnknownError, there_a
 from honed.daemon.operations import Operation
 
 if TYPE_CHECKING:
+    from honed.daemon.canaries import Trial
     from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.recalibrations")
@@ -52,8 +53,10 @@ class Recalibrations:
         self._ended_s = float("-inf")
 
     def load(self) -> None:
-        """Take up the drift that nothing had answered when the daemon ended; operations and trials are loaded."""
+        """Take up the drift that nothing had answered when the daemon ended and the pause; operations and trials are loaded."""
         service = self._service
+        ends = [one.finished_unix_s or 0.0 for one in service.operations.listing() if one.kind == "recalibrate"]
+        self._ended_s = service.monotonic() - max(service.clock() - max(ends, default=0.0), 0.0)
         for row in service.store.read(f"SELECT value FROM meta WHERE key = '{_ALARMS}'"):
             try:
                 self.alarms.load(row["value"], service.operations.find, service.monotonic())
@@ -194,6 +197,12 @@ class Recalibrations:
             return
         self.alarms.note(engine.engine_id, alarm)
         service.lifecycle.challenge(alarm)
+
+    def on_trial_end(self, trial: Trial, decision: str) -> None:
+        """A canary is the end of its recalibration; drift that was found meanwhile was maybe the worse version's."""
+        if trial.kind == "canary":
+            self._ended_s = self._service.monotonic()
+        self.alarms.release(is_explained=decision == "worse")
 
     def tick(self, now_s: float) -> None:
         """Notice a trainer that is gone (its deadline it keeps itself); answer drift."""

@@ -15,7 +15,7 @@ from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
-from tests.daemon.test_lifecycle import Stage, drift, first_life, write_checkpoint
+from tests.daemon.test_lifecycle import Stage, check_pause, drift, first_life, write_checkpoint
 
 
 @pytest.fixture
@@ -252,6 +252,8 @@ def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Pa
             done = Stage(service, engine, trainer, client, first, folder).finish(operation_id)
             assert done["state"] == "succeeded", done
             assert service.drafters.active == engine.live_version == new
+            drift(Stage(service, engine, trainer, client, first, folder), "default")
+        check_pause(service, trainer, "default")
     finally:
         service.stop()
         engine.close()

@@ -429,6 +429,41 @@ def test_drift_that_nothing_has_answered_outlives_restarts_of_the_daemon(setting
         trainer.close()
 
 
+def test_the_pause_after_a_recalibration_outlives_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+    service, engine, trainer, first = first_life(settings, folder)
+    trainer.introduce()
+    try:
+        with TestClient(make_app(service)) as client:
+            stage = Stage(service, engine, trainer, client, first, folder)
+            stage.serve_workload("b")
+            operation_id, _ = stage.recalibrate()
+            trainer.send(wire.TrainResult(operation_id=operation_id, ok=False, error="x"))
+            stage.wait_state(operation_id, "failed")
+        service.stop()
+        service = Service(settings, daemon_id="two")
+        service.start()
+        for one in (engine, trainer):
+            one.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.introduce()
+        with TestClient(make_app(service)) as client:
+            drift(Stage(service, engine, trainer, client, first, folder), "b")
+        check_pause(service, trainer, "b")
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+def check_pause(service: Service, trainer: FakeTrainer, workload: str) -> None:
+    """Drift of the workload is answered when the pause after the latest recalibration is over, and not before."""
+    with service.lock:
+        service.tick(service.monotonic())
+        assert service.recalibrations.training is None
+        service.tick(service.monotonic() + service.settings.recalibration.min_interval_s)
+    assert trainer.expect(wire.TrainRequest).workloads == [workload]
+
+
 @pytest.mark.parametrize("text", ["{}", "no JSON", '{"standing": [{"engine_id": 1}]}'])
 def test_kept_drift_that_cannot_be_read_keeps_no_daemon_from_starting(settings: Settings, text: str) -> None:
     settings.paths.state_dir.mkdir()
