@@ -145,8 +145,9 @@ def price(rows: StepRows, weights: Floats | None = None) -> Prices:
         kinds, counts = np.unique(rows.shape.kind(), return_counts=True)
         return Prices(StepTimeModel(), kinds, np.ones(len(kinds)), counts, 1.0, np.ones(size), np.zeros(size), blocks)
     parameters = fit_parameters(
-        rows.matrix(), rows.seconds[rows.rows], weights[rows.rows] + 1e-9, rows.scale, rows.captured_tokens
-    )
+        rows.matrix(), rows.seconds[rows.rows], weights[rows.rows] + 1e-9, rows.scale, rows.captured_tokens,
+        rows.rows.astype(np.float64),
+    )  # fmt: skip
     model = StepTimeModel(tuple(parameters.tolist()), rows.captured_tokens)
     expected = modelled(model, rows.shape)
     ratio = np.clip(rows.seconds / expected, 1.0 / MOST_SLOWER, MOST_SLOWER)

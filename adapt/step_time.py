@@ -16,8 +16,9 @@ verified a step after they were made; who drafts in every step pays for both in 
 when a step is priced.
 
 The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
-latest few steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
-Steps with prompts in them are told apart more coarsely, or their many kinds would be all that is kept.
+latest steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
+Steps with prompts in them are told apart more coarsely, or their many kinds would be all that is kept. What steps in a row
+have in common, the machine's spells, is told from what their kinds cost (`spells`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.ranges import COUNT, Range, Ranges, check_ranges
+from honed.adapt.spells import Spells
 
 if TYPE_CHECKING:
     from honed.adapt.wire import Policy
 
-KNOTS = (16, 32, 64, 128, 256, 512, 1024)
+KNOTS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILLED = (8, 32, 128)
 PARAMETERS = (
     "base", "per_request", "per_context_token", "per_prefill_token",
@@ -51,8 +53,10 @@ _RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
 _GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
 """A fit without `FILLED` that is as close as the former stays; else one with them has to come so much closer."""
-_OUTDATED = 0.001
+_OUTDATED = 0.00025
 """Weight of a step that was measured before the world changed."""
+_REFIT_SHARE = 128
+"""A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
 _TABLE_TOKENS = 8192
 LEAST_SECONDS = 1e-7
 LEAST_LENGTHS = 2
@@ -219,7 +223,7 @@ class StepTimeSettings:
     """Steps before the model is used at all."""
     min_steps_per_length: int = 3
     """At least two draft lengths (per request, rounded) must each have been seen this often."""
-    steps_per_kind: int = 32
+    steps_per_kind: int = 128
     """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept."""
     max_kinds: int = 512
     """Kinds that are kept; the one seen longest ago makes room."""
@@ -228,7 +232,7 @@ class StepTimeSettings:
     young_steps: int = 256
     """For so long after a start or restart the model is worth more exploring than later."""
     refit_steps: int = 64
-    """New steps before the fit is redone."""
+    """New steps before the fit is redone; more when many are kept."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("min_steps", "min_steps_per_length", "young_steps", "refit_steps"), COUNT),
@@ -319,13 +323,19 @@ class StepTimeLearner:
         """Return the current fit, or the empty model before there is enough to go by."""
         if not self.is_ready:
             return StepTimeModel()
-        if not self._model.is_ready or self.num_steps - self._fitted_at >= self.settings.refit_steps:
+        num_new = self.num_steps - self._fitted_at
+        if not self._model.is_ready or num_new >= max(self.settings.refit_steps, int(self._held.sum()) // _REFIT_SHARE):
             self._model = StepTimeModel(tuple(self._fit().tolist()), self.captured_tokens)
             self._fitted_at = self.num_steps
         return self._model
 
+    @property
+    def _held(self) -> Ints:
+        held: Ints = np.minimum(self._filled, self.settings.steps_per_kind)
+        return held
+
     def _fit(self) -> Floats:
-        held = np.minimum(self._filled, self.settings.steps_per_kind)
+        held = self._held
         mask = np.arange(self.settings.steps_per_kind) < held[:, None]
         typical = np.median(np.where(mask, self._rows[:, :, 6], np.nan)[held > 0], axis=1, keepdims=True)
         for cell in np.flatnonzero(held > 0)[np.isnan(typical[:, 0])]:
@@ -334,7 +344,7 @@ class StepTimeLearner:
         rows = self._rows[mask]
         age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
         age[np.isneginf(rows[:, 7])] = _OUTDATED
-        return fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens)
+        return fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens, rows[:, 7])
 
 
 def kind_of(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
@@ -366,40 +376,57 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
     return matrix
 
 
-def fit_parameters(steps: Floats, seconds: Floats, weights: Floats, scale: Floats, captured_tokens: Sequence[int]) -> Floats:
+def fit_parameters(
+    steps: Floats,
+    seconds: Floats,
+    weights: Floats,
+    scale: Floats,
+    captured_tokens: Sequence[int],
+    numbers: Floats | None = None,
+) -> Floats:
     """Minimise Σ w·huber((Xβ − y) / ŷ) over β ≥ 0, by re-weighting; `scale` is a first, robust guess of ŷ.
 
     What rises and then flattens (`FILLED`) is left out unless the fit is much closer with it: what a few kinds of steps leave
     open it would fill in by chance.
+
+    Args:
+        numbers: steps' numbers in the order of time, for the machine's spells; None: there are none.
     """
     matrix, num_filled = features(steps, captured_tokens), len(FILLED)
+    spells = None if numbers is None else Spells(numbers)
     plain = matrix.copy()
     plain[:, -num_filled:] = 0.0
-    parameters, spread = _fit_matrix(plain, seconds, weights, scale)
+    parameters, spread = _fit_matrix(plain, seconds, weights, scale, spells)
     if spread > _GOOD_SPREAD:
-        with_filled, closer = _fit_matrix(matrix, seconds, weights, scale)
+        with_filled, closer = _fit_matrix(matrix, seconds, weights, scale, spells)
         if closer < _MUCH_BETTER * spread:
             return with_filled
     return parameters
 
 
-def _fit_matrix(matrix: Floats, seconds: Floats, weights: Floats, scale: Floats) -> tuple[Floats, float]:
+def _fit_matrix(matrix: Floats, seconds: Floats, weights: Floats, scale: Floats, spells: Spells | None) -> tuple[Floats, float]:
     """The parameters of `fit_parameters`, and how far steps scatter around them, relative."""
     norm = np.sqrt((matrix**2).mean(axis=0))
     norm[norm == 0.0] = np.inf
     matrix = matrix / norm
     beta = np.zeros(matrix.shape[1])
-    huber, spread = np.ones(len(seconds)), 0.0
+    huber, spread, likeness = np.ones(len(seconds)), 0.0, 0.0
     for _ in range(5):
-        x, y = matrix / scale[:, None], seconds / scale
-        weighted = x * (weights * huber)[:, None]
-        gram = weighted.T @ x
+        both = np.column_stack([matrix, seconds]) / scale[:, None]  # [n, P + 1]
+        weight = weights * huber
+        weighted = both * weight[:, None]
+        moments = weighted.T @ both
+        if spells is not None and likeness > 0.0:
+            moments -= spells.between(weighted, weight, likeness)
+        gram = moments[:-1, :-1]
         ridge = (1e-6 * float(np.trace(gram)) + 1e-12) * _RIDGE
-        beta = solve_non_negative(gram + np.diag(ridge), weighted.T @ y)
+        beta = solve_non_negative(gram + np.diag(ridge), moments[:-1, -1])
         scale = np.maximum(matrix @ beta, 0.2 * scale)
-        residual = np.abs(seconds / scale - 1.0)
-        spread = max(1.4826 * float(np.median(residual)), 0.005)
-        huber = np.minimum(1.0, 1.5 * spread / np.maximum(residual, 1e-12))
+        residual = seconds / scale - 1.0
+        spread = max(1.4826 * float(np.median(np.abs(residual))), 0.005)
+        huber = np.minimum(1.0, 1.5 * spread / np.maximum(np.abs(residual), 1e-12))
+        if spells is not None:
+            likeness = spells.likeness(residual, spread)
     parameters: Floats = beta / norm
     return parameters, spread
 

@@ -88,6 +88,26 @@ def test_a_runner_that_always_drafts_the_whole_block_is_not_believed_to_save_by_
     assert skipping.model().draft_seconds(4, K)[1] > 0.0
 
 
+def test_prices_are_right_although_the_machine_has_slow_spells():
+    """Half of the time all steps take 1.4 times as long, for dozens of steps, and each draft length has spells of its own."""
+    worst = []
+    for seed in range(8):
+        rng, learner = np.random.default_rng([5, seed]), StepTimeLearner()
+        slowness, k = 1.0, 0
+        for _ in range(3000):
+            if rng.random() < 1 / 30:
+                slowness = float(rng.choice([1.0, 1.4]))
+            if rng.random() < 1 / 8:
+                k = int(rng.choice([0, 1, 2, 4]))
+            step = 4, 4 * (1 + k), 4000, 0
+            seconds = slowness * cpu_like(*step, k) * rng.lognormal(0.0, 0.1)
+            learner.observe(*step, 4 * k, k, seconds)
+        model = learner.model()
+        found, true = ([price(4, 4 * (1 + k), 4000, 0, k) for k in (0, 1, 2, 4)] for price in (model.seconds, cpu_like))
+        worst.append(float(np.abs(np.diff(np.log(found)) - np.diff(np.log(true))).max()))
+    assert max(worst) < 0.08  # 0.15 where spells are taken for prices
+
+
 def test_it_is_cold_until_draft_lengths_have_varied():
     learner = StepTimeLearner()
     teach(learner, np.random.default_rng(3), cpu_like, blocks=(5,))
