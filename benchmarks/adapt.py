@@ -25,6 +25,9 @@ may give the target's core to others, up to a third of the time and then again n
 counts it, is taken off for every rule alike, and a run that lost more than `MOST_STOLEN` is made again, once: the one of the
 two that lost less counts. `by_the_clock` has the same ratios of all time.
 
+It takes more than three hours, and may be interrupted: what was measured of a regime's repeat, or of the trace's, is kept in
+`--kept`, and the next call with the same plan and commit goes on from there.
+
 The best of the fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
 each repeat the one that was best in the others. The last line of stdout is JSON.
 """
@@ -43,7 +46,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import vllm_server
@@ -68,6 +71,7 @@ Rates = dict[str, list[Turns]]
 STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
 OURS = "goodput"
 OTHERS = ("none", *STATICS, "table", "threshold", "kelly")
+OTHERS_ON_TRACE = (*STATICS, "table")
 GAP = 2
 """Other rules' runs between two of honed's."""
 CONCURRENCY = (1, 4, 16)
@@ -86,6 +90,36 @@ WARM_UP_RUNS = 2
 FLAGS = ("--no-enable-prefix-caching",)
 LOGGED_S = 3.0
 """Within this time the daemon has stored what the engine did."""
+
+
+@dataclass
+class Kept:
+    """A file with what was measured so far, for a run that goes on where another one was interrupted."""
+
+    path: Path
+    plan: Document
+
+    NAMES: ClassVar[tuple[str, ...]] = ("rates", "clock_rates", "latencies", "replays")
+
+    def load(self, bench: Bench) -> list[tuple[int, int]]:
+        """Give a bench what an interrupted run of the same plan measured; that run's table, empty where there was none."""
+        try:
+            held = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return []
+        if held["plan"] != self.plan:
+            raise ProcessError(f"{self.path} is of another plan or commit: {held['plan']}; remove it to start anew")
+        for name in self.NAMES:
+            setattr(bench, name, held[name])
+        return [(batch, length) for batch, length in held["table"]]
+
+    def save(self, bench: Bench) -> None:
+        """Keep what a bench has measured: whole repeats only, so call it at the end of one."""
+        held = {"plan": self.plan, "table": bench.table} | {name: getattr(bench, name) for name in self.NAMES}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(held))
+        part.replace(self.path)
 
 
 @dataclass
@@ -110,6 +144,8 @@ class Bench:
     """The server that ran last: it goes on using the CPU for a second."""
     replays: list[Document] = field(default_factory=list)
     """What `honed replay` said of honed's first run of every repeat of the shifting trace."""
+    kept: Kept | None = None
+    table: list[tuple[int, int]] = field(default_factory=list)
 
     async def start(self, environment: dict[str, str]) -> None:
         """Both servers, one after the other; those that run are stopped."""
@@ -241,20 +277,22 @@ class Bench:
     async def regimes(self, repeats: int, finals: int, environment: dict[str, str]) -> None:
         """Every regime, every rule, `repeats` times, then the finalists; each with new servers."""
         for repeat in range(repeats + finals):
-            if repeat:
+            left = [regime for regime in enumerate(REGIMES) if len(self.rates.get("{}-{}".format(*regime[1]), ())) <= repeat]
+            if repeat and left:
                 await self.start(environment)
-            for number, (concurrency, traffic) in enumerate(REGIMES):
+            for number, (concurrency, traffic) in left:
                 key = f"{concurrency}-{traffic}"
                 others = OTHERS if repeat < repeats else ("none", *finalists(self.rates[key]))
                 self.begin(key)
                 for rule in in_turns(others, repeat * 3 + number):
                     await self.turn_to(rule)
                     await self.measure(key, rule, concurrency, traffic)
+                self.keep()
 
     async def shifting(self, repeats: int, finals: int) -> None:
-        """The trace, by every rule, then by the finalists."""
-        for repeat in range(repeats + finals):
-            others = OTHERS if repeat < repeats else ("table", *finalists(self.rates["shifting"]))
+        """The trace, by the rules that it is about, then by the finalists."""
+        for repeat in range(len(self.rates.get("shifting", ())), repeats + finals):
+            others = OTHERS_ON_TRACE if repeat < repeats else ("table", *finalists(self.rates["shifting"]))
             self.begin("shifting")
             for number, rule in enumerate(in_turns(others, repeat)):
                 await self.turn_to(rule)
@@ -263,6 +301,12 @@ class Bench:
                 if number == 0:
                     await asyncio.sleep(LOGGED_S)
                     self.replays.append(self.replay(began_s, time.time()))
+            self.keep()
+
+    def keep(self) -> None:
+        """A repeat has been measured to its end."""
+        if self.kept is not None:
+            self.kept.save(self)
 
     def replay(self, since_s: float, until_s: float) -> Document:
         """What `honed replay` says of fixed lengths, from the log of that time."""
@@ -300,6 +344,7 @@ def main() -> int:
     parser.add_argument("--extra-layers", type=int, default=100, help="layers without effect added to the target")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
+    parser.add_argument("--kept", type=Path, default=ROOT / "build" / "adapt-kept.json", help="file for an interrupted run")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()
     try:
@@ -340,11 +385,14 @@ async def run(arguments: argparse.Namespace) -> Document:
         target = make_stacked_target(ROOT / vllm_server.TARGET, runtime_dir / "target", arguments.extra_layers)
         with Processes(arguments.logs) as processes, AdminClient(runtime_dir / "admin.sock") as client:
             bench = Bench(processes, runtime_dir, client, str(target), arguments.max_tokens, pools)
-            environment = await asyncio.to_thread(bench.start_daemon, ())
+            bench.kept = Kept(arguments.kept, plan_of(arguments) | {"commit": commit()})
+            bench.table = bench.kept.load(bench)
+            environment = await asyncio.to_thread(bench.start_daemon, bench.table)
             await bench.start(environment)
-            table = await bench.tune()
-            print(f"tuned table {table}", flush=True)
-            environment = await asyncio.to_thread(bench.start_daemon, table)
+            if not bench.table:
+                bench.table = await bench.tune()
+                environment = await asyncio.to_thread(bench.start_daemon, bench.table)
+            print(f"tuned table {bench.table}", flush=True)
             await bench.warm_up()
             await bench.regimes(arguments.repeats, arguments.finals, environment)
             await bench.shifting(max(arguments.repeats - 1, 1), arguments.finals)
@@ -353,13 +401,19 @@ async def run(arguments: argparse.Namespace) -> Document:
                 print(f"a target step takes less than {MIN_COST_RATIO:g} draft passes: add --extra-layers", flush=True)
     finally:
         shutil.rmtree(runtime_dir, ignore_errors=True)
+    bench.kept.path.unlink(missing_ok=True)
     return summary(bench) | {
-        "table": table,
-        "plan": {name: getattr(arguments, name) for name in ("repeats", "finals", "extra_layers", "max_tokens")},
+        "table": bench.table,
+        "plan": plan_of(arguments),
         "hardware": hardware(),
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def plan_of(arguments: argparse.Namespace) -> Document:
+    """What has to be the same in all parts of an interrupted run."""
+    return {name: getattr(arguments, name) for name in ("repeats", "finals", "extra_layers", "max_tokens")}
 
 
 def summary(bench: Bench) -> Document:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import ProcessError
 
 import adapt
 
@@ -92,3 +95,26 @@ def test_summary_holds_the_bars_figures_of_every_regime() -> None:
     assert found["shifting"] == {"to_best_single_static": 1.01, "to_tuned_table": 1.1}
     assert set(found["best_static"].values()) == {"static-3"}
     assert found["spread"]["16-b"]["ratio_to_best_static"] == [1.01, 1.01]
+
+
+def bench_with(rates: adapt.Rates) -> adapt.Bench:
+    nothing: Any = None
+    return adapt.Bench(nothing, Path(), nothing, "", 64, {}, rates=rates, clock_rates=rates, replays=[{"policies": []}])
+
+
+def test_an_interrupted_run_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    plan = {"repeats": 2, "commit": "abc"}
+    before, after = bench_with({"1-a": repeats()[:3]}), bench_with({})
+    before.table, before.kept = [(2, 3), (16, 0)], adapt.Kept(tmp_path / "build" / "kept.json", plan)
+    assert before.kept.load(after) == []
+    before.keep()
+    assert adapt.Kept(before.kept.path, plan).load(after) == before.table
+    assert adapt.ratios(after.rates["1-a"], "none") == adapt.ratios(before.rates["1-a"], "none")
+    assert after.replays == before.replays
+
+
+def test_what_another_plan_measured_is_not_taken(tmp_path: Path) -> None:
+    kept = adapt.Kept(tmp_path / "kept.json", {"repeats": 2, "commit": "abc"})
+    kept.save(bench_with({"1-a": repeats()}))
+    with pytest.raises(ProcessError, match=r"kept\.json.*remove it"):
+        adapt.Kept(kept.path, {"repeats": 2, "commit": "def"}).load(bench_with({}))
