@@ -2,7 +2,7 @@
 
 Two steps, so that a forgotten one refuses rather than allows. `Authenticate` (outermost on its listener) finds out who asks
 and answers 401 to anybody unknown, before a body is read or a route looked up. `needs` is the dependency of every router: it
-refuses a request that nobody authenticated, and one whose token isn't enough (403).
+refuses a request that nobody authenticated, and one whose token isn't enough (403). `Actor` is who the audit table says it was.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import pwd
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from honed.daemon.limits import App, Receive, Scope, Send, answer
 Role = Literal["read", "admin"]
 ROLE = "honed.role"
 """Key of the ASGI scope under which the authenticated role is handed on."""
+USER_ID = "honed.user_id"
+"""Key of a connection's state: whose process is at the other end of the unix socket."""
 CREDENTIALS: dict[Role, str] = {"read": "honed-read-token", "admin": "honed-admin-token"}
 """Files in $CREDENTIALS_DIRECTORY, where systemd's LoadCredential puts them."""
 MIN_LENGTH = 32
@@ -117,6 +120,20 @@ def needs(role: Role) -> Any:
             raise ForbiddenError("the read token doesn't change anything", cure="Use the admin token (--token-file).")
 
     return Depends(check)
+
+
+def actor_of(request: Request) -> str:
+    """Who asks, for the audit table: a user of this machine, or over TCP whoever has the admin token."""
+    user_id = request.scope.get("state", {}).get(USER_ID)
+    if user_id is None:
+        return "admin token"
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:  # of a container, say
+        return f"user {user_id}"
+
+
+Actor = Annotated[str, Depends(actor_of)]
 
 
 def _read(role: Role, path: Path | None, env: Mapping[str, str]) -> str:

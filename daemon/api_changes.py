@@ -16,13 +16,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import SkipJsonSchema
 
 from honed.daemon import models
+from honed.daemon.access import Actor
 from honed.daemon.errors import RequestError, StoreError
 from honed.daemon.operations import Operation
 from honed.daemon.plain_json import finite
 from honed.daemon.replies import Replies, check_same, fingerprint
 from honed.daemon.service import Service
 
-ACTOR = "operator"
 GENERATION = r'^(\*|(W/)?"?[0-9]{1,18}"?)$'
 
 Name = Annotated[str, Path(min_length=1, max_length=200)]
@@ -103,25 +103,29 @@ def add_changes(router: APIRouter, service: Service) -> None:
     lifecycle, recalibrations = service.lifecycle, service.recalibrations
 
     @router.post("/v1/recalibrations", status_code=202, response_model=models.OperationView)
-    def recalibrate(body: models.RecalibrationRequest, generation: Generation, key: Key = None) -> Any:
+    def recalibrate(body: models.RecalibrationRequest, generation: Generation, actor: Actor, key: Key = None) -> Any:
         """Train a candidate on what was captured, judge it, and swap it in if it is better."""
         arguments = body.model_dump()
         asked = fingerprint("recalibrate", arguments)
-        return changes.operation(generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=ACTOR, key=key))
+        return changes.operation(generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=actor, key=key))
 
     @router.post("/v1/operations/{operation_id}:cancel", status_code=202, response_model=models.OperationView)
-    def cancel(operation_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+    def cancel(
+        operation_id: Name, generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None
+    ) -> Any:
         """Give up a recalibration, its canary included: the active version stays, what was trained is kept as a version."""
         reason = body.reason if body else ""
 
         def act() -> dict[str, Any]:
-            view: dict[str, Any] = finite(recalibrations.cancel(operation_id, reason=reason, actor=ACTOR).view())
+            view: dict[str, Any] = finite(recalibrations.cancel(operation_id, reason=reason, actor=actor).view())
             return view
 
         return changes.done(generation, key, fingerprint("cancel", operation_id, reason), act)
 
     @router.post("/v1/drafters/{version}:promote", status_code=202, response_model=models.OperationView)
-    def promote(version: Name, generation: Generation, body: models.PromoteRequest | None = None, key: Key = None) -> Any:
+    def promote(
+        version: Name, generation: Generation, actor: Actor, body: models.PromoteRequest | None = None, key: Key = None
+    ) -> Any:
         """Make a version of the registry the active one: swap it into the engines."""
         asked = body or models.PromoteRequest()
         arguments = {"reason": asked.reason, "force": asked.force, "dry_run": asked.dry_run}
@@ -130,82 +134,86 @@ def add_changes(router: APIRouter, service: Service) -> None:
             key,
             fingerprint("promote", version, arguments),
             lambda: lifecycle.promote(
-                version, reason=asked.reason, actor=ACTOR, force=asked.force, key=key, dry_run=asked.dry_run
+                version, reason=asked.reason, actor=actor, force=asked.force, key=key, dry_run=asked.dry_run
             ),
         )
 
     @router.post("/v1/drafters:rollback", status_code=202, response_model=models.OperationView)
-    def rollback(generation: Generation, body: models.RollbackRequest | None = None, key: Key = None) -> Any:
+    def rollback(generation: Generation, actor: Actor, body: models.RollbackRequest | None = None, key: Key = None) -> Any:
         """Go back to the previous version."""
         asked = body or models.RollbackRequest()
         return changes.operation(
             generation,
             key,
             fingerprint("rollback", asked.model_dump()),
-            lambda: lifecycle.roll_back(reason=asked.reason, actor=ACTOR, key=key, dry_run=asked.dry_run),
+            lambda: lifecycle.roll_back(reason=asked.reason, actor=actor, key=key, dry_run=asked.dry_run),
         )
 
     @router.post("/v1/engines/{engine_id}:verify", status_code=202, response_model=models.OperationView)
-    def verify(engine_id: Name, generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+    def verify(
+        engine_id: Name, generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None
+    ) -> Any:
         """Hold the checksum of an engine's live weights against the registry's file."""
         reason = body.reason if body else ""
         return changes.operation(
             generation,
             key,
             fingerprint("verify", engine_id, reason),
-            lambda: service.checksums.verify(engine_id, reason=reason, actor=ACTOR, key=key),
+            lambda: service.checksums.verify(engine_id, reason=reason, actor=actor, key=key),
         )
 
-    def accept(generation: int | None, key: str | None, action: str, body: BaseModel | None, act: Callable[[], object]) -> Any:
+    def accept(
+        generation: int | None, actor: str, key: str | None, action: str, body: BaseModel | None, act: Callable[[], object]
+    ) -> Any:
         reason = str(getattr(body, "reason", ""))
 
         def run() -> dict[str, Any]:
             act()
-            service.journal.audit(ACTOR, action, "", reason)
+            service.journal.audit(actor, action, "", reason)
             return {"status": "accepted", "generation": service.drafters.generation}
 
         return changes.done(generation, key, fingerprint(action, reason), run)
 
     @router.post("/v1/training:pause", status_code=202, response_model=models.Accepted)
-    def pause(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+    def pause(generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         """Stop training between two micro-steps, until it is resumed."""
-        return accept(generation, key, "training.pause", body, lambda: service.pause_training(True))
+        return accept(generation, actor, key, "training.pause", body, lambda: service.pause_training(True))
 
     @router.post("/v1/training:resume", status_code=202, response_model=models.Accepted)
-    def resume(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+    def resume(generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         """Let training go on."""
-        return accept(generation, key, "training.resume", body, lambda: service.pause_training(False))
+        return accept(generation, actor, key, "training.resume", body, lambda: service.pause_training(False))
 
     @router.post("/v1/samples:purge", status_code=202, response_model=models.OperationView)
-    def purge(generation: Generation, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
+    def purge(generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
         """Forget every captured sample: in the engines' rings, the trainer's memory and on disk."""
         reason = body.reason if body else ""
         return changes.operation(
             generation,
             key,
             fingerprint("samples.purge", reason),
-            lambda: service.purges.purge(reason=reason, actor=ACTOR, key=key),
+            lambda: service.purges.purge(reason=reason, actor=actor, key=key),
         )
 
     @router.put("/v1/overrides/{name}", response_model=models.OverrideView)
-    def set_override(name: Name, body: models.OverrideRequest, generation: Generation, key: Key = None) -> Any:
+    def set_override(name: Name, body: models.OverrideRequest, generation: Generation, actor: Actor, key: Key = None) -> Any:
         """Take a decision out of the controller's hands for a time: draft_tokens, capture_share or policy."""
 
         def act() -> dict[str, Any]:
             now_s = service.monotonic()
             most = service.engines.drafts_most(now_s)
-            service.overrides.set(name, body.value, body.ttl_s, body.reason, ACTOR, most)
+            service.overrides.set(name, body.value, body.ttl_s, body.reason, actor, most)
             service.steer(now_s)
             return next(one for one in service.overrides.listing() if one["name"] == name)
 
         return changes.done(generation, key, fingerprint("override.set", name, body.model_dump()), act)
 
     @router.delete("/v1/overrides/{name}", status_code=204)
-    def clear_override(name: Name, generation: Generation, key: Key = None) -> None:
+    def clear_override(name: Name, generation: Generation, actor: Actor, key: Key = None) -> None:
         """Hand a decision back to the controller."""
 
         def act() -> bool:
-            service.overrides.clear(name, "", ACTOR)
+            service.overrides.clear(name, "", actor)
             service.steer(service.monotonic())
             return True
 

@@ -29,6 +29,7 @@ from honed.daemon import (
     show_config,
     top,
 )
+from honed.daemon.anywhere import Anywhere
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
 from honed.daemon.explain import explain as explain_engine
 from honed.daemon.findings import findings
@@ -47,7 +48,7 @@ from honed.daemon.terminal import (
 
 HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
 
-app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(cls=Anywhere, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 events = typer.Typer(help="What was logged.", no_args_is_help=True)
 app.add_typer(events, name="events")
 for name, path, render, text in (

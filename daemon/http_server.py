@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
+import struct
 import threading
 from pathlib import Path
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from honed.daemon.access import load_tokens
+from honed.daemon.access import USER_ID, load_tokens
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import StartError
 from honed.daemon.listen import check_address
@@ -21,6 +24,20 @@ from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 
 log = structlog.get_logger("honed.http")
+
+_PEER = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group."""
+
+
+class Protocol(H11Protocol):
+    """uvicorn's one that is strict about framing and bounds headers, and notes who is at the other end of a unix socket."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family == socket.AF_UNIX:
+            _, user_id, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            self.app_state = self.app_state | {USER_ID: user_id}
 
 
 class HttpServer:
@@ -52,7 +69,7 @@ class HttpServer:
         for name, listener, app in self._sockets:
             config = uvicorn.Config(
                 app,
-                http="h11",  # strict about framing, and bounds headers, whatever else is installed
+                http=Protocol,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -203,7 +203,7 @@ def _commands() -> Iterator[str]:
     yield "## Commands\n"
     yield "Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 3 no daemon answers; 4 from `status --check`, `doctor` and"
     yield "`install`: only warnings.\n"
-    yield "Before any command:\n"
+    yield "With any command, before its name, or after it unless the command has one of the same name:\n"
     yield from _options(root)
     yield from _walk(root, "honed")
 

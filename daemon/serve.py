@@ -44,7 +44,9 @@ def run(settings: Settings, stop: threading.Event | None = None) -> int:
         os.umask(0o027)
         with ExitStack() as stack:
             service, http = start_all(settings, stack)
-            return supervise(service, is_asked, Notifier(), http.problems)
+            code = supervise(service, is_asked, Notifier(), http.problems)
+        log.info("stopped", exit_code=code)
+        return code
     except HonedError as error:
         print(f"honed: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 
-from honed.daemon.access import Tokens, load_tokens, needs
+from honed.daemon.access import USER_ID, Tokens, actor_of, load_tokens, needs
 from honed.daemon.api import make_app
 from honed.daemon.errors import StartError
 from honed.daemon.problems import finish
@@ -71,6 +71,13 @@ def test_the_reading_token_reads_and_changes_nothing(client: TestClient, service
 def test_the_admin_token_does_both(client: TestClient) -> None:
     assert client.post("/v1/training:pause", headers=bearer(ADMIN)).status_code == 202
     assert client.get("/v1/status", headers=bearer(ADMIN)).json()["training_paused"] is True
+    (row,) = client.get("/v1/audit", headers=bearer(ADMIN)).json()
+    assert (row["actor"], row["action"]) == ("admin token", "training.pause")
+
+
+def test_a_user_without_a_name_is_a_number() -> None:
+    """A container's, say. One with a name: see the command line's tests, which ask over the unix socket."""
+    assert actor_of(Request({"type": "http", "state": {USER_ID: 4_000_000}})) == "user 4000000"
 
 
 def test_two_tokens_at_once_are_none(client: TestClient) -> None:

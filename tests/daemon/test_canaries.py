@@ -111,7 +111,7 @@ def test_an_operator_ends_it(stage: Stage, how: str) -> None:
     retried = stage.client.post(f"/v1/drafters/{new}:promote", json={})
     assert retried.status_code == (409 if how == "rollback" else 202)
     if how == "rollback":  # whatever the evidence was: it was taken back, not found worse
-        assert f"{new} isn't offered again: rolled back by operator: enough" in retried.json()["detail"]
+        assert f"{new} isn't offered again: rolled back by admin token: enough" in retried.json()["detail"]
         (trial,) = [row for row in stage.client.get("/v1/canaries").json() if row["operation_id"] == operation_id]
         assert trial["decision"] == "withdrawn"
         assert stage.service.lifecycle.rollbacks == {"operator": 1}

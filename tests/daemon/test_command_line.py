@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import re
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from honed.daemon import changes, show, terminal
+from honed.daemon.anywhere import moved
 from honed.daemon.command_line import app
 from honed.daemon.sections import PathSettings
 from honed.daemon.serve import start
@@ -204,6 +206,37 @@ def test_an_unknown_operation_ends_with_2(run: Run, daemon: None) -> None:
     assert "op-none" in result.stderr
 
 
+# --- options that say which daemon is meant ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("status --socket s --json", "--socket s status --json"),
+        ("status --socket=s", "--socket=s status"),
+        ("--socket s status", "--socket s status"),
+        ("events follow --url u --engine e", "--url u events follow --engine e"),
+        ("serve --config c --state-dir d", "--config c serve --state-dir d"),
+        ("override set draft_tokens 2 --timeout 3", "--timeout 3 override set draft_tokens 2"),
+        ("calibrate --url u --prompts p", "calibrate --url u --prompts p"),  # an option of its own: vLLM's address
+        ("--url u calibrate --url v", "--url u calibrate --url v"),
+        ("status -- --socket s", "status -- --socket s"),
+        ("status --socket", "--socket"),  # without its value
+        ("nothing --help", "nothing --help"),
+        ("", ""),
+    ],
+)
+def test_options_of_the_daemon_may_follow_the_command(given: str, parsed: str) -> None:
+    assert " ".join(moved(typer.main.get_command(app), given.split())) == parsed
+
+
+def test_a_socket_after_the_command_is_the_one_asked(run: Run, daemon: None, paths: dict[str, Path]) -> None:
+    assert run("status", "--socket", paths["runtime_dir"] / "admin.sock").exit_code == 0
+    elsewhere = run("status", "--json", "--socket", paths["state_dir"] / "admin.sock")
+    assert elsewhere.exit_code == 3
+    assert "does not exist" in elsewhere.stderr
+
+
 # --- changing -------------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +249,9 @@ def test_an_override_is_set_listed_and_cleared(run: Run, engine: FakeEngine) -> 
     assert "drill" in run("override", "list").stdout
     assert run("override", "clear", "draft_tokens").exit_code == 0
     assert answer(run("override", "list", "--json")) == []
-    assert [row["action"] for row in answer(run("audit", "--json"))][:2] == ["override.clear", "override.set"]
+    me = pwd.getpwuid(os.getuid()).pw_name
+    done = [(row["actor"], row["action"]) for row in answer(run("audit", "--json"))]
+    assert done == [(me, "override.clear"), (me, "override.set"), (me, "override.set")]
 
 
 def test_an_override_that_makes_no_sense_ends_with_2(run: Run, daemon: None) -> None:

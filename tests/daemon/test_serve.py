@@ -163,6 +163,7 @@ def test_the_log_is_json_and_holds_no_events(daemon: DaemonProcess) -> None:
     process.stderr.close()
     daemon.process = None
     assert {json.loads(line)["event"] for line in lines} >= {"serving", "engine says hello", "stopping"}
+    assert json.loads(lines[-1])["event"] == "stopped", "so that nobody wonders whether it was killed on the way"
 
 
 def test_what_an_engine_said_of_itself_survives_a_restart(daemon: DaemonProcess) -> None:

@@ -1,0 +1,38 @@
+"""Options of `honed` itself, given after the command: `honed status --socket S` is `honed --socket S status`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typer.core import TyperGroup
+
+
+class Anywhere(TyperGroup):
+    """The commands of an app whose own options may be given on either side of a command's name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as ever, with its own options first."""
+        rest: list[str] = super().parse_args(ctx, moved(self, args))
+        return rest
+
+
+def moved(group: Any, args: Sequence[str]) -> list[str]:
+    """Arguments with the group's own options at the front. What a command has under the same name stays with the command."""
+    own = {name for option in group.params for name in option.opts if not option.is_flag}
+    front: list[str] = []
+    back: list[str] = []
+    command, left = group, list(args)
+    while left:
+        token = left.pop(0)
+        if token == "--":
+            return [*front, *back, token, *left]
+        name, has_value, _ = token.partition("=")
+        if name in own and (command is group or not any(name in option.opts for option in command.params)):
+            if not has_value and not left:
+                return [token]  # for the message that it needs a value
+            front += [token] if has_value else [token, left.pop(0)]
+        else:
+            command = getattr(command, "commands", {}).get(token, command)
+            back.append(token)
+    return front + back
