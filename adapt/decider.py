@@ -69,7 +69,7 @@ class Decider:
 
     @property
     def fallback(self) -> str:
-        """What was fallen back to when last asked: "" (nothing), "no_policy", "stale_policy" or "observe_only"."""
+        """What was fallen back to when last asked: "" (nothing), "no_policy" or "stale_policy"."""
         return self._fallback
 
     def set_policy(self, policy: Policy | None, now_s: float) -> None:
@@ -102,7 +102,7 @@ class Decider:
         elif now_s - self._policy_at_s > policy.ttl_s:
             self._fallback = "stale_policy"
         else:
-            self._fallback = "observe_only" if policy.kind == "off" else ""
+            self._fallback = ""
 
     def _use(self, tables: PolicyTables) -> None:
         self._tables, self._model = tables, tables.model

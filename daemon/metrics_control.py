@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from honed.adapt.controller_settings import MODES
-from honed.daemon.metric_families import engine_counter, engine_gauge, engines_shown, labels_of, summed
+from honed.daemon.metric_families import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
 from honed.daemon.overrides import NAMES
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ DECISIONS = frozenset(
 
 def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
+    errors = service.steering.errors
+    yield counter("honed_controller_errors", "Batches that taught nothing, policies that couldn't be made.", errors)
     yield from _load(service)
     yield from _policy(service)
     yield from _decisions(service)

@@ -58,11 +58,13 @@ def events() -> list[Panel]:
              unit="s", low=0),
         plot(
             "Not taken",
-            "A second: batches that came again, that found no room, that the controllers had no time for; frames by reason.",
+            "A second: batches that came again, that found no room, that the controllers had no time for; their errors; frames "
+            "by reason.",
             [
                 (rate("honed_event_batches_duplicate_total", "job", JOB), "duplicate"),
                 (rate("honed_event_batches_refused_total", "job", JOB), "no room"),
                 (rate("honed_event_batches_not_learned_total", "job", JOB), "not learned from"),
+                (rate("honed_controller_errors_total", "job", JOB), "controller errors"),
                 (rate("honed_frames_rejected_total", "reason", JOB), "frame {{reason}}"),
             ],
             low=0,

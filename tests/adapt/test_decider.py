@@ -64,7 +64,7 @@ def test_staleness_is_noticed_while_the_engine_is_idle():
         ({"kind": "static", "static_k": -3}, 0, "static", ""),
         ({"kind": "static", "max_k": 3}, 3, "static", ""),
         ({"kind": "static", "request_ceiling": 1}, 1, "static", ""),
-        ({"kind": "off"}, K, "off", "observe_only"),
+        ({"kind": "off"}, K, "off", ""),
         ({"step_seconds": []}, 4, "cold", ""),
         ({"step_seconds": [1.0, 2.0]}, 4, "cold", ""),
         ({"kind": "a kind of the future"}, 4, "static", ""),
