@@ -205,6 +205,13 @@ def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, d
     assert ("a guess" in found.text) == is_guess
 
 
+@pytest.mark.parametrize(("state", "is_judged"), [("idle", True), ("collecting", True), ("training", False), ("gating", False)])
+def test_what_a_running_training_takes_is_not_held_against_it(tmp_path: Path, state: str, is_judged: bool) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    found = only(diagnose._memory(settings, {"trainer": {"state": state}}))
+    assert (found.subject, "are available" in found.text) == ("memory", is_judged)
+
+
 def test_gpu_memory_left_for_training() -> None:
     assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB))).level == "ok"
     found = only(doctor_memory.check_gpu(SMI, "cuda:1", need(10 * GIB)))
