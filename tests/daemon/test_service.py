@@ -67,7 +67,7 @@ def test_a_hole_that_the_engine_cannot_fill_is_counted(service: Service, make_en
     assert boot_row(service)["missing_batches"] == 7
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frame=st.binary(max_size=200) | st.binary(max_size=60).map(lambda b: wire.encode(wire.Ack(boot_id="b", seq=1))[:-3] + b))
 def test_garbage_is_counted_and_dropped(service: Service, frame: bytes) -> None:
     before = sum(service.ingest.figures.rejected.values())
