@@ -186,6 +186,8 @@ class EngineStatus(_Message, frozen=True):
     captured_bytes: int = 0
     capture_skipped_rows: int = 0
     step: int = 0
+    is_asleep: bool = False
+    """vLLM's sleep mode: the weights aren't on the device."""
 
 
 class CommandResult(_Message, frozen=True):

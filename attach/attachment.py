@@ -9,6 +9,7 @@ never the draft tokens that it is about to cut.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,10 @@ from honed.attach.step_log import StepLog, Verified
 from honed.attach.step_recorder import Plan, StepRecorder
 from honed.attach.worker_link import WorkerLink
 
+logger = logging.getLogger("honed.attach")
+
+LOST = "lost"
+"""Instead of a drafter's version: vLLM threw its weights away in its sleep, and what is in their place isn't known."""
 MOST_NOTED = 8
 """Requests of a step that are asked how long they are: it takes the caches long to find one. The others are as long as they
 were then, and what they got since."""
@@ -94,6 +99,7 @@ class Attachment:
         self.commands = CommandRunner(
             (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake
         )
+        self._workers.watch_sleep(self.fell_asleep, self.woke_up)
         if self._can_decide:
             self._decider.prepare()
         self._publisher.start()
@@ -114,7 +120,7 @@ class Attachment:
         """A request is over, however it ended; after the last one the engine is idle."""
         self._requests.remove(request_id)
         self._recorder.over(request_id)
-        self._busy.set(len(self._requests) > 0)
+        self._set_busy()
         self._in_prompt.discard(request_id)
         self._decider.finish(request_id)
 
@@ -237,6 +243,23 @@ class Attachment:
             self._lull.rest()
 
     @guarded
+    def fell_asleep(self) -> None:
+        """vLLM's sleep mode: the device's memory is somebody else's until it wakes up. The trainer is to keep off it, too."""
+        self.commands.is_asleep = True
+        self._set_busy()
+        self.commands.run()
+
+    @guarded
+    def woke_up(self, are_weights_lost: bool) -> None:
+        """All of the device's memory is back. A drafter that was thrown away has no version: the daemon brings it to one."""
+        self.commands.is_asleep = False
+        self._set_busy()
+        if are_weights_lost and "swap" in self._workers.findings.capabilities:
+            logger.warning("honed: vLLM threw the drafter's weights away in its sleep; the daemon has to bring them back")
+            self._drafter_version = self._drafting_version = LOST
+            self._drafter_generation += 1
+
+    @guarded
     def stop(self) -> None:
         """The engine shuts down: send what is left, lower the busy flag, let go of vLLM."""
         self._publisher.stop()
@@ -244,6 +267,9 @@ class Attachment:
         self._workers.close()
 
     # --- helpers on the engine's thread -------------------------------------------------------------------------------
+
+    def _set_busy(self) -> None:
+        self._busy.set(self.commands.is_asleep or len(self._requests) > 0)
 
     def _dropped(self, output: Any) -> set[str]:
         """Requests whose tokens of this step vLLM is about to drop: it has taken them up anew since the step was scheduled."""
@@ -328,6 +354,7 @@ class Attachment:
             captured_rows=int(self._workers.captured.get("rows", 0)),
             captured_bytes=int(self._workers.captured.get("bytes", 0)),
             step=self._step,
+            is_asleep=self.commands.is_asleep,
         )
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:

@@ -20,6 +20,7 @@ from honed.adapt import wire
 
 logger = logging.getLogger("honed.attach")
 
+ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the device: wake it up, or wait until it is"
 STAGE_TIMEOUT_S = 300.0
 POLL_S = 0.02
 
@@ -53,6 +54,8 @@ class CommandRunner:
         self._next_poll_s = 0.0
         self._answered: dict[str, wire.CommandResult] = {}
         self._lease: _Lease | None = None
+        self.is_asleep = False
+        """Engine thread: the device's memory isn't there. Commands are refused until it is back, a lease is overstayed."""
 
     def put(self, command: wire.Command) -> None:
         """Publisher thread: take a command in."""
@@ -66,12 +69,22 @@ class CommandRunner:
 
     def run(self) -> None:
         """Engine thread: do what can be done without waiting. Cheap when there is nothing."""
+        if self.is_asleep:
+            self._refuse_all()
+            return
         if self._staging is not None:
             self._poll_staging()
         while self._staging is None and self._queue:
             self._start(self._queue.popleft())
         if self._staging is None and self._is_lease_over():
             self._go_back()
+
+    def _refuse_all(self) -> None:
+        if self._staging is not None:
+            self._queue.appendleft(self._staging[0])
+            self._staging = None
+        while self._queue:
+            self._answer(self._queue.popleft(), error=ASLEEP, detail={"asleep": "1"})
 
     def _start(self, command: wire.Command) -> None:
         if command.command_id in self._answered:  # sent again after a reconnect
@@ -133,7 +146,7 @@ class CommandRunner:
         )
 
     def _is_lease_over(self) -> bool:
-        return self._lease is not None and time.monotonic() >= self._lease.until_s
+        return self._lease is not None and not self.is_asleep and time.monotonic() >= self._lease.until_s
 
     def _go_back(self) -> None:
         """The daemon has been silent for too long: back to what served before the turns."""

@@ -187,6 +187,12 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
 
 WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
+    # vLLM's sleep mode: device memory, the weights included, isn't there meanwhile (engine_hook.py).
+    Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
+    Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
+    Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
+    Method(_CORE, "EngineCore", "sleep", calls=("sleep",)),
+    Method(_CORE, "EngineCore", "wake_up", calls=("wake_up",)),
     # Steps and calls reach all ranks through one queue: that is why a swap comes between the same two steps on each.
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "execute_model", calls=("collective_rpc",)),
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "collective_rpc", ("method", "args"), calls=("enqueue",)),

@@ -74,6 +74,32 @@ class Engine:
         if take is not None:
             executor.take_draft_token_ids = lambda: take() if is_needed() else None  # type: ignore[union-attr]
 
+    def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
+        """Once: be told, on the engine's thread, of vLLM's sleep mode: before device memory goes, and when all of it is back.
+
+        Args:
+            on_wake: told whether weights were thrown away (level 2), rather than put aside.
+        """
+        executor = getattr(self._core(), "model_executor", None)
+        if executor is None:
+            return
+        sleep, wake_up, are_lost = executor.sleep, executor.wake_up, False
+
+        def sleeping(level: int = 1) -> None:
+            nonlocal are_lost
+            are_lost |= level > 1
+            on_sleep()
+            sleep(level)
+
+        def waking(tags: list[str] | None = None) -> None:
+            nonlocal are_lost
+            wake_up(tags)
+            if not executor.is_sleeping:  # else only a part of the memory is back
+                were_lost, are_lost = are_lost, False
+                on_wake(were_lost)
+
+        executor.sleep, executor.wake_up = sleeping, waking
+
     def call_when_idle(self, callback: Callable[[], None]) -> bool:
         """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle.
 

@@ -57,6 +57,11 @@ class WorkerLink:
         if self._engine is not None:
             self._engine.skip_draft_fetch(is_needed)
 
+    def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
+        """See `engine_hook.Engine.watch_sleep`; an engine of a release that isn't known is left alone."""
+        if self._engine is not None and self.findings.is_known:
+            self._engine.watch_sleep(on_sleep, on_wake)
+
     def attach(self) -> bool:
         """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason.
 

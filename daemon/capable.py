@@ -66,4 +66,5 @@ def why_none(service: Service, version: str) -> str:
 
 def limits(engines: list[Engine]) -> list[str]:
     """What the engines themselves say they can't do."""
-    return [limit for engine in engines if engine.hello is not None for limit in engine.hello.limits]
+    said = [limit for engine in engines if engine.hello is not None for limit in engine.hello.limits]
+    return said + [f"engine {engine.engine_id} sleeps (vLLM's sleep mode)" for engine in engines if engine.is_asleep]

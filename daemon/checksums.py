@@ -44,6 +44,8 @@ class Checksums:
             raise ConflictError(
                 f"engine {engine_id!r} is not connected, or can't say what it runs", cure="`honed engines` shows why."
             )
+        if engine.is_asleep:
+            raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
         if service.lifecycle.canaries.trial is not None:
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
         if not engine.live_version:

@@ -82,6 +82,11 @@ class Engine:
     def can_swap(self) -> bool:
         return self.hello is not None and "swap" in self.hello.capabilities
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether vLLM's sleep mode has taken its weights off the device."""
+        return self.status is not None and self.status.is_asleep
+
 
 class Engines:
     """The engines by id, and their boots. Not thread-safe: the service's lock guards it."""

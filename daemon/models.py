@@ -77,6 +77,8 @@ class EngineView(BaseModel):
     engine_id: str
     boot_id: str
     connected: bool
+    asleep: bool
+    """vLLM's sleep mode has taken its weights off the device: nothing is trained or swapped meanwhile."""
     note: str
     model_name: str
     target_path: str

@@ -54,7 +54,7 @@ def engines(rows: Sequence[Document]) -> RenderableType:
             Text.assemble(
                 (cells.text(e.get("engine_id")), "bold"),
                 "  ",
-                ("connected", "green") if e.get("connected") else ("gone", "red"),
+                _presence(e),
                 f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))},"
                 f" k {cells.number(e.get('draft_tokens_per_round'), 2)} of {cells.count(e.get('num_spec_tokens'))} by ",
                 (steering, "yellow" if fallback else ""),
@@ -66,6 +66,12 @@ def engines(rows: Sequence[Document]) -> RenderableType:
         lost = (f"{cells.count(e.get('lost_rounds'))} lost", "red" if e.get("lost_rounds") else "")
         lines.append(Text.assemble(f"  {load}; {cells.count(e.get('rounds'))} rounds stored, ", lost, f"; {cost}"))
     return Group(*lines) if lines else Text("no engine has attached", "dim")
+
+
+def _presence(engine: Document) -> tuple[str, str]:
+    if not engine.get("connected"):
+        return "gone", "red"
+    return ("asleep", "yellow") if engine.get("asleep") else ("connected", "green")
 
 
 def workloads(rows: Sequence[Document]) -> RenderableType:

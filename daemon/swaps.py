@@ -132,7 +132,7 @@ class Swaps:
             self.last_pause_s = result.figures.get("pause_ms", 0.0) / 1000.0
             tell = log.debug if sent.swap.is_turn else log.info
             tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
-        if not result.ok:
+        if not result.ok and "asleep" not in result.detail:  # it is brought to the active version when it wakes up
             sent.swap.refused.add(sent.engine_id)
         self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
 
@@ -176,8 +176,8 @@ class Swaps:
                     log.error("the active version can't be used", version=active, error=str(error))
 
     def fits(self, engine: Engine, version: str) -> bool:
-        """Whether an engine can take a version: it can swap, and it serves the target that the version is for."""
-        if not engine.can_swap or engine.hello is None:
+        """Whether an engine can take a version now: it can swap, is awake, and serves the target that the version is for."""
+        if not engine.can_swap or engine.is_asleep or engine.hello is None:
             return False
         try:
             target = self._drafters.manifest(version).target_path

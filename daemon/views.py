@@ -98,6 +98,7 @@ def engine_view(engine: Engine, is_connected: bool, recent: Counts, tokens_per_s
         "engine_id": engine.engine_id,
         "boot_id": boot.boot_id,
         "connected": is_connected,
+        "asleep": engine.is_asleep,
         "note": engine.note,
         "model_name": hello.model_name if hello else "",
         "target_path": hello.target_path if hello else "",

@@ -23,7 +23,7 @@ STAGES = {
     "watching": "watching live acceptance",
     "done": "done",
 }
-SAYS = {"waiting": "yielding to the engine, which has work", "paused": "paused by an operator"}
+SAYS = {"waiting": "yielding to the engine, which has work or sleeps", "paused": "paused by an operator"}
 
 
 def follow(client: AdminClient, operation_id: str, *, quiet: bool = False) -> View:

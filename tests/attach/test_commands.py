@@ -53,6 +53,25 @@ class Harness:
             self.runner.run()
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_engine_that_sleeps_takes_no_weights(monkeypatch: pytest.MonkeyPatch, steps_before: int) -> None:
+    """Whether the command came before it fell asleep or afterwards."""
+    harness = Harness(Ranks([["staging", "staging"], ["", ""]]), monkeypatch)
+    harness.swap()
+    harness.run(steps_before)
+    harness.runner.is_asleep = True
+    harness.run()
+    assert harness.ranks.applied == []
+    (refused,) = harness.results
+    assert (refused.ok, refused.detail) == (False, {"asleep": "1"})
+    assert "wake it up" in refused.error
+    assert not harness.runner.is_pending
+    harness.runner.is_asleep = False
+    harness.swap("2")
+    harness.run()
+    assert [result.ok for result in harness.results] == [False, True]
+
+
 def test_a_swap_waits_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(Ranks([["staging", ""], ["", "staging"], ["", ""]]), monkeypatch)
     harness.swap()
@@ -161,6 +180,23 @@ def test_a_daemon_that_falls_silent_leaves_the_home_version(monkeypatch: pytest.
     assert harness.swapped == [("v2", False), ("v1", False)]
     assert harness.ranks.applied[-1] == ("v1", False)
     assert not harness.runner.is_pending
+
+
+def test_a_lease_that_ends_in_the_engine_s_sleep_is_over_when_it_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    harness.run()
+    harness.runner.is_asleep = True
+    now[0] += 61.0
+    assert not harness.runner.is_pending
+    harness.run()
+    assert harness.swapped == [("v2", False)]
+    harness.runner.is_asleep = False
+    assert harness.runner.is_pending
+    harness.run()
+    assert harness.swapped == [("v2", False), ("v1", False)]
 
 
 @pytest.mark.parametrize("next_version", ["v1", "v2"])

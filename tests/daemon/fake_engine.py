@@ -242,6 +242,8 @@ class ServingEngine(FakeEngine):
         """Arguments of the swaps that were carried out."""
         self.refuses = ""
         """Why swaps are refused; "" when they aren't."""
+        self.num_refused_asleep: int | None = None
+        """Swaps refused because it sleeps; None: it is awake."""
         self.other_ranks: dict[str, str] = {}
         """Checksums of ranks beside the first one."""
         self._seq = 0
@@ -294,7 +296,11 @@ class ServingEngine(FakeEngine):
 
     def _obey(self, command: wire.Command) -> None:
         detail: dict[str, str] = {}
-        if command.kind == "swap" and not self.refuses:
+        refusal = self.refuses
+        if self.num_refused_asleep is not None:
+            self.num_refused_asleep += 1
+            refusal, detail = "the engine sleeps", {"asleep": "1"}
+        elif command.kind == "swap" and not self.refuses:
             found = _sha256(Path(command.args["path"]))
             assert found == command.args["sha256"]
             self.live_version, self.live_sha256 = command.args["version"], found
@@ -307,8 +313,8 @@ class ServingEngine(FakeEngine):
                 engine_id=self.engine_id,
                 boot_id=self.boot_id,
                 command_id=command.command_id,
-                ok=not self.refuses,
-                error=self.refuses,
+                ok=not refusal,
+                error=refusal,
                 figures={"pause_ms": 1.5, "stage_ms": 20.0},
                 detail=detail,
             )

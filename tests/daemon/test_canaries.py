@@ -74,6 +74,27 @@ def test_while_they_take_turns_active_stays_and_both_are_held(stage: Stage) -> N
         assert float(swap["lease_s"]) > 0
 
 
+def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
+    """A turn that finds it asleep isn't a failure of the candidate; nothing more is sent to it until it wakes up."""
+    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    stage.engine.num_refused_asleep = 0
+    stage.engine.serve(lambda: stage.engine.num_refused_asleep, "a turn that is refused")
+    stage.engine.send_status(drafter_version=stage.engine.live_version, is_asleep=True)
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["asleep"], "the status")
+    told = stage.engine.num_refused_asleep
+    for _ in range(5):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+    stage.engine.turn(rounds=0)
+    assert stage.engine.num_refused_asleep == told
+    assert stage.service.lifecycle.canaries.trial is not None
+    stage.engine.num_refused_asleep = None
+    stage.engine.send_status(drafter_version="lost", is_asleep=False)
+    assert stage.finish(operation_id)["state"] == "succeeded"
+    assert stage.aliases()["active"] == new
+
+
 def test_nothing_proven_leaves_the_old_version(stage: Stage) -> None:
     operation_id, new = candidate(stage, 1.0)
     with stage.service.lock:

@@ -117,6 +117,19 @@ def test_the_first_checkpoint_becomes_active_and_the_floor(stage: Stage) -> None
     assert stage.aliases() == {"active": stage.first, "floor": stage.first, "candidate": None, "previous": None}
 
 
+def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None:
+    stage.engine.send_status(drafter_version=stage.first, is_asleep=True)
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["asleep"], "the status")
+    new = stage.version(1.0)
+    refused = stage.client.post(f"/v1/drafters/{new}:promote", json={})
+    assert refused.status_code == 409
+    assert "engine engine-0 sleeps" in refused.json()["detail"]
+    assert stage.client.post("/v1/engines/engine-0:verify").status_code == 409
+    stage.engine.send_status(drafter_version="lost", is_asleep=False)
+    stage.engine.live_version = "lost"
+    stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the active version", rounds=0)
+
+
 def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
     stage.serve_workload("b")
     operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")

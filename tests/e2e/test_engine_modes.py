@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from honed.attach.attachment import LOST
+from honed.daemon import capable
+from honed.daemon.errors import ConflictError
 from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import engines
 from honed.recalib.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.swapping import swap
+from tests.e2e.swapping import swap, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_V2 else 40
@@ -253,6 +256,56 @@ def test_without_a_daemon_nothing_changes_and_one_that_comes_late_gets_every_rou
             assert running.honed._policy.generation > 0
         finally:
             service.stop()
+
+
+@pytest.mark.skipif(IS_NGRAM or IS_V2, reason="V1 only: the same code on both, and ngram has no drafter")
+def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
+    answers: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Level 2: on a GPU the memory is gone, and what comes back is anything. Here the test writes that."""
+    folder = tmp_path_factory.mktemp("d")
+    service = late_daemon(folder)
+    try:
+        with engine(folder, **SMALL) as running:
+
+            def seen(name: str) -> Any:
+                found = next(iter(engines(service)), {})
+                return found.get(name)
+
+            assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+            wait_for(lambda: seen("drafter_version"))
+            version, weights = seen("drafter_version"), running.rpc("honed_checksum")
+
+            running.core.sleep(2)
+            assert running.honed._busy._map[0] == 1, "the trainer keeps off the device, too"
+            report = running.honed.commands._report
+            refused = swap(running, "other", DRAFTER)
+            running.honed.commands._report = report
+            assert (refused.ok, refused.detail) == (False, {"asleep": "1"})
+            wait_for(lambda: seen("asleep"))
+            with service.lock, pytest.raises(ConflictError, match="sleeps"):
+                service.checksums.verify(seen("engine_id"), reason="", actor="test")
+            assert "sleeps" in capable.why_none(service, version)
+            for _, live, _ in worker_of(running)._honed_side.swapper._live():
+                if live.dim() == 1:
+                    live.zero_()
+            assert running.rpc("honed_checksum") != weights
+
+            running.core.wake_up()
+            assert running.honed._busy._map[0] == 0
+            wait_for(lambda: seen("drafter_version") == LOST)
+
+            def is_back() -> bool:
+                running.honed.before_schedule()  # an engine in this process has no thread of its own that is idle
+                return bool(seen("drafter_version") == version)
+
+            wait_for(is_back)
+            assert not seen("asleep")
+            assert running.rpc("honed_checksum") == weights
+            assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+            assert running.honed.errors.count == 0
+    finally:
+        service.stop()
 
 
 def late_daemon(runtime_dir: Path) -> Service:
