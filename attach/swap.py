@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from honed.attach.shard import Shard, shard_of
+from honed.attach.staging import Staging, num_bytes
 
 _SHARED = ("embed_tokens", "lm_head")
 
@@ -42,14 +43,17 @@ class Swapper:
     def __init__(self, draft_model: Any, device: torch.device) -> None:
         self._model = draft_model
         self._device = device
+        self._staging = Staging(device)
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._state = ""
         self._thread: threading.Thread | None = None
         self._shards: dict[str, Shard] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         with torch.inference_mode():
             for name, part, shard in self._live():
                 self._shards[name], self._shapes[name] = shard, shard.whole_shape(part.shape)
+                self._dtypes[name] = part.dtype
 
     def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
         """Begin to read, check and bring to the device what isn't held yet, and let go of all others; returns at once.
@@ -96,13 +100,9 @@ class Swapper:
             raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
         tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
         self._check(tensors)
-        tensors = {name: self._shards[name].cut(tensor).contiguous() for name, tensor in tensors.items()}
-        side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if side is not None:
-            with torch.cuda.stream(side):
-                tensors = {name: t.pin_memory().to(self._device, non_blocking=True) for name, t in tensors.items()}
-            side.synchronize()
-        return tensors
+        tensors = {n: self._shards[n].cut(tensor).to(self._dtypes[n]).contiguous() for n, tensor in tensors.items()}
+        held = sum(num_bytes(one) for one in self._held.values())
+        return self._staging.bring(tensors, held)
 
     def _check(self, tensors: dict[str, torch.Tensor]) -> None:
         live = self._shapes
@@ -138,7 +138,7 @@ class Swapper:
         for layer in unpacked:
             _unpack(layer)
         for name, live, _ in self._live():
-            live.copy_(tensors[name])
+            live.copy_(tensors[name], non_blocking=True)  # they are kept until all is there
         self._refresh_fused(inner)
         for layer in unpacked:
             layer.quant_method.process_weights_after_loading(layer)
