@@ -22,6 +22,9 @@ logger = logging.getLogger("honed.attach")
 
 ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the device: wake it up, or wait until it is"
 STAGE_TIMEOUT_S = 300.0
+CHECKSUM_TIMEOUT_S = 50.0
+MOST_UNHASHED = 4
+"""Tensors that may wait in host memory to be hashed."""
 POLL_S = 0.02
 
 
@@ -51,6 +54,9 @@ class CommandRunner:
         self._wake = wake
         self._queue: deque[wire.Command] = deque()
         self._staging: tuple[wire.Command, float] | None = None
+        self._hashing: tuple[wire.Command, float] | None = None
+        self._num_sent = 0
+        """Tensors of the checksum that is under way."""
         self._next_poll_s = 0.0
         self._answered: dict[str, wire.CommandResult] = {}
         self._lease: _Lease | None = None
@@ -65,7 +71,11 @@ class CommandRunner:
     @property
     def is_pending(self) -> bool:
         """Whether `run` has anything to do."""
-        return bool(self._queue) or self._staging is not None or self._is_lease_over()
+        return bool(self._queue) or self._is_under_way or self._is_lease_over()
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._staging is not None or self._hashing is not None
 
     def run(self) -> None:
         """Engine thread: do what can be done without waiting. Cheap when there is nothing."""
@@ -74,15 +84,18 @@ class CommandRunner:
             return
         if self._staging is not None:
             self._poll_staging()
-        while self._staging is None and self._queue:
+        elif self._hashing is not None:
+            self._poll_checksum()
+        while not self._is_under_way and self._queue:
             self._start(self._queue.popleft())
-        if self._staging is None and self._is_lease_over():
+        if not self._is_under_way and self._is_lease_over():
             self._go_back()
 
     def _refuse_all(self) -> None:
-        if self._staging is not None:
-            self._queue.appendleft(self._staging[0])
-            self._staging = None
+        for under_way in (self._staging, self._hashing):
+            if under_way is not None:
+                self._queue.appendleft(under_way[0])
+        self._staging = self._hashing = None
         while self._queue:
             self._answer(self._queue.popleft(), error=ASLEEP, detail={"asleep": "1"})
 
@@ -98,8 +111,8 @@ class CommandRunner:
                 if not any(answers):  # held from an earlier turn
                     self._apply(command, 0.0)
             elif command.kind == "checksum":
-                sums = self._rpc("honed_checksum")
-                self._answer(command, detail={"sha256": sums[0]} | {f"rank{i}": s for i, s in enumerate(sums)})
+                self._hashing, self._next_poll_s, self._num_sent = (command, time.monotonic()), 0.0, 0
+                self._poll_checksum()
             else:
                 self._answer(command, error=f"unknown command {command.kind!r}: daemon and attachment differ in version")
         except Exception as error:
@@ -123,6 +136,32 @@ class CommandRunner:
                 self._abandon(command, f"the weights were not read within {STAGE_TIMEOUT_S:.0f} s: is the disk slow?")
         except Exception as error:
             self._abandon(command, _one_line(error))
+
+    def _poll_checksum(self) -> None:
+        """Send a few tensors more on their way, on all ranks alike."""
+        assert self._hashing is not None
+        command, since_s = self._hashing
+        now_s = time.monotonic()
+        if now_s < self._next_poll_s:
+            return
+        self._next_poll_s = now_s + POLL_S
+        try:
+            answers = self._take(0 if self._num_sent == 0 else -1)
+            for _ in range(MOST_UNHASHED - 1):
+                if self._num_sent < answers[0][2] and max(waiting for _, waiting, _ in answers) < MOST_UNHASHED:
+                    answers = self._take(self._num_sent)
+            sums = [found for found, _, _ in answers]
+            if all(sums):
+                self._hashing = None
+                self._answer(command, detail={"sha256": sums[0]} | {f"rank{i}": s for i, s in enumerate(sums)})
+            elif now_s - since_s > CHECKSUM_TIMEOUT_S:
+                self._abandon(command, f"the weights were not hashed within {CHECKSUM_TIMEOUT_S:.0f} s")
+        except Exception as error:
+            self._abandon(command, _one_line(error))
+
+    def _take(self, part: int) -> list[tuple[str, int, int]]:
+        self._num_sent += part >= 0
+        return self._rpc("honed_checksum", part)
 
     def _apply(self, command: wire.Command, staged_s: float) -> None:
         args = command.args
@@ -161,7 +200,7 @@ class CommandRunner:
             logger.warning("honed: no word from the daemon: back to drafter version %s", lease.home_version)
 
     def _abandon(self, command: wire.Command, error: str) -> None:
-        self._staging = None
+        self._staging = self._hashing = None
         self._answer(command, error=error)
 
     def _answer(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load as load_safetensors
 
+from honed.attach.live_checksum import LiveChecksum
 from honed.attach.shard import Shard, shard_of
 from honed.attach.staging import Staging, num_bytes
 
@@ -47,6 +48,7 @@ class Swapper:
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._state = ""
         self._thread: threading.Thread | None = None
+        self._checksum: LiveChecksum | None = None
         self._shards: dict[str, Shard] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -132,6 +134,7 @@ class Swapper:
         tensors = self._held.get(version)
         if tensors is None or self._state:
             raise SwapError(f"version {version} is not staged")
+        self._drop_checksum()
         began = time.perf_counter()
         inner = self._model.model
         unpacked = list(_packed_linears(inner))
@@ -176,19 +179,27 @@ class Swapper:
                 yield from _split(name, parameter_name, value, module)
 
     @torch.inference_mode()
-    def export(self) -> dict[str, torch.Tensor]:
-        """The live weights, whole, under their checkpoint names. Under tensor parallelism all ranks have to call it at once."""
-        from vllm.distributed import tensor_model_parallel_all_gather
+    def checksum(self, part: int) -> tuple[str, int, int]:
+        """SHA-256 of the live weights, whole: begin (part 0), take in the part of that number, or only look (−1).
 
-        return {name: shard.join(part, tensor_model_parallel_all_gather) for name, part, shard in self._live()}
+        A swap ends it. See `LiveChecksum.take` for what is returned.
 
-    def checksum(self) -> str:
-        """SHA-256 over the live weights, whole: name, shape and float32 bytes of every tensor, by name. As `export`."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.export().items()):
-            digest.update(f"{name}{list(tensor.shape)}".encode())
-            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        Raises:
+            RuntimeError: none was begun, or it failed.
+        """
+        if part == 0:
+            from vllm.distributed import tensor_model_parallel_all_gather
+
+            self._drop_checksum()
+            self._checksum = LiveChecksum(self._live(), tensor_model_parallel_all_gather, self._device)
+        if self._checksum is None:
+            raise RuntimeError("no checksum is under way: new weights have come meanwhile")
+        return self._checksum.take(part)
+
+    def _drop_checksum(self) -> None:
+        if self._checksum is not None:
+            self._checksum.stop()
+            self._checksum = None
 
 
 def _packed_linears(inner: Any) -> Iterator[Any]:

@@ -155,9 +155,9 @@ class HonedWorkerExtension:
             side.capturer.set_share(side.capturer.share, version)
         return figures
 
-    def honed_checksum(self) -> str:
-        """SHA-256 of the live drafter weights, put together from all ranks' parts."""
-        return self._honed_required().swapper.checksum()
+    def honed_checksum(self, part: int) -> tuple[str, int, int]:
+        """SHA-256 of the live drafter weights, put together from all ranks' parts, a tensor a call; see `Swapper.checksum`."""
+        return self._honed_required().swapper.checksum(part)
 
     def _honed_required(self) -> _WorkerSide:
         if self._honed_side is None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from honed.adapt import wire
-from honed.attach.commands import CommandRunner
+from honed.attach.commands import MOST_UNHASHED, CommandRunner
 
 
 class Ranks:
@@ -21,6 +21,8 @@ class Ranks:
         self.wanted: list[tuple[str, str, str]] = []
         self.on_stage = ["staging", "staging"]
         self.steps = (41.0, 41.0)
+        self.num_sent = self.num_hashed = self.most_waiting = 0
+        """Of the ten tensors of a checksum; the first rank hashes one a poll."""
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
@@ -34,7 +36,16 @@ class Ranks:
         if method == "honed_apply":
             self.applied.append(args)
             return [{"copy_ms": 1.0, "step": self.steps[0]}, {"copy_ms": 3.0, "step": self.steps[1]}]
-        return ["sum", "sum"]
+        if method == "honed_checksum":
+            (part,) = args
+            if part >= 0:
+                assert part == self.num_sent
+                self.num_sent += 1
+            else:
+                self.num_hashed = min(self.num_hashed + 1, self.num_sent)
+            self.most_waiting = max(self.most_waiting, self.num_sent - self.num_hashed)
+            return [("sum" if self.num_hashed == 10 else "", self.num_sent - self.num_hashed, 10), ("sum", 0, 10)]
+        raise AssertionError(method)
 
 
 class Harness:
@@ -128,9 +139,22 @@ def test_commands_queue_behind_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(Ranks([["staging", ""], ["", ""]]), monkeypatch)
     harness.swap()
     harness.runner.put(wire.Command(command_id="2", kind="checksum"))
-    harness.run()
+    harness.run(30)
     assert [r.command_id for r in harness.results] == ["1", "2"]
-    assert harness.results[1].detail["sha256"] == "sum"
+    assert harness.results[1].detail == {"sha256": "sum", "rank0": "sum", "rank1": "sum"}
+
+
+def test_a_checksum_takes_in_no_more_than_is_hashed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow rank holds all of them: what one takes in all take in, since they join their parts."""
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    harness.runner.put(wire.Command(command_id="1", kind="checksum"))
+    harness.run(3)
+    assert harness.runner.is_pending
+    assert harness.ranks.num_sent < 10
+    harness.run(20)
+    assert harness.ranks.most_waiting == MOST_UNHASHED
+    assert not harness.runner.is_pending
+    assert [result.ok for result in harness.results] == [True]
 
 
 def test_an_unknown_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

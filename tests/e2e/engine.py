@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +92,25 @@ class TestEngine:
 
     def rpc(self, method: str, *args: Any) -> Any:
         """A method of the worker extension."""
-        return self.core.model_executor.collective_rpc(method, args=args)[0]
+        return self.rpcs(method, *args)[0]
+
+    def rpcs(self, method: str, *args: Any) -> list[Any]:
+        """The same on each rank."""
+        found: list[Any] = self.core.model_executor.collective_rpc(method, args=args)
+        return found
+
+    def checksums(self) -> list[str]:
+        """Of the drafter that serves, by each rank."""
+        _, _, num_parts = self.rpc("honed_checksum", 0)
+        for part in range(1, num_parts):
+            self.rpc("honed_checksum", part)
+        while not all(sums := [found for found, _, _ in self.rpcs("honed_checksum", -1)]):
+            time.sleep(0.001)
+        return sums
+
+    def checksum(self) -> str:
+        """The same by the first."""
+        return self.checksums()[0]
 
 
 @contextmanager

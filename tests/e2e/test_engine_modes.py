@@ -274,7 +274,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
 
             assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
             wait_for(lambda: seen("drafter_version"))
-            version, weights = seen("drafter_version"), running.rpc("honed_checksum")
+            version, weights = seen("drafter_version"), running.checksum()
 
             running.core.sleep(2)
             assert running.honed._busy._map[0] == 1, "the trainer keeps off the device, too"
@@ -289,7 +289,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             for _, live, _ in worker_of(running)._honed_side.swapper._live():
                 if live.dim() == 1:
                     live.zero_()
-            assert running.rpc("honed_checksum") != weights
+            assert running.checksum() != weights
 
             running.core.wake_up()
             assert running.honed._busy._map[0] == 0
@@ -301,7 +301,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
 
             wait_for(is_back)
             assert not seen("asleep")
-            assert running.rpc("honed_checksum") == weights
+            assert running.checksum() == weights
             assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
             assert running.honed.errors.count == 0
     finally:

@@ -185,7 +185,7 @@ def test_a_bad_checkpoint_is_refused_before_any_rank_touches_a_weight(two_ranks:
     """Shapes are those of the whole tensors: what a rank could still cut its part from is refused, too."""
     from safetensors.torch import load_file, save_file
 
-    before = of_each_rank(two_ranks, "honed_checksum")
+    before = two_ranks.checksums()
     folder = perturbed_drafter(tmp_path / "wide")
     tensors = load_file(folder / "model.safetensors")
     name = "layers.0.mlp.up_proj.weight"
@@ -193,7 +193,7 @@ def test_a_bad_checkpoint_is_refused_before_any_rank_touches_a_weight(two_ranks:
     result = swap(two_ranks, "wide", folder)
     assert not result.ok
     assert name in result.error
-    assert of_each_rank(two_ranks, "honed_checksum") == before
+    assert two_ranks.checksums() == before
 
 
 def test_a_swap_under_way_is_at_the_same_step_on_both_ranks(two_ranks: TestEngine, tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def swap_while_generating(running: TestEngine, version: str, folder: Path) -> tu
 def test_swapped_parts_are_and_draft_as_a_fresh_load(two_ranks: TestEngine, tmp_path: Path) -> None:
     other = perturbed_drafter(tmp_path / "other")
     assert swap(two_ranks, "stock", DRAFTER).ok
-    stock, stock_drafts = of_each_rank(two_ranks, "honed_checksum"), drafts_of(two_ranks)
+    stock, stock_drafts = two_ranks.checksums(), drafts_of(two_ranks)
     assert swap(two_ranks, "other", other).ok
-    swapped, swapped_drafts = of_each_rank(two_ranks, "honed_checksum"), drafts_of(two_ranks)
+    swapped, swapped_drafts = two_ranks.checksums(), drafts_of(two_ranks)
     # Put together from both ranks' parts, the weights are the file's.
     for sums, folder in ((stock, DRAFTER), (swapped, other)):
         assert len(set(sums)) == 1
@@ -252,5 +252,5 @@ def test_swapped_parts_are_and_draft_as_a_fresh_load(two_ranks: TestEngine, tmp_
     with engine(tmp_path / "fresh", drafter=other, **TWO_RANKS) as fresh:
         fresh.honed._recorder.is_logging_token_ids = True
         set_policy(fresh)
-        assert of_each_rank(fresh, "honed_checksum") == swapped
+        assert fresh.checksums() == swapped
         assert drafts_of(fresh) == swapped_drafts

@@ -38,12 +38,12 @@ def test_a_bad_checkpoint_is_refused_and_changes_nothing(attached: TestEngine, t
     else:
         save_file(tensors | {"norm.weight": torch.full_like(tensors["norm.weight"], torch.nan)}, file)
     attached.honed.before_schedule()
-    before = attached.rpc("honed_checksum")
+    before = attached.checksum()
     result = swap(attached, f"bad-{damage}", folder, sha256)
     assert not result.ok
     assert "\n" not in result.error
     assert len(result.error) > 20
-    assert attached.rpc("honed_checksum") == before
+    assert attached.checksum() == before
 
 
 def answers_of(running: TestEngine) -> list[list[int]]:
@@ -60,14 +60,14 @@ def test_versions_that_take_turns_are_held_and_exact(attached: TestEngine, tmp_p
         result = swap(attached, version, folders[version], drops_cache="1", **turns)
         assert result.ok, result.error
         assert (result.figures["stage_ms"] > 0) == (number == 0)  # read once, both of them
-        assert attached.rpc("honed_checksum") == sums.setdefault(version, attached.rpc("honed_checksum"))
+        assert attached.checksum() == sums.setdefault(version, attached.checksum())
         assert answers_of(attached) == plain
     assert sums["stock"] != sums["other"]
     swapper = worker_of(attached)._honed_side.swapper
     assert set(swapper._held) == {"stock", "other"}
     assert swap(attached, "stock", DRAFTER).ok
     assert not swapper._held  # the last swap lets go of the memory
-    assert attached.rpc("honed_checksum") == sums["stock"]
+    assert attached.checksum() == sums["stock"]
 
 
 @pytest.mark.parametrize("drops_cache", ["0", "1"])
@@ -127,14 +127,14 @@ def target_parameters(running: TestEngine) -> list[tuple[str, torch.Tensor]]:
 def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_path: Path) -> None:
     other = perturbed_drafter(tmp_path / "other")
     plain = answers_of(attached)
-    stock_sum, stock_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
+    stock_sum, stock_drafts = attached.checksum(), drafts_of(attached)
     target_weights = [p for n, p in target_parameters(attached) if "embed_tokens" in n or "lm_head" in n]
     addresses, sums = [p.data_ptr() for p in target_weights], [float(p.double().sum()) for p in target_weights]
 
     result = swap(attached, "other", other)
     assert result.ok, result.error
     assert result.figures["pause_ms"] > 0
-    swapped_sum, swapped_drafts = attached.rpc("honed_checksum"), drafts_of(attached)
+    swapped_sum, swapped_drafts = attached.checksum(), drafts_of(attached)
     assert swapped_sum != stock_sum
     assert swapped_drafts != stock_drafts
     assert answers_of(attached) == plain, "a swap changed the output"
@@ -142,11 +142,11 @@ def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_pa
     assert [float(p.double().sum()) for p in target_weights] == sums
 
     assert swap(attached, "stock", DRAFTER).ok
-    assert attached.rpc("honed_checksum") == stock_sum
+    assert attached.checksum() == stock_sum
     assert drafts_of(attached) == stock_drafts
 
     # Last: when an engine ends it takes vLLM's process groups with it, and the other one can't load weights any more.
     with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_V2 else 8) as fresh:
         fresh.honed.before_schedule()
-        assert fresh.rpc("honed_checksum") == swapped_sum
+        assert fresh.checksum() == swapped_sum
         assert drafts_of(fresh) == swapped_drafts
