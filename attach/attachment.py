@@ -139,6 +139,13 @@ class Attachment:
         self._began_ns = time.monotonic_ns()
 
     @guarded
+    def without_requests(self) -> None:
+        """There is nothing to schedule, and yet the engine may be at work: with experts spread over replicas, all of them step
+        as long as one has something to do."""
+        if self._pending_policy is not None or self.commands.is_pending:
+            self._take_news()
+
+    @guarded
     def _take_news(self) -> None:
         if self._workers.attach():
             self._publisher.reintroduce()

@@ -191,6 +191,10 @@ WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
     Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
+    # A replica without requests that steps along with the others asks nothing else (scheduler.py).
+    Method(_SCHED, "Scheduler", "has_requests"),
+    Method(_CORE, "EngineCore", "step", calls=("has_requests",)),
+    Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("has_requests",)),
     Method(_CORE, "EngineCore", "sleep", calls=("sleep",)),
     Method(_CORE, "EngineCore", "wake_up", calls=("wake_up",)),
     # Steps and calls reach all ranks through one queue: that is why a swap comes between the same two steps on each.

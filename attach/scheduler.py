@@ -95,6 +95,13 @@ class _HonedScheduler:
         honed.after_schedule()
         return output
 
+    def has_requests(self) -> bool:
+        # Asked before every step, and where there is nothing to schedule it is all that is asked.
+        found: bool = super().has_requests()  # type: ignore[misc]
+        if not found and self._honed is not None:
+            self._honed.without_requests()
+        return found
+
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         honed = self._honed
         if honed is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ def perturbed_drafter(folder: Path) -> Path:
     return folder
 
 
-def swap(running: TestEngine, version: str, folder: Path, sha256: str = "", **more: str) -> wire.CommandResult:
-    """Ask for a swap as the daemon does, and let the engine's thread get on with it."""
+def swap(
+    running: TestEngine, version: str, folder: Path, sha256: str = "", step: Callable[[], object] | None = None, **more: str
+) -> wire.CommandResult:
+    """Ask for a swap as the daemon does, and let the engine's thread get on with it.
+
+    Args:
+        step: what that does again and again; None: it begins to schedule a step.
+    """
     results: list[wire.CommandResult] = []
     commands = running.honed.commands
     commands._report = results.append
@@ -39,7 +46,7 @@ def swap(running: TestEngine, version: str, folder: Path, sha256: str = "", **mo
     commands.put(wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args))
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
-        running.honed.before_schedule()
+        (step or running.honed.before_schedule)()
         if results:
             return results[0]
         time.sleep(0.005)

@@ -46,6 +46,16 @@ def test_a_bad_checkpoint_is_refused_and_changes_nothing(attached: TestEngine, t
     assert attached.checksum() == before
 
 
+def test_an_engine_without_requests_that_steps_along_takes_a_swap(attached: TestEngine, tmp_path: Path) -> None:
+    """As a replica does whose experts another one needs: it is never idle, and has nothing to schedule."""
+    attached.honed.before_schedule()
+    before, asked = attached.checksum(), attached.core.step_fn
+    assert swap(attached, "other", perturbed_drafter(tmp_path / "other"), step=asked).ok
+    assert attached.checksum() != before
+    assert swap(attached, "stock", DRAFTER, step=asked).ok
+    assert attached.checksum() == before
+
+
 def answers_of(running: TestEngine) -> list[list[int]]:
     return running.generate(PROMPTS, temperature=0.0, max_tokens=MAX_TOKENS)
 
