@@ -104,6 +104,7 @@ class Plans:
         gained = np.concatenate([[0.0], np.cumsum(np.repeat(gains, count))])
         seconds = self.model.fixed_seconds(count, context_tokens, 0) + self.model.token_seconds(count + num_drafts)
         seconds += self.model.draft_seconds(count, len(gains), context_tokens)[-(-num_drafts // count)]
+        seconds *= [self.model.kind_factor(count, drafts) for drafts in num_drafts.tolist()]
         rate = count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
         return int(rate.argmax())
 

@@ -142,13 +142,17 @@ def choose(
     table = gains if isinstance(gains, CurveTable) else CurveTable.of(gains)
     num_curves, depth = table.gains.shape
     count = num_curves if group is None else len(group)
+    seconds, captured_below = model.price_tables(count * (depth + 1) + num_prefill_tokens)
+    if not num_prefill_tokens:
+        seconds = compiled.with_kinds(seconds, *model.kind_table(), count, depth, model.parameter_array, context_tokens)
     found = compiled.search(
         table.gains,
         table.parts,
         np.arange(count) if group is None else group,
         np.full(count, depth) if ceilings is None else ceilings,
         model.parameter_array,
-        *model.price_tables(count * (depth + 1) + num_prefill_tokens),
+        seconds,
+        captured_below,
         context_tokens,
         num_prefill_tokens,
         is_latency,
@@ -201,6 +205,7 @@ def choose_equal(
         drafting = model.block_seconds(count, k, context_tokens) if k else 0.0
         num_drafts = k * count if ceilings is None else int(np.minimum(ceilings, k).sum())
         seconds = fixed + model.seconds_of_tokens(base + num_drafts) + drafting
+        seconds *= model.kind_factor(count, num_drafts, num_prefill_tokens)
         if num_drafts < k * count:
             seconds *= LOST_GRAPH
         rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)

@@ -384,6 +384,32 @@ def _table(address: int, rows: int, columns: int) -> Floats:
 
 
 @_compiled
+def with_kinds(
+    token_seconds: Floats, rows: Ints, effects: Floats, count: int, depth: int, parameters: Floats, context_tokens: int
+) -> Floats:
+    """Add to the prices of totals what a batch's kinds of steps cost beside the formula: see `StepTimeModel.kind_table`.
+
+    Returns:
+        prices of the totals that a batch without prompts may have, [count · (depth + 1) + 1].
+    """
+    kind = int(4.0 * math.log2(count)) if count > 0 else -1
+    row = rows[kind] - 1 if 0 <= kind < len(rows) else -1
+    if row < 0:
+        return token_seconds
+    last = effects.shape[1] - 1
+    fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, 0)
+    made = token_seconds[: count * (depth + 1) + 1].copy()
+    made[count] += effects[row, 0] * (fixed + made[count])
+    for length in range(depth):  # and some of the requests one more
+        before = effects[row, min(length, last)]
+        slope = (effects[row, min(length + 1, last)] - before) / count
+        first, seconds = count * (length + 1), fixed + drafting + (length + 1) * per_block_token
+        for more in range(1, count + 1):
+            made[first + more] += (before + slope * more) * (seconds + made[first + more])
+    return made
+
+
+@_compiled
 def decide_at(address: int) -> None:
     """`curves` and `search` in one, for what lies on the desk at an address (`desk.DESK`); what is found is put there."""
     desk = carray(_pointer(address), (1,), DESK)[0]
@@ -408,9 +434,16 @@ def decide_at(address: int) -> None:
     if context_tokens < 0:
         context_tokens = noted
     shape = desk["num_curves"], desk["depth"]
+    token_seconds = _floats(desk["token_seconds"], desk["num_totals"])
+    if desk["num_prefill_tokens"] == 0 and desk["num_kind_rows"] > 0:
+        token_seconds = with_kinds(
+            token_seconds, _ints(desk["kind_rows"], desk["num_batch_kinds"]),
+            _table(desk["kind_effects"], desk["num_kind_rows"], desk["num_kind_lengths"]), count, desk["depth"],
+            _floats(desk["parameters"], desk["num_parameters"]), context_tokens,
+        )  # fmt: skip
     lengths, longest, threshold, cap, _, _, _ = search(
         _table(desk["gains"], shape[0], shape[1]), carray(_pointer(desk["parts"]), shape, np.uint16), group, ceilings,
-        _floats(desk["parameters"], desk["num_parameters"]), _floats(desk["token_seconds"], desk["num_totals"]),
+        _floats(desk["parameters"], desk["num_parameters"]), token_seconds,
         _ints(desk["captured_below"], desk["num_totals"]), context_tokens, desk["num_prefill_tokens"],
         desk["is_latency"] != 0, (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
     )  # fmt: skip
@@ -437,12 +470,14 @@ def prepare() -> None:
     parts, seconds, captured = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64)
     parameters = np.ones(len(PARAMETERS))
     curves(slots, requests, workloads, True, table)
+    with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
     nobody, desk = array("q"), Desk()
     desk.put(
         known=requests, num_slots=1, workloads=workloads, num_rows=1, steps=table, num_buckets=2, gains=table, parts=parts,
         num_curves=1, depth=2, on_failure=table, on_success=table, num_outcomes=2, parameters=parameters,
         num_parameters=len(PARAMETERS), token_seconds=seconds, captured_below=captured, num_totals=8, lengths=slots,
+        kind_rows=slots, num_batch_kinds=1, kind_effects=table, num_kind_rows=1, num_kind_lengths=2,
     )  # fmt: skip
     desk.call(nobody)
     desk.learn(nobody, nobody)

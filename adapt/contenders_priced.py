@@ -32,8 +32,9 @@ class _Priced(Contender):
     def _seconds(self, num_requests: int, length: int, context_tokens: int, num_prefill_tokens: int) -> float:
         """Price a step in which every request gets `length` draft tokens; asks the model, which must be ready."""
         model, tokens = self._model, num_requests * (length + 1) + num_prefill_tokens
-        fixed = model.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
-        return fixed + model.seconds_of_tokens(tokens) + float(model.draft_seconds(num_requests, length, context_tokens)[-1])
+        seconds = model.fixed_seconds(num_requests, context_tokens, num_prefill_tokens) + model.seconds_of_tokens(tokens)
+        seconds += float(model.draft_seconds(num_requests, length, context_tokens)[-1])
+        return seconds * model.kind_factor(num_requests, num_requests * length, num_prefill_tokens)
 
 
 class Kelly(_Priced):

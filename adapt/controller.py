@@ -122,6 +122,7 @@ class EngineController:
             max_k=max_k,
             priors=self._acceptance.priors(),
             step_seconds=[float(f"{value:.6g}") for value in model.parameters],
+            kind_effects=list(model.kinds),
             draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],
             captured_tokens=list(settings.captured_tokens),
             hysteresis=settings.hysteresis,

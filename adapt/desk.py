@@ -59,6 +59,11 @@ DESK = np.dtype(
         ("token_seconds", np.int64),  # [T]
         ("captured_below", np.int64),  # [T]
         ("num_totals", np.int64),  # T
+        ("kind_rows", np.int64),  # of each kind of batch, [B]
+        ("num_batch_kinds", np.int64),
+        ("kind_effects", np.int64),  # [rows, D]
+        ("num_kind_rows", np.int64),
+        ("num_kind_lengths", np.int64),  # D
     ]
 )
 """All fields are 8 bytes wide."""

@@ -15,6 +15,8 @@ FEATURE_STEP = 0.03
 """A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
+KIND_STEP = 0.02
+"""The same of one kind of steps: many of them are little seen."""
 SHIFT_STEP = 0.05
 """A factor on the failure odds that moved by more (relative) is material."""
 _LIMITS = (
@@ -36,7 +38,12 @@ def _limits(old: Policy, new: Policy) -> str:
         if before != after:
             return f"{name} {before!r} -> {after!r}"
     as_old = msgspec.structs.replace(
-        new, generation=old.generation, priors=old.priors, step_seconds=old.step_seconds, draft_seconds=old.draft_seconds
+        new,
+        generation=old.generation,
+        priors=old.priors,
+        step_seconds=old.step_seconds,
+        draft_seconds=old.draft_seconds,
+        kind_effects=old.kind_effects,
     )
     return "settings" if as_old != old else ""
 
@@ -85,4 +92,9 @@ def _step_time(old: Policy, new: Policy, max_num_seqs: int) -> str:
             was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
             if abs(was / now - 1.0) > SECONDS_STEP:
                 return f"step time of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
+    for batch, k in sorted({(batch, k) for batch, k, _ in (*before.kinds, *after.kinds)}):
+        count = round(2.0 ** (batch / 4.0))
+        was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
+        if abs(was / now - 1.0) > KIND_STEP:
+            return f"step time of {count} requests with {k} drafts each: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
     return ""

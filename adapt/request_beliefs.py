@@ -203,10 +203,12 @@ class RequestBeliefs:
         """Lay out the prices of steps of so many tokens."""
         model = self._tables.model
         seconds, captured_below = model.price_tables(num_tokens)
+        self._kinds = kind_rows, effects = model.kind_table()  # held: the desk knows but where they are
         self._num_priced = len(seconds)
         self._desk.put(
             parameters=model.parameter_array, num_parameters=len(model.parameters), token_seconds=seconds,
-            captured_below=captured_below, num_totals=len(seconds),
+            captured_below=captured_below, num_totals=len(seconds), kind_rows=kind_rows, num_batch_kinds=len(kind_rows),
+            kind_effects=effects, num_kind_rows=len(effects), num_kind_lengths=effects.shape[1],
         )  # fmt: skip
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:

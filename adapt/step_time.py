@@ -18,11 +18,14 @@ when a step is priced.
 The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
 latest steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
 Steps with prompts in them are told apart more coarsely, or their many kinds would be all that is kept. What steps in a row
-have in common, the machine's spells, is told from what their kinds cost (`spells`).
+have in common, the machine's spells, is told from what their kinds cost (`spells`). Where a machine's kernels change at sizes
+that this formula doesn't know, kinds of steps without prompts have a price of their own beside it (`kind_effects`), as far as
+was measured; T may then fall where something grows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +34,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from honed.adapt.acceptance import Floats, Ints
+from honed.adapt.kind_effects import kind_effects
 from honed.adapt.ranges import COUNT, Range, Ranges, check_ranges
 from honed.adapt.spells import Spells
 
@@ -57,7 +61,11 @@ _OUTDATED = 0.00025
 """Weight of a step that was measured before the world changed."""
 _REFIT_SHARE = 128
 """A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
+MOST_EFFECT = 0.5
+"""Of a kind of steps on its price, relative."""
 _TABLE_TOKENS = 8192
+_BATCHES, _LENGTHS = range(256), range(1024)
+"""Of kinds of steps, that a policy may name."""
 LEAST_SECONDS = 1e-7
 LEAST_LENGTHS = 2
 """Draft lengths that have to be seen before what a draft costs can be told from what a step costs."""
@@ -69,6 +77,9 @@ class StepTimeModel:
 
     parameters: tuple[float, ...] = ()
     captured_tokens: tuple[int, ...] = ()
+    kinds: tuple[tuple[int, int, float], ...] = ()
+    """(batch size as `batch_kind` rounds it, draft tokens per request, effect): such steps, if without prompts, take 1 + effect
+    times what the formula says."""
 
     @classmethod
     def from_policy(cls, policy: Policy) -> StepTimeModel:
@@ -76,7 +87,9 @@ class StepTimeModel:
         values = np.asarray(policy.step_seconds, dtype=np.float64)
         if len(values) != len(PARAMETERS) or not np.isfinite(values).all() or (values < 0.0).any() or not values.any():
             return cls()
-        return cls(tuple(values.tolist()), tuple(sorted(size for size in policy.captured_tokens if size > 0)))
+        sizes = tuple(sorted(size for size in policy.captured_tokens if size > 0))
+        kinds = tuple((b, k, v) for b, k, v in policy.kind_effects if b in _BATCHES and k in _LENGTHS and abs(v) <= MOST_EFFECT)
+        return cls(tuple(values.tolist()), sizes, kinds)
 
     @classmethod
     def of(cls, captured_tokens: Sequence[int] = (), **seconds: float) -> StepTimeModel:
@@ -153,7 +166,31 @@ class StepTimeModel:
         if is_verifying is not None and is_verifying != (block > 0):
             verifying, verifying_per_request = self.parameters[_VERIFYING]
             fixed += (1.0 if is_verifying else -1.0) * (verifying + verifying_per_request * num_requests)
-        return float(fixed + tokens + self.draft_seconds(num_requests, max(block, 0), context_tokens)[-1])
+        seconds = fixed + tokens + self.draft_seconds(num_requests, max(block, 0), context_tokens)[-1]
+        return float(seconds) * self.kind_factor(num_requests, num_tokens - num_requests, num_prefill_tokens)
+
+    def kind_factor(self, num_requests: int, num_draft_tokens: int, num_prefill_tokens: int = 0) -> float:
+        """How many times as long as the formula says a step takes, by its number of requests and of all their drafts."""
+        row = self._row_of_batch.get(batch_kind(num_requests)) if self.kinds and not num_prefill_tokens else None
+        if row is None:
+            return 1.0
+        return 1.0 + float(np.interp(num_draft_tokens / num_requests, np.arange(len(row)), row))
+
+    def kind_table(self) -> tuple[Ints, Floats]:
+        """Tabulate the same: row + 1 of each `batch_kind`, 0 without one, [B]; effects by drafts per request, [rows, D]."""
+        found = np.zeros(max(self._row_of_batch, default=-1) + 1, dtype=np.int64)
+        found[list(self._row_of_batch)] = np.arange(1, len(self._row_of_batch) + 1)
+        rows = list(self._row_of_batch.values())
+        return found, np.array(rows) if rows else np.zeros((0, 1))
+
+    @cached_property
+    def _row_of_batch(self) -> dict[int, Floats]:
+        """By `batch_kind`; between lengths that were seen on a line, beyond them as at the nearest."""
+        seen: dict[int, dict[int, float]] = {}
+        for batch, length, effect in self.kinds:
+            seen.setdefault(batch, {})[length] = effect
+        lengths = np.arange(max((length for _, length, _ in self.kinds), default=0) + 1)
+        return {b: np.interp(lengths, sorted(row), [row[k] for k in sorted(row)]) for b, row in sorted(seen.items())}
 
     @cached_property
     def _block_prices(self) -> tuple[float, float, float, float, float]:
@@ -325,7 +362,7 @@ class StepTimeLearner:
             return StepTimeModel()
         num_new = self.num_steps - self._fitted_at
         if not self._model.is_ready or num_new >= max(self.settings.refit_steps, int(self._held.sum()) // _REFIT_SHARE):
-            self._model = StepTimeModel(tuple(self._fit().tolist()), self.captured_tokens)
+            self._model = self._fit()
             self._fitted_at = self.num_steps
         return self._model
 
@@ -334,7 +371,7 @@ class StepTimeLearner:
         held: Ints = np.minimum(self._filled, self.settings.steps_per_kind)
         return held
 
-    def _fit(self) -> Floats:
+    def _fit(self) -> StepTimeModel:
         held = self._held
         mask = np.arange(self.settings.steps_per_kind) < held[:, None]
         typical = np.median(np.where(mask, self._rows[:, :, 6], np.nan)[held > 0], axis=1, keepdims=True)
@@ -344,7 +381,15 @@ class StepTimeLearner:
         rows = self._rows[mask]
         age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
         age[np.isneginf(rows[:, 7])] = _OUTDATED
-        return fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens, rows[:, 7])
+        parameters = fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens, rows[:, 7])
+        is_plain = np.isfinite(rows[:, 7]) & (rows[:, 3] == 0.0)
+        kinds = fit_kinds(rows[is_plain], parameters, self.captured_tokens)
+        return StepTimeModel(tuple(parameters.tolist()), self.captured_tokens, kinds)
+
+
+def batch_kind(num_requests: int) -> int:
+    """Round a batch size, in steps of a fifth."""
+    return int(4.0 * math.log2(num_requests))
 
 
 def kind_of(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
@@ -353,7 +398,30 @@ def kind_of(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, b
     per_request = max(round(num_draft_tokens / num_requests), 1) if num_draft_tokens else 0
     if num_prefill_tokens > 0:
         return int(np.log2(num_requests)), per_request, -1, num_prefill_tokens.bit_length()
-    return int(4.0 * np.log2(num_requests)), per_request, block, 0
+    return batch_kind(num_requests), per_request, block, 0
+
+
+def fit_kinds(rows: Floats, parameters: Floats, captured_tokens: Sequence[int]) -> tuple[tuple[int, int, float], ...]:
+    """Estimate `StepTimeModel.kinds` from steps without prompts.
+
+    Args:
+        rows: requests, tokens, context, 0, block, is verifying, seconds, number, [n, 8].
+        parameters: of the formula, [P].
+    """
+    if not len(rows):
+        return ()
+    expected = features(rows[:, :6], captured_tokens) @ parameters
+    residuals = rows[:, 6] / np.maximum(expected, LEAST_SECONDS) - 1.0
+    batch = (4.0 * np.log2(rows[:, 0])).astype(np.int64)
+    drafted = rows[:, 1] - rows[:, 0]
+    length = np.where(drafted > 0.0, np.maximum(np.rint(drafted / rows[:, 0]), 1.0), 0.0).astype(np.int64)
+    _, first, kind = np.unique(batch * len(_LENGTHS) + length, return_index=True, return_inverse=True)
+    spread = max(1.4826 * float(np.median(np.abs(residuals))), 0.005)
+    effects = kind_effects(residuals, kind, rows[:, 7], spread)
+    if not effects.any():
+        return ()
+    effects = np.clip(effects, -MOST_EFFECT, MOST_EFFECT)
+    return tuple((int(batch[at]), int(length[at]), round(float(v), 4)) for at, v in zip(first, effects, strict=True))
 
 
 def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:

@@ -288,6 +288,8 @@ class Policy(_Message, frozen=True):
     """With `equal_lengths`: the only ones, and none at all, that are chosen; empty: all are."""
     feeds_estimates: bool = False
     """Where vLLM's own adaptive verification is on, it is told step costs and each workload's acceptance."""
+    kind_effects: list[tuple[int, int, float]] = []
+    """What `step_seconds` doesn't say of kinds of steps, see adapt.step_time.StepTimeModel.kinds."""
 
 
 class Command(_Message, frozen=True):

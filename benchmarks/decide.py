@@ -141,7 +141,7 @@ def peak_mb(batch: int, steps: int = 400) -> float:
 
 
 def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) -> Policy:
-    """A goodput policy for three workloads."""
+    """A goodput policy for three workloads, with a price of its own for every kind of steps."""
     priors = [
         WorkloadPrior(
             workload=name, acceptance=np.clip(rng.normal(mean, 0.02, K), 0.05, 0.95).tolist(), strength=8.0,
@@ -152,6 +152,7 @@ def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) ->
     return Policy(
         engine_id="bench", generation=generation, ttl_s=1e9, kind="goodput", static_k=K, max_k=K, priors=priors,
         step_seconds=list(MODEL.parameters), captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],
+        kind_effects=[(batch, k, float(rng.normal(0.0, 0.02))) for batch in range(33) for k in range(K + 1)],
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class WithTruth(Steered):
         assert self._truth is not None
         changes: dict[str, object] = {}
         if "cost" in self._truths:
-            changes["step_seconds"] = list(self._model(self._truth.cost).parameters)
+            changes |= {"step_seconds": list(self._model(self._truth.cost).parameters), "kind_effects": []}
         if "explore" in self._truths and (policy.step_seconds or "cost" in self._truths):
             changes["explore_share"] = 0.0
         if "hysteresis" in self._truths:

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.adapt.block_size import LOST_GRAPH, OperatingPoint, allocate, choose, choose_equal, latency_gains
-from honed.adapt.step_time import StepTimeModel
+from honed.adapt.step_time import PARAMETERS, StepTimeModel, batch_kind
 
 
 def make_model(base=5e-3, token=1e-4, drafting=5e-4, block=0.0, captured=()):
@@ -41,6 +42,47 @@ models = st.builds(
     block=st.sampled_from([0.0, 1e-4, 1e-3]), captured=st.sampled_from([(), (4, 8, 16), (2, 3, 5, 9, 12)]),
 )  # fmt: skip
 seeds = st.integers(0, 2**32 - 1)
+kinds = st.dictionaries(
+    st.tuples(st.sampled_from([batch_kind(count) for count in (1, 2, 3, 4, 40)]), st.integers(0, 5)), st.floats(-0.4, 0.4)
+)
+"""What a machine's kinds of steps cost beside the formula."""
+
+
+def with_kinds(model, found):
+    return replace(model, kinds=tuple((batch, k, effect) for (batch, k), effect in found.items()))
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 4), models, kinds)
+def test_small_batches_get_the_optimum_where_kinds_of_steps_have_prices_of_their_own(
+    seed, count, num_spec_tokens, model, found
+):
+    model, survival = with_kinds(replace_block(model), found), make_survival(seed, count, num_spec_tokens)
+    lengths = allocate(survival, model)
+    assert goodput(survival, lengths, model) == pytest.approx(brute_force(survival, model))
+
+
+def replace_block(model):
+    """The same without a price by the block's length: effects are applied to that of the mean one."""
+    parameters = dict(zip(PARAMETERS, model.parameters, strict=True)) | {"per_block_token": 0.0}
+    return StepTimeModel.of(model.captured_tokens, **parameters)
+
+
+@settings(max_examples=30)
+@given(seeds, models, kinds)
+def test_one_length_for_everybody_follows_kinds_too(seed, model, found):
+    model, survival = with_kinds(model, found), make_survival(seed, 4, 4)
+    choice = choose_equal(survival.sum(axis=0).tolist(), 4, model)
+    assert choice.rate == pytest.approx(max(goodput(survival, [k] * 4, model) for k in range(5)))
+
+
+@settings(max_examples=20)
+@given(seeds, models, kinds)
+def test_large_batches_follow_kinds_too(seed, model, found):
+    model, survival = with_kinds(replace_block(model), found), make_survival(seed, 40, 15)
+    choice = choose(survival, model)
+    lengths = np.array(choice.num_draft_tokens)
+    assert choice.rate == pytest.approx(goodput(survival, lengths, model), rel=0.02)
+    assert choice.rate >= 0.98 * max(goodput(survival, [k] * 40, model) for k in range(16))
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4), models, st.integers(0, 30))

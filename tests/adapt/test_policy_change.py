@@ -48,6 +48,8 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
         ({"step_seconds": []}, "step times are unknown again"),
         ({"step_seconds": [6e-3, *STEP_SECONDS[1:]]}, "step time of 1 requests with 0 drafts: 5.30 -> 6.30 ms"),
         ({"step_seconds": [5.01e-3, *STEP_SECONDS[1:]]}, ""),
+        ({"kind_effects": [(8, 2, 0.1)]}, "step time of 4 requests with 2 drafts each: 9.30 -> 10.23 ms"),
+        ({"kind_effects": [(8, 2, 0.01)]}, ""),
     ],
 )  # fmt: skip
 def test_the_first_material_difference_is_named(changes: dict[str, Any], said: str) -> None:

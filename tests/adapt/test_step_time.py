@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +11,7 @@ from honed.adapt.step_time import (
     StepTimeLearner,
     StepTimeModel,
     StepTimeSettings,
+    batch_kind,
     pad_tokens,
     solve_non_negative,
 )
@@ -50,6 +54,65 @@ def test_it_finds_the_price_of_steps_despite_noise_and_outliers():
         for k in (0, 1, 3, 7):
             step = (requests, requests * (1 + k), requests * 1000, 0, k)
             assert model.seconds(*step) == pytest.approx(cpu_like(*step), rel=0.05)
+
+
+def kinked(requests, tokens, context, prefill, block):
+    """Two tokens take another kernel, slower than that of three; beyond six there is one more tile."""
+    seconds = 70e-3 + 2e-4 * tokens + 1e-5 * prefill + (2e-3 if block else 0.0)
+    return seconds * (1.12 if tokens == 2 else 1.1 if 6 < tokens <= 8 else 1.0)
+
+
+def learn_kinked(seed, has_spells):
+    rng, learner, slow = np.random.default_rng(seed), StepTimeLearner(), 1.0
+    for number in range(6000):
+        if has_spells and number % 16 == 0:
+            slow = 1.3 if rng.random() < 0.3 else 1.0
+        if number % 24 == 0:  # a setting stays for a while
+            k, requests = int(rng.choice((0, 1, 2, 3, 5, 7))), int(rng.choice((1, 4)))
+        tokens, context = requests * (1 + k), requests * int(rng.integers(100, 300))
+        seconds = slow * kinked(requests, tokens, context, 0, k) * rng.lognormal(0.0, 0.05)
+        learner.observe(requests, tokens, context, 0, requests * k, k, seconds)
+    return learner.model()
+
+
+def scatter(model):
+    """How far prices of one request's steps are from the truth, relative, but for what they have in common."""
+    prices = [model.seconds(1, 1 + k, 200, 0, k) / kinked(1, 1 + k, 200, 0, k) for k in (0, 1, 2, 3, 5, 7)]
+    return float(np.std(np.log(prices)))
+
+
+def test_prices_follow_what_no_formula_knows():
+    model = learn_kinked(5, has_spells=False)
+    assert scatter(model) < 0.01
+    assert scatter(StepTimeModel(model.parameters)) > 0.03
+    assert model.seconds(1, 2, 200, 0, 1) > 1.05 * model.seconds(1, 3, 200, 0, 2)
+
+
+def test_on_a_machine_with_spells_they_follow_it_as_far_as_it_can_be_told():
+    models = [learn_kinked(seed, has_spells=True) for seed in range(6)]
+    with_kinds, without = (
+        np.mean([scatter(one) for one in some]) for some in (models, [StepTimeModel(m.parameters) for m in models])
+    )
+    assert with_kinds < 0.8 * without
+
+
+def test_a_price_of_a_kind_is_between_its_neighbours_and_holds_for_steps_without_prompts():
+    model = StepTimeModel.of(base=1e-2, per_token=1e-3)
+    with_kinds = replace(model, kinds=((batch_kind(4), 1, 0.1), (batch_kind(4), 3, -0.2)))
+
+    def factor(requests, drafts, prefill=0):
+        step = (requests, requests + drafts + prefill, 0, prefill, 7)
+        return with_kinds.seconds(*step) / model.seconds(*step)
+
+    found = [factor(4, drafts) for drafts in (0, 4, 6, 8, 12, 28)]
+    assert found == pytest.approx([1.1, 1.1, 1.025, 0.95, 0.8, 0.8])
+    assert factor(1, 1) == factor(16, 16) == factor(4, 4, prefill=9) == 1.0
+
+
+@pytest.mark.parametrize("kind", [(8, 1, float("nan")), (8, 1, 7.0), (8, 1, -1.0), (-1, 1, 0.1), (8, -1, 0.1), (999, 1, 0.1)])
+def test_an_unusable_price_of_a_kind_is_none(kind):
+    policy = msgspec.structs.replace(make_policy([1e-3] * P), kind_effects=[kind, (8, 2, 0.1)])
+    assert StepTimeModel.from_policy(policy).kinds == ((8, 2, 0.1),)
 
 
 def test_a_mixture_of_experts_is_followed():
