@@ -61,6 +61,8 @@ _OUTDATED = 0.00025
 """Weight of a step that was measured before the world changed."""
 _REFIT_SHARE = 128
 """A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
+_KEPT_EFFECT = 0.9
+"""Share of the effects of kinds that outlives a change of the world: errors among them fade."""
 MOST_EFFECT = 0.5
 """Of a kind of steps on its price, relative."""
 _TABLE_TOKENS = 8192
@@ -294,6 +296,8 @@ class StepTimeLearner:
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
+        self._kinds_before: dict[tuple[int, int], float] = {}
+        """Of `StepTimeModel.kinds`, what was known when the world changed: how kernels differ from size to size stays."""
         self._fitted_at = self._started_at = 0
 
     def observe(
@@ -335,6 +339,7 @@ class StepTimeLearner:
             is_recent = rows[:, 7] > self.num_steps - num_recent
             rows[~is_recent, 6] *= factor
             rows[~is_recent, 7] = -np.inf
+        self._kinds_before |= {(batch, length): _KEPT_EFFECT * effect for batch, length, effect in self._model.kinds}
         self._model = StepTimeModel()
         self._started_at = self.num_steps
 
@@ -381,10 +386,55 @@ class StepTimeLearner:
         rows = self._rows[mask]
         age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
         age[np.isneginf(rows[:, 7])] = _OUTDATED
-        parameters = fit_parameters(rows[:, :6], rows[:, 6], age, scale, self.captured_tokens, rows[:, 7])
-        is_plain = np.isfinite(rows[:, 7]) & (rows[:, 3] == 0.0)
-        kinds = fit_kinds(rows[is_plain], parameters, self.captured_tokens)
-        return StepTimeModel(tuple(parameters.tolist()), self.captured_tokens, kinds)
+        kinds = StepKinds(rows, self._kinds_before)
+        seconds = rows[:, 6] / kinds.factors
+        parameters = fit_parameters(rows[:, :6], seconds, age, scale / kinds.factors, self.captured_tokens, rows[:, 7])
+        expected = features(rows[:, :6], self.captured_tokens) @ parameters
+        return StepTimeModel(tuple(parameters.tolist()), self.captured_tokens, kinds.fit(seconds, expected))
+
+
+class StepKinds:
+    """What kinds the steps of a sample are of, and what is expected of these beside the formula.
+
+    Args:
+        rows: requests, tokens, context, prefill, block, is verifying, seconds, number (−inf: outdated) of each step, [n, 8].
+        before: (batch size as `batch_kind` rounds it, draft tokens per request) -> effect, as far as it is known.
+    """
+
+    def __init__(self, rows: Floats, before: dict[tuple[int, int], float]) -> None:
+        self._known, self._numbers = before, rows[:, 7]
+        self._is_plain = rows[:, 3] == 0.0
+        plain = rows[self._is_plain]
+        batch = (4.0 * np.log2(plain[:, 0])).astype(np.int64)
+        drafted = plain[:, 1] - plain[:, 0]
+        length = np.where(drafted > 0.0, np.maximum(np.rint(drafted / plain[:, 0]), 1.0), 0.0).astype(np.int64)
+        _, first, kind = np.unique(batch * len(_LENGTHS) + length, return_index=True, return_inverse=True)
+        self._names = list(zip(batch[first].tolist(), length[first].tolist(), strict=True))
+        self._kind: Ints = np.full(len(rows), -1)
+        self._kind[self._is_plain] = kind
+        effects = np.array([before.get(name, 0.0) for name in self._names])
+        self.factors: Floats = np.ones(len(rows))
+        """How many times as long as the formula says each step is expected to take, [n]."""
+        self.factors[self._is_plain] += effects[kind]
+
+    def fit(self, seconds: Floats, expected: Floats) -> tuple[tuple[int, int, float], ...]:
+        """Estimate `StepTimeModel.kinds`. What is known of kinds that aren't among the steps stays.
+
+        Args:
+            seconds: of each step, divided by `factors`, [n].
+            expected: what the formula says, [n].
+        """
+        is_new = self._is_plain & np.isfinite(self._numbers)
+        found = dict(self._known)
+        if is_new.any():
+            residuals = seconds[is_new] / np.maximum(expected[is_new], LEAST_SECONDS) - 1.0
+            spread = max(1.4826 * float(np.median(np.abs(residuals))), 0.005)
+            there, kind = np.unique(self._kind[is_new], return_inverse=True)
+            for at, effect in zip(there.tolist(), kind_effects(residuals, kind, self._numbers[is_new], spread), strict=True):
+                name = self._names[at]
+                found[name] = (1.0 + found.get(name, 0.0)) * (1.0 + float(effect)) - 1.0
+        rounded = {name: round(min(max(effect, -MOST_EFFECT), MOST_EFFECT), 4) for name, effect in found.items()}
+        return tuple((*name, effect) for name, effect in rounded.items()) if any(rounded.values()) else ()
 
 
 def batch_kind(num_requests: int) -> int:
@@ -399,29 +449,6 @@ def kind_of(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, b
     if num_prefill_tokens > 0:
         return int(np.log2(num_requests)), per_request, -1, num_prefill_tokens.bit_length()
     return batch_kind(num_requests), per_request, block, 0
-
-
-def fit_kinds(rows: Floats, parameters: Floats, captured_tokens: Sequence[int]) -> tuple[tuple[int, int, float], ...]:
-    """Estimate `StepTimeModel.kinds` from steps without prompts.
-
-    Args:
-        rows: requests, tokens, context, 0, block, is verifying, seconds, number, [n, 8].
-        parameters: of the formula, [P].
-    """
-    if not len(rows):
-        return ()
-    expected = features(rows[:, :6], captured_tokens) @ parameters
-    residuals = rows[:, 6] / np.maximum(expected, LEAST_SECONDS) - 1.0
-    batch = (4.0 * np.log2(rows[:, 0])).astype(np.int64)
-    drafted = rows[:, 1] - rows[:, 0]
-    length = np.where(drafted > 0.0, np.maximum(np.rint(drafted / rows[:, 0]), 1.0), 0.0).astype(np.int64)
-    _, first, kind = np.unique(batch * len(_LENGTHS) + length, return_index=True, return_inverse=True)
-    spread = max(1.4826 * float(np.median(np.abs(residuals))), 0.005)
-    effects = kind_effects(residuals, kind, rows[:, 7], spread)
-    if not effects.any():
-        return ()
-    effects = np.clip(effects, -MOST_EFFECT, MOST_EFFECT)
-    return tuple((int(batch[at]), int(length[at]), round(float(v), 4)) for at, v in zip(first, effects, strict=True))
 
 
 def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:

@@ -96,6 +96,26 @@ def test_on_a_machine_with_spells_they_follow_it_as_far_as_it_can_be_told():
     assert with_kinds < 0.8 * without
 
 
+def test_they_outlive_a_change_of_the_world():
+    """Another process on the device: all takes twice as long, and kernels still differ as they did."""
+    rng, learner = np.random.default_rng(7), StepTimeLearner()
+
+    def run(steps, slow, lengths):
+        for number in range(steps):
+            if number % 24 == 0:
+                k = int(rng.choice(lengths))
+            seconds = slow * kinked(1, 1 + k, 200, 0, k) * rng.lognormal(0.0, 0.05)
+            learner.observe(1, 1 + k, 200, 0, k, k, seconds)
+
+    run(3000, 1.0, (0, 1, 2, 3, 5, 7))
+    assert scatter(learner.model()) < 0.01
+    run(64, 2.0, (0, 2))
+    learner.restart(64, 2.0)
+    assert scatter(learner.model()) < 0.02
+    run(200, 2.0, (0, 2, 3))
+    assert scatter(learner.model()) < 0.02
+
+
 def test_a_price_of_a_kind_is_between_its_neighbours_and_holds_for_steps_without_prompts():
     model = StepTimeModel.of(base=1e-2, per_token=1e-3)
     with_kinds = replace(model, kinds=((batch_kind(4), 1, 0.1), (batch_kind(4), 3, -0.2)))
