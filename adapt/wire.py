@@ -17,6 +17,11 @@ import msgspec
 WIRE_VERSION = 1
 """Raised only when an older peer could misread a newer one; fields added with defaults don't raise it."""
 
+LOST_DRAFTER = "lost"
+"""Instead of a drafter's version: vLLM threw its weights away in its sleep, and what is in their place isn't known."""
+FOREIGN_DRAFTER = "foreign"
+"""Instead of a drafter's version: weights came through vLLM's own endpoints, from somebody who isn't honed."""
+
 
 class WireError(ValueError):
     """A frame that isn't a message of this wire version; the text says what was wrong with it."""
@@ -188,6 +193,8 @@ class EngineStatus(_Message, frozen=True):
     step: int = 0
     is_asleep: bool = False
     """vLLM's sleep mode: the weights aren't on the device."""
+    target_updates: int = 0
+    """How often vLLM was given other weights of the target in this boot, without being started anew."""
 
 
 class CommandResult(_Message, frozen=True):

@@ -37,8 +37,6 @@ from honed.attach.worker_link import WorkerLink
 
 logger = logging.getLogger("honed.attach")
 
-LOST = "lost"
-"""Instead of a drafter's version: vLLM threw its weights away in its sleep, and what is in their place isn't known."""
 MOST_NOTED = 8
 """Requests of a step that are asked how long they are: it takes the caches long to find one. The others are as long as they
 were then, and what they got since."""
@@ -75,6 +73,9 @@ class Attachment:
         self._drafting_version = ""
         """Version whose drafts the next step verifies: a swap comes between a draft pass and its verification."""
         self._drafter_generation = 0
+        self._target_updates = 0
+        self._is_drafter_here = True
+        """False while vLLM sleeps, until somebody brings the drafter other weights."""
         self._step = 0
         self._began_ns = 0
         self._decide_ns = 0
@@ -100,6 +101,7 @@ class Attachment:
             (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake
         )
         self._workers.watch_sleep(self.fell_asleep, self.woke_up)
+        self._workers.watch_weights(self._take_news, self.weights_came)  # the workers have to be attached by then
         if self._can_decide:
             self._decider.prepare()
         self._publisher.start()
@@ -252,19 +254,34 @@ class Attachment:
     @guarded
     def fell_asleep(self) -> None:
         """vLLM's sleep mode: the device's memory is somebody else's until it wakes up. The trainer is to keep off it, too."""
-        self.commands.is_asleep = True
+        self.commands.is_asleep, self._is_drafter_here = True, False
         self._set_busy()
         self.commands.run()
 
     @guarded
     def woke_up(self, are_weights_lost: bool) -> None:
-        """All of the device's memory is back. A drafter that was thrown away has no version: the daemon brings it to one."""
+        """All of the device's memory is back. A drafter that was thrown away has no version: the daemon brings it to one.
+
+        Unless somebody else has brought it one meanwhile.
+        """
         self.commands.is_asleep = False
         self._set_busy()
-        if are_weights_lost and "swap" in self._workers.findings.capabilities:
+        if are_weights_lost and self._can_swap and not self._is_drafter_here:
             logger.warning("honed: vLLM threw the drafter's weights away in its sleep; the daemon has to bring them back")
-            self._drafter_version = self._drafting_version = LOST
-            self._drafter_generation += 1
+            self._note_drafter(wire.LOST_DRAFTER)
+            self._drafting_version = wire.LOST_DRAFTER
+            self.commands.take_over()
+
+    @guarded
+    def weights_came(self, is_draft: bool) -> None:
+        """Through vLLM's own endpoints, for the target or for the drafter: that is honed's no longer, until it is told so."""
+        if not is_draft:
+            self._target_updates += 1
+        elif self._can_swap:
+            logger.warning("honed: the drafter's weights came through vLLM's endpoint: left alone until a version is promoted")
+            self.commands.give_way()
+            self._is_drafter_here = True
+            self._note_drafter(wire.FOREIGN_DRAFTER)
 
     @guarded
     def stop(self) -> None:
@@ -275,8 +292,17 @@ class Attachment:
 
     # --- helpers on the engine's thread -------------------------------------------------------------------------------
 
+    @property
+    def _can_swap(self) -> bool:
+        return "swap" in self._workers.findings.capabilities
+
     def _set_busy(self) -> None:
         self._busy.set(self.commands.is_asleep or len(self._requests) > 0)
+
+    def _note_drafter(self, version: str) -> None:
+        self._drafter_version = version
+        self._drafter_generation += 1
+        self._workers.label(version)
 
     def _dropped(self, output: Any) -> set[str]:
         """Requests whose tokens of this step vLLM is about to drop: it has taken them up anew since the step was scheduled."""
@@ -362,6 +388,7 @@ class Attachment:
             captured_bytes=int(self._workers.captured.get("bytes", 0)),
             step=self._step,
             is_asleep=self.commands.is_asleep,
+            target_updates=self._target_updates,
         )
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:

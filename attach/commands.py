@@ -21,6 +21,7 @@ from honed.adapt import wire
 logger = logging.getLogger("honed.attach")
 
 ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the device: wake it up, or wait until it is"
+FOREIGN = "the drafter's weights came through vLLM's own endpoint; they are left alone until a version is promoted"
 STAGE_TIMEOUT_S = 300.0
 CHECKSUM_TIMEOUT_S = 50.0
 MOST_UNHASHED = 4
@@ -60,6 +61,7 @@ class CommandRunner:
         self._next_poll_s = 0.0
         self._answered: dict[str, wire.CommandResult] = {}
         self._lease: _Lease | None = None
+        self._is_foreign = False
         self.is_asleep = False
         """Engine thread: the device's memory isn't there. Commands are refused until it is back, a lease is overstayed."""
 
@@ -99,12 +101,28 @@ class CommandRunner:
         while self._queue:
             self._answer(self._queue.popleft(), error=ASLEEP, detail={"asleep": "1"})
 
+    def give_way(self) -> None:
+        """Engine thread: the drafter's weights are somebody else's now, and only a swap that knows that may overwrite them."""
+        self._is_foreign, self._lease = True, None
+        if self._staging is not None:
+            self._refuse_foreign(self._staging[0])
+            self._staging = None
+
+    def take_over(self) -> None:
+        """Engine thread: they are gone."""
+        self._is_foreign = False
+
+    def _refuse_foreign(self, command: wire.Command) -> None:
+        self._answer(command, error=FOREIGN, detail={"foreign": "1"})
+
     def _start(self, command: wire.Command) -> None:
         if command.command_id in self._answered:  # sent again after a reconnect
             self._report(self._answered[command.command_id])
             return
         try:
-            if command.kind == "swap":
+            if command.kind == "swap" and self._is_foreign and command.args.get("takes_over") != "1":
+                self._refuse_foreign(command)
+            elif command.kind == "swap":
                 answers = self._rpc("honed_stage", _versions(command.args))
                 self._staging = (command, time.monotonic())
                 self._next_poll_s = 0.0
@@ -169,7 +187,7 @@ class CommandRunner:
         began_ns = time.monotonic_ns()
         figures: list[dict[str, float]] = self._rpc("honed_apply", args["version"], bool(beside))
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._staging = self._lease = None
+        self._staging, self._lease, self._is_foreign = None, None, False
         self._on_swapped(args["version"], drops_cache)
         steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
         logger.info("honed: drafter version %s serves; steps of each rank before it: %s", args["version"], " ".join(steps))

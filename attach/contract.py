@@ -185,12 +185,18 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Constant("v1/spec_decode/utils.py", "", "PADDING_SLOT_ID", -1),
 )  # fmt: skip
 
+_WEIGHT_UPDATE = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
+
 WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
     # vLLM's sleep mode: device memory, the weights included, isn't there meanwhile (engine_hook.py).
     Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
     Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
+    # vLLM's own endpoints for new weights (engine_hook.py).
+    *(Method("v1/engine/async_llm.py", "AsyncLLM", name, calls=("collective_rpc",)) for name in _WEIGHT_UPDATE),
+    *(Method("v1/worker/gpu_worker.py", "Worker", name) for name in (*_WEIGHT_UPDATE, "reload_weights")),
+    Method(_CORE, "EngineCore", "collective_rpc", first=("method",), calls=("collective_rpc",)),
     # A replica without requests that steps along with the others asks nothing else (scheduler.py).
     Method(_SCHED, "Scheduler", "has_requests"),
     Method(_CORE, "EngineCore", "step", calls=("has_requests",)),
@@ -248,6 +254,16 @@ CAPTURE: tuple[Clause, ...] = (
 
 SWAP: tuple[Clause, ...] = (
     *WORKERS,
+    # New weights of the drafter through vLLM's own endpoints (arriving_weights.py).
+    Method("v1/worker/gpu_worker.py", "Worker", "_set_draft_weight_update_target", calls=("set_weight_update_target",)),
+    Method("v1/worker/gpu_worker.py", "Worker", "_start_weight_update", calls=("_set_draft_weight_update_target",)),
+    Method("v1/worker/gpu_worker.py", "Worker", "finish_weight_update", calls=("finish_weight_update",)),
+    Attributes("v1/worker/gpu_worker.py", "Worker", ("weight_transfer_engine", "_weight_update_is_draft")),
+    Method(
+        "distributed/weight_transfer/base.py", "WeightTransferEngine", "set_weight_update_target",
+        first=("model", "model_config"),
+    ),
+    Attributes("distributed/weight_transfer/base.py", "WeightTransferEngine", ("model_config",)),
     Method(_SCHED, "Scheduler", "reset_prefix_cache", ("reset_running_requests",)),
     Attributes(
         _DFLASH, "DFlashQwen3Model",

@@ -3,7 +3,7 @@
 vLLM has no supported interface for either. What is relied on, all of it private: `EngineCore._initialize_kv_caches` is the
 first method that runs after plugins are loaded (it lets us note the instance); `EngineCore._idle_state_callbacks` are called
 on the engine's thread when there is no work; a WAKEUP in `EngineCoreProc.input_queue` ends the idle wait. An upstream
-`EngineCore.call_soon(callback)` would replace this module.
+`EngineCore.call_soon(callback)` would replace this module, with events for sleep and for new weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("honed.attach")
+
+_BEGINS = ("start_weight_update", "start_draft_weight_update")
+_ENDS = ("finish_weight_update", "reload_weights")
+_WRITES = ("update_weights", *_ENDS)
+"""Methods of vLLM's workers that are called through `EngineCore.collective_rpc`."""
 
 _current: weakref.ref[Any] | None = None
 
@@ -99,6 +104,38 @@ class Engine:
                 on_wake(were_lost)
 
         executor.sleep, executor.wake_up = sleeping, waking
+
+    def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
+        """Once: be told, on the engine's thread, when vLLM's own endpoints gave a model other weights.
+
+        Args:
+            on_begin: called before anything arrives.
+            on_change: told whether it was the drafter, rather than the target. The target's may have come in half; of the
+                drafter's all are in place, or none (`arriving_weights`).
+        """
+        core = self._core()
+        call, is_draft = getattr(core, "collective_rpc", None), False
+        if core is None or call is None:
+            return
+
+        @functools.wraps(call)
+        def watching(method: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_draft
+            if method in _BEGINS:
+                is_draft = method == "start_draft_weight_update"
+                on_begin()
+            is_of_draft = is_draft and method != "reload_weights"
+            try:
+                results = call(method, *args, **kwargs)
+            except BaseException:
+                if method in _WRITES and not is_of_draft:
+                    on_change(False)
+                raise
+            if method in _ENDS:
+                on_change(is_of_draft)
+            return results
+
+        core.collective_rpc = watching
 
     def call_when_idle(self, callback: Callable[[], None]) -> bool:
         """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle.

@@ -113,13 +113,16 @@ class Swapper:
             what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the running drafter lacks"
             raise SwapError(f"the checkpoint {what}: it is for another drafter architecture")
         for name, tensor in tensors.items():
-            if tensor.shape != live[name]:
-                raise SwapError(
-                    f"{name} is {list(tensor.shape)} in the checkpoint, {list(live[name])} in the running drafter: "
-                    "it was trained for another drafter"
-                )
-            if not torch.isfinite(tensor).all():
-                raise SwapError(f"{name} holds NaN or infinity: the training run was broken")
+            self._check_tensor(name, tensor)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.shape != self._shapes[name]:
+            raise SwapError(
+                f"{name} is {list(tensor.shape)} in the checkpoint, {list(self._shapes[name])} in the running drafter: "
+                "it was trained for another drafter"
+            )
+        if not torch.isfinite(tensor).all():
+            raise SwapError(f"{name} holds NaN or infinity: the training run was broken")
 
     @torch.inference_mode()
     def apply(self, version: str, is_held_on: bool = False) -> dict[str, float]:
@@ -134,22 +137,49 @@ class Swapper:
         tensors = self._held.get(version)
         if tensors is None or self._state:
             raise SwapError(f"version {version} is not staged")
-        self._drop_checksum()
         began = time.perf_counter()
+        self._copy(tensors)
+        if not is_held_on:
+            self._held = {}
+        return {"copy_ms": (time.perf_counter() - began) * 1e3}
+
+    @torch.inference_mode()
+    def part_of(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This rank's part of a tensor that comes some other way, in host memory, by its name; empty for what is the target's.
+
+        Raises:
+            SwapError: it isn't one of this drafter's.
+        """
+        if any(s in name for s in _SHARED):
+            return {}
+        if name not in self._shapes:
+            raise SwapError(f"the running drafter has no {name}: it was trained for another drafter")
+        self._check_tensor(name, whole)
+        part = self._shards[name].cut(whole)
+        return {name: torch.empty(part.shape, dtype=self._dtypes[name]).copy_(part)}
+
+    @torch.inference_mode()
+    def overwrite(self, parts: dict[str, torch.Tensor]) -> None:
+        """Copy such parts into the live parameters; the caller makes sure that no step is running. The others stay."""
+        kept = {}
+        if any(_packed_linears(self._model.model)):  # those are made anew
+            kept = {name: live.clone() for name, live, _ in self._live() if name not in parts}
+        self._copy(parts | kept)
+
+    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._drop_checksum()
         inner = self._model.model
         unpacked = list(_packed_linears(inner))
         for layer in unpacked:
             _unpack(layer)
         for name, live, _ in self._live():
-            live.copy_(tensors[name], non_blocking=True)  # they are kept until all is there
+            if name in tensors:
+                live.copy_(tensors[name], non_blocking=True)  # they are kept until all is there
         self._refresh_fused(inner)
         for layer in unpacked:
             layer.quant_method.process_weights_after_loading(layer)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        if not is_held_on:
-            self._held = {}
-        return {"copy_ms": (time.perf_counter() - began) * 1e3}
 
     @staticmethod
     def _refresh_fused(inner: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from honed.adapt.vllm_costs import Curve
+from honed.attach.arriving_weights import take_updates
 from honed.attach.capture import Capturer
 from honed.attach.fed_verification import FedVerification
 from honed.attach.graphs import captured
@@ -46,6 +47,7 @@ class _WorkerSide:
         self.runner: Runner = runner_of(worker.model_runner)
         model = self.runner.draft_model
         self.swapper = Swapper(model, torch.device(worker.device))
+        take_updates(worker, self.swapper)
         self.capturer: Capturer | None = None
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(worker.device))

@@ -62,6 +62,11 @@ class WorkerLink:
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_sleep(on_sleep, on_wake)
 
+    def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
+        """See `engine_hook.Engine.watch_weights`; an engine of a release that isn't known is left alone."""
+        if self._engine is not None and self.findings.is_known:
+            self._engine.watch_weights(on_begin, on_change)
+
     def attach(self) -> bool:
         """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason.
 
@@ -107,6 +112,11 @@ class WorkerLink:
         if self.can_capture and is_news:
             self._share, self._counted_step = share, idle_since_step
             self.captured = self.rpc("honed_capture", share, drafter_version)[0]
+
+    def label(self, drafter_version: str) -> None:
+        """Samples from now on were computed with these weights, which didn't come by a swap."""
+        if self.can_capture and self._share >= 0.0:
+            self.captured = self.rpc("honed_capture", self._share, drafter_version)[0]
 
     def want_draft_ids(self, are_wanted: bool) -> None:
         """Have draft token ids brought to the host, or no longer; the workers are called only when that changes."""

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 ATTACH = "`honed engines` lists them; a vLLM attaches when it is started with what `honed vllm-args` prints."
 
+TAKE_BACK = "`honed promote VERSION --force` makes it honed's again; until then honed only watches."
+
 
 def connected(service: Service) -> list[Engine]:
     """Those that were heard lately."""
     return service.engines.connected(service.monotonic())
 
 
-def swappable(service: Service, version: str) -> list[Engine]:
-    """Those that can take a version."""
-    return [engine for engine in connected(service) if service.swaps.fits(engine, version)]
+def swappable(service: Service, version: str, *, takes_over: bool = False) -> list[Engine]:
+    """Those that can take a version, see `Swaps.fits`."""
+    return [engine for engine in connected(service) if service.swaps.fits(engine, version, takes_over=takes_over)]
 
 
 def capturing(service: Service, engine_id: str = "") -> Engine:
@@ -39,6 +41,8 @@ def capturing(service: Service, engine_id: str = "") -> Engine:
             "; ".join(["no connected engine captures samples", *limits(found)]),
             cure="`honed engines` says what each can do; HONED_CAPTURE=0 in vLLM's environment switches capturing off.",
         )
+    if not (able := [engine for engine in able if not engine.has_foreign_drafter]):
+        raise ConflictError("; ".join(["no drafter to start from", *limits(found)]), cure=TAKE_BACK)
     return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
 
 
@@ -67,4 +71,10 @@ def why_none(service: Service, version: str) -> str:
 def limits(engines: list[Engine]) -> list[str]:
     """What the engines themselves say they can't do."""
     said = [limit for engine in engines if engine.hello is not None for limit in engine.hello.limits]
-    return said + [f"engine {engine.engine_id} sleeps (vLLM's sleep mode)" for engine in engines if engine.is_asleep]
+    said += [f"engine {engine.engine_id} sleeps (vLLM's sleep mode)" for engine in engines if engine.is_asleep]
+    return said + [foreign(engine) for engine in engines if engine.has_foreign_drafter]
+
+
+def foreign(engine: Engine) -> str:
+    """Say why an engine's drafter isn't honed's to change."""
+    return f"the drafter of engine {engine.engine_id} got its weights through vLLM's own endpoint, not from honed"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from honed.adapt import wire
+from honed.daemon import capable
 from honed.daemon.errors import ConflictError, HonedError
 from honed.daemon.operations import Operation
 from honed.recalib.weights_digest import weights_digests
@@ -48,6 +49,8 @@ class Checksums:
             raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
         if service.lifecycle.canaries.trial is not None:
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
+        if engine.has_foreign_drafter:
+            raise ConflictError(capable.foreign(engine), cure=capable.TAKE_BACK)
         if not engine.live_version:
             raise ConflictError(
                 f"engine {engine_id!r} runs no version of the registry", cure="`honed drafters` lists them; promote one."

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from honed.adapt.wire import EngineHello, EngineStatus, Policy
+from honed.adapt.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.batch_tables import StoredBatch, losses
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.rollups import Counts
@@ -58,7 +58,8 @@ class Engine:
     latest_rounds: Counts | None = None
     """Of the latest batch that had any."""
     live_version: str = ""
-    """Drafter version that it runs, from whatever it said last; "" when that isn't a registered one."""
+    """Drafter version that it runs, from whatever it said last; "" when that isn't a registered one. Also one of
+    `wire.LOST_DRAFTER` and `wire.FOREIGN_DRAFTER`."""
     note: str = ""
     """What is odd about this engine, for the operator."""
     is_lost: bool = False
@@ -81,6 +82,11 @@ class Engine:
     @property
     def can_swap(self) -> bool:
         return self.hello is not None and "swap" in self.hello.capabilities
+
+    @property
+    def has_foreign_drafter(self) -> bool:
+        """Whether somebody gave its drafter other weights, through vLLM's own endpoints."""
+        return self.live_version == FOREIGN_DRAFTER
 
     @property
     def is_asleep(self) -> bool:

@@ -36,6 +36,9 @@ class Listener(Protocol):
     def on_batch(self, engine: Engine, item: StoredBatch) -> None:
         """A batch was taken, for the first and only time."""
 
+    def on_target_update(self, engine: Engine) -> None:
+        """Its vLLM was given other weights of the target."""
+
     def on_command_result(self, result: wire.CommandResult) -> None: ...
 
     def on_trainer(self, peer: bytes, message: TrainerMessage) -> None: ...
@@ -116,8 +119,10 @@ class Ingest:
             self._on_batch(peer, message, frame)
         elif isinstance(message, wire.EngineStatus):
             engine, _ = self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
-            engine.status = message
+            before, engine.status = engine.status, message
             engine.live_version = message.drafter_version
+            if before is not None and message.target_updates > before.target_updates:
+                self._listener.on_target_update(engine)
         elif isinstance(message, wire.EngineHello):
             self._on_hello(peer, message)
         elif isinstance(message, wire.CommandResult):

@@ -27,7 +27,7 @@ class Journal:
         self.insert("audit", row)
 
     def mark(self, kind: str, text: str, engine_id: str = "") -> None:
-        """Put a mark on the timeline: swap, rollback, drift, override, promote."""
+        """Put a mark on the timeline: rollback, drift, override, promote, canary, target."""
         self.insert("marks", {"t": self._clock(), "engine_id": engine_id, "kind": kind, "text": text})
 
     def insert(self, table: str, row: dict[str, Any], replace: bool = False) -> Future[Any]:

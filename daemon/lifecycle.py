@@ -91,7 +91,7 @@ class Lifecycle:
             )
         if (why := self.canaries.why_failed(version)) and not force:
             raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
-        engines = capable.swappable(service, version)
+        engines = capable.swappable(service, version, takes_over=True)
         self.check_no_swap()
         if not engines and not force:
             raise ConflictError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from honed.daemon.errors import HonedError
-from honed.daemon.metric_families import engine_gauge, engines_shown, gauge, labels_of
+from honed.daemon.metric_families import engine_counter, engine_gauge, engines_shown, gauge, labels_of
 
 if TYPE_CHECKING:
     from honed.daemon.service import Service
@@ -39,12 +39,14 @@ def _versions(service: Service) -> Iterator[Metric]:
     yield info
     live = engine_gauge("honed_engine_drafter_info", "1 for the drafter version that the engine runs.", "version")
     generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
+    updates = engine_counter("honed_target_updates", "Other weights of the target that the engine was given while it ran.")
     for engine in engines_shown(service):
         if engine.live_version:
             live.add_metric([*labels_of(engine), engine.live_version], 1)
         if engine.status is not None:
             generation.add_metric(labels_of(engine), engine.status.drafter_generation)
-    yield from (live, generation)
+            updates.add_metric(labels_of(engine), engine.status.target_updates)
+    yield from (live, generation, updates)
 
 
 def _changes(service: Service) -> Iterator[Metric]:

@@ -94,6 +94,8 @@ class EngineView(BaseModel):
     """"fused" or "layers": what training from this engine's samples can learn; "": it captures none, or doesn't say."""
     drafter_version: str
     drafter_generation: int
+    target_updates: int
+    """How often its vLLM was given other weights of the target since it started."""
     num_running: int
     num_waiting: int
     policy: EnginePolicy

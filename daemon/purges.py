@@ -31,6 +31,7 @@ class Purges:
         self._service = service
         self._operation: Operation | None = None
         self._is_erasing = False
+        self._is_due_again = False
 
     def purge(self, *, reason: str, actor: str, key: str | None = None) -> Operation:
         """Forget every sample. Raises ConflictError while an earlier purge is under way."""
@@ -45,6 +46,13 @@ class Purges:
         else:
             self._erase()
         return operation
+
+    def purge_after_update(self, engine_id: str) -> None:
+        """The target's weights are others: what was captured of the old ones goes. Once more where that is under way."""
+        if self._operation is None:
+            self.purge(reason=f"the target of engine {engine_id} was updated", actor="honed")
+        else:
+            self._is_due_again = True
 
     def on_trainer(self, message: wire.TrainerHello | wire.Purged) -> None:
         """It has purged; or it was restarted meanwhile, and may not have heard."""
@@ -84,6 +92,9 @@ class Purges:
         assert self._operation is not None
         operation, self._operation = self._operation, None
         self._service.operations.finish(operation, "failed" if problems else "succeeded", error="; ".join(problems))
+        if self._is_due_again:
+            self._is_due_again = False
+            self.purge(reason="a target was updated meanwhile", actor="honed")
 
 
 def erase_files(engines_dir: Path, spill_dir: Path) -> list[str]:

@@ -200,6 +200,9 @@ class RecalibrationSettings(Section):
     """How long engines may take to swap."""
     collect_share: float = 1.0
     """Share of requests that are captured while a recalibration is under way."""
+    on_target_update: Literal["keep", "purge"] = "keep"
+    """What becomes of the samples when vLLM is given other weights of the target without a restart. A step of reinforcement
+    learning changes little, and they are worth keeping; "purge" for a fine-tuned target that comes that way."""
 
     RANGES: ClassVar[Ranges] = {
         "min_interval_s": Range(0, 1e9),

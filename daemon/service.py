@@ -218,6 +218,13 @@ class Service:
         else:
             self._background.submit(self._identify, engine, hello)
 
+    def on_target_update(self, engine: Engine) -> None:
+        """Mark the moment; what was captured of the old weights is forgotten where that is wanted."""
+        self.journal.mark("target", "vLLM was given other weights of the target", engine.engine_id)
+        log.info("the target's weights were updated", engine_id=engine.engine_id)
+        if self.settings.recalibration.on_target_update == "purge":
+            self.purges.purge_after_update(engine.engine_id)
+
     def _prepare_controller(self, engine: Engine, hello: wire.EngineHello) -> None:
         """Have one made that fits what the engine says of itself; of its CUDA graphs it says so in a second hello."""
         if engine.controller is not None and not self.steering.fits(engine.controller, hello):

@@ -3,7 +3,8 @@
 A swap is a command to each engine concerned, and their answers. An engine that goes away meanwhile is asked again when it
 comes back; what it then says it runs settles the matter. Apart from that, an engine that runs another version than
 `active` (it was restarted, the daemon was, a swap half failed) is brought to it, with growing pauses between attempts. While
-two versions take turns (canaries.py), which one an engine is to run isn't decided here.
+two versions take turns (canaries.py), which one an engine is to run isn't decided here. An engine whose drafter got its weights
+through vLLM's own endpoints is left alone until an operator promotes a version.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from honed.daemon.sections import RecalibrationSettings
 log = structlog.get_logger("honed.swaps")
 
 MAX_PAUSE_S = 60.0
+_NOT_NOW = {"asleep", "foreign"}
+"""Marks of a refusal that says nothing of the version: the engine sleeps, or its drafter is somebody else's."""
 
 
 class Beside(NamedTuple):
@@ -104,6 +107,8 @@ class Swaps:
             self._drop(engine.engine_id)
             drops_cache = not self._drafters.shares_cache(engine.live_version, version)
             here = args | {"drops_cache": "1" if drops_cache else "0"}
+            if engine.has_foreign_drafter:
+                here["takes_over"] = "1"
             command = wire.Command(command_id=secrets.token_hex(8), kind="swap", args=here)
             deadline_s = self._monotonic() + self._settings.swap_timeout_s
             self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, deadline_s)
@@ -132,7 +137,7 @@ class Swaps:
             self.last_pause_s = result.figures.get("pause_ms", 0.0) / 1000.0
             tell = log.debug if sent.swap.is_turn else log.info
             tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
-        if not result.ok and "asleep" not in result.detail:  # it is brought to the active version when it wakes up
+        if not result.ok and not _NOT_NOW & result.detail.keys():
             sent.swap.refused.add(sent.engine_id)
         self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
 
@@ -175,9 +180,14 @@ class Swaps:
                 except HonedError as error:
                     log.error("the active version can't be used", version=active, error=str(error))
 
-    def fits(self, engine: Engine, version: str) -> bool:
-        """Whether an engine can take a version now: it can swap, is awake, and serves the target that the version is for."""
+    def fits(self, engine: Engine, version: str, *, takes_over: bool = False) -> bool:
+        """Whether an engine can take a version now: it can swap, is awake, and serves the target that the version is for.
+
+        `takes_over`: also where somebody else has put weights in the drafter's place.
+        """
         if not engine.can_swap or engine.is_asleep or engine.hello is None:
+            return False
+        if engine.has_foreign_drafter and not takes_over:
             return False
         try:
             target = self._drafters.manifest(version).target_path

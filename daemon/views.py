@@ -115,6 +115,7 @@ def engine_view(engine: Engine, is_connected: bool, recent: Counts, tokens_per_s
         "captures": hello.features if hello and hello.capture_path else "",
         "drafter_version": engine.live_version,
         "drafter_generation": status.drafter_generation if status else 0,
+        "target_updates": status.target_updates if status else 0,
         "num_running": status.num_running if status else 0,
         "num_waiting": status.num_waiting if status else 0,
         "policy": {

@@ -79,12 +79,14 @@ def changes() -> list[dashboard.AnnotationQuery]:
     rollbacks = f"increase(honed_rollbacks_total{{{JOB}}}[1m]) > 0"
     drift = f"increase(honed_drift_detections_total{{{WORKLOAD}}}[1m]) > 0"
     overrides = f"increase(honed_override_changes_total{{{JOB}}}[1m]) > 0"
+    updates = f"increase(honed_target_updates_total{{{ENGINE}}}[1m]) > 0"
     return [
         mark("Swaps", swaps, "new weights in an engine", "blue"),
         mark("Promotions", promotions, "a version became active: {{reason}}", "green"),
         mark("Roll-backs", rollbacks, "rolled back: {{reason}}", "red"),
         mark("Drift", drift, "drift of workload {{workload}}", "orange"),
         mark("Overrides", overrides, "override {{name}} {{change}}", "purple"),
+        mark("Target updates", updates, "other weights of the target in engine {{engine}}", "yellow"),
     ]
 
 

@@ -223,6 +223,29 @@ def test_a_lease_that_ends_in_the_engine_s_sleep_is_over_when_it_wakes_up(monkey
     assert harness.swapped == [("v2", False), ("v1", False)]
 
 
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_weights_of_somebody_else_are_not_overwritten(monkeypatch: pytest.MonkeyPatch, steps_before: int) -> None:
+    """Neither by a swap that was asked for before, nor by the end of a lease, but by one that knows of them."""
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["staging", "staging"], ["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    harness.run(steps_before)
+    is_applied = steps_before == 3
+    assert harness.swapped == [("v2", False)] * is_applied
+    harness.runner.give_way()
+    now[0] += 61.0
+    harness.run()
+    assert not harness.runner.is_pending
+    assert harness.swapped == [("v2", False)] * is_applied
+    (result,) = harness.results
+    assert (result.ok, result.detail.get("foreign")) == ((True, None) if is_applied else (False, "1"))
+    harness.swap("2", takes_over="1")
+    harness.swap("3")
+    harness.run()
+    assert [result.ok for result in harness.results[1:]] == [True, True], "from then on they are honed's again"
+
+
 @pytest.mark.parametrize("next_version", ["v1", "v2"])
 def test_further_word_from_the_daemon_renews_or_ends_the_lease(next_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]

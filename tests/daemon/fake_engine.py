@@ -244,6 +244,8 @@ class ServingEngine(FakeEngine):
         """Why swaps are refused; "" when they aren't."""
         self.num_refused_asleep: int | None = None
         """Swaps refused because it sleeps; None: it is awake."""
+        self.is_given_weights = False
+        """By somebody else, just before the next command comes."""
         self.other_ranks: dict[str, str] = {}
         """Checksums of ranks beside the first one."""
         self._seq = 0
@@ -297,9 +299,13 @@ class ServingEngine(FakeEngine):
     def _obey(self, command: wire.Command) -> None:
         detail: dict[str, str] = {}
         refusal = self.refuses
+        if self.is_given_weights:
+            self.live_version = wire.FOREIGN_DRAFTER
         if self.num_refused_asleep is not None:
             self.num_refused_asleep += 1
             refusal, detail = "the engine sleeps", {"asleep": "1"}
+        elif command.kind == "swap" and self.live_version == wire.FOREIGN_DRAFTER and "takes_over" not in command.args:
+            refusal, detail = "its weights are somebody else's", {"foreign": "1"}
         elif command.kind == "swap" and not self.refuses:
             found = _sha256(Path(command.args["path"]))
             assert found == command.args["sha256"]

@@ -95,6 +95,26 @@ def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
     assert stage.aliases()["active"] == new
 
 
+def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candidate(stage: Stage) -> None:
+    """It is on trial until the engine is honed's again, or somebody calls it off."""
+    operation_id, _ = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    stage.engine.is_given_weights = True
+    stage.engine.serve(lambda: stage.engine.live_version == "foreign", "a turn that is refused")
+    stage.engine.send_status(drafter_version="foreign")
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["drafter_version"] == "foreign", "the status")
+    taken = len(stage.engine.swaps)
+    for _ in range(5):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+        stage.engine.turn(rounds=40)
+    assert len(stage.engine.swaps) == taken
+    assert stage.service.lifecycle.canaries.trial is not None
+    assert stage.client.post(f"/v1/operations/{operation_id}:cancel", json={}).status_code == 202
+    assert stage.operation(operation_id)["state"] == "cancelled"
+    assert stage.aliases()["active"] == stage.first
+
+
 def test_nothing_proven_leaves_the_old_version(stage: Stage) -> None:
     operation_id, new = candidate(stage, 1.0)
     with stage.service.lock:

@@ -130,6 +130,32 @@ def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None
     stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the active version", rounds=0)
 
 
+def test_weights_that_came_through_vllms_own_endpoint_are_left_alone(stage: Stage) -> None:
+    """Until an operator promotes a version: then they are overwritten, and the engine follows again."""
+    stage.engine.send_status(drafter_version="foreign")
+    stage.engine.live_version = "foreign"
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["drafter_version"] == "foreign", "the status")
+    for _ in range(3):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+    stage.engine.turn(rounds=40)
+    assert stage.engine.swaps == []
+    for path in ("/v1/recalibrations", "/v1/engines/engine-0:verify"):
+        refused = stage.client.post(path, json={})
+        assert refused.status_code == 409
+        assert "the drafter of engine engine-0 got its weights through vLLM's own endpoint" in refused.json()["detail"]
+        assert "honed promote VERSION --force" in refused.json()["cure"]
+    answer = stage.client.post(f"/v1/drafters/{stage.first}:promote", json={"force": True}).json()
+    stage.engine.serve(lambda: stage.engine.swaps, "the swap", rounds=0)
+    assert stage.engine.swaps[0]["takes_over"] == "1"
+    stage.wait_state(answer["operation_id"], "succeeded")
+    assert stage.engine.live_version == stage.first
+    new = stage.version(1.0)
+    stage.client.post(f"/v1/drafters/{new}:promote", json={"force": True})
+    stage.engine.serve(lambda: stage.engine.live_version == new, "the next swap", rounds=0)
+    assert "takes_over" not in stage.engine.swaps[1]
+
+
 def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
     stage.serve_workload("b")
     operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")

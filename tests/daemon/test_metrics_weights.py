@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from tests.daemon.conftest import wait_for
 from tests.daemon.exposition import scrape
 from tests.daemon.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)
 
@@ -45,3 +46,11 @@ def test_a_swap_that_an_engine_refuses(stage: Stage) -> None:  # noqa: F811
     assert found["honed_swaps_total"] == {"result=ok": 0, "result=turn": 0, "result=failed": 1}
     assert found["honed_promotions_total"]["reason=promote"] == 0
     assert found["honed_operations_total"]["kind=promote result=failed"] == 1
+
+
+def test_weights_that_came_through_vllms_own_endpoints(stage: Stage) -> None:  # noqa: F811
+    stage.engine.send_status(drafter_version="foreign", drafter_generation=3, target_updates=2)
+    wait_for(lambda: scrape(stage.service).get("honed_target_updates_total") == {ENGINE: 2}, "the status")
+    found = scrape(stage.service)
+    assert found["honed_engine_drafter_info"] == {f"{ENGINE} version=foreign": 1}
+    assert found["honed_drafter_generation"] == {ENGINE: 3}

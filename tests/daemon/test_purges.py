@@ -16,10 +16,10 @@ from honed.attach.ring import RingWriter
 from honed.daemon.api import make_app
 from honed.daemon.purges import erase_files
 from honed.daemon.service import Service
-from honed.daemon.settings import Settings
+from honed.daemon.settings import Settings, load
 from honed.recalib.ring_reader import RingReader
-from tests.daemon.conftest import wait_for
-from tests.daemon.fake_engine import FakeTrainer
+from tests.daemon.conftest import flags_in, wait_for
+from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 
 SECRET = "a-session-to-forget"
 
@@ -153,3 +153,65 @@ def test_a_damaged_ring_is_named_and_the_others_are_erased(settings: Settings) -
     (problem,) = erase_files(ring.parents[1], settings.paths.state_dir / "samples")
     assert str(ring) in problem
     assert holding([other, spilled]) == []
+
+
+@pytest.fixture
+def purging(folder: Path) -> Iterator[Service]:
+    """A service that forgets what it has of a target that was updated."""
+    flags = flags_in(folder)
+    flags["recalibration"] |= {"on_target_update": "purge"}
+    settings = load(None, flags, env={})
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    running = Service(settings, daemon_id="test")
+    running.start()
+    yield running
+    running.stop()
+
+
+def update_target(service: Service, *totals: int) -> None:
+    """An engine says how often its target was updated."""
+    engine = FakeEngine(service.settings.paths.engine_socket)
+    engine.hello()
+    for total in totals:
+        engine.send_status(target_updates=total)
+    wait_for(lambda: (status := service.engines.by_id["engine-0"].status) and status.target_updates == totals[-1], "the status")
+    engine.close()
+
+
+def test_samples_of_a_target_that_was_updated_go_where_that_is_wanted(purging: Service) -> None:
+    written = write_samples(purging.settings.paths)
+    update_target(purging, 4)  # how many there were before the daemon began isn't news
+    assert holding(written) == written
+    update_target(purging, 4, 5)
+    wait_for(lambda: not holding(written), "the purge")
+    with TestClient(make_app(purging)) as client:
+        (row,) = client.get("/v1/audit").json()
+        (mark,) = client.get("/v1/timeline?since=0").json()["marks"]
+    assert (row["actor"], row["action"], row["reason"]) == (
+        "honed",
+        "samples.purge",
+        "the target of engine engine-0 was updated",
+    )
+    assert (mark["kind"], mark["engine_id"]) == ("target", "engine-0")
+
+
+def test_an_update_while_a_purge_is_under_way_is_followed_by_another_one(purging: Service) -> None:
+    trainer = FakeTrainer(purging.settings.paths.engine_socket)
+    trainer.introduce()
+    update_target(purging, 0, 1, 2, 3)
+    first = trainer.expect(wire.Purge).operation_id
+    trainer.send(wire.Purged(operation_id=first))
+    second = trainer.expect(wire.Purge).operation_id
+    trainer.send(wire.Purged(operation_id=second))
+    with TestClient(make_app(purging)) as client:
+        assert ended(client, second)["state"] == "succeeded"
+        assert {one["operation_id"] for one in client.get("/v1/operations").json()} == {first, second}
+    trainer.close()
+
+
+def test_samples_are_kept_otherwise(service: Service) -> None:
+    written = write_samples(service.settings.paths)
+    update_target(service, 0, 1)
+    assert holding(written) == written
+    assert not service.operations.listing()

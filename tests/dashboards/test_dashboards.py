@@ -45,7 +45,7 @@ MAYBE_EMPTY = {
 """Exist once the controller has learnt what a step costs, or while a version is watched."""
 SCRAPE_LABELS = {"job", "instance"}
 VARIABLES = {"datasource", "job", "model_name", "engine", "workload"}
-MARKS = {"Swaps", "Promotions", "Roll-backs", "Drift", "Overrides"}
+MARKS = {"Swaps", "Promotions", "Roll-backs", "Drift", "Overrides", "Target updates"}
 ENGINE_LABELS = {"model_name", "engine"}
 
 MATCHER = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from honed.attach.attachment import LOST
+from honed.adapt.wire import LOST_DRAFTER
 from honed.daemon import capable
 from honed.daemon.errors import ConflictError
 from honed.daemon.service import Service
@@ -293,7 +293,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
 
             running.core.wake_up()
             assert running.honed._busy._map[0] == 0
-            wait_for(lambda: seen("drafter_version") == LOST)
+            wait_for(lambda: seen("drafter_version") == LOST_DRAFTER)
 
             def is_back() -> bool:
                 running.honed.before_schedule()  # an engine in this process has no thread of its own that is idle
