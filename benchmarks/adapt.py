@@ -16,7 +16,8 @@ The shifting trace plays every regime once, without a pause. From honed's own ru
 length would have given there, and that is held against what it did give.
 
 Single runs scatter by several per cent. So after `--repeats` of all rules those go on, for `--finals` more, that the ratios
-are about: honed's, none (on the trace the table), and the fixed lengths that were within `NEAR` of the best one there.
+are about: honed's, none, and the fixed lengths that were within `NEAR` of the best one there. On the trace all go on, since
+what is foretold of every fixed length is held against what it gave.
 
 Where there are two cores or more the target has one to itself, as it would have a GPU, and everything else, the clients
 included, shares the others. Prompts are computed in every run (no prefix caching). Both servers are started anew for every
@@ -25,8 +26,8 @@ may give the target's core to others, up to a third of the time and then again n
 counts it, is taken off for every rule alike, and a run that lost more than `MOST_STOLEN` is made again, once: the one of the
 two that lost less counts. `by_the_clock` has the same ratios of all time.
 
-It takes more than three hours, and may be interrupted: what was measured of a regime's repeat, or of the trace's, is kept in
-`--kept`, and the next call with the same plan and commit goes on from there.
+It takes more than three hours (`--trace-only`: one and a half), and may be interrupted: what was measured of a regime's repeat,
+or of the trace's, is kept in `--kept`, and the next call with the same plan and commit goes on from there.
 
 The best of the fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
 each repeat the one that was best in the others. The last line of stdout is JSON.
@@ -289,12 +290,11 @@ class Bench:
                     await self.measure(key, rule, concurrency, traffic)
                 self.keep()
 
-    async def shifting(self, repeats: int, finals: int) -> None:
-        """The trace, by the rules that it is about, then by the finalists."""
-        for repeat in range(len(self.rates.get("shifting", ())), repeats + finals):
-            others = OTHERS_ON_TRACE if repeat < repeats else ("table", *finalists(self.rates["shifting"]))
+    async def shifting(self, repeats: int) -> None:
+        """The trace, by the rules that it is about."""
+        for repeat in range(len(self.rates.get("shifting", ())), repeats):
             self.begin("shifting")
-            for number, rule in enumerate(in_turns(others, repeat)):
+            for number, rule in enumerate(in_turns(OTHERS_ON_TRACE, repeat)):
                 await self.turn_to(rule)
                 began_s = time.time()
                 self.note("shifting", rule, [await self.run(rule, c, traffic) for c, traffic in SHIFTS])
@@ -317,11 +317,11 @@ class Bench:
     async def costs(self, layers: int) -> Document:
         """What a draft pass and a target step of one request take, in ms.
 
-        The first is what a step with a draft token takes more than one without, both through honed's server: a little too
-        much, since that token is also verified.
+        A step with one draft token takes a draft pass and a token's verification more than one without; a step with two takes
+        another token's verification more than that, and hardly more of the draft pass, which makes the block at once.
         """
         assert self.attached is not None
-        step_ms: dict[str, list[float]] = {"static-0": [], "static-1": []}
+        step_ms: dict[str, list[float]] = {"static-0": [], "static-1": [], "static-2": []}
         for _ in range(COST_REPEATS):
             for rule, found in step_ms.items():
                 await self.turn_to(rule)
@@ -331,9 +331,12 @@ class Bench:
                 )
                 rounds = (await vllm_server.settled(self.attached) - before).drafts or played.num_tokens - 1
                 found.append(1e3 * sum(reply.seconds - reply.first_token_s for reply in played.replies) / rounds)
-        target, speculating = (statistics.median(found) for found in step_ms.values())
-        draft = speculating - target
-        return {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft, "extra_layers": layers}
+        target, one, two = (statistics.median(found) for found in step_ms.values())
+        draft = (one - target) - (two - one)
+        return {
+            "draft_pass_ms": draft, "draft_token_ms": two - one, "target_step_ms": target, "ratio": target / draft,
+            "extra_layers": layers,
+        }  # fmt: skip
 
 
 def main() -> int:
@@ -341,6 +344,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
     parser.add_argument("--finals", type=int, default=3, help="further runs of the rules that the ratios are about")
+    parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=100, help="layers without effect added to the target")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
@@ -394,8 +398,9 @@ async def run(arguments: argparse.Namespace) -> Document:
                 environment = await asyncio.to_thread(bench.start_daemon, bench.table)
             print(f"tuned table {bench.table}", flush=True)
             await bench.warm_up()
-            await bench.regimes(arguments.repeats, arguments.finals, environment)
-            await bench.shifting(max(arguments.repeats - 1, 1), arguments.finals)
+            if not arguments.trace_only:
+                await bench.regimes(arguments.repeats, arguments.finals, environment)
+            await bench.shifting(max(arguments.repeats + arguments.finals - 1, 1))
             bench.cost = await bench.costs(arguments.extra_layers)
             if bench.cost["ratio"] < MIN_COST_RATIO:
                 print(f"a target step takes less than {MIN_COST_RATIO:g} draft passes: add --extra-layers", flush=True)
@@ -413,7 +418,7 @@ async def run(arguments: argparse.Namespace) -> Document:
 
 def plan_of(arguments: argparse.Namespace) -> Document:
     """What has to be the same in all parts of an interrupted run."""
-    return {name: getattr(arguments, name) for name in ("repeats", "finals", "extra_layers", "max_tokens")}
+    return {name: getattr(arguments, name) for name in ("repeats", "finals", "trace_only", "extra_layers", "max_tokens")}
 
 
 def summary(bench: Bench) -> Document:
@@ -435,7 +440,7 @@ def compared(measured: Rates) -> Document:
     to_chosen: dict[str, float] = {}
     spread: Document = {}
     best_static: dict[str, str] = {}
-    for key in (f"{c}-{t}" for c, t in REGIMES):
+    for key in (key for c, t in REGIMES if (key := f"{c}-{t}") in measured):
         repeats = measured[key]
         best = best_static[key] = best_of(repeats)
         pairs = {"ratio_to_best_static": ratios(repeats, best), "ratio_to_none": ratios(repeats, "none")}

@@ -97,6 +97,13 @@ def test_summary_holds_the_bars_figures_of_every_regime() -> None:
     assert found["spread"]["16-b"]["ratio_to_best_static"] == [1.01, 1.01]
 
 
+def test_the_trace_alone_has_a_summary_too() -> None:
+    found = adapt.compared({"tuning-1": repeats()[:1], "shifting": repeats()})
+    assert found["shifting"] == {"to_best_single_static": 1.01, "to_tuned_table": 1.1}
+    assert found["ratio_to_none"] == {}
+    assert set(found["best_static"]) == {"shifting"}
+
+
 def bench_with(rates: adapt.Rates) -> adapt.Bench:
     nothing: Any = None
     return adapt.Bench(nothing, Path(), nothing, "", 64, {}, rates=rates, clock_rates=rates, replays=[{"policies": []}])
