@@ -10,6 +10,10 @@ A machine has spells of a minute in which everything on it is slower by a tenth 
 honed gave beside it: honed has its turn first, last, and between any `GAP` others, and a ratio is of honed's speed at the
 other's time, interpolated between the turns before and after it. The others' order rotates from repeat to repeat.
 
+Draft lengths matter while tokens are generated. On a CPU a prompt's token costs as much as a generated one in a full batch, so
+long prompts and short answers would fill a run with work that is the same under every rule: prompts are the last
+`--prompt-chars` characters of the tiny pair's, and answers are of `--max-tokens`.
+
 A run is some seconds of a server that has been at work before and goes on afterwards (`play_full`). honed has seen mixed
 traffic at every concurrency before, and then all that the other rules do, as a daemon that has run for minutes would have.
 The shifting trace plays every regime once, without a pause. From honed's own run on it `honed replay` says what each fixed
@@ -26,7 +30,7 @@ may give the target's core to others, up to a third of the time and then again n
 counts it, is taken off for every rule alike, and a run that lost more than `MOST_STOLEN` is made again, once: the one of the
 two that lost less counts. `by_the_clock` has the same ratios of all time.
 
-It takes more than three hours (`--trace-only`: one and a half), and may be interrupted: what was measured of a regime's repeat,
+It takes some two hours (`--trace-only`: one), and may be interrupted: what was measured of a regime's repeat,
 or of the trace's, is kept in `--kept`, and the next call with the same plan and commit goes on from there.
 
 The best of the fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
@@ -37,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 import shutil
@@ -73,12 +78,12 @@ STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
 OURS = "goodput"
 OTHERS = ("none", *STATICS, "table", "threshold", "kelly")
 OTHERS_ON_TRACE = (*STATICS, "table")
-GAP = 2
+GAP = 3
 """Other rules' runs between two of honed's."""
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 3, 4: 10, 16: 28}
+REQUESTS = {1: 2, 4: 9, 16: 28}
 """Requests of a run, by concurrency."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
@@ -342,11 +347,13 @@ class Bench:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of every rule in every regime")
     parser.add_argument("--finals", type=int, default=3, help="further runs of the rules that the ratios are about")
+    parser.add_argument("--trace-repeats", type=int, default=2, help="runs of every rule on the shifting trace")
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=100, help="layers without effect added to the target")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of every request's answer")
+    parser.add_argument("--prompt-chars", type=int, default=128, help="characters of every prompt, its last ones")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--kept", type=Path, default=ROOT / "build" / "adapt-kept.json", help="file for an interrupted run")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
@@ -384,6 +391,8 @@ async def run(arguments: argparse.Namespace) -> Document:
     pin_target()
     runtime_dir = Path(tempfile.mkdtemp(prefix="honed-bench-"))
     pools = {name: read_prompts(ROOT / "benchmarks" / "tiny" / f"prompts_{name}.jsonl") for name in ("a", "b")}
+    for name, pool in pools.items():
+        pools[name] = [dataclasses.replace(prompt, text=prompt.text[-arguments.prompt_chars :]) for prompt in pool]
     pools["mixed"] = [prompt for pair in zip(pools["a"], pools["b"], strict=True) for prompt in pair]
     try:
         target = make_stacked_target(ROOT / vllm_server.TARGET, runtime_dir / "target", arguments.extra_layers)
@@ -400,7 +409,7 @@ async def run(arguments: argparse.Namespace) -> Document:
             await bench.warm_up()
             if not arguments.trace_only:
                 await bench.regimes(arguments.repeats, arguments.finals, environment)
-            await bench.shifting(max(arguments.repeats + arguments.finals - 1, 1))
+            await bench.shifting(arguments.trace_repeats)
             bench.cost = await bench.costs(arguments.extra_layers)
             if bench.cost["ratio"] < MIN_COST_RATIO:
                 print(f"a target step takes less than {MIN_COST_RATIO:g} draft passes: add --extra-layers", flush=True)
@@ -418,7 +427,7 @@ async def run(arguments: argparse.Namespace) -> Document:
 
 def plan_of(arguments: argparse.Namespace) -> Document:
     """What has to be the same in all parts of an interrupted run."""
-    return {name: getattr(arguments, name) for name in ("repeats", "finals", "trace_only", "extra_layers", "max_tokens")}
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "kept", "logs")}
 
 
 def summary(bench: Bench) -> Document:
