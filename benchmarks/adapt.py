@@ -83,7 +83,7 @@ GAP = 3
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 2, 4: 9, 16: 28}
+REQUESTS = {1: 2, 4: 8, 16: 24}
 """Requests of a run, by concurrency."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
@@ -348,7 +348,7 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1, help="runs of every rule in every regime")
-    parser.add_argument("--finals", type=int, default=3, help="further runs of the rules that the ratios are about")
+    parser.add_argument("--finals", type=int, default=2, help="further runs of the rules that the ratios are about")
     parser.add_argument("--trace-repeats", type=int, default=2, help="runs of every rule on the shifting trace")
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=100, help="layers without effect added to the target")
