@@ -53,11 +53,11 @@ def test_a_ratio_is_to_honed_at_the_others_time() -> None:
 
 def test_a_slow_spell_touches_only_the_turns_at_its_edges() -> None:
     order = adapt.in_turns(adapt.OTHERS, 0)
-    spell = range(6, 10)  # begins and ends with a turn of honed's
-    assert order[6] == order[9] == adapt.OURS
+    spell = range(4, 9)  # begins and ends with a turn of honed's
+    assert order[4] == order[8] == adapt.OURS
     turns = [(rule, (86.0 if at in spell else 100.0) / BESIDE.get(rule, 1.0)) for at, rule in enumerate(order)]
     for at, rule in enumerate(order):
-        if rule != adapt.OURS and at not in (4, 5, 10, 11):
+        if rule != adapt.OURS and at not in (1, 2, 3, 9, 10, 11):
             assert adapt.ratio(turns, at) == pytest.approx(BESIDE[rule])
 
 
