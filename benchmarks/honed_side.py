@@ -25,11 +25,13 @@ POLICY_S = 2.5
 CAUGHT_UP_S = 15.0
 
 
-def start_daemon(processes: Processes, config: Path, client: AdminClient) -> tuple[Child, dict[str, str]]:
+def start_daemon(
+    processes: Processes, config: Path, client: AdminClient, name: str = "honed-serve"
+) -> tuple[Child, dict[str, str]]:
     """Start `honed serve` and wait until it answers; the process, and the environment for honed's other commands."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HONED_")}
     environment = inherited | {"HONED_CONFIG": str(config)}
-    daemon = processes.start("honed-serve", [honed_command(), "serve"], environment)
+    daemon = processes.start(name, [honed_command(), "serve"], environment)
     daemon.wait_until(lambda: answers(client), 30.0, "answer on admin.sock")
     return daemon, environment
 
