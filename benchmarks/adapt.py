@@ -176,9 +176,7 @@ class Bench:
             self.measure(key, TUNED, concurrency, "mixed")
             rates = self.rates[key][-1]
             best.append(int(max(rates, key=rates.__getitem__).removeprefix("static-")))
-        # A length is used up to half-way (geometrically) to the next batch size that was tuned.
-        bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
-        self.table = list(zip([*bounds, CONCURRENCY[-1]], best, strict=True))
+        self.table = table_of(best)
         print(f"tuned table {self.table}", flush=True)
 
     def regimes(self) -> None:
@@ -282,6 +280,12 @@ def run(arguments: argparse.Namespace) -> Document:
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def table_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """A length is used up to half-way (geometrically) to the next batch size that was tuned."""
+    bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
+    return list(zip([*bounds, CONCURRENCY[-1]], lengths, strict=True))
 
 
 def compared(measured: Rates) -> Document:

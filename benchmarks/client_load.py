@@ -6,7 +6,6 @@ Greedy, with token ids in the answer, so that two runs can be compared token by 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +42,11 @@ class Reply:
 class Played:
     """A whole phase: replies in the prompts' order, and how long it took.
 
-    `tokens_before` of the replies' tokens came before that time began. `stolen_s`, by core: how much of that time its host
-    ran something else on it; empty where nobody knows.
+    `stolen_s`, by core: how much of that time its host ran something else on it; empty where nobody knows.
     """
 
     replies: list[Reply]
     seconds: float
-    tokens_before: int = 0
     stolen_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -60,7 +57,7 @@ class Played:
     @property
     def num_tokens(self) -> int:
         """Tokens that were generated in that time."""
-        return sum(len(r.token_ids) for r in self.replies) - self.tokens_before
+        return sum(len(r.token_ids) for r in self.replies)
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,56 +119,9 @@ def request_of(prompt: Prompt, max_tokens: int, workload: str, capture: bool, ig
     return body
 
 
-async def play_full(
-    url: str, prompts: Sequence[Prompt], *, concurrency: int, max_tokens: int, workload: str = "", ignore_eos: bool = False
-) -> Played:
-    """Serve as if it had always been so: all places are taken, each by a request that has come some way.
-
-    The first requests, one a place, are of staggered lengths. From when they all have a token until a place finds no prompt
-    to go on with, as many requests begin as end, whatever the rule; from a standing start, rules under which requests end
-    at different times would have begun more prompts for the same tokens, and at a common end left half-empty batches.
-
-    Replies, whole or not, are in the prompts' order; seconds and tokens are those of that time only.
-    """
-    waiting = iter(enumerate(prompts))
-    replies: list[Reply] = []
-    limits = httpx2.Limits(max_connections=concurrency)
-    async with httpx2.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
-
-        async def place() -> None:
-            for number, prompt in waiting:
-                replies.append(Reply())
-                share = min(number + 1, concurrency) / concurrency
-                length = max(1, round(share * max_tokens))
-                await stream(client, request_of(prompt, length, workload, True, ignore_eos), replies[-1])
-
-        places = [asyncio.create_task(place()) for _ in range(concurrency)]
-        try:
-            while not _are_under_way(replies, concurrency) and not any(task.done() for task in places):
-                await asyncio.sleep(0.002)
-            began_s, stolen = time.monotonic(), stolen_s()
-            before = sum(len(reply.token_ids) for reply in replies)
-            ended, _ = await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
-            seconds = time.monotonic() - began_s
-            stolen = stolen_since(stolen)
-            so_far = [dataclasses.replace(reply, token_ids=list(reply.token_ids)) for reply in replies]
-            for task in ended:
-                task.result()
-        finally:
-            for task in places:
-                task.cancel()
-            await asyncio.gather(*places, return_exceptions=True)
-    return Played(so_far, seconds, before, stolen)
-
-
-def _are_under_way(replies: Sequence[Reply], count: int) -> bool:
-    """Whether the first `count` requests have a token, or have ended."""
-    return len(replies) >= count and all(reply.first_token_s or reply.seconds for reply in replies[:count])
-
-
-async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any], reply: Reply | None = None) -> Reply:
-    """One request to its end; what comes is put down in `reply` as it comes."""
-    reply, began_s, finished = reply or Reply(), time.monotonic(), False
+async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
+    """One request to its end."""
+    reply, began_s, finished = Reply(), time.monotonic(), False
     try:
         async with client.stream("POST", "/v1/completions", json=dict(body)) as answer:
             if answer.is_error:

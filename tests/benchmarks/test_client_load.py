@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_load import Played, Prompt, Reply, differing, play, play_full, read_prompts
+from client_load import Played, Prompt, Reply, differing, play, read_prompts
 from processes import free_port
 
 
@@ -21,7 +21,6 @@ class Server:
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
         self.all_here = threading.Barrier(3)
-        self.holding, self.let_go = threading.Event(), threading.Event()
 
     def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         with self.lock:
@@ -31,8 +30,6 @@ class Server:
         prompt = body["prompt"]
         if prompt.startswith("together"):
             self.all_here.wait(20)
-        if prompt == "after":
-            self.holding.wait(20)
         if prompt == "refused":
             handler.send_error(400, "bad prompt")
         else:
@@ -40,9 +37,6 @@ class Server:
             handler.end_headers()
             for character in prompt[: body["max_tokens"]]:
                 self.chunk(handler, {"choices": [{"token_ids": [ord(character)], "finish_reason": None}]})
-            if prompt.startswith("held"):
-                self.holding.set()
-                self.let_go.wait(20)
             if prompt == "error":
                 self.chunk(handler, {"error": {"message": "engine died"}})
             elif prompt != "cut":
@@ -71,7 +65,6 @@ def server() -> Iterator[tuple[str, Server]]:
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{http.server_port}", state
-    state.let_go.set()
     http.shutdown()
     http.server_close()
     thread.join()
@@ -106,25 +99,6 @@ def test_as_many_at_once_as_asked(server: tuple[str, Server]) -> None:
     server[1].most_at_once = 0
     played(server[0], ["abc"] * 5, concurrency=1)
     assert server[1].most_at_once == 1
-
-
-def test_the_first_of_each_place_are_staggered(server: tuple[str, Server]) -> None:
-    prompts = [Prompt("s", "abcdefgh") for _ in range(9)]
-    found = asyncio.run(play_full(server[0], prompts, concurrency=4, max_tokens=8))
-    asked = sorted(body["max_tokens"] for body in server[1].bodies)
-    assert asked[:4] == [2, 4, 6, 8]
-    assert set(asked[4:]) == {8}
-    assert found.tokens_before >= 4
-    assert found.num_tokens == sum(len(reply.token_ids) for reply in found.replies) - found.tokens_before
-
-
-def test_only_the_time_in_which_all_places_are_taken_counts(server: tuple[str, Server]) -> None:
-    prompts = [Prompt("s", text) for text in ("held", "abc", "after", "after")]
-    found = asyncio.run(play_full(server[0], prompts, concurrency=2, max_tokens=5))
-    assert not server[1].let_go.is_set()  # it didn't wait for the request that is still held
-    assert [len(reply.token_ids) for reply in found.replies[1:]] == [3, 5, 5]
-    assert [bool(reply.seconds) for reply in found.replies] == [False, True, True, True]
-    assert found.num_failed == 0
 
 
 def test_labels_travel_in_vllms_own_field(server: tuple[str, Server]) -> None:
