@@ -18,6 +18,9 @@ long prompts and short answers would fill a run with work that is the same under
 From honed's own run on the trace `honed replay` says what each fixed length would have given there, and that is held against
 what it did give.
 
+How far such a comparison can be trusted is measured along with it: at a concurrency where the table's length is one of the fixed
+ones, two engines did the same, and `same_twice` has the one's speed over the other's.
+
 The best of the fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
 each repeat the one that was best in the others. The last line of stdout is JSON.
 """
@@ -232,7 +235,7 @@ def main() -> int:
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {out}")
     shown = (
-        "ratio_to_best_static", "ratio_to_none", "ratio_to_static_chosen_before", "shifting", "replay_error", "spread", "cost",
+        "ratio_to_best_static", "ratio_to_none", "ratio_to_static_chosen_before", "shifting", "same_twice", "replay_error", "spread", "cost",
     )  # fmt: skip
     print(json.dumps({key: result[key] for key in shown}), flush=True)
     return 0
@@ -270,6 +273,7 @@ def run(arguments: argparse.Namespace) -> Document:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return compared(bench.rates) | {
+        "same_twice": same_twice(bench.rates, bench.table),
         "replay_error": replay_errors(bench.rates, bench.replays),
         "cost": {name: round(value, 3) for name, value in bench.cost.items()},
         "tokens_per_s": bench.rates,
@@ -314,6 +318,17 @@ def compared(measured: Rates) -> Document:
         "spread": spread,
         "best_static": best_static,
     }
+
+
+def same_twice(measured: Rates, table: Sequence[tuple[int, int]]) -> dict[str, list[float]]:
+    """The table's tokens/s over those of the fixed length that it has there, of every repeat."""
+    found: dict[str, list[float]] = {}
+    for concurrency, traffic in REGIMES:
+        rule = f"static-{next(length for bound, length in table if concurrency <= bound)}"
+        if rule in STATICS:
+            repeats = measured.get(f"{concurrency}-{traffic}", [])
+            found[f"{concurrency}-{traffic}"] = [round(rates["table"] / rates[rule], 4) for rates in repeats]
+    return found
 
 
 def replay_errors(measured: Rates, replays: Sequence[Document]) -> dict[str, float]:

@@ -7,8 +7,8 @@ has come least far. A run's time is that of its own engine's steps.
 
 - All engines that speculate are forked from one that has loaded its weights: they read the very same memory. The speed of one
   and the same program differs by some per cent from process to process, mostly for where its weights happen to lie.
-- While the others have their turns an engine's clock stands still, and its daemon is stopped (SIGSTOP): for both of them the
-  engine ran without a break, on a core that it had to itself.
+- While the others have their turns an engine's clock stands still, and its daemon is stopped (SIGSTOP) but for a turn in every
+  second of its engine's time: for both of them the engine ran without a break, on a core that it had to itself.
 
 The engine's side is `lockstep_engine`.
 """
@@ -19,6 +19,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
@@ -29,8 +30,10 @@ from typing import Self
 from processes import ROOT, Child, ProcessError, Processes
 from vllm_server import server_environment
 
-SLICE_S = 1.0
-"""A turn: as often as the daemon steers, so that it does so once a second of its engine's time."""
+SLICE_S = 0.15
+"""A turn is a step or two, so that ten contenders are through in a second or two, and a spell of the machine is everybody's."""
+STEERING_S = 1.0
+"""Of its engine's time a daemon runs for a turn once in so long: as often as it steers."""
 START_S = 240.0
 ANSWER_S = 120.0
 
@@ -74,6 +77,7 @@ class Contender:
     engine: Child
     """The process that it was forked from, whose log it writes to."""
     daemon: Child | None = None
+    _since_awake_s: float = STEERING_S
 
     def ask(self, what: str, *args: object) -> object:
         """Have it do something; its answer. Raises ProcessError when it has gone, or takes longer than ANSWER_S."""
@@ -88,11 +92,16 @@ class Contender:
 
     def turn(self) -> Seen:
         """Let it run for a slice."""
-        self.wake(True)
+        began_s, is_due = time.monotonic(), self._since_awake_s >= STEERING_S
+        if is_due:
+            self._since_awake_s = 0.0
+            self.wake(True)
         try:
             seen = self.ask("go", SLICE_S)
         finally:
-            self.wake(False)
+            if is_due:
+                self.wake(False)
+        self._since_awake_s += time.monotonic() - began_s
         assert isinstance(seen, Seen)
         return seen
 

@@ -65,3 +65,10 @@ def test_what_was_foretold_is_held_against_what_was_measured() -> None:
 
 def test_a_tuned_length_is_used_half_way_to_the_next_batch_size() -> None:
     assert adapt.table_of([3, 2, 0]) == [(2, 3), (8, 2), (16, 0)]
+
+
+def test_two_engines_that_did_the_same_tell_how_far_to_trust_a_comparison() -> None:
+    measured = {f"{c}-{t}": repeats()[:2] for c, t in adapt.REGIMES}
+    found = adapt.same_twice(measured, [(2, 3), (8, 0), (16, 2)])
+    assert found == {f"1-{t}": [0.9182] * 2 for t in adapt.TRAFFIC} | {f"16-{t}": [0.9545] * 2 for t in adapt.TRAFFIC}
+    assert set(adapt.same_twice({}, [(16, 1)])) == set(measured)

@@ -23,11 +23,10 @@ class Scripted(Contender):
     def __init__(self, name: str, pace: float, turns: list[str]) -> None:
         super().__init__(name, NOTHING, NOTHING)
         self.pace, self.turns, self.come = pace, turns, 0.0
-        self.is_awake, self.loads = True, list[Any]()
+        self.is_awake, self.times_woken, self.loads = True, 0, list[Any]()
 
     def ask(self, what: str, *args: object) -> object:
         if what == "go":
-            assert self.is_awake
             self.turns.append(self.name)
             self.come = min(self.come + self.pace, 1.0)
             return Seen(self.come, self.come == 1.0, 10, 0.5, 5, 1.0)
@@ -36,6 +35,7 @@ class Scripted(Contender):
 
     def wake(self, is_awake: bool) -> None:
         self.is_awake = is_awake
+        self.times_woken += is_awake
 
 
 @pytest.fixture
@@ -58,9 +58,10 @@ def test_the_turn_is_with_whoever_has_come_least_far(steps: Lockstep) -> None:
     assert [steps.contenders[name].loads for name in ("slow", "fast", "other")] == [[load], [load], []]  # type: ignore[attr-defined]
 
 
-def test_daemons_run_only_in_their_engines_turns_until_all_is_over(steps: Lockstep) -> None:
-    steps.contenders = {name: Scripted(name, 0.5, []) for name in ("one", "two")}
+def test_a_daemon_runs_in_a_turn_of_its_engine_once_in_a_second_of_it(steps: Lockstep) -> None:
+    steps.contenders = {name: Scripted(name, 0.125, []) for name in ("one", "two")}
     steps.play(("one",), Load(("a",), 1, 8))
+    assert [one.times_woken for one in steps.contenders.values()] == [1, 0]  # type: ignore[attr-defined]
     assert [one.is_awake for one in steps.contenders.values()] == [False, False]  # type: ignore[attr-defined]
     steps.wake_all()
     assert [one.is_awake for one in steps.contenders.values()] == [True, True]  # type: ignore[attr-defined]
