@@ -18,8 +18,8 @@ long prompts and short answers would fill a run with work that is the same under
 From honed's own run on the trace `honed replay` says what each fixed length would have given there, and that is held against
 what it did give.
 
-How far such a comparison can be trusted is measured along with it: at a concurrency where the table's length is one of the fixed
-ones, two engines did the same, and `same_twice` has the one's speed over the other's.
+How far such a comparison can be trusted is measured along with it: at a concurrency where the table's length is one of the
+fixed ones, two engines did the same, and `same_twice` has the one's speed over the other's.
 
 The best of the fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
 each repeat the one that was best in the others. The last line of stdout is JSON.
@@ -31,6 +31,7 @@ import argparse
 import itertools
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -221,6 +222,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopped daemons can't end by themselves
     try:
         vllm_server.check_pair()
         result = run(arguments)
@@ -234,10 +236,8 @@ def main() -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {out}")
-    shown = (
-        "ratio_to_best_static", "ratio_to_none", "ratio_to_static_chosen_before", "shifting", "same_twice", "replay_error", "spread", "cost",
-    )  # fmt: skip
-    print(json.dumps({key: result[key] for key in shown}), flush=True)
+    left_out = ("tokens_per_s", "inter_token_ms_p50", "best_static", "table", "plan", "hardware", "commit", "when")
+    print(json.dumps({key: value for key, value in result.items() if key not in left_out}), flush=True)
     return 0
 
 
