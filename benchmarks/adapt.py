@@ -223,6 +223,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopped daemons can't end by themselves
+    arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         vllm_server.check_pair()
         result = run(arguments)
@@ -232,18 +234,15 @@ def main() -> int:
     except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
         print(f"adapt: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
     left_out = ("tokens_per_s", "inter_token_ms_p50", "best_static", "table", "plan", "hardware", "commit", "when")
     print(json.dumps({key: value for key, value in result.items() if key not in left_out}), flush=True)
     return 0
 
 
 def run(arguments: argparse.Namespace) -> Document:
-    """Make the target, start everything, measure, stop everything."""
+    """Make the target, start everything, measure, write the result down after every repeat, stop everything."""
     pin_target()
+    result: Document = {}
     folder = Path(tempfile.mkdtemp(prefix="honed-bench-"))
     pools = {
         name: [
@@ -270,8 +269,16 @@ def run(arguments: argparse.Namespace) -> Document:
                 if not arguments.trace_only:
                     bench.regimes()
                 bench.shifting()
+                result = result_of(bench, arguments)
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+                print(f"written to {arguments.out}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def result_of(bench: Bench, arguments: argparse.Namespace) -> Document:
+    """All figures so far."""
     return compared(bench.rates) | {
         "same_twice": same_twice(bench.rates, bench.table),
         "replay_error": replay_errors(bench.rates, bench.replays),
