@@ -7,8 +7,8 @@ has come least far. A run's time is that of its own engine's steps.
 
 - All engines that speculate are forked from one that has loaded its weights: they read the very same memory. The speed of one
   and the same program differs by some per cent from process to process, mostly for where its weights happen to lie.
-- While the others have their turns an engine's clock stands still, and its daemon is stopped (SIGSTOP) but for a turn in every
-  second of its engine's time: for both of them the engine ran without a break, on a core that it had to itself.
+- While the others have their turns an engine's clock stands still; and its daemon is stopped (SIGSTOP), but for `AWAKE_S` in
+  every second of its engine's time: it steers as often as it does beside an engine that runs without a break.
 
 The engine's side is `lockstep_engine`.
 """
@@ -33,7 +33,9 @@ from vllm_server import server_environment
 SLICE_S = 0.15
 """A turn is a step or two, so that ten contenders are through in a second or two, and a spell of the machine is everybody's."""
 STEERING_S = 1.0
-"""Of its engine's time a daemon runs for a turn once in so long: as often as it steers."""
+"""A daemon is let run once in so much of its engine's time: as often as it steers."""
+AWAKE_S = 1.3
+"""For so long, since it steers a second after it finds that time has passed."""
 START_S = 240.0
 ANSWER_S = 120.0
 
@@ -77,7 +79,10 @@ class Contender:
     engine: Child
     """The process that it was forked from, whose log it writes to."""
     daemon: Child | None = None
-    _since_awake_s: float = STEERING_S
+    _since_woken_s: float = STEERING_S
+    """Of the engine's time."""
+    _until_s: float = float("inf")
+    """Its daemon is awake until then; endless when it is stopped already."""
 
     def ask(self, what: str, *args: object) -> object:
         """Have it do something; its answer. Raises ProcessError when it has gone, or takes longer than ANSWER_S."""
@@ -92,18 +97,20 @@ class Contender:
 
     def turn(self) -> Seen:
         """Let it run for a slice."""
-        began_s, is_due = time.monotonic(), self._since_awake_s >= STEERING_S
-        if is_due:
-            self._since_awake_s = 0.0
+        began_s = time.monotonic()
+        if self._since_woken_s >= STEERING_S:
+            self._since_woken_s, self._until_s = 0.0, began_s + AWAKE_S
             self.wake(True)
-        try:
-            seen = self.ask("go", SLICE_S)
-        finally:
-            if is_due:
-                self.wake(False)
-        self._since_awake_s += time.monotonic() - began_s
+        seen = self.ask("go", SLICE_S)
+        self._since_woken_s += time.monotonic() - began_s
         assert isinstance(seen, Seen)
         return seen
+
+    def rest(self) -> None:
+        """Stop its daemon if that has been awake for long enough."""
+        if time.monotonic() >= self._until_s:
+            self._until_s = float("inf")
+            self.wake(False)
 
     def wake(self, is_awake: bool) -> None:
         """Let its daemon run, or stop it."""
@@ -182,6 +189,8 @@ class Lockstep:
         while left:
             name = min(left, key=left.__getitem__)
             seen[name] = now = self.contenders[name].turn()
+            for contender in self.contenders.values():
+                contender.rest()
             left[name] = now.progress
             if now.is_over:
                 del left[name]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lockstep
 import pytest
 from lockstep import Contender, Load, Lockstep, Seen
 from lockstep_engine import Clock, DraftPasses, PublishersClock, Run
@@ -58,7 +59,8 @@ def test_the_turn_is_with_whoever_has_come_least_far(steps: Lockstep) -> None:
     assert [steps.contenders[name].loads for name in ("slow", "fast", "other")] == [[load], [load], []]  # type: ignore[attr-defined]
 
 
-def test_a_daemon_runs_in_a_turn_of_its_engine_once_in_a_second_of_it(steps: Lockstep) -> None:
+def test_a_daemon_is_woken_once_in_a_second_of_its_engine(steps: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "AWAKE_S", 0.0)
     steps.contenders = {name: Scripted(name, 0.125, []) for name in ("one", "two")}
     steps.play(("one",), Load(("a",), 1, 8))
     assert [one.times_woken for one in steps.contenders.values()] == [1, 0]  # type: ignore[attr-defined]
