@@ -3,9 +3,9 @@
 The target is the tiny pair's, made dear by layers that change nothing (`stacked_target`), so that a draft pass costs a small
 part of a target step as it does on a real server. Each contender is an engine of vLLM's; those that speculate have honed
 attached and a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic;
-the shifting trace plays every regime once, without a pause. Greedy and of fixed length, so every run gives the same tokens.
-Prompts are computed in every run (no prefix caching). The table (as vLLM's own: draft length by batch size) is tuned first, on
-mixed traffic.
+rules that learn have seen a regime's traffic for a run when it is measured. The shifting trace plays every regime once, without
+a pause. Greedy and of fixed length, so every run gives the same tokens. Prompts are computed in every run (no prefix caching).
+The table (as vLLM's own: draft length by batch size) is tuned first, on mixed traffic.
 
 All contenders' runs are cut into slices that are dealt in turn, on a core that they have to themselves, as they would have a
 GPU (`lockstep`): so a slow spell of the machine is everybody's. Repeats begin with new engines; the daemons go on, and know
@@ -63,6 +63,7 @@ STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
 TUNED = ("static-0", *STATICS)
 OURS = "goodput"
 RULES = (OURS, "none", *STATICS, "table", "threshold", "kelly")
+LEARNING = (OURS, "threshold", "kelly")
 RULES_ON_TRACE = (OURS, *STATICS, "table")
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
@@ -184,8 +185,9 @@ class Bench:
         print(f"tuned table {self.table}", flush=True)
 
     def regimes(self) -> None:
-        """Every regime, every rule."""
+        """Every regime, every rule; those that learn have been in it for a run."""
         for concurrency, traffic in REGIMES:
+            self.play(LEARNING, concurrency, traffic)
             self.measure(f"{concurrency}-{traffic}", RULES, concurrency, traffic)
 
     def shifting(self) -> None:
