@@ -165,7 +165,7 @@ bench-capture: setup
 	@$(BIN)/python benchmarks/capture.py
 
 bench-adapt: setup
-	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour)"
+	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour or more)"
 	@$(BIN)/python benchmarks/adapt.py
 
 bench-recalib: setup
