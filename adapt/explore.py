@@ -27,10 +27,9 @@ def neighbour(
     move = rng.choice(_MOVES_OF_ALL if is_all and is_known else _MOVES)
     if is_drafting and move == "none":
         return [0] * len(lengths)
-    started = 0
-    if not is_drafting:
-        few = (1, 2) if cold_length is None else (1, 2, max(cold_length, 1))
-        started = min(rng.choice(few), limit)
+    # Where nothing is drafted one token says what has to be known: whether the first is accepted, and what the pass costs.
+    few = (1,) if is_known else (1, 2, max(cold_length or 0, 1))
+    started = 0 if is_drafting else min(rng.choice(few), limit)
 
     def moved(length: int) -> int:
         if not is_drafting:

@@ -441,15 +441,17 @@ def test_no_factor_and_no_context_however_odd_breaks_a_decision(shift, contexts,
 @pytest.mark.parametrize("explore_share", [0.0, 1.0])
 def test_where_lengths_have_to_be_equal_they_are(explore_share):
     decider = make_decider(make_policy(equal_lengths=True, explore_share=explore_share))
+    unexplored = make_decider(make_policy(equal_lengths=True, explore_share=0.0))
     ids = [str(i) for i in range(40)]
     for at, request_id in enumerate(ids):
         decider.start(request_id, "good" if at % 2 else "bad")
-    seen = set()
+        unexplored.start(request_id, "good" if at % 2 else "bad")
+    chosen, seen = unexplored.decide(ids, 100, 0, 0.0).num_draft_tokens[0], set()
     for _ in range(50):
         lengths = decider.decide(ids, 100, 0, 0.0).num_draft_tokens
         assert len(set(lengths)) == 1
         seen.add(lengths[0])
-    assert len(seen) > 1 if explore_share else len(seen) == 1
+    assert chosen not in seen if explore_share else seen == {chosen}
     decider.start("short", "good", ceiling=1)
     for _ in range(50):
         *others, short = decider.decide([*ids, "short"], 100, 0, 0.0).num_draft_tokens
