@@ -226,10 +226,10 @@ def load_engine(target: str, drafter: str) -> Any:
 
 def contend(engine: Any, passes: DraftPasses, name: str, runtime_dir: str, core: int, address: str) -> None:
     """Be a contender until nobody asks any more."""
-    clock, all_cores = Clock(), os.sched_getaffinity(os.getppid())
+    clock, others = Clock(), set(range(os.cpu_count() or 1)) - {core}
     if runtime_dir:
         os.environ.update(HONED_RUNTIME_DIR=runtime_dir, HONED_ENGINE_ID=name)
-        os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - {core} or all_cores)  # threads inherit it
+        os.sched_setaffinity(0, others or {core})  # threads inherit it
         attach(engine, clock)
     os.sched_setaffinity(0, {core})
     connection, run = Client(address), None
