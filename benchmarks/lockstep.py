@@ -64,11 +64,6 @@ class Seen:
     draft_ms: float = 0.0
     """Median of the draft passes; 0 where there was none."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Throughput."""
-        return self.num_tokens / self.seconds if self.seconds else 0.0
-
 
 @dataclass
 class Contender:

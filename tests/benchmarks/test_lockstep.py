@@ -55,7 +55,7 @@ def test_the_turn_is_with_whoever_has_come_least_far(steps: Lockstep) -> None:
     for name in turns:
         assert come[name] == min(come.values())
         come[name] = min(come[name] + (0.125 if name == "slow" else 0.25), 1.0)
-    assert seen["slow"].tokens_per_s == 20.0
+    assert seen["slow"].num_tokens / seen["slow"].seconds == 20.0
     assert [steps.contenders[name].loads for name in ("slow", "fast", "other")] == [[load], [load], []]  # type: ignore[attr-defined]
 
 
