@@ -98,17 +98,14 @@ class Bench:
 
     def start(self, rules: Sequence[str]) -> None:
         """New engines for these rules."""
-        self.steps.unload()
-        self.steps.load("vllm-speculating", self.target, vllm_server.DRAFTER)
-        if "none" in rules:
-            self.steps.load("vllm-none", self.target)
+        self.steps.load(self.target, vllm_server.DRAFTER)
         for rule in rules:
             if rule == "none":
-                self.steps.fork(rule, "vllm-none")
+                self.steps.fork(rule)
                 continue
             if rule not in self.daemons:
                 self.daemons[rule] = self.start_daemon(rule)
-            contender = self.steps.fork(rule, "vllm-speculating", self.folder / rule, self.daemons[rule])
+            contender = self.steps.fork(rule, self.folder / rule, self.daemons[rule])
             with self.client(rule) as client:
                 wait_attached(contender.engine, client)
         time.sleep(SETTLED_S)

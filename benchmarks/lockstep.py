@@ -5,8 +5,8 @@ follow each other would have to be repeated for hours before rules could be told
 an engine of its own, all get the same requests, and their runs are cut into slices of `SLICE_S`, each dealt to the one that
 has come least far. A run's time is that of its own engine's steps.
 
-- All engines that speculate are forked from one that has loaded its weights: they read the very same memory. The speed of one
-  and the same program differs by some per cent from process to process, mostly for where its weights happen to lie.
+- All engines are forked from one process that has loaded the weights: they read the very same memory. The speed of one and the
+  same program differs by some per cent from process to process, mostly for where its weights happen to lie.
 - While the others have their turns an engine's clock stands still; and its daemon is stopped (SIGSTOP), but for `AWAKE_S` in
   every second of its engine's time: it steers as often as it does beside an engine that runs without a break.
 
@@ -122,7 +122,7 @@ class Lockstep:
     core: int
     """The engines' core."""
     contenders: dict[str, Contender] = field(default_factory=dict)
-    _parents: dict[str, tuple[Child, Connection]] = field(default_factory=dict)
+    _parent: tuple[Child, Connection] | None = None
 
     def __post_init__(self) -> None:
         self._listener = Listener(str(self.folder / "lockstep.sock"), backlog=16)
@@ -134,8 +134,9 @@ class Lockstep:
         self.wake_all()
         self._listener.close()
 
-    def load(self, name: str, target: str, drafter: str = "") -> None:
-        """Start a process that loads the weights, for contenders to be forked from; "" drafts nothing."""
+    def load(self, target: str, drafter: str) -> None:
+        """Start the process that loads the weights, for contenders to be forked from."""
+        self.unload()
         own = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": "1",
@@ -143,12 +144,13 @@ class Lockstep:
         }
         address = str(self._listener.address)
         command = [sys.executable, str(ROOT / "benchmarks" / "lockstep_engine.py"), address, str(self.core), target, drafter]
-        child = self.processes.start(name, command, server_environment() | own)
-        self._parents[name] = child, self._accept(child)
+        child = self.processes.start("vllm", command, server_environment() | own)
+        self._parent = child, self._accept(child)
 
-    def fork(self, name: str, parent: str, runtime_dir: Path | None = None, daemon: Child | None = None) -> Contender:
-        """Add a contender; with honed attached where there is a runtime directory."""
-        child, connection = self._parents[parent]
+    def fork(self, name: str, runtime_dir: Path | None = None, daemon: Child | None = None) -> Contender:
+        """Add a contender: one that speculates, with honed attached, or without a runtime directory one that doesn't."""
+        assert self._parent is not None
+        child, connection = self._parent
         connection.send(("fork", name, str(runtime_dir or "")))
         contender = Contender(name, self._accept(child), child, daemon)
         self.contenders[name] = contender
@@ -158,10 +160,11 @@ class Lockstep:
     def unload(self) -> None:
         """End all engines."""
         self.wake_all()
-        for child, connection in self._parents.values():
+        if self._parent is not None:
+            child, connection = self._parent
             connection.close()
             self.processes.stop(child)
-        self._parents.clear()
+        self._parent = None
         self.contenders.clear()
 
     def wake_all(self) -> None:

@@ -1,10 +1,11 @@
-"""A process with an engine of vLLM's in it, and the contenders that are forked from it; see `lockstep`.
+"""A process with two engines of vLLM's in it, and the contenders that are forked from it; see `lockstep`.
 
-    python benchmarks/lockstep_engine.py SOCKET CORE TARGET [DRAFTER]
+    python benchmarks/lockstep_engine.py SOCKET CORE TARGET DRAFTER
 
-Loaded once, it forks a contender whenever it is asked to. A contender attaches honed in the way vLLM does, by building its
-scheduler with `make_scheduler`, and then serves loads by calling the engine's `step`. Its main thread, which computes, is the
-only one on CORE; honed's publisher has the others, as it has beside a GPU.
+One engine speculates, the other doesn't; the target's weights are in memory once. Whenever it is asked to, the process forks a
+contender. One that speculates attaches honed in the way vLLM does, by building its scheduler with `make_scheduler`. A contender
+serves loads by calling its engine's `step`. Its main thread, which computes, is the only one on CORE; honed's publisher has the
+others, as it has beside a GPU.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class DraftPasses:
 
     def __init__(self, engine: Any) -> None:
         self.seconds: list[float] = []
-        runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        drafter = getattr(runner, "drafter", None)
+        drafter = getattr(_runner_of(engine), "drafter", None)
         if drafter is None:
             return
         propose = drafter.propose
@@ -175,14 +175,8 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 def main() -> None:
     """Load, then fork whenever asked to."""
-    address, core, target = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    drafter = sys.argv[4] if len(sys.argv) > 4 else ""
-    engine = load_engine(target, drafter)
-    passes = DraftPasses(engine)
-    if drafter:
-        from honed.adapt import compiled
-
-        compiled.prepare()
+    address, core, target, drafter = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    plain, speculating = load_engines(target, drafter)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -194,22 +188,29 @@ def main() -> None:
             return
         if os.fork() == 0:
             connection.close()
-            contend(engine, passes, name, runtime_dir, core, address)
+            contend(speculating if runtime_dir else plain, name, runtime_dir, core, address)
             os._exit(0)
 
 
-def load_engine(target: str, drafter: str) -> Any:
-    """vLLM's engine in this process, with everything that honed needs, but without honed."""
+def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
+    """One that only serves, and one that has everything honed needs, but not honed; they share the target's weights."""
+    from honed.adapt import compiled
+    from honed.attach import engine_hook
+
+    compiled.prepare()
+    plain = load_engine(target)
+    engine_hook.install()  # which notes the engine that is made next
+    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFT_TOKENS}
+    speculating = load_engine(target, speculative_config=speculative, worker_extension_cls=WORKER)
+    share_weights(_runner_of(speculating).model, _runner_of(plain).model)
+    return plain, speculating
+
+
+def load_engine(target: str, **more: Any) -> Any:
+    """vLLM's engine in this process."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from honed.attach import engine_hook
-
-    args: dict[str, Any] = {}
-    if drafter:
-        engine_hook.install()
-        speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFT_TOKENS}
-        args = {"speculative_config": speculative, "worker_extension_cls": WORKER}
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=target,
@@ -219,20 +220,41 @@ def load_engine(target: str, drafter: str) -> Any:
             enforce_eager=True,
             enable_prefix_caching=False,
             async_scheduling=False,
-            **args,
+            **more,
         )
     )
 
 
-def contend(engine: Any, passes: DraftPasses, name: str, runtime_dir: str, core: int, address: str) -> None:
+def share_weights(source: Any, model: Any) -> None:
+    """Let a model use the modules with weights of another one that is just like it, packed copies included.
+
+    Raises RuntimeError when it still has weights of its own.
+    """
+    modules = dict(source.named_modules())
+    for name, module in list(model.named_modules()):
+        if name in modules and next(module.parameters(recurse=False), None) is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, modules[name])
+    shared = {id(parameter) for parameter in source.parameters()}
+    own = [name for name, parameter in model.named_parameters() if id(parameter) not in shared]
+    if own:
+        raise RuntimeError(f"not shared: {', '.join(own[:5])}")
+
+
+def _runner_of(engine: Any) -> Any:
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def contend(engine: Any, name: str, runtime_dir: str, core: int, address: str) -> None:
     """Be a contender until nobody asks any more."""
     clock, others = Clock(), set(range(os.cpu_count() or 1)) - {core}
+    passes, run = DraftPasses(engine), None
     if runtime_dir:
         os.environ.update(HONED_RUNTIME_DIR=runtime_dir, HONED_ENGINE_ID=name)
         os.sched_setaffinity(0, others or {core})  # threads inherit it
         attach(engine, clock)
     os.sched_setaffinity(0, {core})
-    connection, run = Client(address), None
+    connection = Client(address)
     while True:
         try:
             what, *args = clock.wait(connection)
