@@ -158,24 +158,18 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
            ("dummy_run", "is_profile", "num_speculative_tokens"), calls=("_precompute_context_kv", "_generate_draft")),
     Passes(
         _V1, "GPUModelRunner", "propose_draft_token_ids", "propose",
-        (
-            "num_speculative_tokens", "target_token_ids", "target_positions", "target_hidden_states", "next_token_ids",
-            "token_indices_to_sample", "common_attn_metadata", "num_rejected_tokens_gpu",
-        ),
+        ("num_speculative_tokens", "target_positions", "target_hidden_states", "common_attn_metadata"),
     ),
     Method(
-        _PROPOSER, "DFlashProposer", "set_inputs_first_pass",
-        (
-            "target_token_ids", "next_token_ids", "target_positions", "target_hidden_states", "token_indices_to_sample", "cad",
-            "num_rejected_tokens_gpu",
-        ),
+        _PROPOSER, "DFlashProposer", "set_inputs_first_pass", ("target_positions", "target_hidden_states", "cad"),
     ),
+    Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("slot_mapping",)),
     Method(_PROPOSER, "DFlashProposer", "propose", calls=("combine_hidden_states", "set_inputs_first_pass")),
     Attributes(
         _PROPOSER, "DFlashProposer",
         (
             "method", "parallel_drafting", "num_speculative_tokens", "vllm_config", "_last_draft_probs",
-            "_context_positions_buffer", "_context_slot_mapping_buffer",
+            "_dflash_hidden_states",
         ),
     ),
     Method(

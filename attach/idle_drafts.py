@@ -18,13 +18,7 @@ from honed.attach.context_backlog import ContextBacklog
 from honed.attach.runner import Runner
 
 _NEEDED = {
-    "v1": (
-        "propose",
-        "set_inputs_first_pass",
-        "_context_positions_buffer",
-        "_context_slot_mapping_buffer",
-        "parallel_drafting",
-    ),
+    "v1": ("propose", "parallel_drafting"),
     "v2": ("propose", "_generate_draft", "_precompute_context_kv"),
 }
 
@@ -55,13 +49,13 @@ def _keep_rows(runner: Runner, device: torch.device) -> None:
             return propose(*args, **kwargs)
         drafter.num_speculative_tokens = 0
         drafter._last_draft_probs = None
-        given = ("target_token_ids", "next_token_ids", "target_positions", "token_indices_to_sample", "num_rejected_tokens_gpu")
-        cad = kwargs["common_attn_metadata"]
-        states = model.combine_hidden_states(kwargs["target_hidden_states"])
-        drafter.set_inputs_first_pass(target_hidden_states=states, cad=cad, **{name: kwargs[name] for name in given})
-        rows = len(states)
+        # What `set_inputs_first_pass` says of the context, without what it says of the drafts.
+        cad, positions = kwargs["common_attn_metadata"], kwargs["target_positions"]
+        drafter._dflash_hidden_states = states = model.combine_hidden_states(kwargs["target_hidden_states"])
         backlog.add(
-            states, drafter._context_positions_buffer[:rows].clone(), drafter._context_slot_mapping_buffer[:rows].clone()
+            states,
+            (positions if positions.dim() == 1 else positions[0]).clone(),
+            cad.slot_mapping[: len(states)].clone(),
         )
         return torch.empty(cad.batch_size(), 0, dtype=torch.int64, device=device)
 
