@@ -136,7 +136,7 @@ class Lockstep:
 
     def load(self, target: str, drafter: str) -> None:
         """Start the process that loads the weights, for contenders to be forked from."""
-        self.unload()
+        self._unload()
         own = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": "1",
@@ -157,7 +157,7 @@ class Lockstep:
         contender.ask("hello")
         return contender
 
-    def unload(self) -> None:
+    def _unload(self) -> None:
         """End all engines."""
         self.wake_all()
         if self._parent is not None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import lockstep
 import pytest
+import torch
 from lockstep import Contender, Load, Lockstep, Seen
-from lockstep_engine import Clock, DraftPasses, PublishersClock, Run
+from lockstep_engine import Clock, DraftPasses, PublishersClock, Run, share_weights
 
 NOTHING: Any = None
 
@@ -158,3 +159,26 @@ def test_draft_passes_are_timed() -> None:
     passes = DraftPasses(engine)
     assert drafter.propose(1, k=2) == ((1,), {"k": 2})
     assert len(passes.seconds) == 1
+
+
+class Block(torch.nn.Module):
+    """A layer with weights, and one that only knows its engine."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(size, size)
+        self.attention = torch.nn.Identity()
+
+
+def test_weights_are_in_memory_once_and_what_has_none_stays_an_engines_own() -> None:
+    source, model = torch.nn.Sequential(Block(2), Block(2)), torch.nn.Sequential(Block(2), Block(2))
+    attention = model[1].attention
+    share_weights(source, model)
+    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in source.parameters()]
+    assert model[1].linear is source[1].linear
+    assert model[1].attention is attention is not source[1].attention
+
+
+def test_weights_that_another_model_lacks_are_said() -> None:
+    with pytest.raises(RuntimeError, match=r"not shared: 1\.linear\.weight"):
+        share_weights(torch.nn.Sequential(Block(2)), torch.nn.Sequential(Block(2), Block(2)))
