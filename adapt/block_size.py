@@ -46,9 +46,9 @@ NO_PREVIOUS = -1
 LOST_GRAPH = 1.25
 """How much longer a step is taken to last without its CUDA graph: a guess, since it differs from model to model."""
 Parts: TypeAlias = npt.NDArray[np.uint16]
-Found: TypeAlias = tuple[Ints, int, float, int, float, float, bool]
-"""Draft lengths [N], the longest of them, threshold, cap (0: no drafts), rate, rate without drafts, whether the previous
-choice was kept."""
+Found: TypeAlias = tuple[Ints, int, float, int, float, float, float, bool]
+"""Draft lengths [N], the longest of them, threshold, cap (0: no drafts), rate, rate without drafts, the best with drafts,
+whether the previous choice was kept."""
 
 
 class OperatingPoint(NamedTuple):
@@ -70,6 +70,13 @@ class Choice(NamedTuple):
     """The same with nothing drafted."""
     is_held: bool = False
     """The best choice gained too little over the previous operating point, which was kept."""
+    rate_drafting: float = 0.0
+    """The best with something drafted, chosen or not; 0: nothing can be."""
+
+    @property
+    def margin(self) -> float:
+        """By how much drafting is believed to beat not drafting, relative; below 0: it doesn't."""
+        return self.rate_drafting / self.rate_without - 1.0
 
 
 def nothing(count: int, rate: float) -> Choice:
@@ -170,8 +177,8 @@ def to_hold(previous: OperatingPoint | None, hysteresis: float) -> tuple[float, 
 
 def choice_of(found: Found) -> Choice:
     """Make a choice of what `compiled.search` found."""
-    lengths, _, threshold, cap, rate, without, is_held = found
-    return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held)
+    lengths, _, threshold, cap, rate, without, drafting, is_held = found
+    return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held, drafting)
 
 
 def choose_equal(
@@ -216,4 +223,5 @@ def choose_equal(
     is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
     k = held if is_held else best
     lengths = [k] * count if ceilings is None else np.minimum(ceilings, k).tolist()
-    return Choice(lengths, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held)
+    drafting_rate = max((rates[k] for k in open_), default=0.0)
+    return Choice(lengths, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held, drafting_rate)

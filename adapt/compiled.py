@@ -152,7 +152,7 @@ def exact(
     order = np.argsort(-flat, kind="mergesort")
     if held_cap > 0:
         held_cap = min(held_cap, depth) if is_block_priced else depth
-    best, best_cap, best_num, best_threshold, held, held_num = without, 0, 0, 1.0, -1.0, 0
+    best, best_cap, best_num, best_threshold, held, held_num, drafting_rate = without, 0, 0, 1.0, -1.0, 0, 0.0
     for cap in range(depth, 0 if is_block_priced else depth - 1, -1):
         seconds = fixed + drafting + cap * per_block_token
         got, num, value, top, top_num, top_threshold, is_top = 0.0, 0, 1.0, -1.0, 0, 1.0, False
@@ -174,6 +174,7 @@ def exact(
                 held, held_num = rate, num
         if is_top:
             top_threshold *= 0.5
+        drafting_rate = max(drafting_rate, top)
         if top > best:
             best, best_cap, best_num, best_threshold = top, cap, top_num, top_threshold
     lengths, is_held = np.zeros(count, np.int64), False
@@ -184,12 +185,12 @@ def exact(
         elif held >= without and best <= held * (1.0 + hysteresis):
             best, best_cap, best_num, best_threshold, is_held = held, held_cap, held_num, held_threshold, True
     if best_num == 0:
-        return lengths, 0, 1.0, 0, without, without, False
+        return lengths, 0, 1.0, 0, without, without, drafting_rate, False
     for entry in order:
         if entry < best_cap * count and best_num > 0:
             lengths[entry % count] += 1
             best_num -= 1
-    return lengths, lengths.max(), best_threshold, hold[1] if is_held else best_cap, best, without, is_held
+    return lengths, lengths.max(), best_threshold, hold[1] if is_held else best_cap, best, without, drafting_rate, is_held
 
 
 @_compiled
@@ -287,11 +288,11 @@ def by_levels(
                 if rate > best:
                     best, best_level, best_row, left_out = rate, level, row, total - fitting
             before = total
-    is_held = False
+    is_held, drafting_rate = False, best
     if held_level >= 0 and held >= without and best <= held * (1.0 + hysteresis):
         best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
     elif best <= without * (1.0 + (hysteresis if held_cap != NO_PREVIOUS and held_level < 0 else 0.0)):
-        return lengths, 0, 1.0, 0, without, without, False
+        return lengths, 0, 1.0, 0, without, without, drafting_rate, False
     cap = best_row + 1 if is_block_priced else depth
     below, least = _least(best_level), _least(best_level - 1 if left_out else best_level)
     longest = np.full(len(parts), -1, np.int64)  # of each curve, once it was asked for
@@ -316,7 +317,7 @@ def by_levels(
         for k in range(num - left_out):
             lengths[entries[order[k]]] += 1
     threshold = held_threshold if is_held else 1.0 - (best_level + 1) / LEVELS
-    return lengths, lengths.max(), threshold, cap, best, without, is_held
+    return lengths, lengths.max(), threshold, cap, best, without, drafting_rate, is_held
 
 
 @_compiled
@@ -441,14 +442,14 @@ def decide_at(address: int) -> None:
             _table(desk["kind_effects"], desk["num_kind_rows"], desk["num_kind_lengths"]), count, desk["depth"],
             _floats(desk["parameters"], desk["num_parameters"]), context_tokens,
         )  # fmt: skip
-    lengths, longest, threshold, cap, _, _, _ = search(
+    lengths, longest, threshold, cap, _, without, drafting, _ = search(
         _table(desk["gains"], shape[0], shape[1]), carray(_pointer(desk["parts"]), shape, np.uint16), group, ceilings,
         _floats(desk["parameters"], desk["num_parameters"]), token_seconds,
         _ints(desk["captured_below"], desk["num_totals"]), context_tokens, desk["num_prefill_tokens"],
         desk["is_latency"] != 0, (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
     )  # fmt: skip
     _ints(desk["lengths"], count)[:] = lengths
-    desk["longest"], desk["cap"], desk["threshold"] = longest, cap, threshold
+    desk["longest"], desk["cap"], desk["threshold"], desk["margin"] = longest, cap, threshold, drafting / without - 1.0
 
 
 @_compiled

@@ -11,7 +11,8 @@ What is known of the requests is `adapt.request_beliefs`'. What it does when is 
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.block_size.choose
                        explore         `explore_share` of the steps, and a quarter of the cold ones: a neighbour of what the two
-                                       rows above would give
+                                       rows above would give; and, the more even the choice is, some steps in a row on the
+                                       other side of drafting or not (`explore.trial_share`)
 
 Where a policy wants equal lengths, all requests of a step get one that it allows: the table's, rounded down. Only K and an
 operator's override of `draft_tokens` stay as they are.
@@ -35,7 +36,7 @@ import numpy as np
 from honed.adapt.block_size import OperatingPoint, choose_equal, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
-from honed.adapt.explore import neighbour
+from honed.adapt.explore import TRIAL_STEPS, neighbour, trial_share
 from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.policy_tables import PolicyTables
 from honed.adapt.request_beliefs import RequestBeliefs
@@ -56,6 +57,7 @@ class Decider:
         self._point: OperatingPoint | None = None
         self._rule: Contender | None = None
         self._most_tokens = 0  # that a step might have had so far
+        self._trial_left, self._is_trial_drafting = 0, False
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
         self._model = self._tables.model
         self.requests = RequestBeliefs(self.num_spec_tokens, max_num_seqs, self._tables)
@@ -198,7 +200,8 @@ class Decider:
         share = policy.explore_share
         if not self._model.is_ready and share > 0.0:
             share = max(share, _COLD_EXPLORE_SHARE)
-        is_exploring = self._random.random() < share
+        chance = self._random.random()
+        is_exploring = chance < share
         if not self._model.is_ready:
             if not is_exploring:
                 return self._uniform(request_ids, static_k, "cold")
@@ -207,7 +210,14 @@ class Decider:
             return Decision([], 0, "policy")
         else:
             noted = contexts, first, every
-            lengths, block = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
+            lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
+            if share <= chance < share + trial_share(share, margin):
+                self._trial_left, self._is_trial_drafting = TRIAL_STEPS, block == 0
+            if self._trial_left > 0:
+                self._trial_left -= 1
+                if block and not self._is_trial_drafting:
+                    return Decision([0] * len(lengths), 0, "explore")
+                is_exploring |= block == 0 and self._is_trial_drafting
         if is_exploring:
             cold_length = None if self._model.is_ready else static_k
             lengths = self._explore(request_ids, lengths, limit, cold_length, policy)
@@ -234,19 +244,20 @@ class Decider:
         num_prefill_tokens: int,
         policy: Policy,
         noted: tuple[Sequence[int] | None, int, int],
-    ) -> tuple[list[int], int]:
+    ) -> tuple[list[int], int, float]:
+        """Draft lengths, the longest of them, and the margin of drafting."""
         requests, limit, hysteresis = self.requests, self._tables.limit, self._tables.hysteresis
         are_contexts_known = context_tokens < 0 or noted[0] is not None
         most_tokens = len(request_ids) * (limit + 1) + num_prefill_tokens
         if most_tokens > self._most_tokens:
             self._most_tokens = most_tokens
         if not policy.equal_lengths:
-            lengths, longest, threshold, cap = requests.search(
+            lengths, longest, threshold, cap, margin = requests.search(
                 request_ids, context_tokens, num_prefill_tokens, to_hold(self._point, hysteresis), *noted,
                 are_contexts_known=are_contexts_known,
             )  # fmt: skip
             self._point = OperatingPoint(threshold, cap)
-            return lengths, longest
+            return lengths, longest, margin
         contexts, first, every = noted
         if contexts is not None:
             requests.note_contexts(request_ids, contexts, first, every)
@@ -260,7 +271,7 @@ class Decider:
             ceilings=requests.ceiling[requests.slots_of(request_ids)] if requests.num_ceilings else None,
         )  # fmt: skip
         self._point = choice.point
-        return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0)
+        return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0), choice.margin
 
     def _uniform(self, request_ids: Sequence[str], length: int, reason: str, *, is_exact: bool = False) -> Decision:
         """Give everybody so much, as far as ceilings go; `is_exact`: even where no graph was captured for that length."""

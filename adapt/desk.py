@@ -37,6 +37,7 @@ DESK = np.dtype(
         ("longest", np.int64),
         ("cap", np.int64),
         ("threshold", np.float64),
+        ("margin", np.float64),  # see `block_size.Choice`
         # what is known: addresses and sizes
         ("lengths", np.int64),  # room for draft lengths, at least [N]
         ("known", np.int64),  # of each slot, [S] of `request_beliefs.REQUEST`
@@ -68,7 +69,7 @@ DESK = np.dtype(
 )
 """All fields are 8 bytes wide."""
 
-CALL, LEARN, FOUND = Struct("=10q2d"), Struct("=2q"), Struct("=2qd")
+CALL, LEARN, FOUND = Struct("=10q2d"), Struct("=2q"), Struct("=2q2d")
 LEARN_AT, FOUND_AT = CALL.size, CALL.size + LEARN.size
 TABLES = (DESK.names or ())[(FOUND_AT + FOUND.size) // 8 :]
 
@@ -104,10 +105,10 @@ class Desk:
         """Say what became of them."""
         LEARN.pack_into(self._room, LEARN_AT, drafted.buffer_info()[0], accepted.buffer_info()[0])
 
-    def found(self) -> tuple[int, int, float]:
-        """Longest draft length, cap and threshold."""
-        longest, cap, threshold = FOUND.unpack_from(self._room, FOUND_AT)
-        return longest, cap, threshold
+    def found(self) -> tuple[int, int, float, float]:
+        """Longest draft length, cap, threshold and margin."""
+        longest, cap, threshold, margin = FOUND.unpack_from(self._room, FOUND_AT)
+        return longest, cap, threshold, margin
 
     def put(self, **tables: int | npt.NDArray[np.generic]) -> None:
         """Lay out what is known: sizes, and arrays by their addresses. Raises KeyError for what has no place."""

@@ -10,6 +10,25 @@ would be cheaper where nobody drafts, but a step's cost there is mostly the draf
 _MOVES = ("less", "more", "half", "none")
 _MOVES_OF_ALL = ("less", "more", "less", "more", "less", "more", "half", "none")
 """Where the whole batch moves: what is far from the best costs most, and is tried less."""
+TRIAL_STEPS = 3
+"""What a trial of the other side lasts: drafts are verified a step after they were made, so that of a lone step without drafts
+the one half, and of a lone one with drafts neither, would be seen as it is when nothing else is done."""
+_CLOSE = 0.05
+_MOST_STARTING = 0.04
+
+
+def trial_share(explore_share: float, margin: float) -> float:
+    """Share of the steps in which to begin a trial of the other side: drafting where nothing is drafted, or the reverse.
+
+    A mistake of a few per cent in a price decides for good on which side of an even choice one stays, since only that side is
+    measured from then on. Trials cost the margin, and teach most where it is small: up to `_CLOSE` they are as frequent as may
+    be, and beyond it with the square of it less.
+
+    Args:
+        margin: see `block_size.Choice`.
+    """
+    closeness = min(_CLOSE / max(abs(margin), _CLOSE), 1.0)
+    return min(1.5 * explore_share, _MOST_STARTING) * closeness**2
 
 
 def neighbour(

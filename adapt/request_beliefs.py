@@ -175,8 +175,8 @@ class RequestBeliefs:
         every: int = 1,
         *,
         are_contexts_known: bool,
-    ) -> tuple[list[int], int, float, int]:
-        """Choose the draft lengths of a batch by `compiled.decide_at`: them, the longest, threshold and cap.
+    ) -> tuple[list[int], int, float, int, float]:
+        """Choose the draft lengths of a batch by `compiled.decide_at`: them, the longest, threshold, cap and margin.
 
         Args:
             context_tokens: sum of its contexts; −1: of what is noted.
@@ -196,8 +196,8 @@ class RequestBeliefs:
         noted = array("q", contexts) if contexts is not None else None
         desk.call(slots, noted, first, every, context_tokens, num_prefill_tokens, are_contexts_known, hold)
         compiled.decide_at(desk.address)
-        longest, cap, threshold = desk.found()
-        return self._lengths[:count].tolist(), longest, threshold, cap
+        longest, cap, threshold, margin = desk.found()
+        return self._lengths[:count].tolist(), longest, threshold, cap, margin
 
     def _price(self, num_tokens: int) -> None:
         """Lay out the prices of steps of so many tokens."""

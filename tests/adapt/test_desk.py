@@ -29,8 +29,9 @@ def test_every_figure_of_a_call_has_its_place() -> None:
 
 def test_what_was_found_is_read_where_it_was_put() -> None:
     desk = Desk()
-    desk._record["longest"], desk._record["cap"], desk._record["threshold"] = 5, 6, 0.125
-    assert desk.found() == (5, 6, 0.125)
+    for name, value in (("longest", 5), ("cap", 6), ("threshold", 0.125), ("margin", -0.25)):
+        desk._record[name] = value
+    assert desk.found() == (5, 6, 0.125, -0.25)
 
 
 def test_tables_are_laid_out_by_name() -> None:
