@@ -15,6 +15,11 @@ sorted into `LEVELS` equal levels by one counting pass (`compiled.by_levels`). A
 graph size lies within it: then exactly as many as fit are, the largest first. Of requests with equal g the earlier in the batch
 goes first; apart from that a permutation of the batch permutes the answer.
 
+Estimates of what is chosen are too good on average, being the best of several; not to draft is the one choice that needs none
+of acceptance. So near even nothing is drafted: with hysteresis on, drafting has to promise that much more than not drafting.
+
+Source: Smith and Winkler, Management Science 52 (2006), "The optimizer's curse".
+
 Non-anticipation, on which losslessness rests: the only inputs are survival estimates from finished rounds and the batch's
 shape. Nothing of the drafts that are about to be cut enters, so which drafts get verified is independent of what they are.
 
@@ -142,7 +147,8 @@ def choose(
         is_latency: which of the two the gains are.
         group: curve of each request, [N]; None: one request per curve.
         ceilings: most draft tokens of each request, [N]; None: K for all.
-        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its.
+        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its. Nothing is drafted unless
+            that is more than so much better than not to draft, and twice as much where nothing was drafted before.
     """
     from honed.adapt import compiled
 
@@ -204,7 +210,7 @@ def choose_equal(
         count: N.
         ceilings: most draft tokens of each request, [N]; None: none has any.
         captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
-        previous: its cap is kept unless the best rate is more than `hysteresis` (relative) above that length's.
+        previous, hysteresis: as `choose` has them; it is the cap that is kept.
     """
     fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
     base, rates = count + num_prefill_tokens, []
@@ -220,6 +226,10 @@ def choose_equal(
     best = held = max((0, *open_), key=rates.__getitem__)
     if previous is not None and (before := min(max(previous.cap, 0), len(gains))) in (0, *open_):
         held = before
+    if previous is not None and rates[best] <= rates[0] * (1.0 + (1.0 if held else 2.0) * hysteresis):
+        best = held = 0
+    elif held and rates[held] <= rates[0] * (1.0 + hysteresis):
+        held = best
     is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
     k = held if is_held else best
     lengths = [k] * count if ceilings is None else np.minimum(ceilings, k).tolist()

@@ -179,10 +179,9 @@ def exact(
             best, best_cap, best_num, best_threshold = top, cap, top_num, top_threshold
     lengths, is_held = np.zeros(count, np.int64), False
     if hysteresis > 0.0 and held_cap != NO_PREVIOUS:
-        if held_num == 0:
-            if best <= without * (1.0 + hysteresis):
-                best_num = 0
-        elif held >= without and best <= held * (1.0 + hysteresis):
+        if best <= without * (1.0 + (2.0 if held_num == 0 else 1.0) * hysteresis):
+            best_num = 0
+        elif held_num > 0 and held > without * (1.0 + hysteresis) and best <= held * (1.0 + hysteresis):
             best, best_cap, best_num, best_threshold, is_held = held, held_cap, held_num, held_threshold, True
     if best_num == 0:
         return lengths, 0, 1.0, 0, without, without, drafting_rate, False
@@ -289,10 +288,11 @@ def by_levels(
                     best, best_level, best_row, left_out = rate, level, row, total - fitting
             before = total
     is_held, drafting_rate = False, best
-    if held_level >= 0 and held >= without and best <= held * (1.0 + hysteresis):
-        best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
-    elif best <= without * (1.0 + (hysteresis if held_cap != NO_PREVIOUS and held_level < 0 else 0.0)):
+    least = hysteresis if held_cap != NO_PREVIOUS else 0.0
+    if best <= without * (1.0 + (least if held_level >= 0 else 2.0 * least)):
         return lengths, 0, 1.0, 0, without, without, drafting_rate, False
+    if held_level >= 0 and held > without * (1.0 + hysteresis) and best <= held * (1.0 + hysteresis):
+        best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
     cap = best_row + 1 if is_block_priced else depth
     below, least = _least(best_level), _least(best_level - 1 if left_out else best_level)
     longest = np.full(len(parts), -1, np.int64)  # of each curve, once it was asked for

@@ -216,16 +216,36 @@ def test_holding_costs_at_most_the_hysteresis(seed, model, threshold, cap, count
     survival = make_survival(seed, count, 7)
     best = choose(survival, model)
     held = choose(survival, model, previous=OperatingPoint(threshold, cap), hysteresis=0.1)
-    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.rate / 1.1
+    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.rate / (1.1 if cap else 1.2)
     assert all(0 <= k <= 7 for k in held.num_draft_tokens)
 
 
-def test_turning_drafting_on_again_needs_a_gain_too():
-    survival, off = make_survival(3, 4, 7), OperatingPoint(1.0, 0)
-    model = make_model()
-    gain = choose(survival, model).rate / choose(survival, model).rate_without - 1.0
-    assert not allocate(survival, model, previous=off, hysteresis=gain * 1.01).any()
-    assert allocate(survival, model, previous=off, hysteresis=gain * 0.99).any()
+@pytest.mark.parametrize("count", [4, 300])
+@pytest.mark.parametrize(("cap", "needed"), [(0, 2.0), (7, 1.0)])
+def test_to_draft_has_to_promise_a_gain_and_more_of_it_where_nothing_was_drafted(count, cap, needed):
+    survival, previous = make_survival(3, count, 7), OperatingPoint(1.0 if cap == 0 else 0.5, cap)
+    model = make_model(base=2e-3 * count)
+    gain = choose(survival, model).margin
+    assert gain > 0.1
+    assert not allocate(survival, model, previous=previous, hysteresis=gain * 1.01 / needed).any()
+    assert allocate(survival, model, previous=previous, hysteresis=gain * 0.99 / needed).any()
+
+
+@pytest.mark.parametrize(("cap", "needed"), [(0, 2.0), (3, 1.0)])
+def test_so_it_has_where_all_have_one_length(cap, needed):
+    sums, model, previous = [2.0, 1.0, 0.5], make_model(), OperatingPoint(0.0 if cap else 1.0, cap)
+    gain = choose_equal(sums, 4, model).margin
+    assert gain > 0.1
+    for hysteresis, is_drafting in ((gain * 1.01 / needed, False), (gain * 0.99 / needed, True)):
+        assert any(choose_equal(sums, 4, model, previous=previous, hysteresis=hysteresis).num_draft_tokens) == is_drafting
+
+
+def test_the_margin_is_told_whether_or_not_it_is_taken():
+    survival, model = make_survival(3, 4, 7), make_model()
+    assert choose(0.01 * survival, model).margin < 0.0
+    assert choose_equal([0.01], 4, model).margin < 0.0
+    taken = choose(survival, model)
+    assert taken.margin == pytest.approx(taken.rate / taken.rate_without - 1.0)
 
 
 def request_speed(survival, lengths, model):
