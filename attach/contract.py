@@ -164,6 +164,15 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
         _PROPOSER, "DFlashProposer", "set_inputs_first_pass", ("target_positions", "target_hidden_states", "cad"),
     ),
     Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("slot_mapping",)),
+    Method(_V1, "GPUModelRunner", "_sample", first=("logits", "spec_decode_metadata")),
+    Method(
+        _V1, "GPUModelRunner", "propose_draft_token_ids",
+        first=(
+            "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
+            "aux_hidden_states", "spec_decode_metadata",
+        ),
+    ),
+    Attributes("v1/spec_decode/metadata.py", "SpecDecodeMetadata", ("num_draft_tokens",)),
     Method(_PROPOSER, "DFlashProposer", "propose", calls=("combine_hidden_states", "set_inputs_first_pass")),
     Attributes(
         _PROPOSER, "DFlashProposer",

@@ -5,7 +5,11 @@ context K/V come from the target's hidden states alone, by `precompute_and_store
 serves the drafts only, so it is left out. On V1 the rows are kept as well (`ContextBacklog`). On V2 they are stored at once,
 since in vLLM's `propose` that comes before the pass, and is outside of the CUDA graph where the drafter runs eagerly.
 
-What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0.
+On V1 every step of an engine that speculates comes with the metadata of a verification, which takes the slow path through the
+rejection sampler though nothing is verified: a step without drafts is sampled as a plain one.
+
+What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and `spec_decode_metadata` that is
+None where no draft is scheduled.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ _NEEDED = {
     "v1": ("propose", "parallel_drafting"),
     "v2": ("propose", "_generate_draft", "_precompute_context_kv"),
 }
+_METADATA = 5
+"""Where `propose_draft_token_ids` takes `spec_decode_metadata`, behind the scheduler's output."""
 
 
 def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
@@ -32,6 +38,7 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
         return False  # ranks agree on padding within the draft pass: none may leave it out alone
     if runner.name == "v1" and getattr(drafter, "method", "") == "dflash":
         _keep_rows(runner, device)
+        _sample_plainly(runner.model_runner)
     elif runner.name == "v2" and type(drafter).__name__ == "DFlashSpeculator":
         _store_rows(drafter)
     else:
@@ -60,6 +67,24 @@ def _keep_rows(runner: Runner, device: torch.device) -> None:
         return torch.empty(cad.batch_size(), 0, dtype=torch.int64, device=device)
 
     drafter.propose = propose_if_any
+
+
+def _sample_plainly(model_runner: Any) -> None:
+    sample, propose = model_runner._sample, model_runner.propose_draft_token_ids
+
+    def sample_plainly(logits: Any, spec_decode_metadata: Any) -> Any:
+        return sample(logits, _unless_empty(spec_decode_metadata))
+
+    def propose_plainly(scheduler_output: Any, *args: Any) -> Any:
+        if scheduler_output.num_spec_tokens_to_schedule == 0:
+            args = (*args[:_METADATA], _unless_empty(args[_METADATA]), *args[_METADATA + 1 :])
+        return propose(scheduler_output, *args)
+
+    model_runner._sample, model_runner.propose_draft_token_ids = sample_plainly, propose_plainly
+
+
+def _unless_empty(spec_decode_metadata: Any) -> Any:
+    return spec_decode_metadata if spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens) else None
 
 
 def _store_rows(drafter: Any) -> None:

@@ -51,6 +51,11 @@ class Runner(ABC):
         self.num_steps = 0
         """Steps begun since `count_steps`: the same number on every rank between the same two steps."""
 
+    @property
+    def model_runner(self) -> Any:
+        """vLLM's object."""
+        return self._runner
+
     def count_steps(self) -> None:
         """From now on count steps."""
         execute = self._runner.execute_model

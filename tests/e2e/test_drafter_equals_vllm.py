@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,14 +41,16 @@ class Request:
     num_idle: int = 0
 
 
-def record(runner: Any, requests: dict[str, Request], is_idling: bool) -> None:
+def record(runner: Any, requests: dict[str, Request], steps: Counter[str], is_idling: bool) -> None:
     """Wrap `propose` on the instance; when idling, three steps of five ask for no drafts."""
     stock, calls = runner.drafter.propose, itertools.count()
+    runner.rejection_sampler.register_forward_hook(lambda *_: steps.update(["verifying"]))
 
     def propose(**given: Any) -> Tensor:
         if is_idling and next(calls) % 5 in (1, 2, 3):
             given["num_speculative_tokens"] = 0
         drafts: Tensor = stock(**given)
+        steps["drafting" if drafts.shape[1] else "idle"] += 1
         ends = given["common_attn_metadata"].query_start_loc.tolist()
         rejected = given["num_rejected_tokens_gpu"]
         for i, request_id in enumerate(runner.input_batch.req_ids):
@@ -90,14 +92,19 @@ def requests(request: pytest.FixtureRequest) -> Iterator[dict[str, Request]]:
         speculative_config=speculative,
     )
     recorded: dict[str, Request] = defaultdict(Request)
+    steps: Counter[str] = Counter()
     if is_idling:
         assert llm.collective_rpc(lambda worker: skip_idle_drafts(runner_of(worker.model_runner), worker.device)) == [True]
-    llm.collective_rpc(lambda worker: record(worker.model_runner, recorded, is_idling))
+    llm.collective_rpc(lambda worker: record(worker.model_runner, recorded, steps, is_idling))
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     llm.generate(prompts[:4], greedy, use_tqdm=False)
     for prompt in prompts[4:]:
         llm.generate([prompt], greedy, use_tqdm=False)
     assert (sum(one.num_idle for one in recorded.values()) > 60) == is_idling
+    if is_idling:  # what verifies nothing isn't sampled as if it did
+        assert 0 < steps["verifying"] <= steps["drafting"]
+    else:
+        assert steps["verifying"] == steps["drafting"]
     yield dict(recorded)
     llm.llm_engine.engine_core.shutdown()
 
