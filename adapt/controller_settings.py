@@ -31,8 +31,8 @@ class ControllerSettings:
     request_ceiling: int = -1
     """No request drafts more than this; −1: no limit."""
     hysteresis: float = 0.02
-    """Relative gain that is predicted for other draft lengths before they are taken. To draft at all has to promise as much over
-    not drafting, and twice as much where nothing was drafted before."""
+    """Relative gain that is predicted for other draft lengths before they are taken. To draft at all has to promise as much
+    over not drafting, and twice as much where nothing was drafted before."""
     explore_share: float = 0.02
     """0 also keeps the step-time model from getting ready on an engine whose draft lengths never vary."""
     forgetting_rounds: float = 4000.0

@@ -8,8 +8,8 @@ since in vLLM's `propose` that comes before the pass, and is outside of the CUDA
 On V1 every step of an engine that speculates comes with the metadata of a verification, which takes the slow path through the
 rejection sampler though nothing is verified: a step without drafts is sampled as a plain one.
 
-What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and `spec_decode_metadata` that is
-None where no draft is scheduled.
+What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and a `spec_decode_metadata` that
+is None where no draft is scheduled.
 """
 
 from __future__ import annotations

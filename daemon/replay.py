@@ -233,7 +233,8 @@ def _about_rules(document: Document) -> list[str]:
         if by["equal_lengths"]:
             kind = f"one length a step ({lengths}, or none)" if lengths else "one length a step"
         notes.append(
-            f"goodput, latency: {kind}, at most {by['max_k']}; {cells.percent(by['explore_share'])} of the steps explore."
+            f"goodput, latency: {kind}, at most {by['max_k']}; {cells.percent(by['explore_share'])} of the steps explore, "
+            "more where it is even."
         )
         if not by["is_hello_known"] and not by["equal_lengths"]:
             notes.append(

@@ -1,3 +1,5 @@
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -5,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulate import simulate_rounds
 
+from honed.adapt.block_size import choose
 from honed.adapt.decider import Decider
+from honed.adapt.explore import TRIAL_STEPS
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior
 
@@ -136,6 +140,39 @@ def test_drafting_that_does_not_pay_is_tried_again_now_and_then():
     blocks = [decider.decide(["a"] * 1, 10, 0, 0.0).block for _ in range(300)]
     assert blocks.count(0) > 200
     assert max(blocks) >= 1
+
+
+def acceptance_of_margin(margin):
+    """That with which drafting is predicted to beat not drafting by so much, for one request."""
+    low, high, model = 0.01, 0.95, StepTimeModel(tuple(STEP_SECONDS))
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        is_above = choose(np.cumprod([[middle] * K], axis=1), model, context_tokens=10).margin > margin
+        low, high = (low, middle) if is_above else (middle, high)
+    return low
+
+
+def spells_of(decisions, is_wanted):
+    """Lengths of the runs of decisions that are wanted."""
+    return [len(list(run)) for wanted, run in itertools.groupby(decisions, is_wanted) if wanted]
+
+
+@pytest.mark.parametrize(("margin", "is_drafting"), [(0.07, True), (-0.03, False)])
+def test_where_the_choice_is_even_the_other_side_is_tried_for_some_steps_in_a_row(margin, is_drafting):
+    def share_and_spells(margin, explore_share):
+        priors = [WorkloadPrior(workload="", acceptance=[acceptance_of_margin(margin)] * K)]
+        decider = make_decider(make_policy(priors=priors, explore_share=explore_share))
+        decisions = [decider.decide(["a"], 10, 0, 0.0) for _ in range(8000)]
+        assert sum((d.block > 0) == is_drafting for d in decisions) > 4000
+        spells = spells_of(decisions, lambda d: d.reason == "explore" and (d.block == 0) == is_drafting)
+        return sum(spells) / len(decisions), spells
+
+    share, spells = share_and_spells(margin, 0.02)
+    assert 0.04 < share < 0.15
+    assert max(spells) >= TRIAL_STEPS
+    assert sum(length >= TRIAL_STEPS for length in spells) > 60
+    assert share_and_spells(3.0 * margin if is_drafting else 20.0 * margin, 0.02)[0] < 0.5 * share
+    assert share_and_spells(margin, 0.0) == (0.0, [])
 
 
 @given(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from honed.adapt.explore import MOST_EXPLORING, neighbour
+from honed.adapt.explore import MOST_EXPLORING, neighbour, trial_share
 
 
 def tried(lengths: list[int], **options: object) -> list[list[int]]:
@@ -41,3 +41,12 @@ def test_of_a_large_batch_that_drafts_some_move_by_little() -> None:
 def test_nothing_is_tried_beyond_the_limit() -> None:
     rng = random.Random(1)
     assert all(max(neighbour(rng, [2] * 8, 2)) <= 2 for _ in range(200))
+
+
+def test_the_other_side_is_tried_most_where_the_choice_is_even_and_never_without_exploring() -> None:
+    shares = [trial_share(0.02, margin) for margin in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    assert shares[0] == shares[1] > shares[2] > shares[3] > shares[4] > 0.0
+    assert shares == [trial_share(0.02, -margin) for margin in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    assert shares[0] < 0.05
+    assert trial_share(1.0, 0.0) < 0.05
+    assert trial_share(0.0, 0.0) == 0.0
