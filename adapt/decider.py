@@ -181,7 +181,7 @@ class Decider:
         """
         self._refresh_fallback(now_s)
         tables = self._tables
-        policy, limit, static_k = tables.policy, tables.limit, tables.static_k
+        policy, static_k = tables.policy, tables.static_k
         if policy is None:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
@@ -197,39 +197,43 @@ class Decider:
         if policy.kind not in ("goodput", "latency"):
             is_ordered = "draft_tokens" in policy.override
             return self._uniform(request_ids, static_k, "override" if policy.override else "static", is_exact=is_ordered)
-        share = policy.explore_share
-        if not self._model.is_ready and share > 0.0:
-            share = max(share, _COLD_EXPLORE_SHARE)
-        chance = self._random.random()
-        is_exploring = chance < share
+        share, chance = policy.explore_share, self._random.random()
         if not self._model.is_ready:
-            if not is_exploring:
+            if chance >= (max(share, _COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
                 return self._uniform(request_ids, static_k, "cold")
-            lengths, block = [static_k] * len(request_ids), static_k
+            lengths = self._explore(request_ids, [static_k] * len(request_ids), static_k, policy)
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
             noted = contexts, first, every
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
-            if share <= chance < share + trial_share(share, margin):
-                self._trial_left, self._is_trial_drafting = TRIAL_STEPS, block == 0
-            if self._trial_left > 0:
-                self._trial_left -= 1
-                if block and not self._is_trial_drafting:
-                    return Decision([0] * len(lengths), 0, "explore")
-                is_exploring |= block == 0 and self._is_trial_drafting
-        if is_exploring:
-            cold_length = None if self._model.is_ready else static_k
-            lengths = self._explore(request_ids, lengths, limit, cold_length, policy)
-            return Decision(lengths, max(lengths, default=0), "explore")
-        return Decision(lengths, block, "policy")
+            is_trial = self._is_trial(chance, share, margin, block > 0)
+            if is_trial and block:
+                lengths = [0] * len(lengths)
+            elif is_trial or chance < share:
+                lengths = self._explore(request_ids, lengths, None, policy)
+            else:
+                return Decision(lengths, block, "policy")
+        return Decision(lengths, max(lengths, default=0), "explore")
 
-    def _explore(
-        self, request_ids: Sequence[str], lengths: list[int], limit: int, cold_length: int | None, policy: Policy
-    ) -> list[int]:
+    def _is_trial(self, chance: float, share: float, margin: float, is_drafting: bool) -> bool:
+        """Whether the step belongs to a trial of the other side, which may begin with it (see `explore.trial_share`).
+
+        Args:
+            chance: drawn; below `share` something else is tried.
+            is_drafting: what is believed to be best.
+        """
+        if share <= chance < share + trial_share(share, margin):
+            self._trial_left, self._is_trial_drafting = TRIAL_STEPS, not is_drafting
+        if self._trial_left == 0:
+            return False
+        self._trial_left -= 1
+        return self._is_trial_drafting != is_drafting
+
+    def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None, policy: Policy) -> list[int]:
         ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None
         if not policy.equal_lengths:
-            lengths = neighbour(self._random, lengths, limit, cold_length=cold_length)
+            lengths = neighbour(self._random, lengths, self._tables.limit, cold_length=cold_length)
             return lengths if ceilings is None else np.minimum(lengths, ceilings).tolist()
         allowed = self._tables.shared_lengths
         cold = None if cold_length is None else bisect_right(allowed, cold_length) - 1
