@@ -36,7 +36,7 @@ import numpy as np
 from honed.adapt.block_size import OperatingPoint, choose_equal, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
-from honed.adapt.explore import TRIAL_STEPS, neighbour, trial_share
+from honed.adapt.explore import Trials, neighbour
 from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.policy_tables import PolicyTables
 from honed.adapt.request_beliefs import RequestBeliefs
@@ -57,7 +57,7 @@ class Decider:
         self._point: OperatingPoint | None = None
         self._rule: Contender | None = None
         self._most_tokens = 0  # that a step might have had so far
-        self._trial_left, self._is_trial_drafting = 0, False
+        self._trials = Trials()
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
         self._model = self._tables.model
         self.requests = RequestBeliefs(self.num_spec_tokens, max_num_seqs, self._tables)
@@ -207,28 +207,16 @@ class Decider:
         else:
             noted = contexts, first, every
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
-            is_trial = self._is_trial(chance, share, margin, block > 0)
+            is_trial = self._trials.is_on(chance, share, margin, len(lengths), block > 0)
+            is_exploring = is_trial or chance < share
             if is_trial and block:
                 lengths = [0] * len(lengths)
-            elif is_trial or chance < share:
+            elif is_exploring:
                 lengths = self._explore(request_ids, lengths, None, policy)
-            else:
+            self._trials.note(len(lengths), any(lengths))
+            if not is_exploring:
                 return Decision(lengths, block, "policy")
         return Decision(lengths, max(lengths, default=0), "explore")
-
-    def _is_trial(self, chance: float, share: float, margin: float, is_drafting: bool) -> bool:
-        """Whether the step belongs to a trial of the other side, which may begin with it (see `explore.trial_share`).
-
-        Args:
-            chance: drawn; below `share` something else is tried.
-            is_drafting: what is believed to be best.
-        """
-        if share <= chance < share + trial_share(share, margin):
-            self._trial_left, self._is_trial_drafting = TRIAL_STEPS, not is_drafting
-        if self._trial_left == 0:
-            return False
-        self._trial_left -= 1
-        return self._is_trial_drafting != is_drafting
 
     def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None, policy: Policy) -> list[int]:
         ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None

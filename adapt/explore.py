@@ -13,22 +13,58 @@ _MOVES_OF_ALL = ("less", "more", "less", "more", "less", "more", "half", "none")
 TRIAL_STEPS = 3
 """What a trial of the other side lasts: drafts are verified a step after they were made, so that of a lone step without drafts
 the one half, and of a lone one with drafts neither, would be seen as it is when nothing else is done."""
-_CLOSE = 0.05
+ENOUGH_STEPS = 24.0
+"""Of either side at a batch size (to a power of two): with fewer, what is believed of it may be all luck."""
+_REMEMBERED_STEPS = 4096.0
+_CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
 _MOST_STARTING = 0.04
 
 
-def trial_share(explore_share: float, margin: float) -> float:
+def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_STEPS) -> float:
     """Share of the steps in which to begin a trial of the other side: drafting where nothing is drafted, or the reverse.
 
-    A mistake of a few per cent in a price decides for good on which side of an even choice one stays, since only that side is
-    measured from then on. Trials cost the margin, and teach most where it is small: up to `_CLOSE` they are as frequent as may
-    be, and beyond it with the square of it less.
+    A mistake of some per cent in a price decides for good on which side one stays, since only that side is measured from then
+    on. Trials cost the margin, and teach most where it is small: up to a margin of `_CLOSE` they are as frequent as may be, and
+    beyond it with the square of it less; from `_CLOSE_ENOUGH_TO_SEE` on where little was seen of the other side.
 
     Args:
         margin: see `block_size.Choice`.
+        num_seen: steps of the other side.
     """
-    closeness = min(_CLOSE / max(abs(margin), _CLOSE), 1.0)
+    close = _CLOSE if num_seen >= ENOUGH_STEPS else _CLOSE_ENOUGH_TO_SEE
+    closeness = min(close / max(abs(margin), close), 1.0)
     return min(1.5 * explore_share, _MOST_STARTING) * closeness**2
+
+
+class Trials:
+    """Trials of the other side, and how much of either was seen lately."""
+
+    def __init__(self) -> None:
+        self._num_left, self._is_drafting = 0, False
+        self._seen: dict[int, list[float]] = {}
+        """Steps without drafts and with, by batch size."""
+
+    def is_on(self, chance: float, share: float, margin: float, num_requests: int, is_drafting: bool) -> bool:
+        """Whether a step belongs to a trial, which may begin with it.
+
+        Args:
+            chance: drawn; below `share` something else is tried.
+            margin: see `block_size.Choice`.
+            is_drafting: what is believed to be best.
+        """
+        seen = self._seen.get(num_requests.bit_length(), (0.0, 0.0))[not is_drafting]
+        if share <= chance < share + trial_share(share, margin, seen):
+            self._num_left, self._is_drafting = TRIAL_STEPS, not is_drafting
+        if self._num_left == 0:
+            return False
+        self._num_left -= 1
+        return self._is_drafting != is_drafting
+
+    def note(self, num_requests: int, is_drafting: bool) -> None:
+        """Note what a step did."""
+        seen = self._seen.setdefault(num_requests.bit_length(), [0.0, 0.0])
+        for side in (0, 1):
+            seen[side] += (side == is_drafting) - seen[side] / _REMEMBERED_STEPS
 
 
 def neighbour(

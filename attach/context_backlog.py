@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-MOST_ROWS = 512
+MOST_ROWS = 128
 PADDING_SLOT_ID = -1
 """vLLM's: a row with this slot is not stored."""
 

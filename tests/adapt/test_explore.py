@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from honed.adapt.explore import MOST_EXPLORING, neighbour, trial_share
+from honed.adapt.explore import ENOUGH_STEPS, MOST_EXPLORING, TRIAL_STEPS, Trials, neighbour, trial_share
 
 
 def tried(lengths: list[int], **options: object) -> list[list[int]]:
@@ -50,3 +51,33 @@ def test_the_other_side_is_tried_most_where_the_choice_is_even_and_never_without
     assert shares[0] < 0.05
     assert trial_share(1.0, 0.0) < 0.05
     assert trial_share(0.0, 0.0) == 0.0
+
+
+def test_a_side_that_was_little_seen_is_tried_though_it_is_believed_to_be_worse() -> None:
+    assert trial_share(0.02, -0.2, 0.0) == trial_share(0.02, 0.0) > 5.0 * trial_share(0.02, -0.2)
+    assert trial_share(0.02, -0.9, 0.0) < 0.1 * trial_share(0.02, -0.2, 0.0)
+
+
+@pytest.mark.parametrize("is_drafting", [False, True])
+def test_trials_last_some_steps_and_become_rare_once_enough_was_seen_at_that_batch_size(is_drafting: bool) -> None:
+    rng, trials, margin = random.Random(1), Trials(), 0.15 if is_drafting else -0.15
+
+    def tried(num_requests: int, num_steps: int) -> list[bool]:
+        on = []
+        for _ in range(num_steps):
+            on.append(trials.is_on(rng.random(), 0.02, margin, num_requests, is_drafting))
+            trials.note(num_requests, is_drafting != on[-1])
+        return on
+
+    first, later, other = tried(4, 500), tried(5, 2000), tried(8, 500)
+    assert ENOUGH_STEPS <= sum(first) < 3 * ENOUGH_STEPS
+    assert sum(later) / 2000 < 0.3 * sum(first) / 500
+    assert sum(other) >= ENOUGH_STEPS
+    spells = [len(list(run)) for is_on, run in itertools.groupby(first) if is_on]
+    assert min(spells[:-1]) >= TRIAL_STEPS
+
+
+def test_a_trial_ends_when_it_turns_out_to_be_what_is_best() -> None:
+    trials = Trials()
+    assert trials.is_on(0.02, 0.02, 0.0, 4, False)
+    assert not trials.is_on(0.9, 0.02, 0.0, 4, True)
