@@ -288,8 +288,8 @@ def by_levels(
                     best, best_level, best_row, left_out = rate, level, row, total - fitting
             before = total
     is_held, drafting_rate = False, best
-    least = hysteresis if held_cap != NO_PREVIOUS else 0.0
-    if best <= without * (1.0 + (least if held_level >= 0 else 2.0 * least)):
+    needed = hysteresis if held_cap != NO_PREVIOUS else 0.0
+    if best <= without * (1.0 + (needed if held_level >= 0 else 2.0 * needed)):
         return lengths, 0, 1.0, 0, without, without, drafting_rate, False
     if held_level >= 0 and held > without * (1.0 + hysteresis) and best <= held * (1.0 + hysteresis):
         best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
