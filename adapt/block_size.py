@@ -76,7 +76,7 @@ class Choice(NamedTuple):
     is_held: bool = False
     """The best choice gained too little over the previous operating point, which was kept."""
     rate_drafting: float = 0.0
-    """The best with something drafted, chosen or not; 0: nothing can be."""
+    """The best with something drafted, chosen or not; 0: nothing can be, or it isn't told (trees)."""
 
     @property
     def margin(self) -> float:

@@ -11,8 +11,8 @@ What is known of the requests is `adapt.request_beliefs`'. What it does when is 
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.block_size.choose
                        explore         `explore_share` of the steps, and a quarter of the cold ones: a neighbour of what the two
-                                       rows above would give; and, the more even the choice is, some steps in a row on the
-                                       other side of drafting or not (`explore.trial_share`)
+                                       rows above would give; and, where the choice is even or little was seen, some steps in
+                                       a row on the other side of drafting or not (`explore.Trials`)
 
 Where a policy wants equal lengths, all requests of a step get one that it allows: the table's, rounded down. Only K and an
 operator's override of `draft_tokens` stay as they are.

@@ -11,21 +11,23 @@ _MOVES = ("less", "more", "half", "none")
 _MOVES_OF_ALL = ("less", "more", "less", "more", "less", "more", "half", "none")
 """Where the whole batch moves: what is far from the best costs most, and is tried less."""
 TRIAL_STEPS = 3
-"""What a trial of the other side lasts: drafts are verified a step after they were made, so that of a lone step without drafts
-the one half, and of a lone one with drafts neither, would be seen as it is when nothing else is done."""
+"""What a trial of the other side lasts. Drafts are verified a step after they were made: a lone step without drafts still
+verifies, and the next one drafts again, so that only what follows within a longer trial is as if nothing else were done."""
 ENOUGH_STEPS = 24.0
 """Of either side at a batch size (to a power of two): with fewer, what is believed of it may be all luck."""
 _REMEMBERED_STEPS = 4096.0
 _CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
-_MOST_STARTING = 0.04
+"""Margins up to which trials are as frequent as may be: the second where little was seen of the other side."""
+_STARTING, _MOST_STARTING = 1.5, 0.04
+"""So frequent: trials begun per step that explores, and at most per step."""
 
 
 def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_STEPS) -> float:
     """Share of the steps in which to begin a trial of the other side: drafting where nothing is drafted, or the reverse.
 
     A mistake of some per cent in a price decides for good on which side one stays, since only that side is measured from then
-    on. Trials cost the margin, and teach most where it is small: up to a margin of `_CLOSE` they are as frequent as may be, and
-    beyond it with the square of it less; from `_CLOSE_ENOUGH_TO_SEE` on where little was seen of the other side.
+    on. Trials cost the margin, and teach most where it is small or where little was seen of the other side: beyond a margin
+    that is close they become rarer with its square.
 
     Args:
         margin: see `block_size.Choice`.
@@ -33,7 +35,7 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
     """
     close = _CLOSE if num_seen >= ENOUGH_STEPS else _CLOSE_ENOUGH_TO_SEE
     closeness = min(close / max(abs(margin), close), 1.0)
-    return min(1.5 * explore_share, _MOST_STARTING) * closeness**2
+    return min(_STARTING * explore_share, _MOST_STARTING) * closeness**2
 
 
 class Trials:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 MOST_ROWS = 128
+"""Few: the step that drafts next pays for all of them, and would make drafting look dear."""
 PADDING_SLOT_ID = -1
 """vLLM's: a row with this slot is not stored."""
 
