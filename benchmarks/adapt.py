@@ -3,8 +3,9 @@
 The target is the tiny pair's, made dear by layers that change nothing (`stacked_target`), so that a draft pass costs a small
 part of a target step as it does on a real server. Each contender is an engine of vLLM's; those that speculate have honed
 attached and a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic;
-rules that learn have seen a regime's traffic for a run when it is measured. The shifting trace plays every regime once, without
-a pause. Greedy and of fixed length, so every run gives the same tokens. Prompts are computed in every run (no prefix caching).
+rules that learn have seen a regime's traffic for about a hundred steps when it is measured. The shifting trace plays every
+regime for about as long, without a pause. Requests don't say what traffic they are. Greedy and of fixed length, so every run
+gives the same tokens. Prompts are computed in every run (no prefix caching).
 The table (as vLLM's own: draft length by batch size) is tuned first, on mixed traffic.
 
 All contenders' runs are cut into slices that are dealt in turn, on a core that they have to themselves, as they would have a
@@ -70,6 +71,8 @@ TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
 REQUESTS = {1: 3, 4: 8, 16: 24}
 """Requests of a run, by concurrency."""
+RUNS = {1: 1, 4: 1, 16: 3}
+"""Runs of about a hundred steps, by concurrency."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 MIN_COST_RATIO = 8.0
@@ -182,16 +185,17 @@ class Bench:
         print(f"tuned table {self.table}", flush=True)
 
     def regimes(self) -> None:
-        """Every regime, every rule; those that learn have been in it for a run."""
+        """Every regime, every rule; those that learn have been in it for a while."""
         for concurrency, traffic in REGIMES:
-            self.play(LEARNING, concurrency, traffic)
+            for _ in range(RUNS[concurrency]):
+                self.play(LEARNING, concurrency, traffic)
             self.measure(f"{concurrency}-{traffic}", RULES, concurrency, traffic)
 
     def shifting(self) -> None:
         """The trace, by the rules that it is about."""
         self.steps.wake_all()
         time.sleep(SETTLED_S)
-        began_s, parts = time.time(), [self.play(RULES_ON_TRACE, c, traffic) for c, traffic in SHIFTS]
+        began_s, parts = time.time(), [self.play(RULES_ON_TRACE, c, traffic) for c, traffic in SHIFTS for _ in range(RUNS[c])]
         self.note("shifting", {rule: [part[rule] for part in parts] for rule in RULES_ON_TRACE})
         self.steps.wake_all()
         time.sleep(SETTLED_S)
