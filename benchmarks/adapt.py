@@ -3,10 +3,11 @@
 The target is the tiny pair's, made dear by layers that change nothing (`stacked_target`), so that a draft pass costs a small
 part of a target step as it does on a real server. Each contender is an engine of vLLM's; those that speculate have honed
 attached and a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic;
-rules that learn have seen a regime's traffic for about a hundred steps when it is measured. The shifting trace plays every
-regime for about as long, without a pause. Requests don't say what traffic they are. Greedy and of fixed length, so every run
-gives the same tokens. Prompts are computed in every run (no prefix caching).
-The table (as vLLM's own: draft length by batch size) is tuned first, on mixed traffic.
+rules that learn have seen a regime's traffic when it is measured: honed's, which remembers hundreds of rounds, for 24
+requests or more, the others, which remember eight, for a run. The shifting trace plays every regime for 40 to 160 steps,
+without a pause. Requests don't say what traffic they are. Greedy and of fixed length, so every run gives the same tokens.
+Prompts are computed in every run (no prefix caching). The table (as vLLM's own: draft length by batch size) is tuned first, on
+mixed traffic.
 
 All contenders' runs are cut into slices that are dealt in turn, on a core that they have to themselves, as they would have a
 GPU (`lockstep`): so a slow spell of the machine is everybody's. Repeats begin with new engines; the daemons go on, and know
@@ -71,8 +72,8 @@ TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
 REQUESTS = {1: 3, 4: 8, 16: 24}
 """Requests of a run, by concurrency."""
-RUNS = {1: 1, 4: 1, 16: 3}
-"""Runs of about a hundred steps, by concurrency."""
+SETTLING = {1: 8, 4: 3, 16: 3}
+"""Runs that honed has seen of a regime when it is measured: at least 24 requests, and a hundred steps."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 MIN_COST_RATIO = 8.0
@@ -187,15 +188,16 @@ class Bench:
     def regimes(self) -> None:
         """Every regime, every rule; those that learn have been in it for a while."""
         for concurrency, traffic in REGIMES:
-            for _ in range(RUNS[concurrency]):
-                self.play(LEARNING, concurrency, traffic)
+            for _ in range(SETTLING[concurrency] - 1):
+                self.play((OURS,), concurrency, traffic)
+            self.play(LEARNING, concurrency, traffic)
             self.measure(f"{concurrency}-{traffic}", RULES, concurrency, traffic)
 
     def shifting(self) -> None:
         """The trace, by the rules that it is about."""
         self.steps.wake_all()
         time.sleep(SETTLED_S)
-        began_s, parts = time.time(), [self.play(RULES_ON_TRACE, c, traffic) for c, traffic in SHIFTS for _ in range(RUNS[c])]
+        began_s, parts = time.time(), [self.play(RULES_ON_TRACE, c, traffic) for c, traffic in SHIFTS]
         self.note("shifting", {rule: [part[rule] for part in parts] for rule in RULES_ON_TRACE})
         self.steps.wake_all()
         time.sleep(SETTLED_S)
