@@ -17,7 +17,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests, the real engine included"
-	@echo "make test-runners   what has to hold on every model runner of vLLM, on V1, on V2 and on V2 with async scheduling"
+	@echo "make test-runners   what has to hold on V1 and V2, the model runners of vLLM, with either scheduler"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
 	@echo "make contract       what honed relies on in vLLM, held against the sources of every supported release"
@@ -60,7 +60,7 @@ test: setup
 	@$(BIN)/python -m pytest
 
 test-runners: setup
-	@for runner in v1 v2 v2-async; do \
+	@for runner in v1 v1-async v2 v2-async; do \
 	  echo "== one suite on vLLM's model runner $$runner (v2: under Triton's interpreter)"; \
 	  HONED_TEST_RUNNER=$$runner $(BIN)/python -m pytest -v -m runners tests/e2e || failed=1; \
 	done; test -z "$$failed"

@@ -91,7 +91,7 @@ class Attachment:
         self._workers = WorkerLink(settings, findings, self._requests.secret, vllm_config.use_v2_model_runner)
         self._table = LengthTable(scheduler, self._num_spec_tokens)
         self._block = self._num_spec_tokens
-        if self._can_shorten:
+        if self._can_shorten and not vllm_config.scheduler_config.async_scheduling:  # else it is asked for an earlier step
             self._workers.skip_draft_fetch(lambda: self._block > 0)
         self._publisher = Publisher(
             settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks(),

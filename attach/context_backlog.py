@@ -1,6 +1,6 @@
 """Context rows of steps that drafted nothing, kept until something is drafted again: nobody reads their K/V before.
 
-They are stored in one go then, or when there are `MOST_ROWS` of them.
+They are stored in one go then, or when there are more than `most_rows` of them.
 
 A block that is freed and given to another request meanwhile may come up twice among the kept rows: the later row wins, as
 it would have. Letters: T = context rows of a step, H = the drafter's hidden size.
@@ -23,10 +23,12 @@ class ContextBacklog:
 
     Args:
         store: (states [T, H], positions [T], slots [T]): the draft model's `precompute_and_store_context_kv`.
+        most_rows: that are kept; with 0 a step's rows are stored at once.
     """
 
-    def __init__(self, store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(self, store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], most_rows: int = MOST_ROWS) -> None:
         self._store = store
+        self._most_rows = most_rows
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._num_rows = 0
 
@@ -37,7 +39,7 @@ class ContextBacklog:
         """Keep a step's rows; the tensors must not change afterwards."""
         self._rows.append((states, positions, slots))
         self._num_rows += len(states)
-        if self._num_rows > MOST_ROWS:
+        if self._num_rows > self._most_rows:
             self.flush()
 
     def flush(self) -> None:

@@ -6,7 +6,12 @@ serves the drafts only, so it is left out. On V1 the rows are kept as well (`Con
 since in vLLM's `propose` that comes before the pass, and is outside of the CUDA graph where the drafter runs eagerly.
 
 On V1 every step of an engine that speculates comes with the metadata of a verification, which takes the slow path through the
-rejection sampler though nothing is verified: a step without drafts is sampled as a plain one.
+rejection sampler though nothing is verified: a step without drafts is sampled as a plain one. But not where a request has a
+budget for its thinking: vLLM's plain sampler takes the rows of an engine that speculates for drafts (`thinking_budget_state`,
+`_apply_forcing_to_logits`), and would end another request's thinking.
+
+Where a KV connector saves, sends or loads the drafter's K/V around each pass, everything is left as it is. Where vLLM copies
+blocks that are filled in part, as it does for hybrid models, rows are stored at once.
 
 What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and a `spec_decode_metadata` that
 is None where no draft is scheduled.
@@ -18,7 +23,7 @@ from typing import Any
 
 import torch
 
-from honed.attach.context_backlog import ContextBacklog
+from honed.attach.context_backlog import MOST_ROWS, ContextBacklog
 from honed.attach.runner import Runner
 
 _NEEDED = {
@@ -34,10 +39,13 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
     drafter = runner.drafter
     if any(not hasattr(drafter, name) for name in _NEEDED[runner.name]):
         return False
-    if drafter.vllm_config.parallel_config.data_parallel_size > 1:
+    config = drafter.vllm_config
+    if config.parallel_config.data_parallel_size > 1:
         return False  # ranks agree on padding within the draft pass: none may leave it out alone
+    if config.kv_transfer_config is not None:
+        return False
     if runner.name == "v1" and getattr(drafter, "method", "") == "dflash":
-        _keep_rows(runner, device)
+        _keep_rows(runner, device, 0 if config.model_config.is_hybrid else MOST_ROWS)
         _sample_plainly(runner.model_runner)
     elif runner.name == "v2" and type(drafter).__name__ == "DFlashSpeculator":
         _store_rows(drafter)
@@ -46,9 +54,9 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
     return True
 
 
-def _keep_rows(runner: Runner, device: torch.device) -> None:
+def _keep_rows(runner: Runner, device: torch.device, most_rows: int) -> None:
     drafter, model = runner.drafter, runner.draft_model
-    backlog, propose = ContextBacklog(model.precompute_and_store_context_kv), drafter.propose
+    backlog, propose = ContextBacklog(model.precompute_and_store_context_kv, most_rows), drafter.propose
 
     def propose_if_any(*args: Any, **kwargs: Any) -> Any:
         if args or kwargs.get("num_speculative_tokens") != 0:
@@ -73,7 +81,10 @@ def _sample_plainly(model_runner: Any) -> None:
     sample, propose = model_runner._sample, model_runner.propose_draft_token_ids
 
     def sample_plainly(logits: Any, spec_decode_metadata: Any) -> Any:
-        return sample(logits, _unless_empty(spec_decode_metadata))
+        budgets = model_runner.input_batch.sampling_metadata.thinking_budget_state_holder
+        if budgets is None or not budgets.has_tracked_requests():
+            spec_decode_metadata = _unless_empty(spec_decode_metadata)
+        return sample(logits, spec_decode_metadata)
 
     def propose_plainly(scheduler_output: Any, *args: Any) -> Any:
         if scheduler_output.num_spec_tokens_to_schedule == 0:

@@ -1,7 +1,7 @@
 """The real vLLM engine in this process, with honed attached, for tests.
 
-HONED_TEST_RUNNER chooses the model runner, one a process: v1, v2 (under Triton's interpreter, some hundred times slower) or
-v2-async, V2 with a scheduler that runs a step ahead of it, as on CUDA. Tests marked `runners` say the same of all three.
+HONED_TEST_RUNNER chooses the model runner, one a process: v1, v2 (under Triton's interpreter, some hundred times slower), or
+v1-async and v2-async, with a scheduler that runs a step ahead, as on CUDA. Tests marked `runners` say the same of all four.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ TARGET = ROOT / "benchmarks" / "tiny" / "target"
 DRAFTER = ROOT / "benchmarks" / "tiny" / "drafter"
 RUNNER = os.environ.get("HONED_TEST_RUNNER", "v1")
 IS_V2 = RUNNER in ("v2", "v2-async")
-IS_ASYNC = RUNNER == "v2-async"
+IS_ASYNC = RUNNER in ("v1-async", "v2-async")
 K = 7
 
 
@@ -62,6 +62,27 @@ def schedule_ahead() -> None:
 
     decide.is_ahead = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = staticmethod(decide)
+    if not IS_V2:
+        do_without_streams()
+
+
+def do_without_streams() -> None:
+    """Give V1, when it is scheduled ahead, streams and events of a device on which everything is done in order."""
+    import torch
+
+    class Nothing:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.device = torch.device("cpu")
+
+        def record(self, *_: Any) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def wait_stream(self, _: Any) -> None: ...
+
+    cuda: Any = torch.cuda
+    cuda.Event = cuda.Stream = cuda.current_stream = Nothing
+    cuda.stream = nullcontext
 
 
 class TestEngine:

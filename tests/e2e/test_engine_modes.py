@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,50 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
         assert len(running.honed._requests) == 0
         assert running.honed._publisher._builder._running == {}
         assert running.honed.errors.count == 0
+
+
+def test_a_grammar_holds_where_drafting_stops_and_begins(answers: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    with engine(tmp_path, **SMALL) as running:
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, **grammar())
+        given = completions(running, prompts(), [params] * len(prompts()), itertools.cycle((K, 0, 0, K, K, 0)))
+        assert given == answers["grammar"]
+        assert running.honed.errors.count == 0
+
+
+def test_a_budget_for_thinking_ends_the_thinking_of_its_own_request(tmp_path: Path) -> None:
+    from vllm import SamplingParams
+    from vllm.config.reasoning import ReasoningConfig
+
+    start, end = "<think>", "</think>"
+    options = SMALL | {"reasoning_config": ReasoningConfig(reasoning_start_str=start, reasoning_end_str=end)}
+    budgets = (None, 5, None, 0)
+    asked = [SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, thinking_token_budget=budget) for budget in budgets]
+    with engine(None, speculative_config=None, **options) as plain:
+        encode = plain.llm.get_tokenizer().encode
+        thinking = [{"prompt_token_ids": encode(text) + encode(start, add_special_tokens=False)} for text in prompts()[:4]]
+        expected = completions(plain, thinking, asked)
+        forced = encode(end, add_special_tokens=False)
+    has_ended = [any(ids[i : i + len(forced)] == forced for i in range(len(ids))) for ids in expected]
+    assert has_ended == [budget is not None for budget in budgets]
+    with engine(tmp_path, **options) as running:
+        assert completions(running, thinking, asked, itertools.repeat(0)) == expected
+        assert running.honed.errors.count == 0
+
+
+def completions(
+    running: TestEngine, given: list[Any], params: list[Any], lengths: Iterator[int] | None = None
+) -> list[list[int]]:
+    """Token ids of each prompt's completion, served together; before each step honed is told its draft length."""
+    llm_engine, done = running.llm.llm_engine, dict[int, list[int]]()
+    for number, (prompt, asked) in enumerate(zip(given, params, strict=True)):
+        llm_engine.add_request(str(number), prompt, asked)
+    while llm_engine.has_unfinished_requests():
+        if lengths is not None:
+            set_policy(running, static_k=next(lengths))
+        done.update({int(out.request_id): list(out.outputs[0].token_ids) for out in llm_engine.step() if out.finished})
+    return [done[number] for number in range(len(given))]
 
 
 def test_without_a_daemon_nothing_changes_and_one_that_comes_late_gets_every_round(

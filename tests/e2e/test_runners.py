@@ -1,6 +1,6 @@
-"""A part of what holds on every runner, on V2 with either scheduler: other processes, since one has one runner and one Triton.
+"""A part of what holds on every runner: other processes, since one has one runner, one scheduler and one Triton.
 
-The whole, on all three, is `make test-runners`.
+The whole, on V1 and V2 with either scheduler, is `make test-runners`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from tests.e2e.engine import ROOT, RUNNER
 @pytest.mark.parametrize(
     ("runner", "files"),
     [
+        ("v1-async", ["test_runner_contract.py", "test_engine_modes.py"]),
         ("v2", ["test_runner_contract.py", "test_v2_only.py"]),
         ("v2-async", ["test_runner_contract.py", "test_v2_only.py", "test_runner_swaps.py"]),
     ],
 )
-def test_what_is_promised_holds_on_v2(runner: str, files: list[str]) -> None:
+def test_what_is_promised_holds_on_the_other_runners(runner: str, files: list[str]) -> None:
     paths = [str(ROOT / "tests" / "e2e" / name) for name in files]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *paths]
     environment = os.environ | {"HONED_TEST_RUNNER": runner}
