@@ -81,3 +81,12 @@ def test_a_long_prompt_among_them_is_stored_too() -> None:
 
 def test_of_equal_slots_the_last_stays() -> None:
     assert latest_only(torch.tensor([5, 7, 5, 9, 7, 7])).tolist() == [-1, -1, 5, 9, -1, 7]
+
+
+def test_where_none_are_to_be_kept_rows_are_stored_at_once() -> None:
+    cache = Cache()
+    backlog = ContextBacklog(cache.store, most_rows=0)
+    for at in range(3):
+        backlog.add(*rows_of([at], at))
+        assert cache.num_calls == len(cache.rows) == at + 1
+    assert len(backlog) == 0

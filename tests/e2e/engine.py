@@ -20,6 +20,8 @@ DRAFTER = ROOT / "benchmarks" / "tiny" / "drafter"
 RUNNER = os.environ.get("HONED_TEST_RUNNER", "v1")
 IS_V2 = RUNNER in ("v2", "v2-async")
 IS_ASYNC = RUNNER in ("v1-async", "v2-async")
+ARE_DRAFTS_KNOWN = RUNNER != "v1-async"
+"""Whether the ids of drafts can be logged: V1's scheduler is told them for grammars only when it runs ahead."""
 K = 7
 
 
@@ -103,6 +105,8 @@ class TestEngine:
         extra = params.pop("extra", [None] * len(prompts))
         sampling = [SamplingParams(**params, extra_args=e) for e in extra]
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        while self.core.batch_queue:  # scheduled ahead for requests that have ended since
+            self.llm.llm_engine.step()
         return [list(out.outputs[0].token_ids) for out in outputs]
 
     def counters(self) -> dict[str, int]:

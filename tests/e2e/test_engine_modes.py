@@ -171,7 +171,7 @@ def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> 
     assert any("ngram" in limit for limit in running.honed._hello(0).limits)
 
 
-@pytest.mark.skipif(IS_NGRAM or IS_V2, reason="V1 only, and not in the process that runs it")
+@pytest.mark.skipif(IS_NGRAM or IS_V2 or IS_ASYNC, reason="V1 only, in step, and not in the process that runs it")
 def test_ngram_in_a_process_of_its_own() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", __file__, "-k", "every_way"]
     environment = os.environ | {"HONED_TEST_WAY": "ngram"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from honed.attach.guard import MAX_ERRORS
-from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, held_out
+from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
@@ -54,8 +54,11 @@ def test_logged_events_equal_vllms_counters(attached: TestEngine) -> None:
     by_request: dict[int, list[int]] = {}
     for row in rows:
         accepted, draft = row["accepted"], row["draft"]
-        assert row["emitted"][:accepted] == draft[:accepted]
-        assert accepted == row["k"] or row["emitted"][accepted] != draft[accepted], "it was refused for being the same"
+        if ARE_DRAFTS_KNOWN:
+            assert row["emitted"][:accepted] == draft[:accepted]
+            assert accepted == row["k"] or row["emitted"][accepted] != draft[accepted], "it was refused for being the same"
+        else:
+            assert set(draft) == {-1}
         by_request.setdefault(row["request"], []).extend(row["emitted"])
     # All but the first token (which prefill emits) come from verify rounds; the last round may overshoot the limit.
     logged = sorted(tuple(tokens[: MAX_TOKENS - 1]) for tokens in by_request.values())
