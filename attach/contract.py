@@ -176,7 +176,7 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Attributes("v1/sample/metadata.py", "SamplingMetadata", ("thinking_budget_state_holder",)),
     Method("v1/sample/thinking_budget_state.py", "ThinkingBudgetStateHolder", "has_tracked_requests"),
     Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("sampling_metadata",)),
-    Attributes("config/vllm.py", "VllmConfig", ("kv_transfer_config", "model_config")),
+    Attributes("config/vllm.py", "VllmConfig", ("kv_transfer_config",)),
     Attributes("config/model.py", "ModelConfig", ("is_hybrid",)),
     Method(_PROPOSER, "DFlashProposer", "propose", calls=("combine_hidden_states", "set_inputs_first_pass")),
     Attributes(
