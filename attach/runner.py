@@ -1,9 +1,9 @@
 """vLLM's two model runners behind one small interface: where the drafter is, and what a step computed.
 
 V2 (`vllm/v1/worker/gpu/model_runner.py`) is what runs on CUDA, V1 (`vllm/v1/worker/gpu_model_runner.py`) on a CPU, and on
-CUDA where V2 lacks something that is asked for. Both call
-`propose` on their drafter once a step, outside of any CUDA graph, with the target's hidden states of every scheduled token:
-it is wrapped on the instance. `execute_model` is wrapped to see requests come and go.
+CUDA where V2 lacks something that is asked for. Both call `propose` on their drafter once a step, outside of any CUDA graph,
+with the target's hidden states of every scheduled token: it is wrapped on the instance. `execute_model` is wrapped to see
+requests come and go.
 """
 
 from __future__ import annotations
