@@ -12,7 +12,6 @@ import numpy as np
 from honed.adapt.acceptance import (
     Floats,
     RequestTable,
-    chain_estimate,
     reached_and_accepted,
     scale_odds,
     shrunk_estimate,
@@ -93,9 +92,8 @@ class AcceptanceBeliefs:
             design_effect = self._design_effect(workload)
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
-        weights = np.maximum(information, 1.0 / _MOST_DESIGN_EFFECT)
-        self._counts.observe(*columns, weights=weights, theta=theta)
-        workload.counts.observe(*columns, weights=weights, theta=theta)
+        self._counts.observe(*columns, weights=information, theta=theta)
+        workload.counts.observe(*columns, weights=information, theta=theta)
         workload.requests.observe(rounds.request, reached, accepted)
         workload.last_round = self._counts.num_rounds
         if workload is self._others:
@@ -155,11 +153,11 @@ class AcceptanceBeliefs:
 
     def engine_curve(self) -> Floats:
         """Conditional acceptance over all workloads, [K]."""
-        return chain_estimate(self._counts.trials, self._counts.successes)
+        return self._counts.estimate()
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
-        counts = workload.counts
-        return shrunk_estimate(counts.trials, counts.successes, engine, self.settings.workload_strength)
+        strength = self.settings.workload_strength
+        return workload.counts.estimate(lambda trials, successes: shrunk_estimate(trials, successes, engine, strength))
 
     def _shift(self, curve: Floats, workload: _Workload | None = None) -> tuple[Floats, list[float]]:
         """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""

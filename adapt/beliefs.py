@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.acceptance import AcceptanceCounts, Floats, acceptance_length, survival
+from honed.adapt.acceptance import Floats, acceptance_length, survival
 from honed.adapt.block_size import choose_equal, latency_gains
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_counted import Static
 from honed.adapt.context_shift import bucket_starts
+from honed.adapt.forgetting import AdaptiveCounts
 from honed.adapt.policy_tables import limit_of, shared_lengths_of
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
 
 
-def describe(counts: AcceptanceCounts, curve: Floats, shift: Sequence[float] = ()) -> dict[str, object]:
+def describe(counts: AdaptiveCounts, curve: Floats, shift: Sequence[float] = ()) -> dict[str, object]:
     """A level of the acceptance hierarchy: its curve, how much it rests on, and what the length of the context makes of it.
 
     `context_shift` is rows (from so many tokens of context on, factor on the failure odds); none where it makes no difference.

@@ -1,19 +1,21 @@
 """Counts whose memory is long while nothing changes, and short right after something has.
 
-Two memories of the same rounds: a long one, which is what is read, and a short one. Both predict each batch before they
-learn from it, and their log-likelihood ratio is added up with forgetting of its own. When the short memory has predicted
-better by more than `SWITCH_NATS`, the long one is replaced by it, and grows long again from there. So after a change the
-estimate follows within a few hundred rounds, and without one it has the variance of the long memory.
+The same rounds are counted with memories of several lengths. The longest has an estimate of its own, every other is drawn to
+the next longer one. Each predicts a batch before it learns from it; what they predicted weighs them, and a small share of
+the weight is dealt out anew all the time, so that whichever is best now soon has most of it. After a change that is a short
+memory, while nothing changes the longest: so the estimate follows within a few dozen independent rounds, and without a
+change it has the variance of the long memory.
 
-Rounds of one request repeat each other, so the short memory and the score count each by what it says of others: a request's
-first rounds most. Hence traffic of another kind is noticed when its requests begin, not when their rounds have added up.
+Rounds of one request repeat each other, so each counts by what it says of others: a request's first rounds most. Hence traffic
+of another kind is noticed when its requests begin, not when their rounds have added up, and a few long requests don't crowd
+out what many told.
 
-Source: the idea of prequential model choice, Dawid, J. R. Statist. Soc. A 147 (1984), with restarts.
+Source: Herbster, Warmuth, Machine Learning 32 (1998), "Tracking the best expert" (fixed share).
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,21 +27,56 @@ from honed.adapt.acceptance import (
     chain_estimate,
     reached_and_accepted,
     scale_odds,
+    shrunk_estimate,
 )
 
-SWITCH_NATS = 6.0
-SHORT_ROUNDS = 150.0
-_SCORE_ROUNDS = 800.0
+SHORT_ROUNDS = (20.0, 200.0)
+"""Independent rounds that the shorter memories hold: of a dozen requests where they differ much."""
+_SHARED, _MOST_SHARED = 0.005, 0.05
+"""Share of the weight that is dealt out anew per independent round, and at most at once."""
+_STRENGTH = 4.0
+"""Pseudo-rounds that the next longer memory weighs."""
 
 
-class AdaptiveCounts(AcceptanceCounts):
-    """AcceptanceCounts that forget quickly when what they say no longer predicts."""
+class AdaptiveCounts:
+    """Counts that forget quickly when what they say no longer predicts. Letters: M = memories, K, R as in `acceptance`.
+
+    Args:
+        forgetting_rounds: independent rounds that the longest memory holds.
+    """
 
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
-        super().__init__(num_spec_tokens, forgetting_rounds)
-        self._short = AcceptanceCounts(num_spec_tokens, min(SHORT_ROUNDS, self.forgetting_rounds))
-        self._score = 0.0
-        self.num_switches = 0
+        self.num_spec_tokens = num_spec_tokens
+        lengths = sorted({*(rounds for rounds in SHORT_ROUNDS if rounds < forgetting_rounds), max(forgetting_rounds, 1.0)})
+        self._memories = [AcceptanceCounts(num_spec_tokens, rounds) for rounds in lengths]
+        self.weights: Floats = np.full(len(lengths), 1.0 / len(lengths))
+        """Of the memories, the shortest first, [M]."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds seen so far."""
+        return self._memories[-1].num_rounds
+
+    @property
+    def trials(self) -> Floats:
+        """Independent trials per position that the longest memory holds, [K]."""
+        return self._memories[-1].trials
+
+    def estimate(self, longest: Callable[[Floats, Floats], Floats] = chain_estimate) -> Floats:
+        """Estimate conditional acceptance, [K].
+
+        Args:
+            longest: makes the longest memory's estimate of its trials and successes.
+        """
+        made: Floats = self.weights @ self._estimates(longest)
+        return made
+
+    def _estimates(self, longest: Callable[[Floats, Floats], Floats]) -> Floats:  # [M, K]
+        *shorter, last = self._memories
+        made = [longest(last.trials, last.successes)]
+        for one in reversed(shorter):
+            made.append(shrunk_estimate(one.trials, one.successes, made[-1], _STRENGTH))
+        return np.array(made[::-1])
 
     def observe(
         self,
@@ -56,38 +93,23 @@ class AdaptiveCounts(AcceptanceCounts):
             theta: failure odds of each round's request from its earlier rounds, see `acceptance.count_trials`, [R]. None: 1.
         """
         columns = (num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
-        if self._short.weight_rounds >= SHORT_ROUNDS / 4 and self.weight_rounds > 1.5 * self._short.weight_rounds:
-            self._judge(*columns, weights, theta)
-        self._short.observe(*columns, weights, theta)
-        super().observe(*columns, theta=theta)
-
-    def _judge(
-        self,
-        num_draft_tokens: IntsLike,
-        num_accepted_tokens: IntsLike,
-        num_invalid_tokens: IntsLike | None,
-        weights: Floats | None,
-        theta: Floats | None,
-    ) -> None:
         rounds = reached_and_accepted(num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens)
-        of_rounds = np.ones(len(rounds[0])) if weights is None else weights
-        of_requests = np.ones(len(rounds[0])) if theta is None else theta
-        short = chain_estimate(self._short.trials, self._short.successes)
-        long = chain_estimate(self.trials, self.successes)
-        gained = float(of_rounds @ (_log_likelihood(short, of_requests, *rounds) - _log_likelihood(long, of_requests, *rounds)))
-        num_rounds = float(np.count_nonzero(np.asarray(num_draft_tokens)) if weights is None else weights.sum())
-        self._score = max(self._score * math.exp(-num_rounds / _SCORE_ROUNDS) + gained, 0.0)
-        if self._score > SWITCH_NATS:
-            self.trials, self.successes = self._short.trials.copy(), self._short.successes.copy()
-            self.weight_rounds = self._short.weight_rounds
-            self._score = 0.0
-            self.num_switches += 1
+        of_rounds = (rounds[0] > 0).astype(np.float64) if weights is None else weights
+        of_requests = np.ones(len(of_rounds)) if theta is None else theta
+        gained = np.array(
+            [of_rounds @ _log_likelihood(curve, of_requests, *rounds) for curve in self._estimates(chain_estimate)]
+        )
+        posterior = self.weights * np.exp(gained - gained.max())
+        shared = min(_SHARED * float(of_rounds.sum()), _MOST_SHARED)
+        self.weights = (1.0 - shared) * posterior / posterior.sum() + shared / len(posterior)
+        for memory in self._memories:
+            memory.observe(*columns, weights=weights, theta=theta)
 
     def forget(self, factor: float) -> None:
-        """Weaken both memories: other weights, other acceptance."""
-        self.scale(factor)
-        self._short.scale(factor)
-        self._score = 0.0
+        """Weaken all memories: other weights of the drafter's, other acceptance."""
+        for memory in self._memories:
+            memory.scale(factor)
+        self.weights = np.full(len(self._memories), 1.0 / len(self._memories))
 
 
 def _log_likelihood(curve: Floats, theta: Floats, reached: Ints, accepted: Ints) -> Floats:

@@ -59,6 +59,10 @@ _GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
 """A fit without `FILLED` that is as close as the former stays; else one with them has to come so much closer."""
 _OUTDATED = 0.00025
 """Weight of a step that was measured before the world changed."""
+_ENOUGH_SINCE = 12
+"""Steps of a draft length since the world changed, before it says by how much."""
+_ALIKE = 0.1
+"""Lengths whose prices changed by factors that differ by less (as a logarithm) cost beside each other what they did."""
 _REFIT_SHARE = 128
 """A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
 _KEPT_EFFECT = 0.9
@@ -269,7 +273,7 @@ class StepTimeSettings:
     forgetting_steps: float = 50_000.0
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
     young_steps: int = 256
-    """For so long after a start or restart the model is worth more exploring than later."""
+    """For so long after a start the model is worth more exploring than later; after step times changed, at most so long."""
     refit_steps: int = 64
     """New steps before the fit is redone; more when many are kept."""
 
@@ -299,6 +303,10 @@ class StepTimeLearner:
         self._kinds_before: dict[tuple[int, int], float] = {}
         """Of `StepTimeModel.kinds`, what was known when the world changed: how kernels differ from size to size stays."""
         self._fitted_at = self._started_at = 0
+        self._model_before = self._model
+        """As it was when the world changed."""
+        self._since: dict[int, list[float]] = {}
+        """Since then, by draft length: log of how many times as long as that says each step took."""
 
     def observe(
         self,
@@ -322,6 +330,9 @@ class StepTimeLearner:
                 self._filled[cell] = 0
         self._kinds[kind] = cell
         self.num_steps += 1
+        if self._model_before.is_ready and len(since := self._since.setdefault(kind[1], [])) < _ENOUGH_SINCE:
+            step = num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0
+            since.append(math.log(seconds / self._model_before.seconds(*step)))
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
         self._rows[cell, slot] = (
             num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0, seconds, self.num_steps,
@@ -340,13 +351,22 @@ class StepTimeLearner:
             rows[~is_recent, 6] *= factor
             rows[~is_recent, 7] = -np.inf
         self._kinds_before |= {(batch, length): _KEPT_EFFECT * effect for batch, length, effect in self._model.kinds}
+        self._model_before = self._model if self._model.is_ready else self._model_before
         self._model = StepTimeModel()
         self._started_at = self.num_steps
+        self._since.clear()
 
     @property
     def is_young(self) -> bool:
-        """Tell whether little has been seen since the start, or since the world changed."""
-        return self.num_steps - self._started_at < self.settings.young_steps
+        """Tell whether little has been seen since the start, or since the world changed.
+
+        Not where a few steps of several draft lengths show that all of them take so many times longer, or shorter: then what
+        they cost beside each other is as it was.
+        """
+        if self.num_steps - self._started_at >= self.settings.young_steps:
+            return False
+        seen = [float(np.median(errors)) for errors in self._since.values() if len(errors) == _ENOUGH_SINCE]
+        return len(seen) < LEAST_LENGTHS or max(seen) - min(seen) > _ALIKE
 
     @property
     def is_ready(self) -> bool:

@@ -131,7 +131,7 @@ class Capturer:
             return
         starts, ends = view.row_starts[:-1], view.row_starts[1:]
         rows = np.concatenate([np.arange(starts[i], ends[i]) for i, _ in chosen])
-        device = view.states.device
+        device = view.positions.device
         index = torch.from_numpy(rows).to(device, non_blocking=True)
         batch = torch.tensor([i for i, _ in chosen]).to(device, non_blocking=True)
         self._pending.append(
@@ -149,8 +149,8 @@ class Capturer:
 
     def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
         if self._kind == "fused":
-            weight, eps = self._norm()
-            return context_features(view.states, index, weight, eps, view.states.dtype)
+            states, (weight, eps) = view.states(), self._norm()
+            return context_features(states, index, weight, eps, states.dtype)
         aux = view.aux
         if isinstance(aux, torch.Tensor):
             return aux.index_select(0, index)

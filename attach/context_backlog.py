@@ -3,7 +3,7 @@
 They are stored in one go then, or when there are more than `most_rows` of them.
 
 A block that is freed and given to another request meanwhile may come up twice among the kept rows: the later row wins, as
-it would have. Letters: T = context rows of a step, H = the drafter's hidden size.
+it would have. Letters: T = context rows of a step, A = size of the target's hidden states, as they come to the drafter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ContextBacklog:
     """Context rows that the drafter hasn't stored yet.
 
     Args:
-        store: (states [T, H], positions [T], slots [T]): the draft model's `precompute_and_store_context_kv`.
+        store: (states [T, A], positions [T], slots [T]).
         most_rows: that are kept; with 0 a step's rows are stored at once.
     """
 

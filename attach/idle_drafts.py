@@ -1,14 +1,17 @@
 """Spares vLLM's runners the draft pass of steps that draft nothing.
 
 For k = 0 vLLM still runs the drafter, since its context K/V has to keep up with the target's tokens. A DFlash drafter's
-context K/V come from the target's hidden states alone, by `precompute_and_store_context_kv`; the forward pass that follows
-serves the drafts only, so it is left out. On V1 the rows are kept as well (`ContextBacklog`). On V2 they are stored at once,
-since in vLLM's `propose` that comes before the pass, and is outside of the CUDA graph where the drafter runs eagerly.
+context K/V come from the target's hidden states alone, by `combine_hidden_states` and `precompute_and_store_context_kv`; the
+forward pass that follows serves the drafts only, so it is left out. On V1 the rows are kept as well (`ContextBacklog`), as the
+target gave them. On V2 they are stored at once, since in vLLM's `propose` that comes before the pass, and is outside of the
+CUDA graph where the drafter runs eagerly.
 
 On V1 every step of an engine that speculates comes with the metadata of a verification, which takes the slow path through the
 rejection sampler though nothing is verified: a step without drafts is sampled as a plain one. But not where a request has a
 budget for its thinking: vLLM's plain sampler takes the rows of an engine that speculates for drafts (`thinking_budget_state`,
-`_apply_forcing_to_logits`), and would end another request's thinking.
+`_apply_forcing_to_logits`), and would end another request's thinking. Where it drafts nothing either, the runner isn't asked
+to lay out a draft pass: which token comes next, how many were rejected. An engine that runs ahead of its scheduler
+(`use_async_scheduling`) needs those counts itself, so there vLLM's own path is kept.
 
 Where a KV connector saves, sends or loads the drafter's K/V around each pass, everything is left as it is. Where vLLM copies
 blocks that are filled in part, as it does for hybrid models, rows are stored at once.
@@ -30,8 +33,6 @@ _NEEDED = {
     "v1": ("propose", "parallel_drafting"),
     "v2": ("propose", "_generate_draft", "_precompute_context_kv"),
 }
-_METADATA = 5
-"""Where `propose_draft_token_ids` takes `spec_decode_metadata`, behind the scheduler's output."""
 
 
 def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
@@ -46,7 +47,7 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
         return False
     if runner.name == "v1" and getattr(drafter, "method", "") == "dflash":
         _keep_rows(runner, device, 0 if config.model_config.is_hybrid else MOST_ROWS)
-        _sample_plainly(runner.model_runner)
+        _sample_plainly(runner)
     elif runner.name == "v2" and type(drafter).__name__ == "DFlashSpeculator":
         _store_rows(drafter)
     else:
@@ -55,20 +56,24 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
 
 
 def _keep_rows(runner: Runner, device: torch.device, most_rows: int) -> None:
-    drafter, model = runner.drafter, runner.draft_model
-    backlog, propose = ContextBacklog(model.precompute_and_store_context_kv, most_rows), drafter.propose
+    drafter, model, model_runner = runner.drafter, runner.draft_model, runner.model_runner
+    propose = drafter.propose
+
+    def store(states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        model.precompute_and_store_context_kv(model.combine_hidden_states(states), positions, slots)
+
+    backlog = ContextBacklog(store, most_rows)
 
     def propose_if_any(*args: Any, **kwargs: Any) -> Any:
         if args or kwargs.get("num_speculative_tokens") != 0:
             backlog.flush()
             return propose(*args, **kwargs)
         drafter.num_speculative_tokens = 0
-        drafter._last_draft_probs = None
+        drafter._last_draft_probs = drafter._dflash_hidden_states = None
         # What `set_inputs_first_pass` says of the context, without what it says of the drafts.
-        cad, positions = kwargs["common_attn_metadata"], kwargs["target_positions"]
-        drafter._dflash_hidden_states = states = model.combine_hidden_states(kwargs["target_hidden_states"])
+        cad, states, positions = (kwargs[name] for name in ("common_attn_metadata", "target_hidden_states", "target_positions"))
         backlog.add(
-            states,
+            states if model_runner.use_aux_hidden_state_outputs else states.clone(),  # aux states were put together just now
             (positions if positions.dim() == 1 else positions[0]).clone(),
             cad.slot_mapping[: len(states)].clone(),
         )
@@ -77,7 +82,8 @@ def _keep_rows(runner: Runner, device: torch.device, most_rows: int) -> None:
     drafter.propose = propose_if_any
 
 
-def _sample_plainly(model_runner: Any) -> None:
+def _sample_plainly(runner: Runner) -> None:
+    model_runner = runner.model_runner
     sample, propose = model_runner._sample, model_runner.propose_draft_token_ids
 
     def sample_plainly(logits: Any, spec_decode_metadata: Any) -> Any:
@@ -86,10 +92,29 @@ def _sample_plainly(model_runner: Any) -> None:
             spec_decode_metadata = _unless_empty(spec_decode_metadata)
         return sample(logits, spec_decode_metadata)
 
-    def propose_plainly(scheduler_output: Any, *args: Any) -> Any:
-        if scheduler_output.num_spec_tokens_to_schedule == 0:
-            args = (*args[:_METADATA], _unless_empty(args[_METADATA]), *args[_METADATA + 1 :])
-        return propose(scheduler_output, *args)
+    def propose_plainly(
+        scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, hidden_states: Any, sample_hidden_states: Any,
+        aux_hidden_states: Any, spec_decode_metadata: Any, common_attn_metadata: Any, *others: Any,
+    ) -> Any:  # fmt: skip
+        if is_idle := scheduler_output.num_spec_tokens_to_schedule == 0:
+            spec_decode_metadata = _unless_empty(spec_decode_metadata)
+        if not is_idle or spec_decode_metadata is not None or model_runner.use_async_scheduling:
+            return propose(
+                scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
+                aux_hidden_states, spec_decode_metadata, common_attn_metadata, *others,
+            )  # fmt: skip
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        runner.drafter.propose(
+            num_speculative_tokens=0,
+            target_token_ids=model_runner.input_ids.gpu[:num_tokens],
+            target_positions=model_runner._get_positions(num_tokens),
+            target_hidden_states=torch.cat([layer[:num_tokens] for layer in aux_hidden_states], dim=-1)
+            if model_runner.use_aux_hidden_state_outputs
+            else hidden_states[:num_tokens],
+            common_attn_metadata=common_attn_metadata,
+            num_rejected_tokens_gpu=None,
+        )
+        return [[] for _ in range(common_attn_metadata.batch_size())]  # on the host already: nothing is to be copied there
 
     model_runner._sample, model_runner.propose_draft_token_ids = sample_plainly, propose_plainly
 

@@ -29,7 +29,7 @@ class StepView:
     row_starts: npt.NDArray[np.int64]  # [R + 1]
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    states: torch.Tensor  # [T, H] after `fc`, before `hidden_norm`
+    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before `hidden_norm`: computed when asked for, if it wasn't yet
     aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate
     num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: none anywhere
 
@@ -124,13 +124,14 @@ class RunnerV1(Runner):
         if positions.dim() != 1:
             raise ValueError("multi-dimensional (M-RoPE) positions are not captured")
         starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
+        fused, aux = self.drafter._dflash_hidden_states, kwargs["target_hidden_states"]
         return StepView(
             req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
             row_starts=starts,
             token_ids=kwargs["target_token_ids"],
             positions=positions,
-            states=self.drafter._dflash_hidden_states,
-            aux=kwargs["target_hidden_states"],
+            states=lambda: fused if fused is not None else self.draft_model.combine_hidden_states(aux),
+            aux=aux,
             num_rejected=kwargs["num_rejected_tokens_gpu"],
         )
 
@@ -163,7 +164,7 @@ class RunnerV2(Runner):
             row_starts=batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64),
             token_ids=batch.input_ids[: batch.num_tokens],
             positions=batch.positions[: batch.num_tokens],
-            states=self.drafter.hidden_states[: batch.num_tokens],
+            states=lambda: self.drafter.hidden_states[: batch.num_tokens],
             aux=given["aux_hidden_states"],
             num_rejected=given["num_rejected"][: batch.num_reqs],
         )

@@ -5,7 +5,8 @@ part of a target step as it does on a real server. Each contender is an engine o
 attached and a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic;
 rules that learn have seen a regime's traffic when it is measured: honed's, which remembers hundreds of rounds, for 24 requests
 or more, the others, which remember eight, for a run. The shifting trace plays every regime for 40 to 160 steps, without a
-pause. Requests don't say what traffic they are. Greedy and of fixed length, so every run gives the same tokens. Prompts are
+pause. Nothing is trained, so nothing is captured for it (`bench-capture` has what that costs). Requests don't say what traffic
+they are. Greedy and of fixed length, so every run gives the same tokens. Prompts are
 computed in every run (no prefix caching). The table (as vLLM's own: draft length by batch size) is tuned first, on mixed
 traffic.
 
@@ -122,9 +123,9 @@ class Bench:
         """A daemon with a rule as its mode."""
         runtime_dir = self.folder / rule
         runtime_dir.mkdir()
-        controller: Document = {"mode": rule}
+        controller: Document = {"mode": rule, "capture_share": 0.0}
         if rule.startswith("static-"):
-            controller = {"mode": "static", "static_k": int(rule.removeprefix("static-"))}
+            controller |= {"mode": "static", "static_k": int(rule.removeprefix("static-"))}
         elif rule == "table":
             controller["table"] = [list(row) for row in self.table]
         config = runtime_dir / "honed.toml"

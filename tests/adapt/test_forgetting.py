@@ -22,47 +22,64 @@ def feed(rng, acceptance, rounds, *counts):
 
 
 def first(counts):
+    if isinstance(counts, AdaptiveCounts):
+        return float(counts.estimate()[0])
     return float(chain_estimate(counts.trials, counts.successes)[0])
 
 
 @pytest.mark.parametrize(("before", "after"), [(BEFORE, AFTER), (AFTER, BEFORE)])
-def test_after_a_change_the_estimate_follows_within_four_hundred_rounds(before, after):
+def test_after_a_change_the_estimate_follows_within_a_hundred_rounds(before, after):
     rng, errors, steady = np.random.default_rng(1), [], []
     for _ in range(20):
         adaptive, long = AdaptiveCounts(7, 4000.0), AcceptanceCounts(7, 4000.0)
         feed(rng, before, 8000, adaptive, long)
-        feed(rng, after, 400, adaptive, long)
+        feed(rng, after, 100, adaptive, long)
         errors.append(abs(first(adaptive) - after[0]))
         steady.append(abs(first(long) - after[0]))
-    assert np.mean(errors) < 0.06
+    assert np.mean(errors) < 0.08
     assert np.mean(steady) > 0.2  # what a long memory alone still believes
 
 
-def test_without_a_change_it_is_the_long_memory():
-    rng, switches, errors, steady = np.random.default_rng(2), 0, [], []
+def test_without_a_change_it_is_nearly_the_long_memory():
+    rng, weights, errors, steady = np.random.default_rng(2), [], [], []
     for _ in range(20):
         adaptive, long = AdaptiveCounts(7, 4000.0), AcceptanceCounts(7, 4000.0)
         feed(rng, BEFORE, 20_000, adaptive, long)
-        switches += adaptive.num_switches
+        weights.append(adaptive.weights[-1])
         errors.append(first(adaptive) - BEFORE[0])
         steady.append(first(long) - BEFORE[0])
-    assert switches <= 4  # in 400,000 rounds
-    assert np.std(errors) < 1.5 * np.std(steady)
+    assert np.mean(weights) > 0.6
+    assert np.std(errors) < 2.0 * np.std(steady)
 
 
 def test_the_evidence_of_repetitive_rounds_counts_less():
     rng, counts = np.random.default_rng(3), [AdaptiveCounts(7, 4000.0) for _ in range(2)]
     feed(rng, BEFORE, 8000, *counts)
-    taken = []
     for one, weight in zip(counts, (1.0, 0.125), strict=True):
         rng = np.random.default_rng(4)
-        for batch in range(200):
+        for _ in range(4):
             drafted = rng.integers(1, 8, BATCH)
             one.observe(drafted, simulate_rounds(rng, AFTER, drafted), weights=np.full(BATCH, weight))
-            if one.num_switches:
-                taken.append(batch)
-                break
-    assert taken[0] < taken[1]
+    assert first(counts[0]) + 0.05 < first(counts[1]) < BEFORE[0]
+
+
+def test_a_position_that_was_hardly_reached_since_a_change_is_told_by_the_others():
+    rng, counts = np.random.default_rng(8), AdaptiveCounts(7, 4000.0)
+    feed(rng, BEFORE, 8000, counts)
+    before = counts.estimate()
+    for _ in range(8):  # only the first position is tried
+        drafted = np.ones(BATCH, dtype=np.int64)
+        counts.observe(drafted, simulate_rounds(rng, np.full(7, 0.3), drafted))
+    assert counts.estimate()[6] < before[6] - 0.1
+
+
+@pytest.mark.parametrize("forgetting_rounds", [0.0, 10.0, 100.0, 1e9])
+def test_no_memory_is_longer_than_the_longest(forgetting_rounds):
+    counts = AdaptiveCounts(7, forgetting_rounds)
+    feed(np.random.default_rng(9), BEFORE, 2000, counts)
+    assert np.sum(counts.weights) == pytest.approx(1.0)
+    assert (counts.trials <= max(forgetting_rounds, 1.0) + BATCH).all()
+    assert abs(first(counts) - BEFORE[0]) < 0.35
 
 
 def steps_of(rng, mean, strength, num_requests, num_rounds=40):
@@ -83,7 +100,7 @@ def test_other_requests_are_noticed_soon_though_requests_differ_much():
         for mean, num_requests in ((0.4, 128), (0.12, 32)):
             for names, accepted in steps_of(rng, mean, 3.0, num_requests):
                 strength = table.strength()
-                counts.observe(drafted, accepted, weights=np.maximum(table.information(names, drafted, strength), 0.125))
+                counts.observe(drafted, accepted, weights=table.information(names, drafted, strength))
                 equal.observe(drafted, accepted, weights=np.full(16, 0.125))
                 table.observe(names, drafted, accepted)
         errors.append(first(counts) - 0.12)
@@ -93,19 +110,18 @@ def test_other_requests_are_noticed_soon_though_requests_differ_much():
 
 
 def test_requests_that_differ_much_are_no_change():
-    rng, switches = np.random.default_rng(7), 0
-    drafted = np.ones(16, dtype=np.int64)
+    """Their mean is told as well as by the long memory, give or take a few per cent of acceptance."""
+    rng, errors, drafted = np.random.default_rng(7), [], np.ones(16, dtype=np.int64)
     for _ in range(10):
         table, counts = RequestTable(1), AdaptiveCounts(1, 4000.0)
         for names, accepted in steps_of(rng, 0.4, 3.0, 800):
-            weights = np.maximum(table.information(names, drafted, table.strength()), 0.125)
-            counts.observe(drafted, accepted, weights=weights)
+            counts.observe(drafted, accepted, weights=table.information(names, drafted, table.strength()))
             table.observe(names, drafted, accepted)
-        switches += counts.num_switches
-    assert switches <= 10  # in 8,000 requests
+        errors.append(first(counts) - 0.4)
+    assert np.abs(errors).mean() < 0.06
 
 
-def test_after_a_swap_both_memories_are_weak():
+def test_after_a_swap_all_memories_are_weak():
     rng, counts = np.random.default_rng(5), AdaptiveCounts(7, 4000.0)
     feed(rng, BEFORE, 8000, counts)
     counts.forget(0.02)

@@ -57,12 +57,13 @@ def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] 
 def view(requests: dict[str, list[tuple[int, int]]], rejected: list[int] | None = None, seed: int = 0) -> StepView:
     """requests: id -> rows (position, token)."""
     rows = [row for each in requests.values() for row in each]
+    states = torch.randn(len(rows), H, generator=torch.Generator().manual_seed(seed))
     return StepView(
         req_ids=list(requests),
         row_starts=np.cumsum([0] + [len(each) for each in requests.values()]),
         token_ids=torch.tensor([t for _, t in rows]),
         positions=torch.tensor([p for p, _ in rows]),
-        states=torch.randn(len(rows), H, generator=torch.Generator().manual_seed(seed)),
+        states=lambda: states,
         aux=None,
         num_rejected=torch.tensor(rejected, dtype=torch.int32) if rejected is not None else None,
     )
@@ -74,7 +75,7 @@ def test_rejected_rows_are_cut_off_and_features_belong_to_their_rows(capturer: C
     capturer.on_step(step)
     capturer.on_step(view({"x": [(2, 9), (3, 8), (4, 3)], "y": [(1, 4), (2, 4)]}, rejected=[1, 1]))
     assert [(r["first"], r["tokens"]) for r in ring.rows] == [(0, [5, 6]), (0, [7]), (2, [9, 8]), (1, [4])]
-    expected = context_features(step.states, torch.tensor([2]), torch.ones(H), 1e-6)
+    expected = context_features(step.states(), torch.tensor([2]), torch.ones(H), 1e-6)
     np.testing.assert_allclose(ring.rows[1]["features"], expected.numpy())
 
 
