@@ -55,9 +55,12 @@ demo: setup
 	@echo "== the demo: a vLLM server, honed beside it, traffic that drifts"
 	@$(BIN)/python benchmarks/demo.py $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
 
+# What needs but a core of its own runs on all of them at once; the rest has engines and processes of its own.
+ALONE := tests/adapt tests/kernels
 test: setup
 	@echo "== tests (the real engine included: some 20 minutes on two cores)"
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ALONE)
+	@$(BIN)/python -m pytest $(ALONE:%=--ignore=%)
 
 test-runners: setup
 	@for runner in v1 v1-async v2 v2-async; do \

@@ -36,7 +36,8 @@ class ControllerSettings:
     explore_share: float = 0.02
     """0 also keeps the step-time model from getting ready on an engine whose draft lengths never vary."""
     forgetting_rounds: float = 4000.0
-    """Rounds after which what was observed weighs 1/e."""
+    """Rounds after which what was observed weighs 1/e, while nothing changes: independent ones, since those of a request repeat
+    each other. After a change what was observed before it counts less."""
     request_strength: float = 0.0
     """Pseudo-rounds of a workload's curve against a request's own, 0.1 or more; 0: estimated from how much requests differ."""
     workload_strength: float = 24.0

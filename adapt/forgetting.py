@@ -30,7 +30,7 @@ from honed.adapt.acceptance import (
     shrunk_estimate,
 )
 
-SHORT_ROUNDS = (20.0, 200.0)
+_SHORT_ROUNDS = (20.0, 200.0)
 """Independent rounds that the shorter memories hold: of a dozen requests where they differ much."""
 _SHARED, _MOST_SHARED = 0.005, 0.05
 """Share of the weight that is dealt out anew per independent round, and at most at once."""
@@ -47,7 +47,7 @@ class AdaptiveCounts:
 
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
         self.num_spec_tokens = num_spec_tokens
-        lengths = sorted({*(rounds for rounds in SHORT_ROUNDS if rounds < forgetting_rounds), max(forgetting_rounds, 1.0)})
+        lengths = sorted({*(rounds for rounds in _SHORT_ROUNDS if rounds < forgetting_rounds), max(forgetting_rounds, 1.0)})
         self._memories = [AcceptanceCounts(num_spec_tokens, rounds) for rounds in lengths]
         self.weights: Floats = np.full(len(lengths), 1.0 / len(lengths))
         """Of the memories, the shortest first, [M]."""

@@ -6,9 +6,8 @@ attached and a daemon of their own, whose settings name the rule. "none" doesn't
 rules that learn have seen a regime's traffic when it is measured: honed's, which remembers hundreds of rounds, for 24 requests
 or more, the others, which remember eight, for a run. The shifting trace plays every regime for 40 to 160 steps, without a
 pause. Nothing is trained, so nothing is captured for it (`bench-capture` has what that costs). Requests don't say what traffic
-they are. Greedy and of fixed length, so every run gives the same tokens. Prompts are
-computed in every run (no prefix caching). The table (as vLLM's own: draft length by batch size) is tuned first, on mixed
-traffic.
+they are. Greedy and of fixed length, so every run gives the same tokens. Prompts are computed in every run (no prefix caching).
+The table (as vLLM's own: draft length by batch size) is tuned first, on mixed traffic.
 
 All contenders' runs are cut into slices that are dealt in turn, on a core that they have to themselves, as they would have a
 GPU (`lockstep`): so a slow spell of the machine is everybody's. Repeats begin with new engines; the daemons go on, and know
