@@ -52,6 +52,14 @@ def test_without_a_change_it_is_nearly_the_long_memory():
     assert np.std(errors) < 2.0 * np.std(steady)
 
 
+def test_however_many_rounds_come_at_once_the_best_memory_keeps_its_weight():
+    rng, counts = np.random.default_rng(10), AdaptiveCounts(7, 4000.0)
+    feed(rng, BEFORE, 8000, counts)
+    drafted = np.full(2000, 7)
+    counts.observe(drafted, simulate_rounds(rng, BEFORE, drafted))
+    assert counts.weights[-1] > 0.9
+
+
 def test_the_evidence_of_repetitive_rounds_counts_less():
     rng, counts = np.random.default_rng(3), [AdaptiveCounts(7, 4000.0) for _ in range(2)]
     feed(rng, BEFORE, 8000, *counts)
