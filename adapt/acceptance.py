@@ -103,7 +103,6 @@ class AcceptanceCounts:
         self.forgetting_rounds = max(forgetting_rounds, 1.0)
         self.trials: Floats = np.zeros(num_spec_tokens)
         self.successes: Floats = np.zeros(num_spec_tokens)
-        self.weight_rounds = 0.0
         self.num_rounds = 0
 
     def observe(
@@ -135,14 +134,12 @@ class AcceptanceCounts:
         self.scale(float(np.exp(-until[-1] / self.forgetting_rounds)))
         self.trials += trials
         self.successes += successes
-        self.weight_rounds += float(kept.sum())
         self.num_rounds += len(drafted)
 
     def scale(self, factor: float) -> None:
         """Weaken what is known, as after a swap of the drafter's weights."""
         self.trials *= factor
         self.successes *= factor
-        self.weight_rounds *= factor
 
 
 def chain_estimate(trials: Floats, successes: Floats, strength: float = CHAIN_STRENGTH) -> Floats:

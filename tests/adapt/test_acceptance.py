@@ -61,7 +61,6 @@ def test_batching_makes_no_difference_to_forgetting(rounds, cut):
     parts.observe(drafted[cut:], accepted[cut:], invalid[cut:])
     assert np.allclose(whole.trials, parts.trials)
     assert np.allclose(whole.successes, parts.successes)
-    assert whole.weight_rounds == pytest.approx(parts.weight_rounds)
 
 
 @given(rounds_lists, rounds_lists)
@@ -172,7 +171,6 @@ def test_weighted_rounds_are_as_many_rounds():
     weighted.observe(drafted, accepted, weights=np.full(50, 3.0))
     assert np.allclose(thrice.trials, weighted.trials)
     assert np.allclose(thrice.successes, weighted.successes)
-    assert weighted.weight_rounds == pytest.approx(thrice.weight_rounds)
 
 
 def test_equal_requests_need_no_curve_of_their_own():
