@@ -27,16 +27,17 @@ def first(counts):
     return float(chain_estimate(counts.trials, counts.successes)[0])
 
 
+@pytest.mark.parametrize("rounds", [100, 400])
 @pytest.mark.parametrize(("before", "after"), [(BEFORE, AFTER), (AFTER, BEFORE)])
-def test_after_a_change_the_estimate_follows_within_a_hundred_rounds(before, after):
+def test_after_a_change_the_estimate_follows_within_a_hundred_rounds(before, after, rounds):
     rng, errors, steady = np.random.default_rng(1), [], []
     for _ in range(20):
         adaptive, long = AdaptiveCounts(7, 4000.0), AcceptanceCounts(7, 4000.0)
         feed(rng, before, 8000, adaptive, long)
-        feed(rng, after, 100, adaptive, long)
+        feed(rng, after, rounds, adaptive, long)
         errors.append(abs(first(adaptive) - after[0]))
         steady.append(abs(first(long) - after[0]))
-    assert np.mean(errors) < 0.08
+    assert np.mean(errors) < 0.06
     assert np.mean(steady) > 0.2  # what a long memory alone still believes
 
 
@@ -48,8 +49,8 @@ def test_without_a_change_it_is_nearly_the_long_memory():
         weights.append(adaptive.weights[-1])
         errors.append(first(adaptive) - BEFORE[0])
         steady.append(first(long) - BEFORE[0])
-    assert np.mean(weights) > 0.6
-    assert np.std(errors) < 2.0 * np.std(steady)
+    assert np.mean(weights) > 0.8
+    assert np.std(errors) < 1.5 * np.std(steady)
 
 
 def test_however_many_rounds_come_at_once_the_best_memory_keeps_its_weight():
