@@ -187,6 +187,34 @@ def choice_of(found: Found) -> Choice:
     return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held, drafting)
 
 
+def rates_of(
+    lengths: Ints,
+    gains: Floats,
+    model: StepTimeModel,
+    *,
+    is_latency: bool = False,
+    context_tokens: int = 0,
+    num_prefill_tokens: int = 0,
+) -> Floats:
+    """What `choose` would make of given lengths: the rate of each of M ways, [M].
+
+    Args:
+        lengths: draft tokens of each request in each way, [M, N].
+        gains: g(j) of each request, [N, K].
+    """
+    count = len(gains)
+    sums = np.concatenate([np.zeros((count, 1)), np.cumsum(gains, axis=1)], axis=1)
+    gained = sums[np.arange(count), lengths].sum(axis=1)
+    fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
+    base, seconds = count + num_prefill_tokens, []
+    for num_drafts, block in zip(lengths.sum(axis=1).tolist(), lengths.max(axis=1).tolist(), strict=True):
+        drafting = model.block_seconds(count, block, context_tokens) if block else 0.0
+        taken = fixed + model.seconds_of_tokens(base + num_drafts) + drafting
+        seconds.append(taken * model.kind_factor(count, num_drafts, num_prefill_tokens))
+    rates: Floats = count / (count - gained) / seconds if is_latency else (count + gained) / seconds
+    return rates
+
+
 def choose_equal(
     gains: Sequence[float],
     count: int,

@@ -33,10 +33,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from honed.adapt.block_size import OperatingPoint, choose_equal, to_hold
+from honed.adapt.block_size import OperatingPoint, choose_equal, rates_of, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
-from honed.adapt.explore import Trials, neighbour
+from honed.adapt.explore import MOST_EXPLORING, MOST_STARTING, LengthTrials, Trials, neighbour
 from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.policy_tables import PolicyTables
 from honed.adapt.request_beliefs import RequestBeliefs
@@ -57,7 +57,7 @@ class Decider:
         self._point: OperatingPoint | None = None
         self._rule: Contender | None = None
         self._most_tokens = 0  # that a step might have had so far
-        self._trials = Trials()
+        self._trials, self._length_trials = Trials(), LengthTrials()
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
         self._model = self._tables.model
         self.requests = RequestBeliefs(self.num_spec_tokens, max_num_seqs, self._tables)
@@ -207,13 +207,23 @@ class Decider:
         else:
             noted = contexts, first, every
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
-            is_trial = self._trials.is_on(chance, share, margin, len(lengths), block > 0)
-            is_exploring = is_trial or chance < share
+            count = len(lengths)
+            is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
+            if not is_trial and block and count <= MOST_EXPLORING and not policy.equal_lengths:
+                # The same draw: what is left of it when it is known to be neither a step alone nor the other side's.
+                begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
+                moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
+            else:
+                moved = lengths
+            is_exploring = is_trial or chance < share or moved is not lengths
             if is_trial and block:
-                lengths = [0] * len(lengths)
+                lengths = [0] * count
+            elif moved is not lengths:
+                lengths = moved
             elif is_exploring:
                 lengths = self._explore(request_ids, lengths, None, policy)
-            self._trials.note(len(lengths), any(lengths))
+            self._trials.note(count, any(lengths))
+            self._length_trials.note(count, sum(lengths) / count)
             if not is_exploring:
                 return Decision(lengths, block, "policy")
         return Decision(lengths, max(lengths, default=0), "explore")
@@ -228,6 +238,29 @@ class Decider:
         now = bisect_right(allowed, max(lengths, default=0)) - 1
         length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
         return [length] * len(lengths) if ceilings is None else np.minimum(ceilings, length).tolist()
+
+    def _moved(self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float) -> list[int]:
+        """The same list, or what a trial of other lengths makes of it, which begins perhaps where `begins` is below 1."""
+        limit, requests = self._tables.limit, self.requests
+        moves = self._length_trials.go_on()
+        if not moves and begins < 1.0:
+            now, longest = np.array(lengths), max(lengths)
+            ceilings = np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+            ways = range(1 - longest, limit - longest + 1)
+            moved = np.clip(now + np.array(ways)[:, None], 0, ceilings)
+            rates = rates_of(
+                moved, requests.gains_of(request_ids, limit, are_contexts_known=True), self._model,
+                is_latency=self._tables.is_latency, context_tokens=requests.noted_tokens(request_ids),
+                num_prefill_tokens=num_prefill_tokens,
+            )  # fmt: skip
+            options = zip(ways, moved.mean(axis=1).tolist(), rates.tolist(), strict=True)
+            self._length_trials.begin(begins, len(lengths), {way: (length, rate) for way, length, rate in options})
+            moves = self._length_trials.go_on()
+        if not moves:
+            return lengths
+        ceilings = np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+        moved_now: list[int] = np.clip(np.array(lengths) + moves, 0, ceilings).tolist()
+        return moved_now if moved_now != lengths else lengths
 
     def _best(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 MOST_EXPLORING = 16
@@ -16,9 +17,10 @@ verifies, and the next one drafts again, so that only what follows within a long
 ENOUGH_STEPS = 24.0
 """Of either side at a batch size (to a power of two): with fewer, what is believed of it may be all luck."""
 _REMEMBERED_STEPS = 4096.0
-_CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
-"""Margins up to which trials are as frequent as may be: the second where little was seen of the other side."""
-_STARTING, _MOST_STARTING = 1.5, 0.04
+_CLOSE, _CLOSE_ENOUGH_TO_SEE, _LEAST_CLOSE = 0.05, 0.25, 0.01
+"""Margins up to which trials are as frequent as may be: the second where little was seen of the other side, or length, the last
+where much was of a length."""
+_STARTING, MOST_STARTING = 1.5, 0.04
 """So frequent: trials begun per step that explores, and at most per step."""
 
 
@@ -35,7 +37,7 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
     """
     close = _CLOSE if num_seen >= ENOUGH_STEPS else _CLOSE_ENOUGH_TO_SEE
     closeness = min(close / max(abs(margin), close), 1.0)
-    return min(_STARTING * explore_share, _MOST_STARTING) * closeness**2
+    return min(_STARTING * explore_share, MOST_STARTING) * closeness**2
 
 
 class Trials:
@@ -67,6 +69,55 @@ class Trials:
         seen = self._seen.setdefault(num_requests.bit_length(), [0.0, 0.0])
         for side in (0, 1):
             seen[side] += (side == is_drafting) - seen[side] / _REMEMBERED_STEPS
+
+
+class LengthTrials:
+    """Trials of other lengths than the best ones, in small batches: everybody's drafts are so many longer, or shorter.
+
+    What a length costs is learned where it is used. One that seemed dear when it was, because the machine had a slow moment,
+    isn't used again, nor does its neighbour lead to it where that is no better. So lengths that are believed to be nearly as good
+    are tried, those that were seen least above all. It costs what they are worse by.
+    """
+
+    def __init__(self) -> None:
+        self._num_left, self._moves, self._num_steps = 0, 0, 0
+        self._seen: dict[tuple[int, int], tuple[float, int]] = {}
+        """Steps by batch size and length, as they are remembered, and the last of them."""
+
+    def begin(self, chance: float, num_requests: int, options: dict[int, tuple[float, float]]) -> None:
+        """Perhaps begin a trial.
+
+        Args:
+            chance: drawn from 0 … 1.
+            options: by how much everybody's length moves -> (drafts per request, rate), 0 included: what would be done.
+        """
+        best = max(rate for _, rate in options.values())
+        shares, chosen, wanted = 0.0, 0, 0.0
+        for moves, (length, rate) in options.items():
+            seen = self._times_seen(num_requests, length)
+            close = min(max(_CLOSE * math.sqrt(ENOUGH_STEPS / max(seen, 1.0)), _LEAST_CLOSE), _CLOSE_ENOUGH_TO_SEE)
+            share = min(close / max(1.0 - rate / best, close), 1.0) ** 2
+            if moves and share / (ENOUGH_STEPS + seen) > wanted:
+                shares, chosen, wanted = share, moves, share / (ENOUGH_STEPS + seen)
+        if chance < shares:
+            self._num_left, self._moves = TRIAL_STEPS, chosen
+
+    def go_on(self) -> int:
+        """By how much everybody's length moves in this step; 0: no trial is on."""
+        if self._num_left == 0:
+            return 0
+        self._num_left -= 1
+        return self._moves
+
+    def note(self, num_requests: int, length: float) -> None:
+        """Note what a step did, per request."""
+        self._num_steps += 1
+        seen = self._times_seen(num_requests, length) + 1.0
+        self._seen[num_requests.bit_length(), round(length)] = seen, self._num_steps
+
+    def _times_seen(self, num_requests: int, length: float) -> float:
+        seen, last = self._seen.get((num_requests.bit_length(), round(length)), (0.0, 0))
+        return seen * math.exp((last - self._num_steps) / _REMEMBERED_STEPS)
 
 
 def neighbour(

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import numpy as np
 
-from honed.adapt.acceptance import Ints
+from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.desk import Desk
 from honed.adapt.draft_features import MOST_LOG_ODDS
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
@@ -213,16 +213,21 @@ class RequestBeliefs:
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
         """Add up the requests' gains by depth, as far as their ceilings go, [at most `limit`]."""
+        gains = self.gains_of(request_ids, limit, are_contexts_known=are_contexts_known)
+        sums: list[float] = gains.sum(axis=0).tolist()
+        return sums
+
+    def gains_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> Floats:
+        """Look up the requests' gains by depth, 0 beyond their ceilings, [n, at most `limit`]."""
         compiled = self._compiled or self._load()
         tables, slots = self._tables, self.slots_of(request_ids)
         curve = compiled.curves(
             slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift
         )  # fmt: skip
-        gains = tables.curves.gains[curve, :limit]
+        gains: Floats = tables.curves.gains[curve, :limit]
         if self.num_ceilings:
             gains = np.where(np.arange(gains.shape[1]) < self.ceiling[slots][:, None], gains, 0.0)
-        sums: list[float] = gains.sum(axis=0).tolist()
-        return sums
+        return gains
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
         """Look up slots [n]; unknown requests are taken up."""

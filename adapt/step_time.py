@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.kind_effects import kind_effects
 from honed.adapt.ranges import COUNT, Range, Ranges, check_ranges
 from honed.adapt.spells import Spells
+from honed.adapt.world_change import History, Scatter, WorldChange
 
 if TYPE_CHECKING:
     from honed.adapt.wire import Policy
@@ -57,12 +58,12 @@ _RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.
 """What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
 _GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
 """A fit without `FILLED` that is as close as the former stays; else one with them has to come so much closer."""
-_OUTDATED = 0.00025
-"""Weight of a step that was measured before the world changed."""
-_ENOUGH_SINCE = 12
-"""Steps of a draft length since the world changed, before it says by how much."""
+_LEAST_TRUST, _TRUSTED = 1e-5, 0.1
+"""Weight that every step from before a change of the world keeps; and of those that count as any other in spells and kinds."""
 _ALIKE = 0.1
-"""Lengths whose prices changed by factors that differ by less (as a logarithm) cost beside each other what they did."""
+"""Where the factors by which prices changed with the world scatter by less, lengths cost beside each other what they did."""
+_LEAST_SCATTER = 0.01
+"""Of steps around their prices, relative."""
 _REFIT_SHARE = 128
 """A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
 _KEPT_EFFECT = 0.9
@@ -72,6 +73,8 @@ MOST_EFFECT = 0.5
 _TABLE_TOKENS = 8192
 _BATCHES, _LENGTHS = range(256), range(1024)
 """Of kinds of steps, that a policy may name."""
+Step: TypeAlias = tuple[int, int, int, int, int, bool]
+"""Requests, tokens, context, prefill tokens, block, whether drafts were verified: what `StepTimeModel.seconds` wants."""
 LEAST_SECONDS = 1e-7
 LEAST_LENGTHS = 2
 """Draft lengths that have to be seen before what a draft costs can be told from what a step costs."""
@@ -296,17 +299,19 @@ class StepTimeLearner:
         self.settings = settings
         self.captured_tokens = tuple(sorted(captured_tokens))
         self.num_steps = 0
-        self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 8))
+        self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 9))
+        """Of each step: requests, tokens, context, prefill, block, is verifying, seconds, number, and by what variance changes of
+        the world have put its price in doubt."""
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
         self._kinds_before: dict[tuple[int, int], float] = {}
         """Of `StepTimeModel.kinds`, what was known when the world changed: how kernels differ from size to size stays."""
         self._fitted_at = self._started_at = 0
+        self._change: WorldChange | None = None
         self._model_before = self._model
         """As it was when the world changed."""
-        self._since: dict[int, list[float]] = {}
-        """Since then, by draft length: log of how many times as long as that says each step took."""
+        self._changes, self._scatter = History(), Scatter()
 
     def observe(
         self,
@@ -330,43 +335,47 @@ class StepTimeLearner:
                 self._filled[cell] = 0
         self._kinds[kind] = cell
         self.num_steps += 1
-        if self._model_before.is_ready and len(since := self._since.setdefault(kind[1], [])) < _ENOUGH_SINCE:
-            step = num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0
-            since.append(math.log(seconds / self._model_before.seconds(*step)))
+        step = num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0
+        self._compare(self._change, kind[1], self.num_steps, step, seconds)
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
-        self._rows[cell, slot] = (
-            num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0, seconds, self.num_steps,
-        )  # fmt: skip
+        self._rows[cell, slot] = (*step, seconds, self.num_steps, 0.0)
         self._filled[cell] += 1
+
+    def _compare(self, change: WorldChange | None, length: int, number: float, step: Step, seconds: float) -> None:
+        """Tell the latest change of the world what a step since then took, beside what it did before."""
+        if change is not None and self._model_before.is_ready:
+            change.observe(length, number, math.log(seconds / self._model_before.seconds(*step)))
 
     def restart(self, num_recent: int, factor: float) -> None:
         """The world has changed: fit anew, to the last `num_recent` steps above all.
 
-        Earlier steps count as if they had taken `factor` times as long, and little: they are all that says what those kinds
-        cost that haven't been seen since. Without them there would be no prices, and no choice, until they were.
+        Earlier steps count as if they had taken `factor` times as long, or what turns out since, and as far as what steps cost
+        beside each other seems to be as it was (`world_change`). They are all that says what those kinds cost that haven't been
+        seen since: without them there would be no prices, and no choice, until they were.
         """
-        for cell, filled in enumerate(self._filled.tolist()):
-            rows = self._rows[cell, : min(filled, self.settings.steps_per_kind)]
-            is_recent = rows[:, 7] > self.num_steps - num_recent
-            rows[~is_recent, 6] *= factor
-            rows[~is_recent, 7] = -np.inf
+        if self._change is not None:
+            self._changes.note(self._change.difference)
+            _count_as_after(self._rows, self._change)
         self._kinds_before |= {(batch, length): _KEPT_EFFECT * effect for batch, length, effect in self._model.kinds}
         self._model_before = self._model if self._model.is_ready else self._model_before
         self._model = StepTimeModel()
         self._started_at = self.num_steps
-        self._since.clear()
+        change = self._change = WorldChange(self.num_steps - num_recent, factor, self._scatter, self._changes.variance)
+        held = self._held
+        for kind, cell in self._kinds.items():
+            rows = self._rows[cell, : held[cell]]
+            for *step, seconds, number, _ in rows[rows[:, 7] > change.number].tolist():
+                self._compare(change, kind[1], number, _as_step(step), seconds)
 
     @property
     def is_young(self) -> bool:
         """Tell whether little has been seen since the start, or since the world changed.
 
-        Not where a few steps of several draft lengths show that all of them take so many times longer, or shorter: then what
-        they cost beside each other is as it was.
+        Not where what steps cost beside each other seems to be as it was.
         """
         if self.num_steps - self._started_at >= self.settings.young_steps:
             return False
-        seen = [float(np.median(errors)) for errors in self._since.values() if len(errors) == _ENOUGH_SINCE]
-        return len(seen) < LEAST_LENGTHS or max(seen) - min(seen) > _ALIKE
+        return self._change is None or self._change.difference.variance > _ALIKE**2
 
     @property
     def is_ready(self) -> bool:
@@ -398,26 +407,63 @@ class StepTimeLearner:
 
     def _fit(self) -> StepTimeModel:
         held = self._held
-        mask = np.arange(self.settings.steps_per_kind) < held[:, None]
-        typical = np.median(np.where(mask, self._rows[:, :, 6], np.nan)[held > 0], axis=1, keepdims=True)
-        for cell in np.flatnonzero(held > 0)[np.isnan(typical[:, 0])]:
-            typical[np.flatnonzero(held > 0) == cell] = np.median(self._rows[cell, : held[cell], 6])
-        scale = np.broadcast_to(typical, (len(typical), self.settings.steps_per_kind))[mask[held > 0]]
-        rows = self._rows[mask]
+        used = np.flatnonzero(held)
+        cells, mask = self._rows[used], np.arange(self.settings.steps_per_kind) < held[used, None]
+        if self._change is not None:
+            _count_as_after(cells, self._change)
+        typical = np.nanmedian(np.where(mask, cells[:, :, 6], np.nan), axis=1, keepdims=True)
+        scale = np.broadcast_to(typical, mask.shape)[mask]
+        rows, kind = cells[mask], np.repeat(np.arange(len(used)), held[used])
+        trust = self._trust(rows[:, 8], kind)
         age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
-        age[np.isneginf(rows[:, 7])] = _OUTDATED
+        rows[trust < _TRUSTED, 7] = -np.inf
         kinds = StepKinds(rows, self._kinds_before)
         seconds = rows[:, 6] / kinds.factors
-        parameters = fit_parameters(rows[:, :6], seconds, age, scale / kinds.factors, self.captured_tokens, rows[:, 7])
+        weights = trust * np.where(trust < _TRUSTED, 1.0, age)
+        parameters = fit_parameters(rows[:, :6], seconds, weights, scale / kinds.factors, self.captured_tokens, rows[:, 7])
         expected = features(rows[:, :6], self.captured_tokens) @ parameters
+        self._note_scatter(seconds / np.maximum(expected, LEAST_SECONDS) - 1.0, rows[:, 7])
         return StepTimeModel(tuple(parameters.tolist()), self.captured_tokens, kinds.fit(seconds, expected))
+
+    def _trust(self, variance: Floats, kind: Ints) -> Floats:
+        """Weights of steps [n] whose prices changes of the world have put in doubt by a variance.
+
+        They err together: however many of a kind there are, they say as much as a mean of that variance does.
+        """
+        doubtful = np.bincount(kind, variance > 0.0)[kind]
+        own = self._scatter.own**2
+        weights: Floats = own / np.maximum(own, variance * doubtful)
+        return np.maximum(weights, _LEAST_TRUST)
+
+    def _note_scatter(self, residuals: Floats, numbers: Floats) -> None:
+        """Note how steps scatter around their prices."""
+        known = np.isfinite(numbers)
+        if known.sum() < self.settings.min_steps:
+            return
+        spread = 1.4826 * float(np.median(np.abs(residuals[known])))
+        likeness = Spells(numbers).likeness(residuals, max(spread, _LEAST_SCATTER))
+        self._scatter = Scatter(max(spread / math.sqrt(1.0 + likeness), _LEAST_SCATTER), likeness)
+
+
+def _count_as_after(rows: Floats, change: WorldChange) -> None:
+    """Make steps from before a change, of rows as the learner keeps them, [..., 9], what they would be after it."""
+    difference = change.difference
+    is_before = rows[..., 7] <= change.number
+    rows[is_before, 6] *= math.exp(difference.shift)
+    rows[is_before, 8] += difference.variance
+
+
+def _as_step(values: Sequence[float]) -> Step:
+    *shape, is_verifying = (int(value) for value in values)
+    requests, tokens, context, prefill, block = shape
+    return requests, tokens, context, prefill, block, bool(is_verifying)
 
 
 class StepKinds:
     """What kinds the steps of a sample are of, and what is expected of these beside the formula.
 
     Args:
-        rows: requests, tokens, context, prefill, block, is verifying, seconds, number (−inf: outdated) of each step, [n, 8].
+        rows: of each step, as the learner keeps them, [n, 9]; number −inf: outdated.
         before: (batch size as `batch_kind` rounds it, draft tokens per request) -> effect, as far as it is known.
     """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.step_time import StepTimeModel
+from honed.adapt.step_time import Step, StepTimeModel
 
 WINDOWS = ((16, 0.45), (64, 0.15))
 """(steps, smallest relative change that counts, as a logarithm): the greater a change, the fewer steps prove it."""
@@ -25,8 +25,6 @@ _FEWEST_STEPS = 3
 _QUICK_STEPS, _MEMORY_STEPS = 8.0, 256.0
 _MOST_KINDS = 512
 
-Step = tuple[int, int, int, int, int, bool]
-"""Requests, tokens, context, prefill tokens, block, whether drafts were verified: what `StepTimeModel.seconds` wants."""
 
 
 class StepWatch:

@@ -159,6 +159,10 @@ class Trace:
     """Standard deviation of the logarithm of measured step times; their mean stays true."""
     stall_share: float = 0.0
     """Share of the steps that are measured three times as long."""
+    slow_factor: float = 1.0
+    """How many times as long steps are measured while the machine is in a slow spell; half of the time it is."""
+    spell_steps: float = 100.0
+    """Mean length of a spell, slow or quick."""
     max_prefill_tokens: int = 8192
     events: tuple[float, ...] = field(default=())
     """Shares of the work where something changes abruptly and the rule has to recover."""

@@ -319,4 +319,7 @@ def _draw_noise(traffic: Traffic, chunk: int) -> Floats:
     trace, rng = traffic.trace, np.random.default_rng([*traffic.noise_seed, chunk])
     factor: Floats = np.exp(trace.noise * rng.standard_normal(_CHUNK) - 0.5 * trace.noise**2)
     factor *= np.where(rng.random(_CHUNK) < trace.stall_share, 3.0, 1.0)
+    if trace.slow_factor != 1.0:
+        turns = np.cumsum(rng.random(_CHUNK) < 1.0 / trace.spell_steps)
+        factor *= np.where((turns + rng.integers(2)) % 2, trace.slow_factor, 1.0)
     return factor

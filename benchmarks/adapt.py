@@ -70,9 +70,10 @@ RULES_ON_TRACE = (OURS, *STATICS, "table")
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
-REQUESTS = {1: 3, 4: 8, 16: 24}
-"""Requests of a run, by concurrency."""
-SETTLING = {1: 8, 4: 3, 16: 3}
+REQUESTS = {1: 6, 4: 24, 16: 48}
+"""Requests of a run, by concurrency: 150 to 400 steps, since single steps of a shared machine scatter by tens of per cent."""
+REQUESTS_ON_TRACE = {1: 3, 4: 8, 16: 24}
+SETTLING = {1: 4, 4: 1, 16: 1}
 """Runs that honed has seen of a regime when it is measured: at least 24 requests, and a hundred steps."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
@@ -150,10 +151,12 @@ class Bench:
                 if policy.get("kind") != wanted or policy.get("fallback"):
                     raise ProcessError(f"the engine doesn't follow {rule}: {policy}")
 
-    def play(self, rules: Sequence[str], concurrency: int, traffic: str) -> Mapping[str, Seen]:
+    def play(
+        self, rules: Sequence[str], concurrency: int, traffic: str, requests: Mapping[int, int] = REQUESTS
+    ) -> Mapping[str, Seen]:
         """One run of each rule."""
         pool = self.prompts[traffic]
-        chosen = tuple(pool[i % len(pool)] for i in range(REQUESTS[concurrency]))
+        chosen = tuple(pool[i % len(pool)] for i in range(requests[concurrency]))
         return self.steps.play(rules, Load(chosen, concurrency, self.max_tokens))
 
     def measure(self, key: str, rules: Sequence[str], concurrency: int, traffic: str) -> None:
@@ -197,7 +200,8 @@ class Bench:
         """The trace, by the rules that it is about."""
         self.steps.wake_all()
         time.sleep(SETTLED_S)
-        began_s, parts = time.time(), [self.play(RULES_ON_TRACE, c, traffic) for c, traffic in SHIFTS]
+        began_s = time.time()
+        parts = [self.play(RULES_ON_TRACE, c, traffic, REQUESTS_ON_TRACE) for c, traffic in SHIFTS]
         self.note("shifting", {rule: [part[rule] for part in parts] for rule in RULES_ON_TRACE})
         self.steps.wake_all()
         time.sleep(SETTLED_S)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from honed.adapt.explore import ENOUGH_STEPS, MOST_EXPLORING, TRIAL_STEPS, Trials, neighbour, trial_share
+from honed.adapt.explore import ENOUGH_STEPS, MOST_EXPLORING, TRIAL_STEPS, LengthTrials, Trials, neighbour, trial_share
 
 
 def tried(lengths: list[int], **options: object) -> list[list[int]]:
@@ -81,3 +81,53 @@ def test_a_trial_ends_when_it_turns_out_to_be_what_is_best() -> None:
     trials = Trials()
     assert trials.is_on(0.02, 0.02, 0.0, 4, False)
     assert not trials.is_on(0.9, 0.02, 0.0, 4, True)
+
+
+RATES = {-1: (2.0, 0.97), 0: (3.0, 1.0), 1: (4.0, 0.9), 2: (5.0, 0.985), 4: (7.0, 0.5)}
+"""By how much lengths move -> (drafts per request, what is believed of them)."""
+
+
+def tried_lengths(trials: LengthTrials, num_steps: int, seed: int = 1) -> dict[int, int]:
+    """Steps of each move, where a trial may begin at any time."""
+    rng, steps = random.Random(seed), dict.fromkeys(RATES, 0)
+    for _ in range(num_steps):
+        moves = trials.go_on()
+        if not moves:
+            trials.begin(rng.random(), 1, RATES)
+            moves = trials.go_on()
+        trials.note(1, RATES[moves][0])
+        steps[moves] += 1
+    return steps
+
+
+def test_lengths_that_are_nearly_as_good_are_tried_until_they_are_known() -> None:
+    steps = tried_lengths(LengthTrials(), 1000)
+    assert min(steps[-1], steps[2]) > 2 * ENOUGH_STEPS
+    assert steps[4] < 0.5 * ENOUGH_STEPS
+    assert steps[2] > steps[-1] > steps[1]
+    assert all(num % TRIAL_STEPS == 0 for move, num in steps.items() if move)
+
+
+def test_what_was_tried_long_ago_is_tried_anew() -> None:
+    trials = LengthTrials()
+    first = tried_lengths(trials, 500)[1]
+    for _ in range(20_000):
+        trials.note(1, 3.0)
+    again = tried_lengths(trials, 500, seed=2)[1]
+    assert again > 0.5 * first > 0
+
+
+def test_other_batch_sizes_have_trials_of_their_own() -> None:
+    trials = LengthTrials()
+    for _ in range(1000):
+        trials.note(1, 5.0)
+    trials.begin(0.9, 1, {0: (3.0, 1.0), 2: (5.0, 0.9)})
+    assert trials.go_on() == 0
+    trials.begin(0.9, 4, {0: (3.0, 1.0), 2: (5.0, 0.9)})
+    assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [2] * TRIAL_STEPS + [0]
+
+
+def test_where_there_is_no_other_length_nothing_is_tried() -> None:
+    trials = LengthTrials()
+    trials.begin(0.0, 1, {0: (1.0, 1.0)})
+    assert trials.go_on() == 0

@@ -83,7 +83,8 @@ def test_what_takes_so_many_times_longer_at_every_length_isnt_explored_anew(fact
     learner = StepTimeLearner()
     learn(learner, 1.0, 400)
     learner.model()
-    learner.restart(num_recent=16, factor=2.0)
+    learn(learner, factors[0], 16, lengths=(0,))
+    learner.restart(num_recent=16, factor=factors[0])
     assert learner.is_young
     for length, factor in factors.items():
         learn(learner, factor, 16, lengths=(length,))
