@@ -29,6 +29,7 @@ from honed.adapt.context_shift import (
     trials_design_effect,
 )
 from honed.adapt.controller_settings import ControllerSettings
+from honed.adapt.depth_calibration import DepthCalibration, DepthLines
 from honed.adapt.draft_features import FeatureRegression
 from honed.adapt.drift import Alarm, DriftMonitor
 from honed.adapt.forgetting import AdaptiveCounts
@@ -48,6 +49,8 @@ class _Workload:
         self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
         self.calibration = Calibration()
+        self.depths = DepthCalibration(num_spec_tokens)
+        self.lines = DepthLines.none(num_spec_tokens)
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
         self.last_round = 0  # of the engine's
@@ -64,6 +67,7 @@ class AcceptanceBeliefs:
         self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
         self._drift = DriftMonitor(num_spec_tokens, settings.drift)
         self._context_effect: Floats = np.zeros(NUM_BUCKETS)
+        self._depths = DepthCalibration(num_spec_tokens)
 
     def take_new_weights(self, version: str, is_swap: bool) -> None:
         """Forget most of what the drafter's old weights taught, unless these are the same under a name."""
@@ -74,6 +78,8 @@ class AcceptanceBeliefs:
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
                 workload.features = FeatureRegression(self.settings.forgetting_rounds)
+                workload.depths, workload.lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
+            self._depths = DepthCalibration(self.num_spec_tokens)
         self._drift.reset(version)
 
     def observe(self, name: str, rounds: Rounds) -> list[Alarm]:
@@ -84,12 +90,14 @@ class AcceptanceBeliefs:
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
         curve, shift = self._shift(self._curve(workload, self.engine_curve()), workload)
         theta = workload.requests.theta(rounds.request, reached, accepted, curve, self._request_strength(workload))
+        design_effect = self._design_effect(workload)
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
-            predicted = survival(scale_odds(shifted, theta[mine][:, None]))
-            workload.calibration.observe(predicted, verified[mine], accepted[mine])
+            predicted = scale_odds(shifted, theta[mine][:, None])
+            workload.calibration.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
+            for depths in (workload.depths, self._depths):
+                depths.observe(predicted, reached[mine], accepted[mine], design_effect)
         workload.contexts.observe(rounds.position, reached, accepted)
         if rounds.feature is not None:
-            design_effect = self._design_effect(workload)
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         self._counts.observe(*columns, weights=information, theta=theta)
@@ -124,10 +132,12 @@ class AcceptanceBeliefs:
         self._context_effect = estimate_effect(
             [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
         )
-        priors = [_prior("", pooled, *self._shift(engine))]
-        return priors + [
-            _prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.features) for name, one in workloads
-        ]
+        lines = self._depths.lines()
+        priors = [_prior("", pooled, *self._shift(engine), lines.rounded())]
+        for name, one in workloads:
+            one.lines = one.depths.lines(lines).rounded()
+            priors.append(_prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.lines, one.features))
+        return priors
 
     def describe_engine(self) -> dict[str, object]:
         """Plain figures of the engine as a whole, for JSON."""
@@ -175,11 +185,12 @@ class AcceptanceBeliefs:
 
 
 def _prior(
-    name: str, strength: float, curve: Floats, shift: list[float], features: FeatureRegression | None = None
+    name: str, strength: float, curve: Floats, shift: list[float], lines: DepthLines, features: FeatureRegression | None = None
 ) -> WorkloadPrior:
     weight = round(features.weight, 3) if features is not None else 0.0
     return WorkloadPrior(
         workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
         context_shift=shift, feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
-        feature_weight=weight,
+        feature_weight=weight, depth_intercepts=[] if lines.are_none else lines.intercepts.tolist(),
+        depth_slopes=[] if lines.are_none else lines.slopes.tolist(),
     )  # fmt: skip

@@ -17,9 +17,10 @@ verifies, and the next one drafts again, so that only what follows within a long
 ENOUGH_STEPS = 24.0
 """Of either side at a batch size (to a power of two): with fewer, what is believed of it may be all luck."""
 _REMEMBERED_STEPS = 4096.0
-_CLOSE, _CLOSE_ENOUGH_TO_SEE, _LEAST_CLOSE = 0.05, 0.25, 0.01
-"""Margins up to which trials are as frequent as may be: the second where little was seen of the other side, or length, the last
-where much was of a length."""
+_CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
+"""Margins up to which trials are as frequent as may be: the second where little was seen of the other side."""
+_LEAST_CLOSE, _MOST_CLOSE = 0.01, 0.1
+"""The same of a length, of which much was seen, or little."""
 _STARTING, MOST_STARTING = 1.5, 0.04
 """So frequent: trials begun per step that explores, and at most per step."""
 
@@ -75,8 +76,8 @@ class LengthTrials:
     """Trials of other lengths than the best ones, in small batches: everybody's drafts are so many longer, or shorter.
 
     What a length costs is learned where it is used. One that seemed dear when it was, because the machine had a slow moment,
-    isn't used again, nor does its neighbour lead to it where that is no better. So lengths that are believed to be nearly as good
-    are tried, those that were seen least above all. It costs what they are worse by.
+    isn't used again, nor does its neighbour lead to it where that is no better. So lengths that are believed to be nearly as
+    good are tried, those that were seen least above all. It costs what they are worse by.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class LengthTrials:
         shares, chosen, wanted = 0.0, 0, 0.0
         for moves, (length, rate) in options.items():
             seen = self._times_seen(num_requests, length)
-            close = min(max(_CLOSE * math.sqrt(ENOUGH_STEPS / max(seen, 1.0)), _LEAST_CLOSE), _CLOSE_ENOUGH_TO_SEE)
+            close = min(max(_CLOSE * math.sqrt(ENOUGH_STEPS / max(seen, 1.0)), _LEAST_CLOSE), _MOST_CLOSE)
             share = min(close / max(1.0 - rate / best, close), 1.0) ** 2
             if moves and share / (ENOUGH_STEPS + seen) > wanted:
                 shares, chosen, wanted = share, moves, share / (ENOUGH_STEPS + seen)

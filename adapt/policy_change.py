@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 
 from honed.adapt.context_shift import NUM_BUCKETS, bucket_starts
+from honed.adapt.depth_calibration import DepthLines
 from honed.adapt.step_time import StepTimeModel
-from honed.adapt.wire import Policy
+from honed.adapt.wire import Policy, WorkloadPrior
 
 ACCEPTANCE_STEP = 0.005
 """A conditional acceptance that moved by more is material."""
@@ -19,6 +20,8 @@ KIND_STEP = 0.02
 """The same of one kind of steps: many of them are little seen."""
 SHIFT_STEP = 0.05
 """A factor on the failure odds that moved by more (relative) is material."""
+LINE_STEP = 0.05
+"""A line's intercept or slope that moved by more is material."""
 _LIMITS = (
     "override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share", "equal_lengths",
     "captured_lengths", "feeds_estimates",
@@ -63,6 +66,8 @@ def _acceptance(old: Policy, new: Policy) -> str:
         if moved.max(initial=0.0) > ACCEPTANCE_STEP:
             at = int(moved.argmax())
             return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
+        if reason := _lines(before, prior):
+            return f"acceptance of {name} {reason}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:
             return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
         weights = before.feature_weight, prior.feature_weight
@@ -70,6 +75,17 @@ def _acceptance(old: Policy, new: Policy) -> str:
             weights[1] * abs(before.feature_mean - prior.feature_mean) > FEATURE_STEP
         ):
             return f"what drafts of {name} show: weight {weights[0]:.2f} -> {weights[1]:.2f}"
+    return ""
+
+
+def _lines(before: WorkloadPrior, after: WorkloadPrior) -> str:
+    depth = len(after.acceptance)
+    was, now = (DepthLines.usable(one.depth_intercepts, one.depth_slopes, depth) for one in (before, after))
+    for name, old, new in (("intercept", was.intercepts, now.intercepts), ("slope", was.slopes, now.slopes)):
+        moved = np.abs(new - old)
+        if moved.max(initial=0.0) > LINE_STEP:
+            at = int(moved.argmax())
+            return f"at depth {at + 1}: {name} of the line {old[at]:.2f} -> {new[at]:.2f}"
     return ""
 
 

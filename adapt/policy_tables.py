@@ -13,6 +13,7 @@ import numpy.typing as npt
 from honed.adapt.acceptance import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
 from honed.adapt.block_size import CurveTable, latency_gains
 from honed.adapt.context_shift import NUM_BUCKETS
+from honed.adapt.depth_calibration import DepthLines
 from honed.adapt.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy
@@ -54,7 +55,11 @@ class PolicyTables:
         usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
         acceptance = np.array(usable or [_usable_curve([], num_spec_tokens)])  # [W, K]
         strengths = [within(prior.strength, 0.1, 1e6, 8.0) for prior in priors] or [8.0]
-        by_theta = survival(scale_odds(acceptance[:, None, :], _THETAS[:, None]))
+        lines = [DepthLines.usable(prior.depth_intercepts, prior.depth_slopes, num_spec_tokens) for prior in priors]
+        scaled = scale_odds(acceptance[:, None, :], _THETAS[:, None])  # [W, thetas, K]
+        for line, of_row in zip(lines, scaled, strict=False):
+            of_row[:] = line.apply(of_row)
+        by_theta = survival(scaled)
         is_latency = policy is not None and policy.kind == "latency"
         if is_latency:
             by_theta = latency_gains(by_theta)

@@ -300,8 +300,8 @@ class StepTimeLearner:
         self.captured_tokens = tuple(sorted(captured_tokens))
         self.num_steps = 0
         self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 9))
-        """Of each step: requests, tokens, context, prefill, block, is verifying, seconds, number, and by what variance changes of
-        the world have put its price in doubt."""
+        """Of each step: requests, tokens, context, prefill, block, is verifying, seconds, number, and by what variance changes
+        of the world have put its price in doubt."""
         self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()

@@ -2,8 +2,8 @@
 
 When steps begin to take so many times longer, or less, little has been seen of most kinds of steps yet. Where all of them
 changed alike (other clocks, a neighbour on the host) what they cost beside each other is as it was, and no choice of draft
-lengths changes. Where they didn't (other weights, a process on the same device) the old prices mislead. Until enough was seen of
-several draft lengths nobody can tell; and a machine whose last changes were harmless is likely to go on like that.
+lengths changes. Where they didn't (other weights, a process on the same device) the old prices mislead. Until enough was seen
+of several draft lengths nobody can tell; and a machine whose last changes were harmless is likely to go on like that.
 
 With m_l the logarithm of how many times longer steps of draft length l take since then, beside what was foretold of them,
 

@@ -26,7 +26,7 @@ COMPUTE = Cost(14e-3, linear(1e-5, (96, 9e-5), (384, 6e-5)), 5e-6, 1.5e-9, draft
 GRAPHED = Cost(6e-3, linear(5e-6, (128, 2.5e-5)), 4e-6, 1.5e-9, 0.0, 0.8e-3, 4e-6, 5e-5, 0.0, GRAPHS)
 CPU_LIKE = Cost(9e-3, linear(2.1e-3), 1e-4, 5e-8, drafting_s=1.5e-3, per_block_token_s=0.3e-3)
 
-LARGE_BATCH_ON_CPU = Cost(31e-3, linear(0.8e-3), 3e-4, 5e-8, drafting_s=3e-3, drafting_per_request_s=2e-4, per_block_token_s=1e-4)
+SLOW_CPU = Cost(31e-3, linear(0.8e-3), 3e-4, 5e-8, drafting_s=3e-3, drafting_per_request_s=2e-4, per_block_token_s=1e-4)
 
 
 def steady(requests: int) -> Load:
@@ -122,7 +122,7 @@ EXTRA = (
     Trace(
         "short-spells", 123, 7, 16, 100_000,
         (Workload("code", HIGH, output_tokens=(16, 128)), Workload("poems", LOW, output_tokens=(16, 128))), steady(16),
-        _always(LARGE_BATCH_ON_CPU), noise=0.12, slow_factor=1.5, spell_steps=60.0,
+        _always(SLOW_CPU), noise=0.12, slow_factor=1.5, spell_steps=60.0,
     ),
     Trace(
         "contexts-mixed", 121, 7, 48, 400_000,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.block_size import LOST_GRAPH, OperatingPoint, allocate, choose, choose_equal, latency_gains
+from honed.adapt.block_size import LOST_GRAPH, OperatingPoint, allocate, choose, choose_equal, latency_gains, rates_of
 from honed.adapt.step_time import PARAMETERS, StepTimeModel, batch_kind
 
 
@@ -90,6 +90,17 @@ def test_small_batches_get_the_optimum(seed, count, num_spec_tokens, model, pref
     survival = make_survival(seed, count, num_spec_tokens)
     lengths = allocate(survival, model, num_prefill_tokens=prefill)
     assert goodput(survival, lengths, model, prefill) == pytest.approx(brute_force(survival, model, None, prefill))
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 4), models, kinds, st.integers(0, 30), st.booleans())
+def test_what_is_chosen_has_the_best_of_all_rates(seed, count, num_spec_tokens, model, found, prefill, is_latency):
+    model, survival = with_kinds(replace_block(model), found), make_survival(seed, count, num_spec_tokens)
+    gains = latency_gains(survival) if is_latency else survival
+    ways = np.array(list(itertools.product(range(num_spec_tokens + 1), repeat=count)))
+    rates = rates_of(ways, gains, model, is_latency=is_latency, num_prefill_tokens=prefill)
+    chosen = choose(gains, model, is_latency=is_latency, num_prefill_tokens=prefill)
+    assert rates[ways.tolist().index(chosen.num_draft_tokens)] == pytest.approx(rates.max(), rel=1e-9)
+    assert chosen.rate / chosen.rate_without == pytest.approx(rates.max() / rates[0], rel=1e-6)
 
 
 def test_prompts_make_drafts_no_cheaper():

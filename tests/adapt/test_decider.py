@@ -175,6 +175,22 @@ def test_where_the_choice_is_even_the_other_side_is_tried_for_some_steps_in_a_ro
     assert share_and_spells(margin, 0.0) == (0.0, [])
 
 
+@pytest.mark.parametrize(("requests", "is_trying"), [(["a"], True), (["a", "b"], True), ([f"r{i}" for i in range(40)], False)])
+def test_lengths_that_are_nearly_as_good_are_tried_in_small_batches(requests, is_trying):
+    def tried(explore_share):
+        decider = make_decider(make_policy(explore_share=explore_share))
+        best = make_decider(make_policy()).decide(requests, 10, 0, 0.0).num_draft_tokens
+        decisions = [decider.decide(requests, 10, 0, 0.0).num_draft_tokens for _ in range(4000)]
+        spells = spells_of(decisions, lambda lengths: lengths != best and 0 not in lengths)
+        return sum(length >= TRIAL_STEPS for length in spells), {max(lengths) for lengths in decisions}
+
+    num_trials, lengths = tried(0.02)
+    assert (num_trials > 20) == is_trying
+    if is_trying:
+        assert {2, 3, 4, 5} <= lengths
+    assert tried(0.0)[0] == 0
+
+
 @given(
     st.lists(st.integers(-1, 9), min_size=1, max_size=12),
     st.sampled_from(["goodput", "static"]), st.integers(-1, 9), st.integers(0, 9), st.floats(0.0, 1.0),

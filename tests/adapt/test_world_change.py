@@ -11,7 +11,9 @@ from honed.adapt.world_change import History, Scatter, WorldChange
 NOISY = Scatter(own=0.1, likeness=1.0)
 
 
-def make_change(factors: dict[int, float], steps: int, scatter: Scatter = NOISY, seed: int = 0, expected: float = 0.09) -> WorldChange:
+def make_change(
+    factors: dict[int, float], steps: int, scatter: Scatter = NOISY, seed: int = 0, expected: float = 0.09
+) -> WorldChange:
     """Steps of each draft length in turn, a spell long each, which take so many times as long as before."""
     rng, change = np.random.default_rng(seed), WorldChange(100, 1.0, scatter, expected)
     number = 101
