@@ -67,7 +67,7 @@ class AcceptanceBeliefs:
         self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
         self._drift = DriftMonitor(num_spec_tokens, settings.drift)
         self._context_effect: Floats = np.zeros(NUM_BUCKETS)
-        self._depths = DepthCalibration(num_spec_tokens)
+        self._depths, self._lines = DepthCalibration(num_spec_tokens), DepthLines.none(num_spec_tokens)
 
     def take_new_weights(self, version: str, is_swap: bool) -> None:
         """Forget most of what the drafter's old weights taught, unless these are the same under a name."""
@@ -79,7 +79,7 @@ class AcceptanceBeliefs:
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
                 workload.features = FeatureRegression(self.settings.forgetting_rounds)
                 workload.depths, workload.lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
-            self._depths = DepthCalibration(self.num_spec_tokens)
+            self._depths, self._lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
         self._drift.reset(version)
 
     def observe(self, name: str, rounds: Rounds) -> list[Alarm]:
@@ -132,30 +132,32 @@ class AcceptanceBeliefs:
         self._context_effect = estimate_effect(
             [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
         )
-        lines = self._depths.lines()
-        priors = [_prior("", pooled, *self._shift(engine), lines.rounded())]
+        around = self._depths.lines()
+        self._lines = around.rounded()
+        priors = [_prior("", pooled, *self._shift(engine), self._lines)]
         for name, one in workloads:
-            one.lines = one.depths.lines(lines).rounded()
+            one.lines = one.depths.lines(around).rounded()
             priors.append(_prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.lines, one.features))
         return priors
 
     def describe_engine(self) -> dict[str, object]:
         """Plain figures of the engine as a whole, for JSON."""
         engine = self.engine_curve()
-        return describe(self._counts, engine, self._shift(engine)[1])
+        return describe(self._counts, self._lines.apply(engine), self._shift(engine)[1])
 
     def describe_workloads(self) -> dict[str, dict[str, object]]:
         """Plain figures of every workload, for JSON."""
         engine = self.engine_curve()
         return {
             name: {
-                **describe(one.counts, self._curve(one, engine), self._shift(engine, one)[1]),
+                **describe(one.counts, one.lines.apply(self._curve(one, engine)), self._shift(engine, one)[1]),
                 "request_strength": round(self._request_strength(one), 2),
                 "design_effect": round(self._design_effect(one), 3),
                 "drift": self._drift.figures(name),
                 "calibration": {
                     "expected_calibration_error": one.calibration.error,
                     "bins": one.calibration.bins(),
+                    "by_depth": [] if one.lines.are_none else one.lines.rows(),
                 },
             }
             for name, one in self._workloads.items()
@@ -164,6 +166,10 @@ class AcceptanceBeliefs:
     def engine_curve(self) -> Floats:
         """Conditional acceptance over all workloads, [K]."""
         return self._counts.estimate()
+
+    def typical_curve(self) -> Floats:
+        """What that is worth of a typical request, [K]."""
+        return self._lines.apply(self.engine_curve())
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
         strength = self.settings.workload_strength

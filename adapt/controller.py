@@ -166,7 +166,7 @@ class EngineController:
 
     def _plans(self) -> Plans:
         context_tokens = self._steps.typical.get("context_tokens", 0.0)
-        return Plans(self._steps.model(), self._acceptance.engine_curve(), context_tokens, self._policy)
+        return Plans(self._steps.model(), self._acceptance.typical_curve(), context_tokens, self._policy)
 
     def _speedup(self, plans: Plans) -> float | None:
         num_requests = max(1, min(round(self._steps.typical.get("num_requests", 1.0)), self.max_num_seqs))

@@ -67,6 +67,10 @@ class DepthLines:
         worth: Floats = np.clip(odds / (1.0 + odds), EDGE, 1.0 - EDGE)
         return worth
 
+    def rows(self) -> list[list[float]]:
+        """[α_j, β_j] of each depth."""
+        return [list(row) for row in zip(self.intercepts.tolist(), self.slopes.tolist(), strict=True)]
+
     def rounded(self) -> DepthLines:
         """The same to two places."""
         return DepthLines(np.round(self.intercepts, 2) + 0.0, np.round(self.slopes, 2))

@@ -23,7 +23,7 @@ def explain(document: Document) -> RenderableType:
         text = "nothing is learned of this engine yet, or it doesn't speculate (`honed engines` then shows k … of 0)"
         return Text(text, "yellow")
     parts: tuple[Callable[[Document], RenderableType | None], ...] = (
-        _survival, _context_shift, _calibration, _step_times, _plans, _changes,
+        _survival, _context_shift, _calibration, _depths, _step_times, _plans, _changes,
     )  # fmt: skip
     shown = (render(document) for render in parts)
     return Group(*(part for one in shown if one is not None for part in (one, "")))
@@ -76,6 +76,18 @@ def _calibration(document: Document) -> RenderableType:
         bins = calibration.get("bins") or []
         shown = "  ".join(f"{p:.2f}->{o:.2f}" for p, o, _ in bins[:: max(len(bins) // 6, 1)])
         table.add_row(cells.text(name), cells.number(calibration.get("expected_calibration_error"), 4), shown)
+    return table
+
+
+def _depths(document: Document) -> RenderableType | None:
+    """Only of workloads whose predictions aren't taken as they are."""
+    found = {name: (w.get("calibration") or {}).get("by_depth") for name, w in (document.get("workloads") or {}).items()}
+    rows = [(name, lines) for name, lines in found.items() if lines]
+    if not rows:
+        return None
+    table = Rows.of("what acceptance is worth by depth: a + b · its log-odds", *(f"{j + 1}" for j in range(len(rows[0][1]))))
+    for name, lines in rows:
+        table.add_row(cells.text(name), *(f"{intercept:+.2f} {slope:.2f}" for intercept, slope in lines))
     return table
 
 

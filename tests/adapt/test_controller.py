@@ -94,6 +94,20 @@ class MixedEngine(Engine):
                 self.decider.start(self.ids[at])
 
 
+class UnlikeAtDepthEngine(MixedEngine):
+    """Easy requests get their first draft accepted, and do no better than others from then on."""
+
+    LATER = 0.75
+
+    def verify(self, lengths):
+        passed = []
+        for name, length in zip(self.ids, lengths, strict=True):
+            curve = np.array([self.EASY if self.is_easy[name] else self.HARD] + [self.LATER] * (K - 1))
+            passed.append(int(simulate_rounds(self.rng, curve, [length])[0]))
+            self.lengths[self.is_easy[name]].append(length)
+        return passed
+
+
 def make_controller(**settings):
     return EngineController("engine-0", K, 16, ControllerSettings(**settings))
 
@@ -127,6 +141,31 @@ def test_drafting_for_easy_requests_does_not_make_all_of_them_look_easy():
     assert survived[0] == pytest.approx(truth[0], abs=0.06)
     assert np.abs(np.array(survived) - truth).max() < 0.15
     assert engine.controller.beliefs()["workloads"]["default"]["calibration"]["expected_calibration_error"] < 0.07
+
+
+def test_what_easy_requests_do_at_depth_is_told_from_what_they_do_at_first():
+    engine = UnlikeAtDepthEngine(make_controller())
+    engine.run(80)
+    policy = engine.controller.propose(0.0)
+    prior = next(one for one in policy.priors if one.workload)
+    assert prior.depth_slopes[1] < 0.8 < prior.depth_slopes[0]
+    unlined = [msgspec.structs.replace(one, depth_intercepts=[], depth_slopes=[]) for one in policy.priors]
+
+    def off(priors):
+        """By how much an engine with that policy is wrong about a draft of easy requests, on average over depths and them."""
+        decider, rng = Decider(K, 16), np.random.default_rng(0)
+        decider.set_policy(msgspec.structs.replace(policy, priors=priors), 0.0)
+        ids = [f"easy-{number}" for number in range(16)]
+        for name in ids:
+            decider.start(name)
+        for _ in range(40):
+            accepted = simulate_rounds(rng, [engine.EASY] + [engine.LATER] * (K - 1), [K] * len(ids))
+            decider.observe(ids, [K] * len(ids), [int(one) for one in accepted])
+        survived = decider.requests.gains_of(ids, K, are_contexts_known=True)
+        acceptance = survived / np.hstack([np.ones((len(ids), 1)), survived[:, :-1]])
+        return float(np.abs(acceptance.mean(axis=0) - ([engine.EASY] + [engine.LATER] * (K - 1))).mean())
+
+    assert off(policy.priors) < 0.5 * off(unlined)
 
 
 def test_beliefs_are_json_and_close_to_the_truth():

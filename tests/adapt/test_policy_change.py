@@ -42,6 +42,11 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
             "failure odds of workload 'chat' at 256 tokens of context and more: x 1.00 -> x 1.50",
         ),
         ({"priors": chat(context_shift=[1.04] * 11)}, ""),
+        (
+            {"priors": chat(depth_intercepts=[0.0, 0.4, 0.0], depth_slopes=[1.0] * 3)},
+            "acceptance of workload 'chat' at depth 2: intercept of the line 0.00 -> 0.40",
+        ),
+        ({"priors": chat(depth_intercepts=[0.0, 0.04, 0.0], depth_slopes=[1.0, 1.0, 0.97])}, ""),
         ({"priors": chat(feature_weight=0.5)}, "what drafts of workload 'chat' show: weight 0.00 -> 0.50"),
         ({"priors": chat(feature_weight=0.02, feature_mean=1.0)}, ""),
         ({"equal_lengths": True}, "equal_lengths False -> True"),
