@@ -209,12 +209,12 @@ class Decider:
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
             count = len(lengths)
             is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
-            if not is_trial and block and count <= MOST_EXPLORING and not policy.equal_lengths:
+            has_trials = count <= MOST_EXPLORING and not policy.equal_lengths  # of other lengths
+            moved = lengths
+            if has_trials and block and not is_trial:
                 # The same draw: what is left of it when it is known to be neither a step alone nor the other side's.
                 begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
                 moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
-            else:
-                moved = lengths
             is_exploring = is_trial or chance < share or moved is not lengths
             if is_trial and block:
                 lengths = [0] * count
@@ -223,7 +223,8 @@ class Decider:
             elif is_exploring:
                 lengths = self._explore(request_ids, lengths, None, policy)
             self._trials.note(count, any(lengths))
-            self._length_trials.note(count, sum(lengths) / count)
+            if has_trials:
+                self._length_trials.note(count, sum(lengths) / count)
             if not is_exploring:
                 return Decision(lengths, block, "policy")
         return Decision(lengths, max(lengths, default=0), "explore")
