@@ -19,8 +19,8 @@ ENOUGH_STEPS = 24.0
 _REMEMBERED_STEPS = 4096.0
 _CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
 """Margins up to which trials are as frequent as may be: the second where little was seen of the other side."""
-_LEAST_CLOSE, _MOST_CLOSE = 0.01, 0.1
-"""The same of a length, of which much was seen, or little."""
+_LEAST_CLOSE = 0.01
+"""The same of a length that was seen often: down to this with the square root of how often."""
 _STARTING, MOST_STARTING = 1.5, 0.04
 """So frequent: trials begun per step that explores, and at most per step."""
 
@@ -96,7 +96,7 @@ class LengthTrials:
         shares, chosen, wanted = 0.0, 0, 0.0
         for moves, (length, rate) in options.items():
             seen = self._times_seen(num_requests, length)
-            close = min(max(_CLOSE * math.sqrt(ENOUGH_STEPS / max(seen, 1.0)), _LEAST_CLOSE), _MOST_CLOSE)
+            close = max(_CLOSE * min(math.sqrt(ENOUGH_STEPS / max(seen, 1.0)), 1.0), _LEAST_CLOSE)
             share = min(close / max(1.0 - rate / best, close), 1.0) ** 2
             if moves and share / (ENOUGH_STEPS + seen) > wanted:
                 shares, chosen, wanted = share, moves, share / (ENOUGH_STEPS + seen)

@@ -121,9 +121,9 @@ def test_other_batch_sizes_have_trials_of_their_own() -> None:
     trials = LengthTrials()
     for _ in range(1000):
         trials.note(1, 5.0)
-    trials.begin(0.9, 1, {0: (3.0, 1.0), 2: (5.0, 0.9)})
+    trials.begin(0.9, 1, {0: (3.0, 1.0), 2: (5.0, 0.96)})
     assert trials.go_on() == 0
-    trials.begin(0.9, 4, {0: (3.0, 1.0), 2: (5.0, 0.9)})
+    trials.begin(0.9, 4, {0: (3.0, 1.0), 2: (5.0, 0.96)})
     assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [2] * TRIAL_STEPS + [0]
 
 
