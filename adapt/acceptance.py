@@ -160,6 +160,8 @@ def shrunk_estimate(trials: Floats, successes: Floats, parent: Floats, strength:
 
 def odds_ratio(trials: Floats, successes: Floats, parent: Floats, strength: float) -> float:
     """Estimate the factor θ on the parent's failure odds, drawn to 1 by `strength` rounds."""
+    if not len(parent):
+        return 1.0
     constant = strength * information(parent)
     failures = trials - successes
     return float((constant + failures @ parent) / (constant + successes @ (1.0 - parent)))
