@@ -36,7 +36,7 @@ import numpy as np
 from honed.adapt.block_size import OperatingPoint, choose_equal, rates_of, to_hold
 from honed.adapt.contenders import CONTENDERS, make_contender
 from honed.adapt.contenders_base import Contender
-from honed.adapt.explore import MOST_EXPLORING, MOST_STARTING, LengthTrials, Trials, neighbour
+from honed.adapt.explore import MOST_EXPLORING, MOST_STARTING, LengthTrials, Trials, alone_share, neighbour
 from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.policy_tables import PolicyTables
 from honed.adapt.request_beliefs import RequestBeliefs
@@ -215,7 +215,7 @@ class Decider:
                 # The same draw: what is left of it when it is known to be neither a step alone nor the other side's.
                 begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
                 moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
-            is_exploring = is_trial or chance < share or moved is not lengths
+            is_exploring = is_trial or chance < alone_share(share, margin, block > 0) or moved is not lengths
             if is_trial and block:
                 lengths = [0] * count
             elif moved is not lengths:

@@ -9,8 +9,8 @@ MOST_EXPLORING = 16
 """Requests of a step that try something: else a large batch's step would cost as much as many steps of one request. Fewer
 would be cheaper where nobody drafts, but a step's cost there is mostly the drafter's pass, and what it teaches is theirs."""
 _MOVES = ("less", "more", "half", "none")
-_MOVES_OF_ALL = ("less", "more", "less", "more", "less", "more", "half", "none")
-"""Where the whole batch moves: what is far from the best costs most, and is tried less."""
+_MOVES_OF_ALL = (*("less", "more") * 12, "half", "none")
+"""Where the whole batch moves: what is far from the best costs most, and is tried least."""
 TRIAL_STEPS = 3
 """What a trial of the other side lasts. Drafts are verified a step after they were made: a lone step without drafts still
 verifies, and the next one drafts again, so that only what follows within a longer trial is as if nothing else were done."""
@@ -20,7 +20,8 @@ _REMEMBERED_STEPS = 4096.0
 _CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
 """Margins up to which trials are as frequent as may be: the second where little was seen of the other side."""
 _LEAST_CLOSE = 0.01
-"""The same of a length that was seen often: down to this with the square root of how often."""
+"""The same where much was seen: down to this with the square root of how much."""
+_LEAST_ALONE = 0.25
 _STARTING, MOST_STARTING = 1.5, 0.04
 """So frequent: trials begun per step that explores, and at most per step."""
 
@@ -36,9 +37,28 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
         margin: see `block_size.Choice`.
         num_seen: steps of the other side.
     """
-    close = _CLOSE if num_seen >= ENOUGH_STEPS else _CLOSE_ENOUGH_TO_SEE
-    closeness = min(close / max(abs(margin), close), 1.0)
-    return min(_STARTING * explore_share, MOST_STARTING) * closeness**2
+    close = _close(num_seen) if num_seen >= ENOUGH_STEPS else _CLOSE_ENOUGH_TO_SEE
+    return min(_STARTING * explore_share, MOST_STARTING) * _closeness(margin, close) ** 2
+
+
+def alone_share(explore_share: float, margin: float, is_drafting: bool) -> float:
+    """Share of the steps in which something is tried in that step alone.
+
+    Where nothing is drafted, and drafting would be far worse, each such step costs much, and says only that: fewer do.
+
+    Args:
+        margin: see `block_size.Choice`.
+    """
+    return explore_share * (1.0 if is_drafting else max(_closeness(margin, _CLOSE), _LEAST_ALONE))
+
+
+def _close(num_seen: float) -> float:
+    """Up to which margin trials of what was seen so often are as frequent as may be."""
+    return max(_CLOSE * min(math.sqrt(ENOUGH_STEPS / max(num_seen, 1.0)), 1.0), _LEAST_CLOSE)
+
+
+def _closeness(margin: float, close: float) -> float:
+    return min(close / max(abs(margin), close), 1.0)
 
 
 class Trials:
@@ -96,8 +116,7 @@ class LengthTrials:
         shares, chosen, wanted = 0.0, 0, 0.0
         for moves, (length, rate) in options.items():
             seen = self._times_seen(num_requests, length)
-            close = max(_CLOSE * min(math.sqrt(ENOUGH_STEPS / max(seen, 1.0)), 1.0), _LEAST_CLOSE)
-            share = min(close / max(1.0 - rate / best, close), 1.0) ** 2
+            share = _closeness(1.0 - rate / best, _close(seen)) ** 2
             if moves and share / (ENOUGH_STEPS + seen) > wanted:
                 shares, chosen, wanted = share, moves, share / (ENOUGH_STEPS + seen)
         if chance < shares:

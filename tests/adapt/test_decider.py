@@ -168,9 +168,9 @@ def test_where_the_choice_is_even_the_other_side_is_tried_for_some_steps_in_a_ro
         return sum(spells) / len(decisions), spells
 
     share, spells = share_and_spells(margin, 0.02)
-    assert 0.04 < share < 0.15
+    assert 0.02 < share < 0.15
     assert max(spells) >= TRIAL_STEPS
-    assert sum(length >= TRIAL_STEPS for length in spells) > 60
+    assert sum(length >= TRIAL_STEPS for length in spells) > 40
     assert share_and_spells(3.0 * margin if is_drafting else 20.0 * margin, 0.02)[0] < 0.5 * share
     assert share_and_spells(margin, 0.0) == (0.0, [])
 
@@ -504,7 +504,7 @@ def test_where_lengths_have_to_be_equal_they_are(explore_share):
         lengths = decider.decide(ids, 100, 0, 0.0).num_draft_tokens
         assert len(set(lengths)) == 1
         seen.add(lengths[0])
-    assert chosen not in seen if explore_share else seen == {chosen}
+    assert seen - {chosen} if explore_share else seen == {chosen}
     decider.start("short", "good", ceiling=1)
     for _ in range(50):
         *others, short = decider.decide([*ids, "short"], 100, 0, 0.0).num_draft_tokens

@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from honed.adapt.explore import ENOUGH_STEPS, MOST_EXPLORING, TRIAL_STEPS, LengthTrials, Trials, neighbour, trial_share
+from honed.adapt.explore import (
+    ENOUGH_STEPS,
+    MOST_EXPLORING,
+    TRIAL_STEPS,
+    LengthTrials,
+    Trials,
+    alone_share,
+    neighbour,
+    trial_share,
+)
 
 
 def tried(lengths: list[int], **options: object) -> list[list[int]]:
@@ -56,6 +65,18 @@ def test_the_other_side_is_tried_most_where_the_choice_is_even_and_never_without
 def test_a_side_that_was_little_seen_is_tried_though_it_is_believed_to_be_worse() -> None:
     assert trial_share(0.02, -0.2, 0.0) == trial_share(0.02, 0.0) > 5.0 * trial_share(0.02, -0.2)
     assert trial_share(0.02, -0.9, 0.0) < 0.1 * trial_share(0.02, -0.2, 0.0)
+
+
+def test_the_more_was_seen_of_the_other_side_the_closer_it_has_to_be() -> None:
+    shares = [trial_share(0.02, -0.05, seen) for seen in (ENOUGH_STEPS, 4 * ENOUGH_STEPS, 100 * ENOUGH_STEPS)]
+    assert shares[0] > 3.0 * shares[1] > 9.0 * shares[2] > 0.0
+    assert trial_share(0.02, -0.005, 1e6) == shares[0]
+
+
+def test_where_drafting_is_far_worse_less_is_tried_in_steps_alone() -> None:
+    assert alone_share(0.02, -0.5, True) == alone_share(0.02, -0.03, False) == 0.02
+    assert 0.02 > alone_share(0.02, -0.1, False) > alone_share(0.02, -0.5, False) > 0.004
+    assert alone_share(0.0, -0.5, False) == 0.0
 
 
 @pytest.mark.parametrize("is_drafting", [False, True])
