@@ -343,7 +343,7 @@ class StepTimeLearner:
 
     def _compare(self, change: WorldChange | None, length: int, number: float, step: Step, seconds: float) -> None:
         """Tell the latest change of the world what a step since then took, beside what it did before."""
-        if change is not None and self._model_before.is_ready:
+        if change is not None and self._model_before.is_ready and not change.knows(length):
             change.observe(length, number, math.log(seconds / self._model_before.seconds(*step)))
 
     def restart(self, num_recent: int, factor: float) -> None:

@@ -90,6 +90,10 @@ class WorldChange:
         self._seen: dict[int, tuple[list[float], set[int]]] = {}
         self._difference: Difference | None = None
 
+    def knows(self, num_drafts: int) -> bool:
+        """Whether enough was seen of a draft length."""
+        return num_drafts in self._seen and len(self._seen[num_drafts][0]) >= _MOST_STEPS
+
     def observe(self, num_drafts: int, number: float, error: float) -> None:
         """Take in a step since then.
 
@@ -98,8 +102,8 @@ class WorldChange:
             number: of the step, in the order of time.
             error: logarithm of how many times longer it took than was foretold before the change.
         """
-        errors, spells = self._seen.setdefault(num_drafts, ([], set()))
-        if len(errors) < _MOST_STEPS:
+        if not self.knows(num_drafts):
+            errors, spells = self._seen.setdefault(num_drafts, ([], set()))
             errors.append(error)
             spells.add(int(number // SPELL_STEPS))
             self._difference = None
