@@ -34,7 +34,9 @@ class ControllerSettings:
     """Relative gain that is predicted for other draft lengths before they are taken. To draft at all has to promise as much
     over not drafting, and twice as much where nothing was drafted before."""
     explore_share: float = 0.02
-    """0 also keeps the step-time model from getting ready on an engine whose draft lengths never vary."""
+    """Of the steps, while others are about as good; fewer where nothing is drafted and drafts would be far from worth it, and
+    in small batches, which have trials of other lengths. 0 also keeps the step-time model from getting ready on an engine whose
+    draft lengths never vary."""
     forgetting_rounds: float = 4000.0
     """Rounds after which what was observed weighs 1/e, while nothing changes: independent ones, since those of a request repeat
     each other. After a change what was observed before it counts less."""

@@ -10,9 +10,10 @@ What is known of the requests is `adapt.request_beliefs`'. What it does when is 
     a contender        its name        adapt.contenders
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.block_size.choose
-                       explore         `explore_share` of the steps, and a quarter of the cold ones: a neighbour of what the two
-                                       rows above would give; and, where the choice is even or little was seen, some steps in
-                                       a row on the other side of drafting or not (`explore.Trials`)
+                       explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
+                                       ones: a neighbour of what the two rows above would give; and, where the choice is even or
+                                       little was seen, some steps in a row on the other side of drafting or not
+                                       (`explore.Trials`), or, in small batches, with other lengths (`explore.LengthTrials`)
 
 Where a policy wants equal lengths, all requests of a step get one that it allows: the table's, rounded down. Only K and an
 operator's override of `draft_tokens` stay as they are.
@@ -215,7 +216,7 @@ class Decider:
                 # The same draw: what is left of it when it is known to be neither a step alone nor the other side's.
                 begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
                 moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
-            is_exploring = is_trial or chance < alone_share(share, margin, block > 0) or moved is not lengths
+            is_exploring = is_trial or chance < alone_share(share, margin, block > 0, has_trials) or moved is not lengths
             if is_trial and block:
                 lengths = [0] * count
             elif moved is not lengths:

@@ -41,15 +41,19 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
     return min(_STARTING * explore_share, MOST_STARTING) * _closeness(margin, close) ** 2
 
 
-def alone_share(explore_share: float, margin: float, is_drafting: bool) -> float:
+def alone_share(explore_share: float, margin: float, is_drafting: bool, has_trials: bool) -> float:
     """Share of the steps in which something is tried in that step alone.
 
-    Where nothing is drafted, and drafting would be far worse, each such step costs much, and says only that: fewer do.
+    Where nothing is drafted, and drafting would be far worse, each such step costs much, and says only that: fewer do. And
+    fewer do where lengths that are nearly as good have trials of their own, which cost less.
 
     Args:
         margin: see `block_size.Choice`.
+        has_trials: see `LengthTrials`.
     """
-    return explore_share * (1.0 if is_drafting else max(_closeness(margin, _CLOSE), _LEAST_ALONE))
+    if is_drafting:
+        return explore_share * (_LEAST_ALONE if has_trials else 1.0)
+    return explore_share * max(_closeness(margin, _CLOSE), _LEAST_ALONE)
 
 
 def _close(num_seen: float) -> float:

@@ -123,7 +123,7 @@ def test_exploration_has_its_share_is_repeatable_and_includes_no_draft_at_all():
 
     decisions = run(1)
     explored = [d for d in decisions if d.reason == "explore"]
-    assert 400 < len(explored) < 650  # steps alone, and trials of lengths that are as good
+    assert 200 < len(explored) < 500  # some alone, most in trials of lengths that are as good
     assert decisions == run(1) != run(2)
     assert {d.block for d in explored} >= {0}
     assert len({tuple(d.num_draft_tokens) for d in explored}) >= 3

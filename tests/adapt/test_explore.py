@@ -73,10 +73,15 @@ def test_the_more_was_seen_of_the_other_side_the_closer_it_has_to_be() -> None:
     assert trial_share(0.02, -0.005, 1e6) == shares[0]
 
 
-def test_where_drafting_is_far_worse_less_is_tried_in_steps_alone() -> None:
-    assert alone_share(0.02, -0.5, True) == alone_share(0.02, -0.03, False) == 0.02
-    assert 0.02 > alone_share(0.02, -0.1, False) > alone_share(0.02, -0.5, False) > 0.004
-    assert alone_share(0.0, -0.5, False) == 0.0
+@pytest.mark.parametrize("has_trials", [False, True])
+def test_where_drafting_is_far_worse_less_is_tried_in_steps_alone(has_trials: bool) -> None:
+    even, worse, far_worse = (alone_share(0.02, margin, False, has_trials) for margin in (-0.03, -0.1, -0.5))
+    assert 0.02 == even > worse > far_worse > 0.004
+    assert alone_share(0.0, -0.5, False, has_trials) == 0.0
+
+
+def test_where_lengths_have_trials_of_their_own_less_is_tried_in_steps_alone() -> None:
+    assert 0.02 == alone_share(0.02, 0.5, True, False) > alone_share(0.02, 0.5, True, True) > 0.004
 
 
 @pytest.mark.parametrize("is_drafting", [False, True])
