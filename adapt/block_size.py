@@ -205,14 +205,22 @@ def rates_of(
     count = len(gains)
     sums = np.concatenate([np.zeros((count, 1)), np.cumsum(gains, axis=1)], axis=1)
     gained = sums[np.arange(count), lengths].sum(axis=1)
-    fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
-    base, seconds = count + num_prefill_tokens, []
-    for num_drafts, block in zip(lengths.sum(axis=1).tolist(), lengths.max(axis=1).tolist(), strict=True):
-        drafting = model.block_seconds(count, block, context_tokens) if block else 0.0
-        taken = fixed + model.seconds_of_tokens(base + num_drafts) + drafting
-        seconds.append(taken * model.kind_factor(count, num_drafts, num_prefill_tokens))
+    seconds = [
+        _round_seconds(model, count, num_drafts, block, context_tokens, num_prefill_tokens)
+        for num_drafts, block in zip(lengths.sum(axis=1).tolist(), lengths.max(axis=1).tolist(), strict=True)
+    ]
     rates: Floats = count / (count - gained) / seconds if is_latency else (count + gained) / seconds
     return rates
+
+
+def _round_seconds(
+    model: StepTimeModel, count: int, num_drafts: int, block: int, context_tokens: int, num_prefill_tokens: int
+) -> float:
+    """T of a step of so many requests and drafts, without what its prompts add to it when nothing is drafted."""
+    fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
+    drafting = model.block_seconds(count, block, context_tokens) if block else 0.0
+    seconds = fixed + model.seconds_of_tokens(count + num_prefill_tokens + num_drafts) + drafting
+    return seconds * model.kind_factor(count, num_drafts, num_prefill_tokens)
 
 
 def choose_equal(
@@ -240,13 +248,10 @@ def choose_equal(
         captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
         previous, hysteresis: as `choose` has them; it is the cap that is kept.
     """
-    fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
-    base, rates = count + num_prefill_tokens, []
+    rates = []
     for k, gained in enumerate(accumulate(gains, initial=0.0)):
-        drafting = model.block_seconds(count, k, context_tokens) if k else 0.0
         num_drafts = k * count if ceilings is None else int(np.minimum(ceilings, k).sum())
-        seconds = fixed + model.seconds_of_tokens(base + num_drafts) + drafting
-        seconds *= model.kind_factor(count, num_drafts, num_prefill_tokens)
+        seconds = _round_seconds(model, count, num_drafts, k, context_tokens, num_prefill_tokens)
         if num_drafts < k * count:
             seconds *= LOST_GRAPH
         rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)

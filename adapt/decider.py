@@ -245,9 +245,11 @@ class Decider:
         """The same list, or what a trial of other lengths makes of it, which begins perhaps where `begins` is below 1."""
         limit, requests = self._tables.limit, self.requests
         moves = self._length_trials.go_on()
-        if not moves and begins < 1.0:
-            now, longest = np.array(lengths), max(lengths)
-            ceilings = np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+        if not moves and begins >= 1.0:
+            return lengths
+        now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+        if not moves:
+            longest = max(lengths)
             ways = range(1 - longest, limit - longest + 1)
             moved = np.clip(now + np.array(ways)[:, None], 0, ceilings)
             rates = rates_of(
@@ -258,11 +260,8 @@ class Decider:
             options = zip(ways, moved.mean(axis=1).tolist(), rates.tolist(), strict=True)
             self._length_trials.begin(begins, len(lengths), {way: (length, rate) for way, length, rate in options})
             moves = self._length_trials.go_on()
-        if not moves:
-            return lengths
-        ceilings = np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
-        moved_now: list[int] = np.clip(np.array(lengths) + moves, 0, ceilings).tolist()
-        return moved_now if moved_now != lengths else lengths
+        found: list[int] = np.clip(now + moves, 0, ceilings).tolist()
+        return found if found != lengths else lengths
 
     def _best(
         self,
