@@ -116,14 +116,14 @@ class LengthTrials:
             chance: drawn from 0 … 1.
             options: by how much everybody's length moves -> (drafts per request, rate), 0 included: what would be done.
         """
-        best = max(rate for _, rate in options.values())
-        shares, chosen, wanted = 0.0, 0, 0.0
+        best, candidates = max(rate for _, rate in options.values()), [(0.0, 0.0, 0)]
         for moves, (length, rate) in options.items():
-            seen = self._times_seen(num_requests, length)
-            share = _closeness(1.0 - rate / best, _close(seen)) ** 2
-            if moves and share / (ENOUGH_STEPS + seen) > wanted:
-                shares, chosen, wanted = share, moves, share / (ENOUGH_STEPS + seen)
-        if chance < shares:
+            if moves:
+                seen = self._times_seen(num_requests, length)
+                share = _closeness(1.0 - rate / best, _close(seen)) ** 2
+                candidates.append((share / (ENOUGH_STEPS + seen), share, moves))
+        _, share, chosen = max(candidates)
+        if chance < share:
             self._num_left, self._moves = TRIAL_STEPS, chosen
 
     def go_on(self) -> int:
