@@ -227,7 +227,8 @@ def test_holding_costs_at_most_the_hysteresis(seed, model, threshold, cap, count
     survival = make_survival(seed, count, 7)
     best = choose(survival, model)
     held = choose(survival, model, previous=OperatingPoint(threshold, cap), hysteresis=0.1)
-    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.rate / (1.1 if cap else 1.2)
+    # Twice as much where what was held on to admits none of these drafts.
+    assert goodput(survival, held.num_draft_tokens, model) >= 0.98 * best.rate / (1.1 if any(held.num_draft_tokens) else 1.2)
     assert all(0 <= k <= 7 for k in held.num_draft_tokens)
 
 

