@@ -29,7 +29,7 @@ from honed.adapt.context_shift import (
     trials_design_effect,
 )
 from honed.adapt.controller_settings import ControllerSettings
-from honed.adapt.depth_calibration import DepthCalibration, DepthLines
+from honed.adapt.depth_calibration import DepthCalibration, DepthLines, count_rounds
 from honed.adapt.draft_features import FeatureRegression
 from honed.adapt.drift import Alarm, DriftMonitor
 from honed.adapt.forgetting import AdaptiveCounts
@@ -94,8 +94,9 @@ class AcceptanceBeliefs:
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
             predicted = scale_odds(shifted, theta[mine][:, None])
             workload.calibration.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
+            counts = count_rounds(predicted, reached[mine], accepted[mine])
             for depths in (workload.depths, self._depths):
-                depths.observe(predicted, reached[mine], accepted[mine], design_effect)
+                depths.add(counts, len(predicted), design_effect)
         workload.contexts.observe(rounds.position, reached, accepted)
         if rounds.feature is not None:
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)

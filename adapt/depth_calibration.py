@@ -76,6 +76,18 @@ class DepthLines:
         return DepthLines(np.round(self.intercepts, 2) + 0.0, np.round(self.slopes, 2))
 
 
+def count_rounds(acceptance: Floats, reached: Ints, accepted: Ints) -> tuple[Floats, Floats]:
+    """Count trials and successes by depth and bin of the prediction, both [K, B]; see `DepthCalibration.observe`."""
+    depth = acceptance.shape[1]
+    shape, position = (depth, len(_LOGITS)), np.arange(1, depth + 1)
+    where = np.digitize(np.log(acceptance / (1.0 - acceptance)), _BINS) + len(_LOGITS) * np.arange(depth)
+    trials, successes = (
+        np.bincount(where[position <= most[:, None]], minlength=shape[0] * shape[1]).reshape(shape).astype(np.float64)
+        for most in (reached, accepted)
+    )
+    return trials, successes
+
+
 class DepthCalibration:
     """Learns the lines of a workload, or of several together."""
 
@@ -92,15 +104,14 @@ class DepthCalibration:
             reached: positions that each round tried, [R]; `accepted`: those that it passed, [R].
             design_effect: by how much rounds repeat each other; each counts so many times less.
         """
-        num_rounds, depth = acceptance.shape
+        self.add(count_rounds(acceptance, reached, accepted), len(acceptance), design_effect)
+
+    def add(self, counts: tuple[Floats, Floats], num_rounds: int, design_effect: float = 1.0) -> None:
+        """The same for rounds that were counted by `count_rounds`."""
         decay = float(np.exp(-num_rounds / _FORGETTING_ROUNDS))
-        position = np.arange(1, depth + 1)
-        logits = np.log(acceptance / (1.0 - acceptance))
-        where = np.digitize(logits, _BINS) + len(_LOGITS) * np.arange(depth)
-        for held, most in ((self._trials, reached), (self._successes, accepted)):
-            counted = where[position <= most[:, None]]
+        for held, fresh in zip((self._trials, self._successes), counts, strict=True):
             held *= decay
-            held += np.bincount(counted, minlength=held.size).reshape(held.shape) / max(design_effect, 1.0)
+            held += fresh / max(design_effect, 1.0)
 
     def lines(self, around: DepthLines | None = None) -> DepthLines:
         """Fit the lines, drawn to others; None: to none."""
