@@ -16,7 +16,8 @@ graph size lies within it: then exactly as many as fit are, the largest first. O
 goes first; apart from that a permutation of the batch permutes the answer.
 
 Estimates of what is chosen are too good on average, being the best of several; not to draft is the one choice that needs none
-of acceptance. So near even nothing is drafted: with hysteresis on, drafting has to promise that much more than not drafting.
+of acceptance. So near even nothing is drafted: with hysteresis on, drafting has to promise that much more than not drafting,
+or less where it adds little to a step (`DEAR`): what can be lost by it is no more than that.
 
 Source: Smith and Winkler, Management Science 52 (2006), "The optimizer's curse".
 
@@ -46,6 +47,8 @@ PARTS, PART_BITS = 65_535, 10
 """Gains of large batches are rounded to parts; so many of their lower bits tell gains of one level apart."""
 MOST_ENTRIES = 512
 """Up to so many candidates (entries, times caps that are tried) each is its own threshold."""
+DEAR = 0.2
+"""Drafts that add this share to a step's time, or more, have to promise all that hysteresis asks; cheaper ones as much less."""
 NO_PREVIOUS = -1
 """Instead of a cap: there is no previous choice to hold on to."""
 LOST_GRAPH = 1.25
@@ -148,7 +151,8 @@ def choose(
         group: curve of each request, [N]; None: one request per curve.
         ceilings: most draft tokens of each request, [N]; None: K for all.
         previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its. Nothing is drafted unless
-            that is more than so much better than not to draft, and twice as much where nothing was drafted before.
+            that is more than so much better than not to draft, twice as much where nothing was drafted before, and less where
+            drafts cost less than `DEAR`.
     """
     from honed.adapt import compiled
 
@@ -179,6 +183,11 @@ def to_hold(previous: OperatingPoint | None, hysteresis: float) -> tuple[float, 
     if previous is None or hysteresis <= 0.0:
         return 1.0, NO_PREVIOUS, 0.0
     return previous.threshold, previous.cap, hysteresis
+
+
+def promised(costs: float, is_begun: bool, hysteresis: float) -> float:
+    """By how much drafting has to be better than not drafting, relative, where a step with drafts takes so much longer."""
+    return (1.0 if is_begun else 2.0) * hysteresis * min(max(costs, 0.0) / DEAR, 1.0)
 
 
 def choice_of(found: Found) -> Choice:
@@ -248,20 +257,26 @@ def choose_equal(
         captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
         previous, hysteresis: as `choose` has them; it is the cap that is kept.
     """
-    rates = []
+    rates: list[float] = []
+    seconds_of: list[float] = []
     for k, gained in enumerate(accumulate(gains, initial=0.0)):
         num_drafts = k * count if ceilings is None else int(np.minimum(ceilings, k).sum())
         seconds = _round_seconds(model, count, num_drafts, k, context_tokens, num_prefill_tokens)
         if num_drafts < k * count:
             seconds *= LOST_GRAPH
         rates.append(count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds)
+        seconds_of.append(seconds)
+
+    def least(k: int, is_begun: bool) -> float:
+        return rates[0] * (1.0 + promised(seconds_of[k] / seconds_of[0] - 1.0, is_begun, hysteresis))
+
     open_ = [k for k in captured_lengths if 0 < k < len(rates)] if captured_lengths else range(1, len(rates))
     best = held = max((0, *open_), key=rates.__getitem__)
     if previous is not None and (before := min(max(previous.cap, 0), len(gains))) in (0, *open_):
         held = before
-    if previous is not None and rates[best] <= rates[0] * (1.0 + (1.0 if held else 2.0) * hysteresis):
+    if previous is not None and rates[best] <= least(best, bool(held)):
         best = held = 0
-    elif held and rates[held] <= rates[0] * (1.0 + hysteresis):
+    elif held and rates[held] <= least(held, True):
         held = best
     is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
     k = held if is_held else best

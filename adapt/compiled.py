@@ -27,7 +27,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, PART_BITS, PARTS, Found, Parts
+from honed.adapt.block_size import LEVEL_VALUES, LEVELS, MOST_ENTRIES, NO_PREVIOUS, PART_BITS, PARTS, Found, Parts, promised
 from honed.adapt.context_shift import BITS
 from honed.adapt.desk import DESK, Desk
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
@@ -49,6 +49,9 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
     except RuntimeError:  # nowhere to keep the result
         made = njit(error_model="numpy")(function)
     return made
+
+
+_promised = _compiled(promised)
 
 
 @_compiled
@@ -143,7 +146,8 @@ def exact(
     is_block_priced = parameters[6] > 0.0 or parameters[7] > 0.0
     base_tokens = count + num_prefill_tokens
     fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, num_prefill_tokens)
-    without = (1 if is_latency else count) / (fixed + token_seconds[base_tokens])
+    seconds_without = fixed + token_seconds[base_tokens]
+    without = (1 if is_latency else count) / seconds_without
     # Depth first: entry e is request e % N at depth e // N + 1, and a cap of b leaves the entries below b·N.
     flat = np.full(depth * count, -1.0)
     for i in range(count):
@@ -153,9 +157,10 @@ def exact(
     if held_cap > 0:
         held_cap = min(held_cap, depth) if is_block_priced else depth
     best, best_cap, best_num, best_threshold, held, held_num, drafting_rate = without, 0, 0, 1.0, -1.0, 0, 0.0
+    best_costs, held_costs = 0.0, 0.0
     for cap in range(depth, 0 if is_block_priced else depth - 1, -1):
         seconds = fixed + drafting + cap * per_block_token
-        got, num, value, top, top_num, top_threshold, is_top = 0.0, 0, 1.0, -1.0, 0, 1.0, False
+        got, num, value, top, top_num, top_threshold, top_costs, is_top = 0.0, 0, 1.0, -1.0, 0, 1.0, 0.0, False
         for at in range(-1, len(order)):
             if at >= 0:
                 value = flat[order[at]]
@@ -170,18 +175,20 @@ def exact(
             rate = rate_of(count, got, taken, is_latency)
             if rate > top:
                 top, top_num, top_threshold, is_top = rate, num, value, True
+                top_costs = taken / seconds_without - 1.0
             if cap == held_cap and (at < 0 or value > held_threshold):
-                held, held_num = rate, num
+                held, held_num, held_costs = rate, num, taken / seconds_without - 1.0
         if is_top:
             top_threshold *= 0.5
         drafting_rate = max(drafting_rate, top)
         if top > best:
-            best, best_cap, best_num, best_threshold = top, cap, top_num, top_threshold
+            best, best_cap, best_num, best_threshold, best_costs = top, cap, top_num, top_threshold, top_costs
     lengths, is_held = np.zeros(count, np.int64), False
     if hysteresis > 0.0 and held_cap != NO_PREVIOUS:
-        if best <= without * (1.0 + (2.0 if held_num == 0 else 1.0) * hysteresis):
+        least_held = without * (1.0 + _promised(held_costs, True, hysteresis))
+        if best <= without * (1.0 + _promised(best_costs, held_num > 0, hysteresis)):
             best_num = 0
-        elif held_num > 0 and held > without * (1.0 + hysteresis) and best <= held * (1.0 + hysteresis):
+        elif held_num > 0 and held > least_held and best <= held * (1.0 + hysteresis):
             best, best_cap, best_num, best_threshold, is_held = held, held_cap, held_num, held_threshold, True
     if best_num == 0:
         return lengths, 0, 1.0, 0, without, without, drafting_rate, False
@@ -236,7 +243,8 @@ def by_levels(
     num_caps = depth if is_block_priced else 1
     base_tokens = count + num_prefill_tokens
     fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, num_prefill_tokens)
-    without = (1 if is_latency else count) / (fixed + token_seconds[base_tokens])
+    seconds_without = fixed + token_seconds[base_tokens]
+    without = (1 if is_latency else count) / seconds_without
     held_level, held_row = -1, 0
     if held_cap > 0:  # the last level that was wholly admitted
         held_level = min(int((1.0 - held_threshold + 1e-9) * LEVELS), LEVELS) - 1
@@ -266,7 +274,7 @@ def by_levels(
                 admitted[row, level] += admitted[row - 1, level]
                 gained[row, level] += gained[row - 1, level]
     lengths = np.zeros(count, np.int64)
-    best, best_level, best_row, left_out, held = -1.0, -1, 0, 0, -1.0
+    best, best_level, best_row, left_out, best_seconds, held, held_seconds = -1.0, -1, 0, 0, 0.0, -1.0, 0.0
     for row in range(num_caps):
         before = base_tokens
         seconds = fixed + drafting + (row + 1 if is_block_priced else depth) * per_block_token
@@ -276,22 +284,23 @@ def by_levels(
             got = gained[row, level]
             rate = rate_of(count, got, taken, is_latency)
             if rate > best:
-                best, best_level, best_row, left_out = rate, level, row, 0
+                best, best_level, best_row, left_out, best_seconds = rate, level, row, 0, taken
             if level == held_level and row == held_row:
-                held = rate
+                held, held_seconds = rate, taken
             fitting = captured_below[total]
             if before < fitting < total:  # as many of the level as fill a captured graph
                 taken = seconds + token_seconds[fitting]
                 got -= (total - fitting) * LEVEL_VALUES[level]
                 rate = rate_of(count, got, taken, is_latency)
                 if rate > best:
-                    best, best_level, best_row, left_out = rate, level, row, total - fitting
+                    best, best_level, best_row, left_out, best_seconds = rate, level, row, total - fitting, taken
             before = total
     is_held, drafting_rate = False, best
     needed = hysteresis if held_cap != NO_PREVIOUS else 0.0
-    if best <= without * (1.0 + (needed if held_level >= 0 else 2.0 * needed)):
+    if best <= without * (1.0 + _promised(best_seconds / seconds_without - 1.0, held_level >= 0, needed)):
         return lengths, 0, 1.0, 0, without, without, drafting_rate, False
-    if held_level >= 0 and held > without * (1.0 + hysteresis) and best <= held * (1.0 + hysteresis):
+    least_held = without * (1.0 + _promised(held_seconds / seconds_without - 1.0, True, hysteresis))
+    if held_level >= 0 and held > least_held and best <= held * (1.0 + hysteresis):
         best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
     cap = best_row + 1 if is_block_priced else depth
     below, least = _least(best_level), _least(best_level - 1 if left_out else best_level)

@@ -32,7 +32,8 @@ class ControllerSettings:
     """No request drafts more than this; −1: no limit."""
     hysteresis: float = 0.02
     """Relative gain that is predicted for other draft lengths before they are taken. To draft at all has to promise as much
-    over not drafting, and twice as much where nothing was drafted before."""
+    over not drafting, and twice as much where nothing was drafted before; less where drafts add less than a fifth to a step's
+    time."""
     explore_share: float = 0.02
     """Of the steps, while others are about as good; fewer where nothing is drafted and drafts would be far from worth it, and
     in small batches, which have trials of other lengths. 0 also keeps the step-time model from getting ready on an engine whose

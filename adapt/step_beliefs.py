@@ -60,7 +60,7 @@ class StepBeliefs:
                     self._errors.append(abs(math.log(seconds / predicted)))
                 kind = kind_of(requests, prefill, drafted, block)
                 usual = self._usual.observe(kind, step, seconds, model, predicted)
-                if changed_steps := self._watch.observe(seconds, usual):
+                if changed_steps := self._watch.observe(seconds, usual, self._learner.spell):
                     self._learner.restart(changed_steps, self._watch.factor)
                     self._usual.forget()
                     self._num_changes += 1

@@ -368,6 +368,11 @@ class StepTimeLearner:
                 self._compare(change, kind[1], number, _as_step(step), seconds)
 
     @property
+    def spell(self) -> float:
+        """Standard deviation of what the steps of a spell of the machine have in common, relative."""
+        return self._scatter.own * math.sqrt(self._scatter.likeness)
+
+    @property
     def is_young(self) -> bool:
         """Tell whether little has been seen since the start, or since the world changed.
 

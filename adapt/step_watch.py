@@ -14,17 +14,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from honed.adapt.spells import SPELL_STEPS
 from honed.adapt.step_time import Step, StepTimeModel
 
 WINDOWS = ((16, 0.45), (64, 0.15))
 """(steps, smallest relative change that counts, as a logarithm): the greater a change, the fewer steps prove it."""
+_MANY_SPELLS = 4.0
+"""Standard deviations of a machine's spells (`adapt.spells`) that a change has to exceed: what one of them does is no change."""
+_MOST_DEMANDED = 3.0
+"""Times the smallest change: on a machine of many spells no more than that has to be shown."""
 MIN_AGREEING = 0.8
 """Share of a window's steps that must be off in the same direction by at least half of the change."""
 _FEWEST_STEPS = 3
 """Of a kind, before others are compared with them."""
 _QUICK_STEPS, _MEMORY_STEPS = 8.0, 256.0
 _MOST_KINDS = 512
-
 
 
 class StepWatch:
@@ -35,8 +39,12 @@ class StepWatch:
         self.factor = 1.0
         """How much longer steps took after the last change that was noticed."""
 
-    def observe(self, measured_s: float, expected_s: float) -> int:
-        """Fold in a step; the number of latest steps that show the world to have changed, 0 when it hasn't."""
+    def observe(self, measured_s: float, expected_s: float, spell: float = 0.0) -> int:
+        """Fold in a step; the number of latest steps that show the world to have changed, 0 when it hasn't.
+
+        Args:
+            spell: standard deviation of what the steps of a spell have in common, relative.
+        """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return 0
         self._errors.append(math.log(measured_s / expected_s))
@@ -48,6 +56,8 @@ class StepWatch:
                 return 0
             errors = every[-window:]
             middle = float(np.median(errors))
+            demanded = _MANY_SPELLS * spell * math.sqrt(SPELL_STEPS / window)
+            least = max(least, min(demanded, _MOST_DEMANDED * least))
             if abs(middle) >= least and float(np.mean(errors * math.copysign(1.0, middle) > abs(middle) / 2)) >= MIN_AGREEING:
                 self._errors.clear()
                 self.factor = math.exp(middle)

@@ -73,7 +73,7 @@ REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
 REQUESTS = {1: 6, 4: 16, 16: 32}
 """Requests of a run, by concurrency: 100 to 400 steps, since single steps of a shared machine scatter by tens of per cent."""
 REQUESTS_ON_TRACE = {1: 3, 4: 8, 16: 24}
-SETTLING = {1: 4, 4: 2, 16: 1}
+SETTLING = {1: 4, 4: 2, 16: 2}
 """Runs that honed has seen of a regime when it is measured: at least 24 requests, and a hundred steps."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""

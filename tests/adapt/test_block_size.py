@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.block_size import LOST_GRAPH, OperatingPoint, allocate, choose, choose_equal, latency_gains, rates_of
+from honed.adapt.block_size import DEAR, LOST_GRAPH, OperatingPoint, allocate, choose, choose_equal, latency_gains, rates_of
 from honed.adapt.step_time import PARAMETERS, StepTimeModel, batch_kind
 
 
@@ -236,11 +236,32 @@ def test_holding_costs_at_most_the_hysteresis(seed, model, threshold, cap, count
 @pytest.mark.parametrize(("cap", "needed"), [(0, 2.0), (7, 1.0)])
 def test_to_draft_has_to_promise_a_gain_and_more_of_it_where_nothing_was_drafted(count, cap, needed):
     survival, previous = make_survival(3, count, 7), OperatingPoint(1.0 if cap == 0 else 0.5, cap)
-    model = make_model(base=2e-3 * count)
-    gain = choose(survival, model).margin
+    model = make_model(base=1e-3 * count)
+    free = choose(survival, model)
+    gain = free.margin
     assert gain > 0.1
+    assert costs_of(free, survival) > DEAR
     assert not allocate(survival, model, previous=previous, hysteresis=gain * 1.01 / needed).any()
     assert allocate(survival, model, previous=previous, hysteresis=gain * 0.99 / needed).any()
+
+
+@pytest.mark.parametrize("count", [4, 300])
+@pytest.mark.parametrize(("cap", "needed"), [(0, 2.0), (7, 1.0)])
+def test_drafts_that_cost_little_have_to_promise_little(count, cap, needed):
+    survival = np.zeros((count, 7))
+    survival[:, 0] = 0.11
+    previous, model = OperatingPoint(1.0 if cap == 0 else 0.05, cap), make_model(base=1e-2 * count, drafting=5e-4 * count)
+    free = choose(survival, model, previous=previous, hysteresis=0.0)
+    assert 0.5 * DEAR > costs_of(free, survival) > 0.0
+    needed *= costs_of(free, survival) / DEAR
+    assert not allocate(survival, model, previous=previous, hysteresis=free.margin * 1.01 / needed).any()
+    assert allocate(survival, model, previous=previous, hysteresis=free.margin * 0.99 / needed).any()
+
+
+def costs_of(choice, survival):
+    """By how much a choice lengthens a step, relative."""
+    expected = len(survival) + sum(row[:k].sum() for row, k in zip(survival, choice.num_draft_tokens, strict=True))
+    return expected / choice.rate / (len(survival) / choice.rate_without) - 1.0
 
 
 @pytest.mark.parametrize(("cap", "needed"), [(0, 2.0), (3, 1.0)])

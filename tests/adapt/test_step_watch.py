@@ -33,6 +33,22 @@ def test_odd_steps_and_noise_are_no_change() -> None:
     assert {watch.observe(float(s), 1.0) for s in seconds} == {0}
 
 
+def test_a_spell_is_no_change_where_the_machine_has_many_but_a_greater_change_is() -> None:
+    def first_alarm(factor: float, spell: float) -> int:
+        rng, watch = np.random.default_rng(2), StepWatch()
+        noise = rng.normal(0.0, 0.05, 400)
+        for i in range(400):
+            is_slow = 200 <= i and (i < 248 or factor > 2.0)  # three spells' worth, or for good
+            if watch.observe(float(np.exp(noise[i])) * (factor if is_slow else 1.0), 1.0, spell):
+                return i
+        return 0
+
+    assert 200 < first_alarm(1.7, 0.0) < 248
+    assert first_alarm(1.7, 0.2) == 0
+    assert 200 < first_alarm(4.5, 0.2) < 220
+    assert 200 < first_alarm(4.5, 5.0) < 220
+
+
 def test_what_cannot_be_compared_is_left_out() -> None:
     watch = StepWatch()
     assert {watch.observe(0.0, 1.0), watch.observe(1.0, 0.0)} == {0}
