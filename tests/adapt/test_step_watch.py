@@ -38,7 +38,7 @@ def test_a_spell_is_no_change_where_the_machine_has_many_but_a_greater_change_is
         rng, watch = np.random.default_rng(2), StepWatch()
         noise = rng.normal(0.0, 0.05, 400)
         for i in range(400):
-            is_slow = 200 <= i and (i < 248 or factor > 2.0)  # three spells' worth, or for good
+            is_slow = i >= 200 and (i < 248 or factor > 2.0)  # three spells' worth, or for good
             if watch.observe(float(np.exp(noise[i])) * (factor if is_slow else 1.0), 1.0, spell):
                 return i
         return 0
