@@ -66,6 +66,8 @@ _LEAST_SCATTER = 0.01
 """Of steps around their prices, relative."""
 _REFIT_SHARE = 128
 """A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
+_MOST_FITTED = 65_536
+"""Steps that are fitted to, the latest of every kind."""
 _KEPT_EFFECT = 0.9
 """Share of the effects of kinds that outlives a change of the world: errors among them fade."""
 MOST_EFFECT = 0.5
@@ -269,8 +271,9 @@ class StepTimeSettings:
     """Steps before the model is used at all."""
     min_steps_per_length: int = 3
     """At least two draft lengths (per request, rounded) must each have been seen this often."""
-    steps_per_kind: int = 128
-    """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept."""
+    steps_per_kind: int = 512
+    """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept: many, since steps of one
+    spell of the machine say little more than one of them. Where there are many kinds fewer of each are fitted to."""
     max_kinds: int = 512
     """Kinds that are kept; the one seen longest ago makes room."""
     forgetting_steps: float = 50_000.0
@@ -411,14 +414,15 @@ class StepTimeLearner:
         return held
 
     def _fit(self) -> StepTimeModel:
-        held = self._held
-        used = np.flatnonzero(held)
-        cells, mask = self._rows[used], np.arange(self.settings.steps_per_kind) < held[used, None]
+        used = np.flatnonzero(self._filled)
+        cells, filled, size = self._rows[used], self._filled[used], self.settings.steps_per_kind
+        age_in_kind = (filled[:, None] - 1 - np.arange(size)) % size
+        mask = age_in_kind < np.minimum(filled, max(_MOST_FITTED // len(used), 1))[:, None]
         if self._change is not None:
             _count_as_after(cells, self._change)
         typical = np.nanmedian(np.where(mask, cells[:, :, 6], np.nan), axis=1, keepdims=True)
         scale = np.broadcast_to(typical, mask.shape)[mask]
-        rows, kind = cells[mask], np.repeat(np.arange(len(used)), held[used])
+        rows, kind = cells[mask], np.repeat(np.arange(len(used)), mask.sum(axis=1))
         trust = self._trust(rows[:, 8], kind)
         age = np.maximum(np.exp((rows[:, 7] - self.num_steps) / self.settings.forgetting_steps), 0.02)
         rows[trust < _TRUSTED, 7] = -np.inf

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from honed.adapt import step_time
 from honed.adapt.step_time import (
     PARAMETERS,
     StepTimeLearner,
@@ -54,6 +55,16 @@ def test_it_finds_the_price_of_steps_despite_noise_and_outliers():
         for k in (0, 1, 3, 7):
             step = (requests, requests * (1 + k), requests * 1000, 0, k)
             assert model.seconds(*step) == pytest.approx(cpu_like(*step), rel=0.05)
+
+
+def test_where_there_are_many_kinds_the_latest_steps_of_each_are_fitted_to(monkeypatch):
+    monkeypatch.setattr(step_time, "_MOST_FITTED", 3 * 40)
+    learner = StepTimeLearner(StepTimeSettings(steps_per_kind=100))
+    for i in range(450):  # each of three kinds 150 times: the latest 40 were quicker, and no forgetting says so
+        k = (0, 3, 7)[i % 3]
+        learner.observe(4, 4 * (1 + k), 400, 0, 4 * k, k, (1e-2 + 1e-3 * k) * (1.0 if i < 330 else 0.5))
+    for k in (0, 3, 7):
+        assert learner.model().seconds(4, 4 * (1 + k), 400, 0, k) == pytest.approx(0.5 * (1e-2 + 1e-3 * k), rel=0.01)
 
 
 def kinked(requests, tokens, context, prefill, block):
