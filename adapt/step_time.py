@@ -185,7 +185,9 @@ class StepTimeModel:
         row = self._row_of_batch.get(batch_kind(num_requests)) if self.kinds and not num_prefill_tokens else None
         if row is None:
             return 1.0
-        return 1.0 + float(np.interp(num_draft_tokens / num_requests, np.arange(len(row)), row))
+        length, last = num_draft_tokens / num_requests, len(row) - 1
+        below, above = min(int(length), last), min(int(length) + 1, last)
+        return float(1.0 + row[below] + (row[above] - row[below]) * (length - below))
 
     def kind_table(self) -> tuple[Ints, Floats]:
         """Tabulate the same: row + 1 of each `batch_kind`, 0 without one, [B]; effects by drafts per request, [rows, D]."""

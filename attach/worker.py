@@ -41,16 +41,14 @@ class _Errors:
 
 
 class _WorkerSide:
-    """One rank's capture and swap."""
+    """One rank's capture and swap. Until `begin` nothing of vLLM's is changed."""
 
     def __init__(self, worker: Any, settings: dict[str, Any], errors: _Errors) -> None:
         self.runner: Runner = runner_of(worker.model_runner)
+        self._worker, self._errors = worker, errors
         model = self.runner.draft_model
         self.swapper = Swapper(model, torch.device(worker.device))
-        take_updates(worker, self.swapper)
         self.capturer: Capturer | None = None
-        self.runner.count_steps()
-        skip_idle_drafts(self.runner, torch.device(worker.device))
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = model.model.hidden_norm
@@ -60,7 +58,14 @@ class _WorkerSide:
                 kind,
                 bytes.fromhex(settings["secret"]),
             )
-            self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, errors.note)
+
+    def begin(self) -> None:
+        """Take part in the runner's steps from now on, as all other ranks do."""
+        take_updates(self._worker, self.swapper)
+        self.runner.count_steps()
+        skip_idle_drafts(self.runner, torch.device(self._worker.device))
+        if self.capturer is not None:
+            self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._errors.note)
 
 
 def _verified_drafts(worker: Any, errors: _Errors) -> VerifiedDrafts | None:
@@ -114,6 +119,13 @@ class HonedWorkerExtension:
         except Exception as error:
             dropped.append((("capture", "swap"), f"capture and swap are off: {error}"))
         return {"graphs": tuple(captured(runner)), "dropped": dropped}
+
+    def honed_begin(self) -> None:
+        """Once every rank has what it needs for capture and swap.
+
+        Ranks that run the draft pass wait there for each other: where only some of them left it out, the engine would hang.
+        """
+        self._honed_required().begin()
 
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
         """Set the share of requests to capture; returns what was captured so far."""

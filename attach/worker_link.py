@@ -98,6 +98,8 @@ class WorkerLink:
         self.graphs = Captured(*answers[0]["graphs"])
         for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
             self._drop(names, limit)
+        if "swap" in self.findings.capabilities:
+            self.rpc("honed_begin")
 
     def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
         """Capture this share of the requests to come.
