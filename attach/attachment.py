@@ -22,7 +22,7 @@ from honed.adapt.step_time import StepTimeModel
 from honed.adapt.vllm_costs import cost_curves
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
-from honed.attach.compatibility import Findings, can_shorten_block, can_skip_draft_pass
+from honed.attach.compatibility import Findings, can_shorten_block, can_skip_draft_pass, has_worker_extension
 from honed.attach.environment import AttachSettings
 from honed.attach.graphs import LengthTable
 from honed.attach.guard import Errors, guarded
@@ -88,7 +88,9 @@ class Attachment:
         self._log = StepLog()
         self._lull = Lull()
         self._recorder = StepRecorder(self._log)
-        self._workers = WorkerLink(settings, findings, self._requests.secret, vllm_config.use_v2_model_runner)
+        self._workers = WorkerLink(
+            settings, findings, self._requests.secret, vllm_config.use_v2_model_runner, has_worker_extension(vllm_config)
+        )
         self._table = LengthTable(scheduler, self._num_spec_tokens)
         self._block = self._num_spec_tokens
         if self._can_shorten and not vllm_config.scheduler_config.async_scheduling:  # else it is asked for an earlier step
@@ -257,6 +259,7 @@ class Attachment:
         self.commands.is_asleep, self._is_drafter_here = True, False
         self._set_busy()
         self.commands.run()
+        self._workers.rest(True)
 
     @guarded
     def woke_up(self, are_weights_lost: bool) -> None:
@@ -271,6 +274,7 @@ class Attachment:
             self._note_drafter(wire.LOST_DRAFTER)
             self._drafting_version = wire.LOST_DRAFTER
             self.commands.take_over()
+        self._workers.rest(False)
 
     @guarded
     def weights_came(self, is_draft: bool) -> None:
@@ -350,7 +354,10 @@ class Attachment:
         self._drafter_generation += 1
         if needs_cache_reset:
             # Context K/V of the old weights would be read by the new ones: prefix hits never recompute them.
-            self._scheduler.reset_prefix_cache(reset_running_requests=True)
+            try:
+                self._scheduler.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError as error:  # somebody who isn't running holds blocks: a session that waits, a KV transfer
+                logger.warning("honed: context K/V of the old weights stay cached, and cost acceptance where hit: %s", error)
 
     # --- called on the publisher's thread -----------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class BatchBuilder:
         self._clear()
 
     def _clear(self) -> None:
-        self.drafter_version = ""
+        self.drafter_version, self._has_token_ids = "", False
         self.num_steps = 0
         self._holds = Losses()
         self._workloads: dict[str, int] = {}
@@ -51,9 +51,14 @@ class BatchBuilder:
         return self.num_steps >= self.MAX_STEPS or len(self._rounds["step"]) >= self.MAX_ROUNDS
 
     def fits(self, step: Step) -> bool:
-        """Whether the step may join: a batch was run by one drafter version, and is bounded (a lone step always fits)."""
+        """Whether the step may join: a batch was run by one drafter version, has token ids for all rounds or none, is bounded.
+
+        A lone step always fits.
+        """
         if not self.num_steps:
             return True
+        if step.has_token_ids != self._has_token_ids:
+            return False
         is_small = len(self._rounds["step"]) + len(step.scheduled) <= self.MAX_ROUNDS and self.num_steps < self.MAX_STEPS
         return is_small and step.drafter_version == self.drafter_version
 
@@ -68,7 +73,7 @@ class BatchBuilder:
 
     def add(self, step: Step) -> None:
         """Append a step's figures to the columns."""
-        self.drafter_version = step.drafter_version
+        self.drafter_version, self._has_token_ids = step.drafter_version, step.has_token_ids
         self.num_steps += 1
         context_tokens = self._context_tokens(step)
         verified = self._known(step)

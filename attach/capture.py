@@ -12,6 +12,7 @@ Hazards, and what is done about each (all of them would teach the drafter someth
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView
 from honed.kernels.context_features import context_features
 
+RETRY_S = 600.0
+"""After a ring couldn't be made."""
 _RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -52,6 +55,8 @@ class _Pending:
     positions: torch.Tensor  # [N]
     num_rejected: torch.Tensor | None  # [R']
     arrived: Any  # torch.cuda.Event | None
+    drafter_version: str
+    """Whose weights the features were computed with."""
 
 
 class Capturer:
@@ -77,6 +82,7 @@ class Capturer:
         self._secret = secret
         self._ring: RingWriter | None = None
         self.share = 0.0
+        self._retry_at_s = 0.0
         self._drafter_version = ""
         self._requests: dict[str, _Captured] = {}
         self._ended: list[_Captured] = []
@@ -87,7 +93,7 @@ class Capturer:
 
     def set_share(self, share: float, drafter_version: str) -> None:
         """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
-        self.share = min(max(share, 0.0), 1.0)
+        self.share = min(max(share, 0.0), 1.0) if time.monotonic() >= self._retry_at_s else 0.0
         self._drafter_version = drafter_version
 
     def on_schedule(self, scheduler_output: Any) -> None:
@@ -167,8 +173,9 @@ class Capturer:
         positions: torch.Tensor,
         num_rejected: torch.Tensor | None,
     ) -> _Pending:
+        version = self._drafter_version
         if features.device.type != "cuda":
-            return _Pending(requests, counts, features, token_ids, positions, num_rejected, None)
+            return _Pending(requests, counts, features, token_ids, positions, num_rejected, None, version)
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
@@ -179,7 +186,8 @@ class Capturer:
                 tensor.record_stream(self._side)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return _Pending(requests, counts, host[0], host[1], host[2], host[3] if num_rejected is not None else None, arrived)
+        rejected = host[3] if num_rejected is not None else None
+        return _Pending(requests, counts, host[0], host[1], host[2], rejected, arrived, version)
 
     def _commit(self) -> None:
         while self._pending and (self._pending[0].arrived is None or self._pending[0].arrived.query()):
@@ -196,7 +204,11 @@ class Capturer:
     def _write(self, pending: _Pending) -> None:
         features = _to_numpy(pending.features)
         if self._ring is None:
-            self._ring = self._make_ring(features.shape[1], _RING_DTYPES[pending.features.dtype])
+            try:
+                self._ring = self._make_ring(features.shape[1], _RING_DTYPES[pending.features.dtype])
+            except Exception:
+                self._give_up()
+                raise
         token_ids = pending.token_ids.numpy().astype(np.int32)
         positions = pending.positions.numpy()
         rejected = pending.num_rejected.tolist() if pending.num_rejected is not None else [0] * len(pending.counts)
@@ -204,11 +216,19 @@ class Capturer:
         for request, count, num_rejected in zip(pending.requests, pending.counts, rejected, strict=True):
             rows = slice(start, start + count - num_rejected)
             start += count
-            self._write_request(request, token_ids[rows], positions[rows], features[rows])
+            self._write_request(request, pending.drafter_version, token_ids[rows], positions[rows], features[rows])
+
+    def _give_up(self) -> None:
+        """No ring can be made, for want of room as a rule: capture nothing for a while, since each try costs steps time."""
+        self._retry_at_s, self.share = time.monotonic() + RETRY_S, 0.0
+        self._requests.clear()
+        self._ended.clear()
+        self._pending.clear()
 
     def _write_request(
         self,
         request: _Captured,
+        drafter_version: str,
         token_ids: npt.NDArray[np.int32],  # [n]
         positions: npt.NDArray[np.int64],  # [n]
         features: npt.NDArray[Any],  # [n, F]
@@ -225,7 +245,7 @@ class Capturer:
         request.next_position = first + count
         assert self._ring is not None
         self._ring.write_rows(
-            request.key, request.workload, self._drafter_version, first, token_ids, features, flags, request.temperature,
+            request.key, request.workload, drafter_version, first, token_ids, features, flags, request.temperature,
             request.session,
         )  # fmt: skip
         self.num_rows += count

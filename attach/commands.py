@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from honed.adapt import wire
+from honed.attach.engine_hook import RankError
 
 logger = logging.getLogger("honed.attach")
 
@@ -107,6 +108,8 @@ class CommandRunner:
         if self._staging is not None:
             self._refuse_foreign(self._staging[0])
             self._staging = None
+        if self._hashing is not None:
+            self._abandon(self._hashing[0], "new weights came through vLLM's own endpoint while the old ones were hashed")
 
     def take_over(self) -> None:
         """Engine thread: they are gone."""
@@ -188,11 +191,11 @@ class CommandRunner:
         figures: list[dict[str, float]] = self._rpc("honed_apply", args["version"], bool(beside))
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._staging, self._lease, self._is_foreign = None, None, False
+        if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
+            self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
         self._on_swapped(args["version"], drops_cache)
         steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
         logger.info("honed: drafter version %s serves; steps of each rank before it: %s", args["version"], " ".join(steps))
-        if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
-            self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
         copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
         torn = f"ranks swapped at different steps ({', '.join(steps)}): drafts between them were of both versions' weights"
         self._answer(
@@ -266,4 +269,4 @@ def _drops_cache(args: dict[str, str]) -> bool:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no text"
-    return f"{type(error).__name__}: {text}"[:500]
+    return (text if isinstance(error, RankError) else f"{type(error).__name__}: {text}")[:500]

@@ -7,6 +7,7 @@ said once; when even "events" doesn't fit, nothing is attached. Nothing here may
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,12 @@ def check_features(vllm_config: Any) -> Findings:
         limits.append("capture is off: under vLLM's own adaptive verification only the device knows which rows are whose")
         capabilities = (*(c for c in capabilities if c != "capture"), "estimates")
     return Findings(capabilities, tuple(limits))
+
+
+def has_worker_extension(vllm_config: Any) -> bool:
+    """Whether the workers have honed's methods."""
+    name = vllm_config.parallel_config.worker_extension_cls
+    return bool(name) and hasattr(pkgutil.resolve_name(name), "honed_attach")
 
 
 def can_shorten_block(vllm_config: Any) -> bool:

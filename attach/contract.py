@@ -172,7 +172,7 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
             "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata",
         ),
     ),
-    Attributes(_V1, "GPUModelRunner", ("use_async_scheduling", "use_aux_hidden_state_outputs", "input_ids")),
+    Attributes(_V1, "GPUModelRunner", ("use_async_scheduling", "use_aux_hidden_state_outputs", "input_ids", "kv_cache_config")),
     Method(_V1, "GPUModelRunner", "_get_positions", first=("num_tokens",)),
     Method(_V1, "GPUModelRunner", "_copy_draft_token_ids_to_cpu", calls=("is_tensor",)),
     Method(_DFLASH, "DFlashQwen3ForCausalLM", "combine_hidden_states", first=("hidden_states",)),

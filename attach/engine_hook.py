@@ -16,12 +16,23 @@ from typing import Any
 
 logger = logging.getLogger("honed.attach")
 
+RANK_ERROR = "honed_error"
+"""Key of what a rank answers when a method of honed's failed there.
+
+A method that raises would leave vLLM's executor (`MultiprocExecutor.collective_rpc`) with the other ranks' answers unread: it
+stops reading at the first failure, and takes them for the answers to the next call.
+"""
+
 _BEGINS = ("start_weight_update", "start_draft_weight_update")
 _ENDS = ("finish_weight_update", "reload_weights")
 _WRITES = ("update_weights", *_ENDS)
 """Methods of vLLM's workers that are called through `EngineCore.collective_rpc`."""
 
 _current: weakref.ref[Any] | None = None
+
+
+class RankError(RuntimeError):
+    """A method failed on a rank; the text names the error there."""
 
 
 def install() -> None:
@@ -61,12 +72,16 @@ class Engine:
         """Engine thread: run a method of the worker extension on every rank, between two steps; one result a rank.
 
         Raises:
-            RuntimeError: the engine is gone, or a rank failed.
+            RuntimeError: the engine is gone.
+            RankError: the method failed on a rank; the others have done it.
         """
         core = self._core()
         if core is None:
             raise RuntimeError("the engine is gone")
         results: list[Any] = core.model_executor.collective_rpc(method, args=args)
+        for result in results:
+            if isinstance(result, dict) and RANK_ERROR in result:
+                raise RankError(result[RANK_ERROR])
         return results
 
     def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:

@@ -14,7 +14,8 @@ to lay out a draft pass: which token comes next, how many were rejected. An engi
 (`use_async_scheduling`) needs those counts itself, so there vLLM's own path is kept.
 
 Where a KV connector saves, sends or loads the drafter's K/V around each pass, everything is left as it is. Where vLLM copies
-blocks that are filled in part, as it does for hybrid models, rows are stored at once.
+blocks that are filled in part, as it does for hybrid models, rows are stored at once; and where the cache has several groups,
+whose blocks share memory (`allocate_kv_cache`): a block that the drafter had may be the target's by the next step.
 
 What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and a `spec_decode_metadata` that
 is None where no draft is scheduled.
@@ -46,7 +47,8 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
     if config.kv_transfer_config is not None:
         return False
     if runner.name == "v1" and getattr(drafter, "method", "") == "dflash":
-        _keep_rows(runner, device, 0 if config.model_config.is_hybrid else MOST_ROWS)
+        is_apart = len(runner.model_runner.kv_cache_config.kv_cache_groups) == 1 and not config.model_config.is_hybrid
+        _keep_rows(runner, device, MOST_ROWS if is_apart else 0)
         _sample_plainly(runner)
     elif runner.name == "v2" and type(drafter).__name__ == "DFlashSpeculator":
         _store_rows(drafter)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from honed.attach.shard import AllGather, Shard
+from honed.attach.staging import use_device
 
 
 class LiveChecksum:
@@ -26,7 +27,7 @@ class LiveChecksum:
 
     def __init__(self, parts: Iterable[tuple[str, torch.Tensor, Shard]], all_gather: AllGather, device: torch.device) -> None:
         self._parts = sorted(parts, key=lambda part: part[0])
-        self._all_gather = all_gather
+        self._all_gather, self._device = all_gather, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._num_parts, self._num_taken, self._num_hashed = len(self._parts), 0, 0
@@ -62,6 +63,7 @@ class LiveChecksum:
 
     def _hash(self) -> None:
         try:
+            use_device(self._device)
             while (coming := self._coming.get()) is not None:
                 name, tensor = coming.arrived()
                 self._digest.update(f"{name}{list(tensor.shape)}".encode())

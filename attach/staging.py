@@ -27,6 +27,8 @@ class Staging:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._most_bytes = 0
+        self.is_device_away = False
+        """vLLM sleeps: what is free on the device now is what it wakes up in."""
 
     def bring(self, tensors: Tensors, held_bytes: int = 0) -> Tensors:
         """Copy tensors to the device, or pin them where they are; on a CPU they stay what they are.
@@ -39,7 +41,7 @@ class Staging:
         pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         wanted = held_bytes + num_bytes(pinned)
         free, _ = torch.cuda.mem_get_info(self._device)
-        if has_room(free, wanted, self._most_bytes):
+        if not self.is_device_away and has_room(free, wanted, self._most_bytes):
             try:
                 with torch.cuda.stream(self._stream):
                     moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in pinned.items()}
@@ -65,6 +67,12 @@ def has_room(free: int, wanted: int, most: int) -> bool:
         most: that were ever staged at once: the allocator has kept as much.
     """
     return free - max(wanted - most, 0) >= RESERVE_BYTES
+
+
+def use_device(device: torch.device) -> None:
+    """In a thread of its own: work on this device. Else CUDA makes a context on the first one, hundreds of megabytes a rank."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def num_bytes(tensors: Tensors) -> int:

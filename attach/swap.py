@@ -24,7 +24,7 @@ from safetensors.torch import load as load_safetensors
 
 from honed.attach.live_checksum import LiveChecksum
 from honed.attach.shard import Shard, shard_of
-from honed.attach.staging import Staging, num_bytes
+from honed.attach.staging import Staging, num_bytes, use_device
 
 _SHARED = ("embed_tokens", "lm_head")
 
@@ -80,6 +80,13 @@ class Swapper:
             self._thread.start()
         return self._state
 
+    def rest(self, is_asleep: bool) -> None:
+        """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so that it finds its memory free."""
+        self._staging.is_device_away = is_asleep
+        if is_asleep and self._device.type == "cuda":
+            for version, tensors in list(self._held.items()):
+                self._held[version] = {name: tensor.cpu().pin_memory() for name, tensor in tensors.items()}
+
     def staged(self, version: str) -> str:
         """ "" when `version` is ready to apply, "staging" while it is on its way, else what went wrong."""
         if self._state or version in self._held:
@@ -88,6 +95,7 @@ class Swapper:
 
     def _stage(self, wanted: Sequence[tuple[str, str, str]]) -> None:
         try:
+            use_device(self._device)
             for version, path, sha256 in wanted:
                 self._held[version] = self._read(Path(path), sha256)
             self._state = ""

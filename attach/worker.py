@@ -6,16 +6,19 @@ between two steps. Nothing happens before `honed_attach`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from honed.adapt.vllm_costs import Curve
 from honed.attach.arriving_weights import take_updates
 from honed.attach.capture import Capturer
+from honed.attach.engine_hook import RANK_ERROR
 from honed.attach.fed_verification import FedVerification
 from honed.attach.graphs import captured
 from honed.attach.idle_drafts import skip_idle_drafts
@@ -25,6 +28,8 @@ from honed.attach.swap import Swapper
 from honed.attach.verified_drafts import VerifiedDrafts
 
 logger = logging.getLogger("honed.attach")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Errors:
@@ -90,13 +95,27 @@ def _ring_mode(path: Path) -> int:
     return 0o660 if shared.is_dir() and shared.stat().st_mode & stat.S_ISGID else 0o600
 
 
+def _answering(method: Callable[P, R]) -> Callable[P, R | dict[str, str]]:
+    """Make a method answer with what went wrong instead of raising it: see `engine_hook.RANK_ERROR`."""
+
+    @functools.wraps(method)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> R | dict[str, str]:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            return {RANK_ERROR: f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
 class HonedWorkerExtension:
-    """Methods added to vLLM's worker; all are prefixed `honed_`."""
+    """Methods added to vLLM's worker; all are prefixed `honed_`, and none raises."""
 
     _honed_side: _WorkerSide | None = None
     _honed_drafts: VerifiedDrafts | None = None
     _honed_fed: FedVerification | None = None
 
+    @_answering
     def honed_attach(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Look at the model runner.
 
@@ -120,6 +139,7 @@ class HonedWorkerExtension:
             dropped.append((("capture", "swap"), f"capture and swap are off: {error}"))
         return {"graphs": tuple(captured(runner)), "dropped": dropped}
 
+    @_answering
     def honed_begin(self) -> None:
         """Once every rank has what it needs for capture and swap.
 
@@ -127,6 +147,7 @@ class HonedWorkerExtension:
         """
         self._honed_required().begin()
 
+    @_answering
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
         """Set the share of requests to capture; returns what was captured so far."""
         side = self._honed_side
@@ -135,6 +156,7 @@ class HonedWorkerExtension:
         side.capturer.set_share(share, drafter_version)
         return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": self._honed_errors.count}
 
+    @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:
         """Bring the ids of verified drafts to the host, where the scheduler isn't told them; whether that is done."""
         if self._honed_drafts is None:
@@ -142,6 +164,7 @@ class HonedWorkerExtension:
         self._honed_drafts.are_ids_wanted = is_wanted
         return is_wanted
 
+    @_answering
     def honed_feed(self, is_on: bool, draft: Curve, verify: Curve) -> None:
         """Feed vLLM's adaptive verification from now on, with these costs if there are any; or leave it to itself."""
         if self._honed_fed is not None:
@@ -149,14 +172,17 @@ class HonedWorkerExtension:
             if draft and verify:
                 self._honed_fed.set_costs(draft, verify)
 
+    @_answering
     def honed_stage(self, wanted: list[tuple[str, str, str]]) -> str:
         """Begin to stage versions, each (version, path, sha256); "" when they are there already, else "staging"."""
         return self._honed_required().swapper.stage(wanted)
 
+    @_answering
     def honed_staged(self, version: str) -> str:
         """ "" ready, "staging", or what went wrong."""
         return self._honed_required().swapper.staged(version)
 
+    @_answering
     def honed_apply(self, version: str, is_held_on: bool) -> dict[str, float]:
         """Copy the staged version in place; `is_held_on`: what is staged stays so.
 
@@ -169,6 +195,13 @@ class HonedWorkerExtension:
             side.capturer.set_share(side.capturer.share, version)
         return figures
 
+    @_answering
+    def honed_rest(self, is_asleep: bool) -> None:
+        """VLLM falls asleep, or all of its memory is back: see `Swapper.rest`."""
+        if self._honed_side is not None:
+            self._honed_side.swapper.rest(is_asleep)
+
+    @_answering
     def honed_checksum(self, part: int) -> tuple[str, int, int]:
         """SHA-256 of the live drafter weights, put together from all ranks' parts, a tensor a call; see `Swapper.checksum`."""
         return self._honed_required().swapper.checksum(part)

@@ -15,6 +15,8 @@ from honed.attach.graphs import Captured
 
 logger = logging.getLogger("honed.attach")
 
+EXTENSION = "honed.attach.worker.HonedWorkerExtension"
+
 
 class WorkerLink:
     """What can be asked of the workers; all methods but `wake` run on the engine's thread.
@@ -22,14 +24,23 @@ class WorkerLink:
     Args:
         secret: key of this boot's request keys.
         are_drafts_on_device: vLLM's scheduler isn't told the drafts (V2).
+        has_extension: the workers have honed's methods.
     """
 
-    def __init__(self, settings: AttachSettings, findings: Findings, secret: bytes, are_drafts_on_device: bool = False) -> None:
+    def __init__(
+        self,
+        settings: AttachSettings,
+        findings: Findings,
+        secret: bytes,
+        are_drafts_on_device: bool = False,
+        has_extension: bool = True,
+    ) -> None:
         self.findings = findings
         self._settings = settings
         self._secret = secret
         self._are_drafts_on_device = are_drafts_on_device and findings.is_known
         self._engine = engine_hook.current()
+        self._has_extension = has_extension
         self._is_attached = False
         self._is_wake_pending = False
         self._share = -1.0
@@ -48,8 +59,8 @@ class WorkerLink:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Run a method of the worker extension between two steps; one result a rank. Raises RuntimeError when it can't."""
-        if self._engine is None:
-            raise RuntimeError("this vLLM process has no EngineCore that honed knows: capture and swap are off")
+        if self._engine is None or not self._can_ask:
+            raise RuntimeError(f"{self._why_mute}: capture and swap are off")
         return self._engine.rpc(method, *args)
 
     def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:
@@ -83,9 +94,9 @@ class WorkerLink:
     def _attach(self) -> None:
         of_workers = ("capture", "swap", "estimates")
         wanted = [name for name in of_workers if name in self.findings.capabilities]
-        if self._engine is None and wanted:
-            self._drop(of_workers, f"{' and '.join(wanted)} are off: this vLLM process has no EngineCore that honed knows")
-        if self._engine is None or not (wanted or self._are_drafts_on_device):
+        if wanted and not self._can_ask:
+            self._drop(of_workers, f"{' and '.join(wanted)} are off: {self._why_mute}")
+        if not self._can_ask or not (wanted or self._are_drafts_on_device):
             return
         settings = {
             "ring_path": str(self._settings.ring_path) if self.can_capture else "",
@@ -101,6 +112,17 @@ class WorkerLink:
         if "swap" in self.findings.capabilities:
             self.rpc("honed_begin")
 
+    @property
+    def _can_ask(self) -> bool:
+        return not self._why_mute
+
+    @property
+    def _why_mute(self) -> str:
+        """Why the workers can't be asked anything; empty where they can."""
+        if self._engine is None:
+            return "this vLLM process has no EngineCore that honed knows"
+        return "" if self._has_extension else f"vLLM was started without --worker-extension-cls {EXTENSION}"
+
     def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
         """Capture this share of the requests to come.
 
@@ -115,6 +137,11 @@ class WorkerLink:
             self._share, self._counted_step = share, idle_since_step
             self.captured = self.rpc("honed_capture", share, drafter_version)[0]
 
+    def rest(self, is_asleep: bool) -> None:
+        """vLLM falls asleep, or is awake again: nothing may wait on the device meanwhile."""
+        if self._is_attached and "swap" in self.findings.capabilities:
+            self.rpc("honed_rest", is_asleep)
+
     def label(self, drafter_version: str) -> None:
         """Samples from now on were computed with these weights, which didn't come by a swap."""
         if self.can_capture and self._share >= 0.0:
@@ -124,7 +151,7 @@ class WorkerLink:
         """Have draft token ids brought to the host, or no longer; the workers are called only when that changes."""
         if are_wanted != self._are_ids_wanted:
             self._are_ids_wanted = are_wanted
-            if self._are_drafts_on_device and self._engine is not None:
+            if self._are_drafts_on_device and self._can_ask:
                 self.rpc("honed_draft_ids", are_wanted)
 
     def feed(self, is_on: bool, curves: tuple[Curve, Curve] | None) -> None:

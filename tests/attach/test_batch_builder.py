@@ -96,6 +96,19 @@ def test_one_batch_has_one_drafter_version_and_a_builder_starts_anew() -> None:
     assert (batch.workloads, batch.steps.step, batch.rounds.workload) == (["b"], [3], [0])
 
 
+def test_all_rounds_of_a_batch_have_token_ids_or_none_has() -> None:
+    made = builder()
+    without, having = a_step(1, [("r", 3, 2)]), a_step(2, [("r", 3, 2)], has_token_ids=True)
+    assert made.fits(having)
+    made.add(without)
+    assert made.fits(without)
+    assert not made.fits(having)
+    made.take()
+    made.add(having)
+    assert made.fits(having)
+    assert not made.fits(without)
+
+
 def test_a_batch_is_bounded_but_a_big_step_still_goes() -> None:
     names = [f"q{i}" for i in range(BatchBuilder.MAX_ROUNDS + 1)]
     made = BatchBuilder()

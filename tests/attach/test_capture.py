@@ -29,7 +29,7 @@ class Recorder:
     def write_rows(
         self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, *rest: Any
     ) -> None:
-        row = {"request": request, "workload": workload, "first": first, "tokens": tokens.tolist()}
+        row = {"request": request, "workload": workload, "version": version, "first": first, "tokens": tokens.tolist()}
         self.rows.append(row | {"features": features, "flags": flags})
 
     def write_end(self, request: str, workload: str) -> None:
@@ -130,6 +130,41 @@ def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
     layers = [torch.full((1, 2), float(i)) for i in range(3)]
     capturer.on_step(StepView(plain.req_ids, plain.row_starts, plain.token_ids, plain.positions, plain.states, layers, None))
     assert ring.rows[0]["features"].tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]]
+
+
+def test_rows_bear_the_version_that_computed_them(capturer: Capturer, ring: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they arrive when another one serves already."""
+    capturer.on_schedule(schedule({"r": [5, 6]}))
+    with monkeypatch.context() as patch:
+        patch.setattr(capturer, "_commit", lambda: None)  # the copy is under way
+        capturer.on_step(view({"r": [(0, 5), (1, 6)]}))
+    capturer.set_share(1.0, "v2")
+    capturer.on_step(view({"r": [(2, 7)]}))
+    assert [row["version"] for row in ring.rows] == ["v1", "v2"]
+
+
+def test_where_no_ring_can_be_made_nothing_is_captured_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def make(size: int, dtype: str) -> Any:
+        tries.append(size)
+        raise OSError("no space left on device")
+
+    made = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key")
+    made.set_share(1.0, "v1")
+    made.on_schedule(schedule({"r": [5], "s": [6]}))
+    with pytest.raises(OSError, match="no space"):
+        made.on_step(view({"r": [(0, 5)], "s": [(0, 6)]}))
+    made.set_share(1.0, "v1")
+    for number in range(3):
+        made.on_schedule(schedule({f"t{number}": [5]}, finished=("r", "s")))
+        made.on_step(view({f"t{number}": [(0, 5)]}))
+    assert (len(tries), made.share, made._requests, made._ended, made._pending) == (1, 0.0, {}, [], [])
+    monkeypatch.setattr("honed.attach.capture.time.monotonic", lambda: 1e12)
+    made.set_share(1.0, "v1")
+    made.on_schedule(schedule({"u": [5]}))
+    with pytest.raises(OSError, match="no space"):
+        made.on_step(view({"u": [(0, 5)]}))
 
 
 def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:

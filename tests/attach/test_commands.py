@@ -246,6 +246,35 @@ def test_weights_of_somebody_else_are_not_overwritten(monkeypatch: pytest.Monkey
     assert [result.ok for result in harness.results[1:]] == [True, True], "from then on they are honed's again"
 
 
+def test_a_version_on_trial_is_on_its_lease_even_where_taking_it_in_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+
+    def fails(version: str, drops_cache: bool) -> None:
+        raise RuntimeError(f"{version} can't be taken in")
+
+    monkeypatch.setattr(harness.runner, "_on_swapped", fails)
+    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    harness.run()
+    assert [result.ok for result in harness.results] == [False]
+    monkeypatch.setattr(harness.runner, "_on_swapped", lambda *_: None)
+    now[0] += 61.0
+    harness.run()
+    assert [version for version, _ in harness.ranks.applied] == ["v2", "v1"]
+
+
+def test_foreign_weights_end_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([]), monkeypatch)
+    harness.runner.put(wire.Command(command_id="1", kind="checksum", args={}))
+    harness.runner.run()
+    harness.runner.give_way()
+    harness.run()
+    (result,) = harness.results
+    assert not result.ok
+    assert "new weights" in result.error
+
+
 @pytest.mark.parametrize("next_version", ["v1", "v2"])
 def test_further_word_from_the_daemon_renews_or_ends_the_lease(next_version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from honed.attach.engine_hook import Engine
+from honed.attach.engine_hook import RANK_ERROR, Engine, RankError
+from honed.attach.worker import HonedWorkerExtension
 
 START, UPDATE, FINISH = "start_weight_update", "update_weights", "finish_weight_update"
 TARGET, DRAFTER = False, True
@@ -19,6 +21,7 @@ class Core:
 
     def __init__(self) -> None:
         self.failing = ""
+        self.model_executor: Any = None
 
     def collective_rpc(
         self,
@@ -66,6 +69,26 @@ def test_a_target_may_have_got_half_of_its_weights_a_drafter_gets_all_or_none(
     with pytest.raises(RuntimeError, match="half way"):
         core.collective_rpc(failing)
     assert found == heard
+
+
+def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
+    core, answers = Core(), [{"rows": 1}, {RANK_ERROR: "SwapError: not staged"}, ""]
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, args: answers)
+    with pytest.raises(RankError, match=r"^SwapError: not staged$"):
+        Engine(core).rpc("honed_apply", "v2", False)
+    del answers[1]
+    assert Engine(core).rpc("honed_apply", "v2", False) == [{"rows": 1}, ""]
+
+
+def test_no_method_of_a_worker_raises() -> None:
+    """VLLM's executor would leave the other ranks' answers unread, and take them for the next call's."""
+    bare: Any = HonedWorkerExtension()
+    arguments = {"honed_attach": ({},), "honed_stage": ([],), "honed_staged": ("v",), "honed_apply": ("v", False)}
+    answers = {name: getattr(bare, name)(*given) for name, given in arguments.items()}
+    answers |= {"honed_checksum": bare.honed_checksum(0), "honed_begin": bare.honed_begin()}
+    assert all(set(answer) == {RANK_ERROR} for answer in answers.values()), answers
+    methods = [name for name in vars(HonedWorkerExtension) if name.startswith("honed_")]
+    assert all(hasattr(getattr(HonedWorkerExtension, name), "__wrapped__") for name in methods), methods
 
 
 def test_it_is_heard_of_before_anything_arrives() -> None:

@@ -16,7 +16,9 @@ class Runner:
 
     name = "v1"
 
-    def __init__(self, *, is_hybrid: bool = False, kv_transfer_config: Any = None, data_parallel_size: int = 1) -> None:
+    def __init__(
+        self, *, is_hybrid: bool = False, num_groups: int = 1, kv_transfer_config: Any = None, data_parallel_size: int = 1
+    ) -> None:
         self.stored: list[list[int]] = []
         self.draft_model = SimpleNamespace(
             combine_hidden_states=lambda states: states,
@@ -35,6 +37,7 @@ class Runner:
             _sample=None, propose_draft_token_ids=lambda *args: self.asked.append(args), use_async_scheduling=False,
             use_aux_hidden_state_outputs=True, input_ids=SimpleNamespace(gpu=torch.tensor([7, 8, 0])),
             _get_positions=lambda num_tokens: torch.arange(10, 10 + num_tokens),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[object()] * num_groups),
         )  # fmt: skip
 
     def propose_draft_token_ids(self, num_drafted: int, num_to_draft: int) -> Any:
@@ -63,8 +66,9 @@ def test_rows_are_stored_when_something_is_drafted_again() -> None:
     assert runner.stored == [[0, 1, 2, 3]]
 
 
-def test_where_vllm_copies_blocks_that_are_not_full_rows_are_stored_at_once() -> None:
-    runner: Any = Runner(is_hybrid=True)
+@pytest.mark.parametrize("setting", [{"is_hybrid": True}, {"num_groups": 2}])
+def test_where_a_block_may_become_another_layers_rows_are_stored_at_once(setting: dict[str, Any]) -> None:
+    runner: Any = Runner(**setting)
     assert skip_idle_drafts(runner, torch.device("cpu"))
     assert runner.step(0, 0).shape == (2, 0)
     assert runner.stored == [[0, 1]]

@@ -76,6 +76,20 @@ def test_workers_of_other_methods_are_asked_for_drafts_on_the_device_only(
     assert [method for method, _ in engine.asked] == (["honed_attach", "honed_draft_ids"] if is_asked else [])
 
 
+def test_without_the_extension_no_worker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    made = link(engine, monkeypatch, "draft_length", "capture", "swap", are_drafts_on_device=True, has_extension=False)
+    assert made.attach()
+    assert made.findings.capabilities == ("events", "draft_length")
+    assert "--worker-extension-cls honed.attach.worker.HonedWorkerExtension" in made.findings.limits[0]
+    made.want_draft_ids(True)
+    made.set_capture_share(1.0, "v1", -1)
+    made.rest(True)
+    with pytest.raises(RuntimeError, match="without --worker-extension-cls"):
+        made.rpc("honed_checksum", 0)
+    assert engine.asked == []
+
+
 def test_without_an_engine_everything_of_the_workers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     made = link(None, monkeypatch, "draft_length", "swap", "estimates", are_drafts_on_device=True)
     assert made.attach()
