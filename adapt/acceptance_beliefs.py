@@ -41,7 +41,7 @@ _KEPT_AFTER_SWAP = 0.02
 _MOST_DESIGN_EFFECT = 8.0
 """A round counts for at least an eighth of an independent one: what changes within running requests is to be noticed, too."""
 _SILENT_FORGETTINGS = 10.0
-"""Of the engine's rounds, in `forgetting_rounds`, without one of a workload, after which its curve may go to another."""
+"""Of the engine's independent rounds, in `forgetting_rounds`, without one of a workload, until its curve may be another's."""
 
 
 class _Workload:
@@ -53,7 +53,7 @@ class _Workload:
         self.lines = DepthLines.none(num_spec_tokens)
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
-        self.last_round = 0  # of the engine's
+        self.last_round = 0.0  # of the engine's
 
 
 class AcceptanceBeliefs:
@@ -63,6 +63,8 @@ class AcceptanceBeliefs:
         self.num_spec_tokens = num_spec_tokens
         self.settings = settings
         self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
+        self._num_seen = 0.0
+        """Rounds of the engine, as independent ones."""
         self._workloads: dict[str, _Workload] = {}
         self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
         self._drift = DriftMonitor(num_spec_tokens, settings.drift)
@@ -82,8 +84,12 @@ class AcceptanceBeliefs:
             self._depths, self._lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
         self._drift.reset(version)
 
-    def observe(self, name: str, rounds: Rounds) -> list[Alarm]:
-        """Fold in rounds of a workload; return what drift was found."""
+    def observe(self, name: str, rounds: Rounds, now_s: float | None = None) -> list[Alarm]:
+        """Fold in rounds of a workload; return what drift was found.
+
+        Args:
+            now_s: when they were, by a clock on the wall; None: not known.
+        """
         workload = self._workload(name)
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
@@ -104,10 +110,11 @@ class AcceptanceBeliefs:
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         workload.requests.observe(rounds.request, reached, accepted)
-        workload.last_round = self._counts.num_rounds
+        self._num_seen += float(information.sum())
+        workload.last_round = self._num_seen
         if workload is self._others:
             return []
-        return self._drift.observe(name, *columns, design_effect=self._design_effect(workload))
+        return self._drift.observe(name, *columns, design_effect=self._design_effect(workload), now_s=now_s)
 
     def _workload(self, name: str) -> _Workload:
         """What is believed of a workload, made for one that is new; `_others` while there is no room for it."""
@@ -115,7 +122,7 @@ class AcceptanceBeliefs:
         if found is None:
             if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
                 stalest = next(iter(self._workloads))
-                silence = self._counts.num_rounds - self._workloads[stalest].last_round
+                silence = self._num_seen - self._workloads[stalest].last_round
                 if silence < _SILENT_FORGETTINGS * self.settings.forgetting_rounds:
                     return self._others
                 del self._workloads[stalest]

@@ -411,7 +411,7 @@ def with_kinds(
     made = token_seconds[: count * (depth + 1) + 1].copy()
     made[count] += effects[row, 0] * (fixed + made[count])
     for length in range(depth):  # and some of the requests one more
-        before = effects[row, min(length, last)]
+        before = effects[row, min(max(length, 1), last)]  # fewer drafts than requests are the same kind of steps
         slope = (effects[row, min(length + 1, last)] - before) / count
         first, seconds = count * (length + 1), fixed + drafting + (length + 1) * per_block_token
         for more in range(1, count + 1):

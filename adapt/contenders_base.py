@@ -20,7 +20,7 @@ import numpy as np
 from honed.adapt.length_policy import Decision, round_down
 from honed.adapt.step_time import StepTimeModel
 
-MOST_REQUESTS = 65_536
+MOST_REQUESTS = 1 << 20
 """If somebody never finishes requests, the oldest beyond so many are forgotten."""
 _MOST_TOKENS = 1 << 40
 

@@ -74,7 +74,7 @@ class EngineController:
         self._decisions.update(batch.steps.decision)
         events: list[Event] = []
         for name, rounds in by_workload:
-            events += self._acceptance.observe(name, rounds)
+            events += self._acceptance.observe(name, rounds, batch.sent_unix_ns / 1e9 or None)
         return events
 
     def take_turns(self, versions: Collection[str]) -> None:

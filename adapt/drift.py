@@ -8,18 +8,22 @@ that a young reference promises less. Against it run three tests on each batch's
   ≥ p₀. As the moment of change is unknown, wealth is added up over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
   R − (batches so far) is a supermartingale, so an alarm at R ≥ A comes falsely at most once in A batches on average, whatever
   the traffic does and however often one looks. Alarms of kind "regressed" come from this test alone.
-- Page–Hinkley on the batches' standardised deviations: quick, without such a bound; it makes the state "suspect" and stops the
+- Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound; it makes the state "suspect" and stops the
   reference from learning what may be the new normal.
 - The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload": an alarm of
   kind "low_for_new_workload", falsely with probability ≤ `false_low` per workload.
 
 A workload's state is the first of these that holds:
 
-    drifted    it regressed less than `rearm_rounds` ago: the reference is being learned anew, at the new level
+    drifted    it regressed less than `rearm_rounds` ago, by age: the reference is being learned anew, at the new level
     suspect    Page–Hinkley's statistic is high, for `rearm_rounds` at most; then the new level is the normal one
     low        it was found low; until it is surely within `low_gap` of the best other one, or for `new_workload_rounds`
     learning   it had fewer than `min_reference_rounds` rounds
     stable
+
+A busy engine has `reference_rounds` in a second, and would call what it did a second ago its long horizon: a decline over a
+minute, or a week, would take the reference along. So horizons are in rounds of *age*, of which there are no more than
+`reference_rounds` in `reference_s`. Only whether enough was seen to test at all is in rounds as they come.
 
 Rounds of one request resemble each other; evidence is therefore divided by the design effect (an e-value's power < 1 is one).
 
@@ -61,14 +65,17 @@ class DriftSettings:
     min_reference_rounds: int = 400
     """Before that many rounds a workload is its own reference's pupil: nothing is tested."""
     reference_rounds: float = 50_000.0
-    """Horizon of the reference, as exponential forgetting."""
+    """Horizon of the reference, as exponential forgetting. It is no shorter than `reference_s`."""
+    reference_s: float = 86_400.0
+    """In so much time no more than `reference_rounds` count as age, for the reference as for `rearm_rounds` and
+    `new_workload_rounds`: else a busy engine would forget within seconds what is normal."""
     recent_rounds: float = 200.0
     """Horizon, in rounds, of the recent acceptance that an alarm names."""
     reference_z: float = 2.0
     """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm; and those that recent
     acceptance has to be above the low one, to end state "low"."""
     rearm_rounds: int = 4000
-    """After an alarm the reference is learned anew; no second alarm sooner than this."""
+    """After an alarm the reference is learned anew; no second alarm sooner than this, in rounds of age."""
     suspect_slack: float = 0.5
     """Of the Page–Hinkley test that tells where a loss may have begun; see below."""
     suspect_level: float = 15.0
@@ -80,7 +87,7 @@ class DriftSettings:
     min_low_rounds: int = 100
     """Rounds before a new workload can be called low."""
     new_workload_rounds: int = 20_000
-    """A workload is new for this many rounds, and called low for no longer than this."""
+    """A workload is new for this many rounds of age, and called low for no longer than this."""
 
     RANGES: ClassVar[Ranges] = {
         "tolerated_loss": Range(0, 1, excludes_high=True),
@@ -89,7 +96,7 @@ class DriftSettings:
         **dict.fromkeys(("min_reference_rounds", "rearm_rounds", "min_low_rounds", "new_workload_rounds"), Range(0)),
         **dict.fromkeys(("batches_per_false_alarm", "reference_rounds", "recent_rounds"), COUNT),
         **dict.fromkeys(("reference_z", "suspect_slack"), Range(0)),
-        "suspect_level": Range(0, excludes_low=True),
+        **dict.fromkeys(("suspect_level", "reference_s"), Range(0, excludes_low=True)),
     }
 
     def __post_init__(self) -> None:
@@ -166,18 +173,31 @@ class _Workload:
     """What is known of one workload with one drafter version."""
 
     def __init__(self, num_spec_tokens: int, settings: DriftSettings) -> None:
-        self.reference = AcceptanceCounts(num_spec_tokens, settings.reference_rounds)
+        self.reference = AcceptanceCounts(num_spec_tokens, math.inf)
         self.recent = AcceptanceCounts(num_spec_tokens, settings.recent_rounds)
         self.regressed = Bet(num_spec_tokens, is_restarting=True)
         self.low = Bet(num_spec_tokens, is_restarting=False)
         self._settings = settings
         self.page_hinkley = PageHinkley(settings.suspect_slack)
         self.rounds = 0
-        self.alarmed_at = -1
-        self.suspect_since = -1
-        self.low_since = -1
+        self.age = 0.0
+        self.alarmed_at = self.suspect_since = self.low_since = -1.0
+        """By age; below 0: never, or no longer."""
+        self._last_s: float | None = None
         self.was_low = False
         self.alarm = ""
+
+    def grow(self, num_rounds: int, now_s: float | None) -> None:
+        """Become so many rounds older, or what there may be of them in the time since the last."""
+        settings, older = self._settings, float(num_rounds)
+        if now_s is not None:
+            elapsed_s = max(now_s - self._last_s, 0.0) if self._last_s is not None else 0.0
+            self._last_s = now_s
+            older = min(older, settings.reference_rounds * elapsed_s / settings.reference_s)
+        self.rounds += num_rounds
+        self.age += older
+        if self.suspect_since < 0.0:
+            self.reference.scale(math.exp(-older / settings.reference_rounds))
 
     @property
     def state(self) -> str:
@@ -185,16 +205,16 @@ class _Workload:
         settings = self._settings
         if self.is_drifted:
             return "drifted"
-        if self.suspect_since >= 0:
+        if self.suspect_since >= 0.0:
             return "suspect"
-        if self.low_since >= 0:
+        if self.low_since >= 0.0:
             return "low"
         return "learning" if self.rounds < settings.min_reference_rounds else "stable"
 
     @property
     def is_drifted(self) -> bool:
         """Whether the reference is still being learned anew after an alarm."""
-        return self.alarmed_at >= 0 and self.rounds - self.alarmed_at < self._settings.rearm_rounds
+        return self.alarmed_at >= 0.0 and self.age - self.alarmed_at < self._settings.rearm_rounds
 
 
 class DriftMonitor:
@@ -222,8 +242,13 @@ class DriftMonitor:
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None = None,
         design_effect: float = 1.0,
+        now_s: float | None = None,
     ) -> list[Alarm]:
-        """Fold in one batch's rounds of a workload; return the alarms that they raise."""
+        """Fold in one batch's rounds of a workload; return the alarms that they raise.
+
+        Args:
+            now_s: when they were; None: all of them count as age.
+        """
         if not len(num_draft_tokens) or not self._num_spec_tokens:
             return []
         held = self._workloads.get(workload)
@@ -235,9 +260,9 @@ class DriftMonitor:
         if held.rounds >= self.settings.min_reference_rounds:
             alarms += self._test_regression(workload, held, trials, successes, design_effect)
         alarms += self._test_low(workload, held, trials, successes, design_effect)
-        if held.suspect_since < 0:
+        held.grow(len(num_draft_tokens), now_s)
+        if held.suspect_since < 0.0:
             held.reference.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
-        held.rounds += len(num_draft_tokens)
         return alarms
 
     def figures(self, workload: str) -> dict[str, object]:
@@ -259,37 +284,38 @@ class DriftMonitor:
         settings = self.settings
         null = lower_curve(held.reference, settings.reference_z, design_effect) * (1.0 - settings.tolerated_loss)
         held.regressed.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
-        curve = chain_estimate(held.reference.trials, held.reference.successes)
+        curve = chain_estimate(held.reference.trials, held.reference.successes) * (1.0 - settings.tolerated_loss)
         variance = float(trials @ (curve * (1.0 - curve))) * max(design_effect, 1.0)
         held.page_hinkley.observe(float((successes - trials * curve).sum()) / math.sqrt(max(variance, 1e-9)))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
             is_armed = not held.is_drifted
             alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
             if is_armed:
-                held.alarmed_at, held.alarm = held.rounds, alarm.text
-            held.suspect_since = -1
-            held.reference = AcceptanceCounts(self._num_spec_tokens, settings.reference_rounds)
+                held.alarmed_at, held.alarm = held.age, alarm.text
+            held.suspect_since = -1.0
+            held.reference = AcceptanceCounts(self._num_spec_tokens, math.inf)
             held.reference.trials += held.recent.trials
             held.reference.successes += held.recent.successes
             held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
             held.page_hinkley = PageHinkley(settings.suspect_slack)
             return [alarm] if is_armed else []
-        if held.is_drifted:
+        if held.is_drifted:  # what the reference hasn't learned yet makes nothing suspect afterwards
+            held.page_hinkley = PageHinkley(settings.suspect_slack)
             return []
         if held.page_hinkley.statistic <= settings.suspect_level:
-            held.suspect_since = -1
-        elif held.suspect_since < 0:
-            held.suspect_since = held.rounds
-        elif held.rounds - held.suspect_since >= settings.rearm_rounds:
+            held.suspect_since = -1.0
+        elif held.suspect_since < 0.0:
+            held.suspect_since = held.age
+        elif held.age - held.suspect_since >= settings.rearm_rounds:
             # Suspicion never became proof: the change is too small for an alarm, and is the new normal.
-            held.page_hinkley, held.suspect_since = PageHinkley(settings.suspect_slack), -1
+            held.page_hinkley, held.suspect_since = PageHinkley(settings.suspect_slack), -1.0
         return []
 
     def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
         settings = self.settings
-        if held.low_since >= 0 and held.rounds - held.low_since >= settings.new_workload_rounds:
-            held.low_since = -1  # that is how this workload is
-        if held.low_since < 0 and (held.was_low or held.rounds > settings.new_workload_rounds):
+        if held.low_since >= 0.0 and held.age - held.low_since >= settings.new_workload_rounds:
+            held.low_since = -1.0  # that is how this workload is
+        if held.low_since < 0.0 and (held.was_low or held.age > settings.new_workload_rounds):
             return []
         others = [
             other.reference
@@ -299,16 +325,16 @@ class DriftMonitor:
         if not others:
             return []
         best = max(others, key=_length)
-        if held.low_since >= 0:
+        if held.low_since >= 0.0:
             if _is_near(held.recent, best, settings, design_effect):
-                held.low_since = -1
+                held.low_since = -1.0
             return []
         null = lower_curve(best, settings.reference_z, design_effect) * (1.0 - settings.low_gap)
         held.low.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
         seen = held.rounds + trials[0]
         if held.low.log_e < math.log(1.0 / settings.false_low) or seen < settings.min_low_rounds:
             return []
-        held.was_low, held.low_since = True, held.rounds
+        held.was_low, held.low_since = True, held.age
         alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best))
         held.alarm = alarm.text
         return [alarm]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
@@ -109,7 +111,7 @@ def _step_time(old: Policy, new: Policy, max_num_seqs: int) -> str:
             if abs(was / now - 1.0) > SECONDS_STEP:
                 return f"step time of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
     for batch, k in sorted({(batch, k) for batch, k, _ in (*before.kinds, *after.kinds)}):
-        count = round(2.0 ** (batch / 4.0))
+        count = math.ceil(2.0 ** (batch / 4.0))  # the smallest batch of the kind
         was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
         if abs(was / now - 1.0) > KIND_STEP:
             return f"step time of {count} requests with {k} drafts each: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"

@@ -23,7 +23,7 @@ from honed.adapt.draft_features import MOST_LOG_ODDS
 from honed.adapt.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
 
 REQUEST_FORGETTING_ROUNDS = 128.0
-_MOST_SLOTS = 65_536
+_MOST_SLOTS = 1 << 20
 _MOST_LABELS = 1024
 MIDDLE = NUM_THETAS // 2 + 0.5
 HALF_STEP = 0.5 / THETA_STEPS

@@ -14,6 +14,9 @@ from honed.adapt.wire import StepColumns
 
 _SMOOTHING = 0.02
 _SPREAD_STEPS = 64
+_MOST_COMPARED = 256
+"""Prompt tokens of a step by which a changed world may be told. The later in a long prompt a large chunk is, the longer its
+attention takes, and how late it is isn't known: chunks of one prompt in a row would seem slower and slower."""
 
 
 class StepBeliefs:
@@ -60,7 +63,8 @@ class StepBeliefs:
                     self._errors.append(abs(math.log(seconds / predicted)))
                 kind = kind_of(requests, prefill, drafted, block)
                 usual = self._usual.observe(kind, step, seconds, model, predicted)
-                if changed_steps := self._watch.observe(seconds, usual, self._learner.spell):
+                is_comparable = prefill <= _MOST_COMPARED
+                if is_comparable and (changed_steps := self._watch.observe(seconds, usual, self._learner.spell)):
                     self._learner.restart(changed_steps, self._watch.factor)
                     self._usual.forget()
                     self._num_changes += 1

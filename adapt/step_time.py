@@ -186,6 +186,8 @@ class StepTimeModel:
         if row is None:
             return 1.0
         length, last = num_draft_tokens / num_requests, len(row) - 1
+        if num_draft_tokens:
+            length = max(length, 1.0)  # fewer drafts than requests are the same kind of steps
         below, above = min(int(length), last), min(int(length) + 1, last)
         return float(1.0 + row[below] + (row[above] - row[below]) * (length - below))
 

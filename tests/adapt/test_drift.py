@@ -147,6 +147,27 @@ def test_after_an_alarm_the_new_level_becomes_the_reference():
     assert len(feed(monitor, rng, "w", GOOD * 0.4, 60)) == 1
 
 
+@pytest.mark.parametrize(("rounds_per_s", "fall_s"), [(50_000, 30.0), (50_000, 600.0), (400, 3600.0)])
+def test_a_busy_engine_remembers_what_was_normal(rounds_per_s, fall_s):
+    """Its rounds are so many that a reference which forgot by them would follow any decline that isn't abrupt."""
+    rng, monitor, batches = np.random.default_rng(10), DriftMonitor(K), 150
+
+    def watch(since_s, until_s, first, last):
+        alarms, size = [], 2000
+        for now_s, factor in zip(np.linspace(since_s, until_s, batches), np.linspace(first, last, batches), strict=True):
+            lengths = rng.integers(1, K + 1, size)
+            alarms += monitor.observe("w", lengths, simulate_rounds(rng, GOOD * factor, lengths), now_s=float(now_s))
+        return alarms
+
+    steady_s = batches * 2000 / rounds_per_s
+    assert watch(0.0, steady_s, 1.0, 1.0) == []
+    (alarm,) = watch(steady_s, steady_s + fall_s, 1.0, 0.65)
+    assert alarm.kind == "regressed"
+    assert monitor.figures("w")["state"] == "drifted"
+    watch(steady_s + fall_s, steady_s + fall_s + 10_000.0, 0.65, 0.65)
+    assert monitor.figures("w")["state"] == "stable"
+
+
 def test_a_small_lasting_loss_becomes_normal_in_the_end():
     rng, monitor = np.random.default_rng(8), DriftMonitor(K, DriftSettings(rearm_rounds=2000))
     feed(monitor, rng, "w", GOOD, 300)

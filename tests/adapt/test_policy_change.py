@@ -55,6 +55,7 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
         ({"step_seconds": [5.01e-3, *STEP_SECONDS[1:]]}, ""),
         ({"kind_effects": [(8, 2, 0.1)]}, "step time of 4 requests with 2 drafts each: 9.30 -> 10.23 ms"),
         ({"kind_effects": [(8, 2, 0.01)]}, ""),
+        ({"kind_effects": [(14, 2, 0.1)]}, "step time of 12 requests with 2 drafts each: 16.50 -> 18.15 ms"),
     ],
 )  # fmt: skip
 def test_the_first_material_difference_is_named(changes: dict[str, Any], said: str) -> None:

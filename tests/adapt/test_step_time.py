@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt import step_time
+from honed.adapt import compiled, step_time
 from honed.adapt.step_time import (
     PARAMETERS,
     StepTimeLearner,
@@ -138,6 +138,18 @@ def test_a_price_of_a_kind_is_between_its_neighbours_and_holds_for_steps_without
     found = [factor(4, drafts) for drafts in (0, 4, 6, 8, 12, 28)]
     assert found == pytest.approx([1.1, 1.1, 1.025, 0.95, 0.8, 0.8])
     assert factor(1, 1) == factor(16, 16) == factor(4, 4, prefill=9) == 1.0
+
+
+def test_fewer_drafts_than_requests_cost_as_steps_of_their_kind():
+    """Which are learned as one draft each."""
+    model = StepTimeModel.of(base=1e-2, per_token=1e-5)
+    with_kinds = replace(model, kinds=((batch_kind(256), 0, 0.0), (batch_kind(256), 1, 0.2)))
+    for num_drafts, factor in ((0, 1.0), (1, 1.2), (16, 1.2), (256, 1.2), (512, 1.2)):
+        assert with_kinds.kind_factor(256, num_drafts) == pytest.approx(factor)
+    table = compiled.with_kinds(model.price_tables(1024)[0], *with_kinds.kind_table(), 256, 2, model.parameter_array, 0)
+    for num_drafts in (0, 1, 16, 256, 400):
+        priced = with_kinds.seconds(256, 256 + num_drafts, 0, 0, int(num_drafts > 0))
+        assert table[256 + num_drafts] + model.fixed_seconds(256, 0, 0) == pytest.approx(priced, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [(8, 1, float("nan")), (8, 1, 7.0), (8, 1, -1.0), (-1, 1, 0.1), (8, -1, 0.1), (999, 1, 0.1)])

@@ -161,6 +161,20 @@ def test_another_batch_size_is_no_change_of_the_world() -> None:
     assert 0.01 < float(str(world.beliefs.describe()["spread"])) < 0.3
 
 
+def test_a_long_prompt_is_no_change_of_the_world() -> None:
+    """Its chunks take longer and longer, since each attends to all before; which chunk a step has isn't told."""
+    world, rng = World(CONCAVE), np.random.default_rng(3)
+    world.run(4, 400)
+    price = world.beliefs.model().seconds(4, 4, 1600, 0, 0)
+    for _ in range(6):
+        for chunk in range(48):
+            seconds = (0.05 + 0.2 * chunk / 48) * rng.lognormal(0.0, 0.02)
+            world.beliefs.observe([(0, int(1e6 * seconds), 4, 2052, 2048, 0, 100_000, 0)])
+        world.run(4, 100)
+    assert world.num_changes() == 0
+    assert world.beliefs.model().seconds(4, 4, 1600, 0, 0) == pytest.approx(price, rel=0.15)
+
+
 @pytest.mark.parametrize("factor", [1.4, 2.5, 0.6])
 def test_a_change_of_the_world_is_noticed_once_whatever_the_batch(factor: float) -> None:
     world = World(CONCAVE)
