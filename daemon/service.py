@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from honed.adapt import wire
+from honed.adapt.controller import EngineController
 from honed.adapt.drift import Alarm
 from honed.daemon import batch_tables
 from honed.daemon.batch_tables import StoredBatch
@@ -251,18 +252,25 @@ class Service:
     def _recall(self, engine: Engine, hello: wire.EngineHello) -> None:
         controller = self.steering.new_controller(hello)
         with self.lock:
-            if controller is not None and (trial := self.lifecycle.canaries.trial) is not None:
-                controller.take_turns(trial.versions)
+            self._tell_of_trial(controller)
         try:
             learned = recall(self.settings.paths.database, hello, controller) if controller is not None else 0
             log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
         except Exception as error:
             log.exception("nothing could be learned from the stored log", error=str(error))
         with self.lock:
+            self._tell_of_trial(controller)  # another one, or none, since then
             engine.controller, engine.is_recalling = controller, False
             if engine.hello is not None and engine.hello != hello:
                 self._prepare_controller(engine, engine.hello)
             self.steer(self.monotonic())
+
+    def _tell_of_trial(self, controller: EngineController | None) -> None:
+        trial = self.lifecycle.canaries.trial
+        if controller is not None and trial is not None:
+            controller.take_turns(trial.versions)
+        elif controller is not None:
+            controller.end_turns()
 
     def _welcome(self, engine: Engine) -> None:
         boot = engine.boot
