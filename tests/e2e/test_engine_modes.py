@@ -8,7 +8,9 @@ they all have to answer comes from one without speculation and without honed.
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from honed.adapt.length_policy import Decision
 from honed.adapt.wire import LOST_DRAFTER
 from honed.daemon import capable
 from honed.daemon.errors import ConflictError
@@ -112,6 +115,37 @@ def test_vllms_own_lengths_by_batch_size_stand_aside_while_honed_decides(
             # A round verifies what was drafted a step earlier, when the batch was as large or larger.
             longest.append(max(row["k"] for row in rounds(batches) if row["step"] in full))
         assert longest == [5, 2, 5]
+
+
+def test_what_the_drafter_keeps_is_never_written_over_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter with a sliding window has cache groups of its own, and its blocks share memory with the target's.
+
+    What it keeps while nothing is drafted may belong to blocks that are the target's by the time something is.
+    """
+    drafter, asked = tmp_path / "drafter", {"temperature": 0.0, "max_tokens": 12 if IS_V2 else 60}
+    shutil.copytree(DRAFTER, drafter)
+    config = json.loads((drafter / "config.json").read_text())
+    config["dflash_config"] |= {"use_swa": True, "swa_window_size": 64}
+    (drafter / "config.json").write_text(json.dumps(config | {"sliding_window": 64, "use_sliding_window": True}))
+    texts = held_out(6 if IS_V2 else 24, 280)
+    with engine(None, speculative_config=None, **SMALL) as plain:
+        answers = plain.generate(texts, **asked)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with engine(folder, drafter=drafter, num_gpu_blocks_override=40, disable_hybrid_kv_cache_manager=False, **SMALL) as running:
+        set_policy(running)
+        lengths = itertools.chain.from_iterable(itertools.cycle([[3] * 7, [0] * 14]))
+
+        def decide(ids: list[str], *_: Any) -> Decision:
+            length = next(lengths)
+            return Decision([length] * len(ids), length, "policy")
+
+        monkeypatch.setattr(running.honed._decider, "decide", decide)
+        assert len(worker_of(running).model_runner.kv_cache_config.kv_cache_groups) > 1
+        for _ in range(1 if IS_V2 else 2):
+            assert running.generate(texts, **asked) == answers
+        assert running.honed.errors.count == 0
+        assert {0, 3} <= {row["k"] for row in rounds(take_batches(running))}
 
 
 def metric(running: TestEngine, name: str) -> float:
