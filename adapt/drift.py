@@ -8,8 +8,8 @@ that a young reference promises less. Against it run three tests on each batch's
   ≥ p₀. As the moment of change is unknown, wealth is added up over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
   R − (batches so far) is a supermartingale, so an alarm at R ≥ A comes falsely at most once in A batches on average, whatever
   the traffic does and however often one looks. Alarms of kind "regressed" come from this test alone.
-- Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound; it makes the state "suspect" and stops the
-  reference from learning what may be the new normal.
+- Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound; it makes the state
+  "suspect" and stops the reference from learning what may be the new normal.
 - The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload": an alarm of
   kind "low_for_new_workload", falsely with probability ≤ `false_low` per workload.
 
