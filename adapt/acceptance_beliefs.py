@@ -103,10 +103,10 @@ class AcceptanceBeliefs:
             counts = count_rounds(predicted, reached[mine], accepted[mine])
             for depths in (workload.depths, self._depths):
                 depths.add(counts, len(predicted), design_effect)
-        workload.contexts.observe(rounds.position, reached, accepted)
         if rounds.feature is not None:
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
+        workload.contexts.observe(rounds.position, reached, accepted, information)
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         workload.requests.observe(rounds.request, reached, accepted)

@@ -66,20 +66,25 @@ class ContextCounts:
         self.failures: Floats = np.zeros((NUM_BUCKETS, num_spec_tokens))
         self.successes: Floats = np.zeros((NUM_BUCKETS, num_spec_tokens))
         self.recent: Floats = np.zeros((NUM_BUCKETS, num_spec_tokens))
-        """Successes with the memory of the workload's curve."""
+        """Successes of the rounds that the workload's curve rests on, with its memory."""
         self._recent_rounds = forgetting_rounds
 
-    def observe(self, context_tokens: Ints, reached: Ints, accepted: Ints) -> None:
-        """Fold in rounds: context length, positions that were tried, drafts that were accepted, each [R]."""
+    def observe(self, context_tokens: Ints, reached: Ints, accepted: Ints, weights: Floats | None = None) -> None:
+        """Fold in rounds: context length, positions that were tried, drafts that were accepted, each [R].
+
+        Args:
+            weights: of each in the workload's curve, [R]; None: 1.
+        """
         bucket = buckets_of(context_tokens)
+        weights = np.ones(len(bucket)) if weights is None else weights
         successes = _at_least(bucket, accepted, self.successes.shape)
         failures = _at_least(bucket, reached, self.failures.shape) - successes
-        for held, fresh, memory in (
-            (self.failures, failures, FORGETTING_ROUNDS),
-            (self.successes, successes, FORGETTING_ROUNDS),
-            (self.recent, successes, self._recent_rounds),
+        for held, fresh, age, memory in (
+            (self.failures, failures, len(bucket), FORGETTING_ROUNDS),
+            (self.successes, successes, len(bucket), FORGETTING_ROUNDS),
+            (self.recent, _at_least(bucket, accepted, self.recent.shape, weights), weights.sum(), self._recent_rounds),
         ):
-            held *= math.exp(-len(bucket) / memory)
+            held *= math.exp(-age / memory)
             held += fresh
 
     def forget(self, factor: float) -> None:
@@ -95,10 +100,10 @@ class ContextCounts:
         return weight
 
 
-def _at_least(bucket: Ints, values: Ints, shape: tuple[int, ...]) -> Floats:
-    """Count the rounds whose value is ≥ 1, ≥ 2, … ≥ K in each bucket, [B, K]."""
+def _at_least(bucket: Ints, values: Ints, shape: tuple[int, ...], weights: Floats | None = None) -> Floats:
+    """Count the rounds, or add up their weights, whose value is ≥ 1, ≥ 2, … ≥ K in each bucket, [B, K]."""
     width = shape[1] + 1
-    histogram = np.bincount(bucket * width + values, minlength=NUM_BUCKETS * width).reshape(NUM_BUCKETS, width)
+    histogram = np.bincount(bucket * width + values, weights, minlength=NUM_BUCKETS * width).reshape(NUM_BUCKETS, width)
     counts: Floats = np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1][:, 1:].astype(np.float64)
     return counts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -223,3 +225,16 @@ def test_after_all_contexts_have_become_long_their_curve_is_what_it_is_now() -> 
     assert shift[bucket_of(long)] > 1.5
     now = scale_odds(CURVE, tilt(shift, counts.recent))
     assert np.allclose(scale_odds(now, shift[bucket_of(long)]), CURVE, atol=0.005)
+
+
+def test_what_a_curve_s_contexts_were_is_counted_as_the_curve_is():
+    """Which rests on the first rounds of requests above all: contexts of late ones are long, and say little of it."""
+    counts = ContextCounts(2, 100.0)
+    contexts, both = np.array([10, 5000]), np.array([2, 2])
+    counts.observe(contexts, both, both, np.array([1.0, 0.125]))
+    seen = counts.recent.sum(axis=1)
+    assert seen[buckets_of([10])[0]] == pytest.approx(2.0)
+    assert seen[buckets_of([5000])[0]] == pytest.approx(0.25)
+    counts.observe(contexts, np.zeros(2, int), np.zeros(2, int), np.array([40.0, 10.0]))  # they age by as much
+    assert counts.recent.sum() == pytest.approx(2.25 * math.exp(-0.5))
+    assert counts.successes.sum() == pytest.approx(4.0, rel=1e-3)
