@@ -105,12 +105,15 @@ class WorkerLink:
             "secret": self._secret.hex(),
             "wanted": wanted,
         }
-        answers: list[dict[str, Any]] = self.rpc("honed_attach", settings)
-        self.graphs = Captured(*answers[0]["graphs"])
-        for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
-            self._drop(names, limit)
-        if "swap" in self.findings.capabilities:
-            self.rpc("honed_begin")
+        try:
+            answers: list[dict[str, Any]] = self.rpc("honed_attach", settings)
+            self.graphs = Captured(*answers[0]["graphs"])
+            for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
+                self._drop(names, limit)
+            if "swap" in self.findings.capabilities:
+                self.rpc("honed_begin")
+        except RuntimeError as error:
+            self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
 
     @property
     def _can_ask(self) -> bool:

@@ -21,9 +21,12 @@ class Engine:
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers) or [{"graphs": ([], []), "dropped": []}]
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.failing = ""
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.asked.append((method, args))
+        if method == self.failing:
+            raise engine_hook.RankError("AttributeError: no such layer")
         return self.answers
 
 
@@ -55,6 +58,17 @@ def test_what_one_rank_cannot_do_is_dropped_for_all_and_said_once(monkeypatch: p
     assert not made.can_capture
     # Nor does the rank that could leave draft passes out, in which the others would wait for it.
     assert [method for method, _ in engine.asked] == ["honed_attach"]
+
+
+@pytest.mark.parametrize("failing", ["honed_attach", "honed_begin"])
+def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    engine = Engine()
+    engine.failing = failing
+    made = link(engine, monkeypatch, "draft_length", "capture", "swap", "estimates")
+    assert made.attach()
+    assert made.findings.capabilities == ("events", "draft_length")
+    assert "no such layer" in made.findings.limits[0]
+    assert not made.can_capture
 
 
 def test_without_capture_no_ring_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
