@@ -151,7 +151,7 @@ class Canaries:
     def load(self) -> set[str]:
         """Go on where the daemon was stopped or killed. Returns the operations that go on.
 
-        Aliases move before the verdict is written, so they say what a lost verdict was.
+        Aliases move before the verdict is written, so they, and the evidence, say what a lost verdict was.
         """
         self._failed = canary_tables.failed(self._service.store)
         rows = canary_tables.unfinished(self._service.store)
@@ -164,21 +164,33 @@ class Canaries:
         if row["kind"] == "canary" and active == row["new"]:
             self._write_end(row, "better", "promoted just before the daemon ended")
         elif row["kind"] == "canary" and candidate != row["new"]:
-            self._write_end(row, "worse", "taken back just before the daemon ended")
+            is_worse = self._decision_of(row) == "worse"
+            self._write_end(row, "worse" if is_worse else "stopped", "taken back just before the daemon ended")
         elif row["kind"] == "watch" and active != row["new"]:
             self._write_end(row, "worse", "rolled back just before the daemon ended")
         else:
             return self._resume(row)
         return set()
 
+    def _restored(self, row: dict[str, Any]) -> Canary:
+        """Raises HonedError, KeyError, TypeError, ValueError for a row that makes no canary."""
+        settings, state = self._settings, row["state"]
+        if not self._service.drafters.shares_cache(row["old"], row["new"]):
+            settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
+        settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
+        return Canary.restored(settings, state["canary"], old_begins=self._toss())
+
+    def _decision_of(self, row: dict[str, Any]) -> str:
+        """What the evidence that was written down amounts to."""
+        try:
+            return self._restored(row).verdict.decision
+        except (HonedError, KeyError, TypeError, ValueError):
+            return ""
+
     def _resume(self, row: dict[str, Any]) -> set[str]:
         service, state = self._service, row["state"]
         try:
-            settings = self._settings
-            if not service.drafters.shares_cache(row["old"], row["new"]):
-                settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
-            settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
-            canary = Canary.restored(settings, state["canary"], old_begins=self._toss())
+            canary = self._restored(row)
         except (HonedError, KeyError, TypeError, ValueError) as error:
             self._write_end(row, "failed", f"it can't be taken up again: {error}")
             return set()

@@ -45,6 +45,11 @@ def failed(store: Store) -> dict[str, str]:
     return {row["new_sha256"]: why_failed(row["decision"], row["text"]) for row in rows}
 
 
+def tried(store: Store) -> set[str]:
+    """SHA-256 of all weights that have been on trial. Raises StoreError."""
+    return {row["new_sha256"] for row in store.read("SELECT DISTINCT new_sha256 FROM canaries")}
+
+
 def why_failed(decision: str, text: str) -> str:
     """How weights came not to be offered again; "" when they still are."""
     if decision == "worse":

@@ -45,11 +45,11 @@ def add_follow(router: APIRouter, service: Service) -> None:
     @router.get("/v1/events:follow", response_class=EventStreamResponse)
     def follow(after: Annotated[int, Query(ge=-1, le=2**62)] = -1, last_event_id: LastEvent = None) -> EventStreamResponse:
         """What happens from now on, or after a number, as server-sent events: drift, swap, promote, rollback, override."""
-        if not open_streams.acquire(blocking=False):
-            raise ConflictError(f"{MOST_STREAMS} clients follow already", cure="End one of them.")
         if last_event_id is not None and last_event_id.isascii() and last_event_id.isdecimal():
             after = int(last_event_id)
         start = after if after >= 0 else newest(service)
+        if not open_streams.acquire(blocking=False):
+            raise ConflictError(f"{MOST_STREAMS} clients follow already", cure="End one of them.")
         return EventStreamResponse(marks(service, start, open_streams), headers={"cache-control": "no-store"})
 
 

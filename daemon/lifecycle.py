@@ -12,7 +12,9 @@ way; everything that stands in the way of a request is a ConflictError that says
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import structlog
@@ -32,6 +34,8 @@ log = structlog.get_logger("honed.lifecycle")
 
 CHALLENGE_ROUNDS = 5000
 """A version that regressed is compared with the previous one for so many rounds; then it is time to recalibrate."""
+_OWED_RETRY_S = 30.0
+"""After a version that was found worse couldn't be taken back."""
 
 
 class Lifecycle:
@@ -44,6 +48,9 @@ class Lifecycle:
         self.canaries = Canaries(service, self._on_trial_end)
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
+        self._owed: tuple[str, str] | None = None
+        """Version that was found worse and is active still, since its aliases couldn't be moved, and what was found."""
+        self._owed_from_s = 0.0
         self.promotions: Counter[str] = Counter()
         """Versions made active, by the kind of operation."""
 
@@ -83,6 +90,7 @@ class Lifecycle:
             UnknownError, ConflictError
         """
         service = self._service
+        engines = capable.swappable(service, version, takes_over=True)  # before the file is read: nobody is heard meanwhile
         service.drafters.verified(version)
         if version == service.drafters.active and not force:
             raise ConflictError(
@@ -91,7 +99,6 @@ class Lifecycle:
             )
         if (why := self.canaries.why_failed(version)) and not force:
             raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
-        engines = capable.swappable(service, version, takes_over=True)
         self.check_no_swap()
         if not engines and not force:
             raise ConflictError(
@@ -109,7 +116,8 @@ class Lifecycle:
             service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
             self.swapping = None
-            self._make_active(version, operation.kind)
+            with self._failing(operation):
+                self._make_active(version, operation.kind)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
@@ -142,7 +150,8 @@ class Lifecycle:
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
         # Aliases first: from here on every engine is brought to the old version, even if we are killed now.
-        service.drafters.move({"active": target, "previous": None, "candidate": None})
+        with self._failing(operation):
+            service.drafters.move({"active": target, "previous": None, "candidate": None})
         self.rollbacks[cause] += 1
         service.journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
         self.swapping = operation  # the engines are sent home once, below
@@ -158,13 +167,14 @@ class Lifecycle:
             UnknownError, StoreError
         """
         service = self._service
+        engines = capable.swappable(service, version)  # before the file is read: nobody is heard meanwhile
         service.drafters.verified(version)
         if why := self.canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
         self.check_no_swap()
         if self.canaries.trial is not None:
             raise ConflictError(f"{self.canaries.trial.canary.new} is on trial")
-        if not capable.swappable(service, version):
+        if not engines:
             why = capable.why_none(service, version)
             raise ConflictError(f"{why}; `honed promote {version}` when there is one")
         service.drafters.move({"candidate": version})
@@ -257,11 +267,29 @@ class Lifecycle:
         if is_valid and self.swapping is None:
             self._send_home(service.drafters.active, operation)
 
+    def tick(self, now_s: float) -> None:
+        """Once a second: go back from a version that was found worse when the aliases couldn't be moved, if they can now."""
+        if self._owed is None or now_s < self._owed_from_s or not self.is_quiet:
+            return
+        (version, text), self._owed = self._owed, None
+        if self._service.drafters.active == version:
+            self._take_back(text)
+
     def _take_back(self, text: str) -> None:
         try:
             self.roll_back(reason=text, actor="honed", cause="canary")
         except HonedError as error:
-            log.error("a bad version can't be rolled back", error=str(error))
+            log.error("a bad version can't be rolled back yet", error=str(error))
+            self._owed, self._owed_from_s = (self._service.drafters.active, text), self._service.monotonic() + _OWED_RETRY_S
+
+    @contextlib.contextmanager
+    def _failing(self, operation: Operation) -> Iterator[None]:
+        """What keeps the aliases from moving ends the operation."""
+        try:
+            yield
+        except HonedError as error:
+            self._service.operations.finish(operation, "failed", error=f"the aliases were not moved: {error}")
+            raise
 
     def _send_home(self, version: str, operation: Operation | None = None) -> None:
         """Have all engines run a version that is `active` by now, and let go of what they hold for turns."""

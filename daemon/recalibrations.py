@@ -173,6 +173,8 @@ class Recalibrations:
     def on_trainer(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
         """Follow the training."""
         operation = self.training
+        if message.operation_id and not isinstance(message, wire.TrainResult):
+            self._end_what_nobody_waits_for(message.operation_id)
         if operation is None:
             return
         if isinstance(message, wire.TrainerHello):
@@ -186,6 +188,12 @@ class Recalibrations:
             operation.detail.pop("type", None)
         else:
             self._on_result(operation, message)
+
+    def _end_what_nobody_waits_for(self, operation_id: str) -> None:
+        """What the trainer works at is over for this daemon: it was restarted meanwhile, or the trainer was silent for long."""
+        if self.training is None or self.training.operation_id != operation_id:
+            reason = "the daemon doesn't wait for it any more"
+            self._service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
         """Acceptance drifted: note it, to recalibrate when that is allowed and possible."""

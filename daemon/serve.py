@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -83,8 +84,15 @@ def make_folder(path: Path, mode: int) -> None:
     try:
         if not path.is_dir():
             path.mkdir(mode=mode, parents=True, exist_ok=True)
+        found, parent = path.lstat(), path.parent.stat()
     except OSError as error:
         raise StartError(f"folder {path} can't be made: {error.strerror}") from error
+    # Where everybody may make folders (/tmp), somebody else may have made this one first, to be given what goes there.
+    if parent.st_mode & stat.S_ISVTX and (found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH):
+        raise StartError(
+            f"folder {path} was made by somebody else (user {found.st_uid}), or everybody may write to it: "
+            "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
+        )
 
 
 def make_engines_folder(path: Path) -> None:
@@ -102,7 +110,7 @@ def make_engines_folder(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold a folder's lock. Raises StartError when another daemon has it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
     except OSError as error:
         raise StartError(f"lock {path}: {error.strerror}") from error
     try:

@@ -179,6 +179,7 @@ class Service:
         self.overrides.expire()
         self.swaps.tick(now_s)
         self.lifecycle.canaries.tick(now_s)
+        self.lifecycle.tick(now_s)
         self.checksums.tick(now_s)
         self.recalibrations.tick(now_s)
         self.purges.tick()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from honed.daemon import capable
-from honed.daemon.errors import HonedError
+from honed.daemon import canary_tables, capable
+from honed.daemon.errors import HonedError, StoreError
 from honed.recalib.manifest import Manifest, RegistryError, sha256_of_target
 from honed.recalib.shared_registry import SharedRegistry
 
@@ -40,6 +40,7 @@ class Sharing:
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started: what was removed here meanwhile isn't wanted again."""
         self._untried = ""
+        self._is_recalled = False
         self.moved: Counter[str] = Counter()
         """Versions "pushed" and "fetched"."""
         self.errors = 0
@@ -50,6 +51,8 @@ class Sharing:
         """Once a second: look there when it is time, and try out what came."""
         if self._shared is None:
             return
+        if not self._is_recalled:
+            self._is_recalled, self._untried = True, self._left_untried()
         if now_s >= self._next_s and not self._is_at_work:
             self._next_s, self._is_at_work = now_s + self._settings.poll_s, True
             self._thread.submit(self._exchange, self._shared)
@@ -90,8 +93,7 @@ class Sharing:
             paths = {sha256: path for path in sorted(targets) if (sha256 := sha256_of_target(path))}
             newest = {manifest.target_sha256: manifest for manifest in shared.missing(paths)}
             for manifest in newest.values():
-                is_news = active is None or active.scope == "imported" or manifest.created_unix_s > active.created_unix_s
-                if is_news and manifest.sha256 not in self._seen:
+                if _is_news(manifest, active) and manifest.sha256 not in self._seen:
                     made = shared.fetch(manifest, paths[manifest.target_sha256])
                     self._note("fetched", made, True)
                     with service.lock:
@@ -126,6 +128,19 @@ class Sharing:
 
     # --- on the ticking thread --------------------------------------------------------------------------------------------
 
+    def _left_untried(self) -> str:
+        """The newest version fetched before the daemon was restarted, if it is news and was never on trial; else ""."""
+        service, active = self._service, self._manifest_of_active()
+        try:
+            tried = canary_tables.tried(service.store)
+        except StoreError as error:
+            log.warning("fetched versions aren't looked through", error=str(error))
+            return ""
+        fetched = [one for one in service.drafters.registry.versions() if one.state == "ready" and one.origin]
+        if not fetched or fetched[-1].sha256 in tried or not _is_news(fetched[-1], active):
+            return ""
+        return fetched[-1].version if active is None or fetched[-1].version != active.version else ""
+
     def _try_out(self, version: str) -> None:
         """When nothing else is under way, and an engine is there to try it on."""
         service = self._service
@@ -145,6 +160,10 @@ class Sharing:
             service.lifecycle.try_out(operation, version)
         except HonedError as error:
             service.operations.finish(operation, "failed", error=str(error))
+
+
+def _is_news(manifest: Manifest, active: Manifest | None) -> bool:
+    return active is None or active.scope == "imported" or manifest.created_unix_s > active.created_unix_s
 
 
 def _is_made_here(manifest: Manifest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -23,6 +24,13 @@ def hold_to(device: torch.device, num_bytes: int) -> None:
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def give_back(device: torch.device) -> None:
+    """Let go of what was used: PyTorch keeps freed memory to itself, from a server and from what a next training may take."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def peak_bytes(device: torch.device) -> int:

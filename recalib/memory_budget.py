@@ -121,7 +121,7 @@ def value_bytes(device: str, precision: Precision) -> tuple[int, int]:
     """(`shared_bytes`, `compute_bytes`) of `estimate`, as `precision.compute_dtype` has them on a GPU with bfloat16."""
     is_gpu = device.startswith("cuda")
     is_short = precision == "bfloat16" or (precision == "auto" and is_gpu)
-    return FLOAT // 2 if is_gpu else FLOAT, FLOAT // 2 if is_short else FLOAT
+    return FLOAT // 2 if is_gpu and is_short else FLOAT, FLOAT // 2 if is_short else FLOAT
 
 
 def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple[int, int]:

@@ -227,18 +227,22 @@ class Recalibration:
         return ", ".join(lacks)
 
     def _held_out(self, workload: str, is_usable: Callable[[Stretch], bool]) -> list[Stretch]:
-        """Whole held-out sessions of a workload, in an order that has nothing to do with them, up to the row limit."""
+        """Whole held-out sessions of a workload, in an order that has nothing to do with them.
+
+        Up to the row limit, in rows that are judged; but as many sessions as a gain can't be judged without.
+        """
         sessions: dict[str, list[Stretch]] = {}
         for stretch in self._feed.store.stretches(workload, True):
-            if is_usable(stretch):
+            if is_usable(stretch) and stretch.num_judged:
                 sessions.setdefault(stretch.session, []).append(stretch)
         chosen: list[Stretch] = []
         num_rows = 0
-        for session in sorted(sessions, key=lambda s: hashlib.blake2b(s.encode(errors="replace")).digest()):
-            if num_rows >= self._settings.max_gate_rows:
+        in_order = sorted(sessions, key=lambda s: hashlib.blake2b(s.encode(errors="replace")).digest())
+        for number, session in enumerate(in_order):
+            if num_rows >= self._settings.max_gate_rows and number >= self._gate.min_sessions:
                 break
             chosen += sessions[session]
-            num_rows += sum(stretch.num_rows for stretch in sessions[session])
+            num_rows += sum(stretch.num_judged for stretch in sessions[session])
         return chosen
 
     # --- the end ------------------------------------------------------------------------------------------------------

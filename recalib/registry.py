@@ -105,22 +105,21 @@ class Registry:
             return self._publish(folder, draft)
 
     def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "") -> Manifest:
-        """The version with the weights of a checkpoint folder; added when there is none. Reads the whole file.
+        """The version with the weights and the configuration of a checkpoint folder; added when there is none. Reads all of it.
 
         Raises:
             RegistryError: when the folder isn't a checkpoint.
         """
         path = Path(path)
         try:
-            (path / CONFIG).stat()
-            sha256 = sha256_file(path / WEIGHTS)
+            config_sha256, sha256 = sha256_file(path / CONFIG), sha256_file(path / WEIGHTS)
         except OSError as error:
             raise RegistryError(
                 f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
                 f"{WEIGHTS} (not in shards) and {CONFIG}"
             ) from error
         for manifest in self.versions():
-            if manifest.sha256 == sha256 and manifest.state == "ready":
+            if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
                 return manifest
 
         def copy(folder: Path) -> None:

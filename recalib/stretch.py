@@ -32,6 +32,11 @@ class Stretch:
         return len(self.token_ids)
 
     @property
+    def num_judged(self) -> int:
+        """Rows of what the target emitted."""
+        return max(self.num_rows - self.num_prompt_tokens, 0)
+
+    @property
     def num_bytes(self) -> int:
         """Memory that it holds."""
         return int(self.token_ids.nbytes + self.features.nbytes)

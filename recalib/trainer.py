@@ -27,6 +27,7 @@ import torch
 
 from honed.adapt import wire
 from honed.recalib.busy_flag import BusyFlags, Idleness, Preemptions
+from honed.recalib.device_memory import give_back
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut, load_salt
 from honed.recalib.progress import OperationError
@@ -127,6 +128,8 @@ class Trainer:
 
     def _begin(self, request: wire.TrainRequest) -> None:
         """Start an operation; the same request twice (a daemon that restarted) is one operation."""
+        if self._operation is not None and self._operation.result is not None:  # cancelled just now
+            self._finish()
         if self._operation is not None:
             current = self._operation.request.operation_id
             if current != request.operation_id:
@@ -240,6 +243,7 @@ class Trainer:
         result = self._last_result = self._operation.result
         self._operation = None
         self._traffic.freeze(False)
+        give_back(torch.device(self._settings.device))
         self._link.send(result)
         log.info(
             "operation ends", operation_id=result.operation_id, ok=result.ok, version=result.version, error=result.error,

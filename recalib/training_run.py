@@ -167,8 +167,11 @@ class TrainingRun:
 
     @property
     def _shared_dtype(self) -> torch.dtype:
-        """Of embedding and head, which nothing rounds: checkpoints have them in bfloat16, and so have servers."""
-        return compute_dtype(self._device, "auto") if self._device.type == "cuda" else torch.float32
+        """Of embedding and head, which nothing rounds: checkpoints have them in bfloat16, and so have servers.
+
+        On a GPU as matrix products are, which take no two types; on a CPU autocast makes them one.
+        """
+        return compute_dtype(self._device, self._training.precision) if self._device.type == "cuda" else torch.float32
 
     def _save(self, trainer: MicroTrainer, mix: ReplayMix) -> None:
         if self._state is None:

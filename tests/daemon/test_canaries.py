@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from honed.adapt import wire
 from honed.daemon.api import make_app
+from honed.daemon.errors import StoreError
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
 from tests.daemon.conftest import wait_for
@@ -169,6 +170,26 @@ def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(
     wait_for(lambda: stage.service.lifecycle.rollbacks == {"canary": 1}, "the count")
     assert "accepts fewer" in stage.operation(operation_id)["detail"]["watch"]
     assert stage.client.post(f"/v1/drafters/{new}:promote").status_code == 409
+
+
+def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("honed.daemon.lifecycle._OWED_RETRY_S", 0.5)
+    new, move = stage.version(1.0), stage.service.drafters.move
+    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
+    stage.promote(new, force=False)
+    refused: list[dict[str, str | None]] = []
+
+    def refuse(changes: dict[str, str | None]) -> None:
+        refused.append(changes)
+        raise StoreError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.service.drafters, "move", refuse)
+        stage.engine.serve(lambda: len(refused) >= 2, "a second try")
+        assert stage.aliases()["active"] == new
+    assert stage.service.drafters.move == move
+    stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
+    stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
 
 
 def test_a_promoted_version_that_is_better_stays(stage: Stage) -> None:

@@ -315,6 +315,17 @@ def test_a_silent_trainer_fails_its_operation(stage: Stage, monkeypatch: pytest.
     assert "silent" in stage.wait_state(operation_id, "failed")["error"]
 
 
+def test_a_trainer_ends_what_nobody_waits_for_and_takes_up_the_next(stage: Stage) -> None:
+    """As after a restart of the daemon, whose operations have failed by then: it would be busy for an hour."""
+    stage.trainer.introduce(operation_id="op-before")
+    assert stage.trainer.expect(wire.TrainCancel).operation_id == "op-before"
+    operation_id, _ = stage.recalibrate()
+    for one in (operation_id, "op-before"):
+        stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="training", operation_id=one))
+    assert stage.trainer.expect(wire.TrainCancel).operation_id == "op-before"
+    assert stage.operation(operation_id)["state"] == "running"
+
+
 def test_cancelling_tells_the_trainer(stage: Stage) -> None:
     operation_id, _ = stage.recalibrate()
     assert stage.client.post("/v1/recalibrations", json={}).status_code == 409
@@ -559,6 +570,19 @@ def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest
     monkeypatch.setattr(stage.service.store, "write", refuse)
     assert stage.client.post("/v1/drafters:rollback").status_code == 202
     assert stage.engine.answer_swap().args["version"] == stage.first
+
+
+def test_a_roll_back_that_cannot_move_the_aliases_has_failed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.promote(stage.version(1.0))
+
+    def refuse(changes: dict[str, str | None]) -> None:
+        raise StoreError("full")
+
+    monkeypatch.setattr(stage.service.drafters, "move", refuse)
+    assert stage.client.post("/v1/drafters:rollback").status_code == 503
+    newest = stage.client.get("/v1/operations").json()[0]
+    assert (newest["kind"], newest["state"]) == ("rollback", "failed")
+    assert "full" in newest["error"]
 
 
 def test_the_same_key_gives_the_same_operation(stage: Stage) -> None:

@@ -18,6 +18,7 @@ from honed.adapt import wire
 from honed.daemon.database import connect
 from honed.daemon.errors import StartError
 from honed.daemon.http_server import bind_loopback
+from honed.daemon.serve import locked, make_folder
 from tests.daemon.conftest import DaemonProcess, wait_for
 
 
@@ -220,3 +221,32 @@ def test_only_loopback_is_listened_on() -> None:
     with pytest.raises(StartError):
         bind_loopback("127.0.0.1:99999")
     bind_loopback("localhost:0").close()
+
+
+def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp, to be given the sockets that go there."""
+    shared, folder = tmp_path / "tmp", tmp_path / "tmp" / "honed-1000"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    make_folder(folder, 0o750)
+    make_folder(folder, 0o750)
+    folder.chmod(0o777)
+    with pytest.raises(StartError, match="made by somebody else"):
+        make_folder(folder, 0o750)
+    shared.chmod(0o777)
+    make_folder(folder, 0o750)  # a volume that is given to a container
+    folder.chmod(0o750)
+    shared.chmod(0o1777)
+    if os.getuid() == 0:  # whose folders are anybody's to use
+        os.chown(folder, 12345, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(StartError, match="made by somebody else"):
+        make_folder(folder, 0o750)
+
+
+def test_a_lock_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StartError, match="lock"), locked(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "victim").read_text() == "kept"

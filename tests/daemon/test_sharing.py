@@ -63,7 +63,7 @@ def make_host(folder: Path) -> Iterator[Callable[..., Host]]:
         def make(name: str, **registry: Any) -> Host:
             root = folder / name
             for part in ("state", "run", "target"):
-                (root / part).mkdir(parents=True)
+                (root / part).mkdir(parents=True, exist_ok=True)
             (root / "target" / "config.json").write_text(json.dumps({"hidden_size": 4}))
             write_checkpoint(root / "drafter", 0.0)
             shared = {"url": f"file://{folder}/shared", "poll_s": 0.5}
@@ -99,6 +99,20 @@ def test_what_proved_itself_on_one_host_is_tried_out_and_promoted_on_the_other(m
     assert found["honed_promotions_total"]["reason=adopt"] == 1
     assert found["honed_shared_versions_total"] == {"direction=pushed": 0, "direction=fetched": 1}
     assert found["honed_shared_registry_errors_total"] == {"": 0}
+
+
+def test_what_was_fetched_before_a_restart_is_tried_out_after_it(make_host: Callable[..., Host], folder: Path) -> None:
+    one, other = make_host("one"), make_host("other", try_fetched=False)
+    made = one.make(1.0)
+    one.promote(made.version)
+    other.engine.serve(lambda: other.shared()["fetched"] == 1, "the version")
+    assert other.adoptions() == []
+    other.service.stop()
+    again = make_host("other")
+    name = f"v0002-{made.sha256[:8]}"
+    again.engine.acceptance = {again.service.drafters.active: 0.4, name: 0.7}
+    again.engine.serve(lambda: again.service.drafters.active == name, "the promotion after the restart")
+    assert again.shared()["fetched"] == 0
 
 
 def test_what_does_worse_there_goes_out_again_and_is_not_fetched_twice(make_host: Callable[..., Host]) -> None:

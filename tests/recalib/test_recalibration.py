@@ -70,6 +70,20 @@ def site(tmp_path):
     torch.set_num_threads(threads)
 
 
+def test_long_sessions_are_held_out_in_as_many_as_the_gate_needs(site):
+    """The limit is in rows that are judged, and a few long sessions don't use it up before a gain can be judged at all."""
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(replace(SETTINGS, max_gate_rows=1))
+    held = operation._held_out("b", lambda stretch: True)
+    assert len({stretch.session for stretch in held}) == 3
+    assert operation._missing(lambda stretch: True) == ""
+    every = site.begin(replace(SETTINGS, max_gate_rows=1 << 20))._held_out("b", lambda stretch: True)
+    most = sum(stretch.num_judged for stretch in every) - 1
+    limited = site.begin(replace(SETTINGS, max_gate_rows=most))._held_out("b", lambda stretch: True)
+    assert limited == every, "prompts don't count"
+    assert not site.begin()._held_out("b", lambda stretch: stretch.num_judged == 0)
+
+
 def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
     write_sessions(site.ring, "a", 30)
     write_sessions(site.ring, "b", 40)

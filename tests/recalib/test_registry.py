@@ -70,6 +70,18 @@ def test_import_is_idempotent(registry, tmp_path):
     assert len(registry.versions()) == 1
 
 
+def test_the_same_weights_with_another_configuration_are_another_version(registry, tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    first = registry.import_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
+    second = registry.import_checkpoint(folder)
+    assert (second.version != first.version, second.sha256) == (True, first.sha256)
+    assert json.loads((registry.path(second.version) / "config.json").read_text())["block_size"] == 4
+
+
 def test_import_replaces_nothing_but_skips_a_damaged_twin(registry, tmp_path):
     folder = tmp_path / "drafter"
     folder.mkdir()

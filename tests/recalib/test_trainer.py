@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -139,6 +140,26 @@ def test_while_training_is_paused_the_deadline_does_not_come_nearer(daemon: zmq.
     assert result.ok, result.error
     assert result.steps == STEPS
     assert result.elapsed_s < 300.0
+
+
+def test_what_is_asked_along_with_a_cancellation_is_begun(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    """As by a daemon that was restarted, which ends what the last one asked for."""
+    trainer, request = make_trainer(tmp_path)
+    ask(daemon, trainer, request)
+    while trainer._operation is None:
+        trainer.turn()
+    trainer._take(wire.TrainCancel(operation_id="op", reason="nobody waits for it"))
+    trainer._take(msgspec.structs.replace(request, operation_id="next"))
+    results: dict[str, wire.TrainResult] = {}
+    while "next" not in results:
+        trainer.turn()
+        while daemon.poll(0):
+            message = wire.decode_to_daemon(daemon.recv_multipart()[1])
+            if isinstance(message, wire.TrainResult):
+                results[message.operation_id] = message
+    trainer.close()
+    assert "nobody waits for it" in results["op"].error
+    assert results["next"].ok, results["next"].error
 
 
 def test_waiting_for_an_engine_at_work_costs_next_to_nothing(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
