@@ -16,6 +16,7 @@ Source: the gradient in the forward pass as in Liger's fused linear cross-entrop
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,13 +57,18 @@ def block_loss(
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype == torch.float32:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
+    # What a dispatch mode sees of an operator of ours is one operation, however long it takes. On a CPU, where the trainer
+    # yields before every operation (`recalib.yield_points`), it has to see those inside.
+    is_seen = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
     if kind == "ce":
         assert labels is not None
-        losses, top, log_probs, _ = label_loss(hidden, head.detach(), labels, with_gradient)
+        compute = _label_loss if is_seen else label_loss
+        losses, top, log_probs, _ = compute(hidden, head.detach(), labels, with_gradient)
     else:
         assert goal is not None
         goal_head = head if goal_head is None else goal_head
-        losses, top, log_probs, _ = goal_loss(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
+        compute_goal = _goal_loss if is_seen else goal_loss
+        losses, top, log_probs, _ = compute_goal(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
     return BlockLoss(losses, top, log_probs.detach())
 
 
@@ -121,6 +127,41 @@ def _scale_gradient(ctx: torch.autograd.function.FunctionCtx, by_loss: torch.Ten
 
 label_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)
 goal_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)
+
+
+class _Seen(torch.autograd.Function):
+    """The same without an operator around it."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, fold: Callable[[torch.Tensor], Four], hidden: torch.Tensor) -> Four:
+        with torch.autocast(hidden.device.type, enabled=False):
+            made = fold(hidden)
+        ctx.save_for_backward(made[3])
+        ctx.mark_non_differentiable(*made[1:])
+        return made
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, by_loss: torch.Tensor, *_: object) -> tuple[None, torch.Tensor]:
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return None, (gradient * by_loss[:, None]).to(gradient.dtype)
+
+
+def _label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
+    def fold(rows: torch.Tensor) -> Four:
+        return fold_labels(rows, head, labels, with_gradient, is_triton=False)
+
+    made: Four = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _goal_loss(
+    hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
+) -> Four:
+    def fold(rows: torch.Tensor) -> Four:
+        return fold_goal(rows, head, goal.to(rows.dtype), goal_head, kind, with_gradient, is_triton=False)
+
+    made: Four = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _check(

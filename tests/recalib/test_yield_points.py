@@ -15,6 +15,8 @@ import zmq
 from honed.adapt import wire
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.ring import RingWriter
+from honed.kernels.block_loss import block_loss, top_tokens
+from honed.kernels.training_sizes import TILE
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut
@@ -47,6 +49,24 @@ def test_the_same_weights_as_without(make_drafter: MakeDrafter, make_sample: Mak
     count = len(called)
     trainer.step([make_sample()])
     assert len(called) == count, "outside of the block nobody is asked"
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_the_loss_over_a_large_vocabulary_stops_between_its_tiles(kind: str) -> None:
+    """It takes longer than all the rest, and is no single operation."""
+
+    def asked(vocabulary: int) -> int:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(24, 16, generator=generator, requires_grad=True)
+        head, goal = torch.randn(vocabulary, 16, generator=generator), torch.randn(24, 16, generator=generator)
+        labels, called = torch.arange(24), list[bool]()
+        with YieldPoints(lambda: called.append(True)):
+            block_loss(hidden, head, labels=labels, goal=goal, kind=kind).losses.sum().backward()
+            top_tokens(hidden, head)
+        assert hidden.grad is not None
+        return len(called)
+
+    assert asked(16 * TILE) - asked(2 * TILE) > 14 * 4
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
