@@ -393,6 +393,7 @@ class Attachment:
             decide_us_p99=decide_p99,
             captured_rows=int(self._workers.captured.get("rows", 0)),
             captured_bytes=int(self._workers.captured.get("bytes", 0)),
+            capture_skipped_rows=int(self._workers.captured.get("skipped", 0)),
             step=self._step,
             is_asleep=self.commands.is_asleep,
             target_updates=self._target_updates,

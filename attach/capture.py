@@ -90,6 +90,8 @@ class Capturer:
         self._side: Any = None
         self.num_rows = 0
         self.num_bytes = 0
+        self.num_skipped = 0
+        """Rows that couldn't be written."""
 
     def set_share(self, share: float, drafter_version: str) -> None:
         """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
@@ -207,16 +209,24 @@ class Capturer:
             try:
                 self._ring = self._make_ring(features.shape[1], _RING_DTYPES[pending.features.dtype])
             except Exception:
+                self.num_skipped += len(features)
                 self._give_up()
                 raise
         token_ids = pending.token_ids.numpy().astype(np.int32)
         positions = pending.positions.numpy()
         rejected = pending.num_rejected.tolist() if pending.num_rejected is not None else [0] * len(pending.counts)
         start = 0
+        refused: ValueError | None = None
         for request, count, num_rejected in zip(pending.requests, pending.counts, rejected, strict=True):
             rows = slice(start, start + count - num_rejected)
             start += count
-            self._write_request(request, pending.drafter_version, token_ids[rows], positions[rows], features[rows])
+            try:
+                self._write_request(request, pending.drafter_version, token_ids[rows], positions[rows], features[rows])
+            except ValueError as error:
+                self.num_skipped += count - num_rejected
+                refused = error
+        if refused is not None:
+            raise refused
 
     def _give_up(self) -> None:
         """No ring can be made, for want of room as a rule: capture nothing for a while, since each try costs steps time."""

@@ -154,7 +154,8 @@ class HonedWorkerExtension:
         if side is None or side.capturer is None:
             return {}
         side.capturer.set_share(share, drafter_version)
-        return {"rows": side.capturer.num_rows, "bytes": side.capturer.num_bytes, "errors": self._honed_errors.count}
+        capturer, errors = side.capturer, self._honed_errors.count
+        return {"rows": capturer.num_rows, "bytes": capturer.num_bytes, "skipped": capturer.num_skipped, "errors": errors}
 
     @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:

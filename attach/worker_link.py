@@ -50,7 +50,7 @@ class WorkerLink:
         self._fed_curves: tuple[Curve, Curve] | None = None
         self.graphs = Captured([], [])
         self.captured: dict[str, float] = {}
-        """rows, bytes, errors of what was captured, as of the last time anything was asked."""
+        """rows, bytes, skipped rows and errors of what was captured, as of the last time anything was asked."""
 
     @property
     def can_capture(self) -> bool:

@@ -42,7 +42,7 @@ def families(service: Service) -> Iterator[Metric]:
 
 def _captured(service: Service) -> Iterator[Metric]:
     captured = engine_counter("honed_captured_rows", "Rows of context features captured, in the engine's present boot.")
-    skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture had to skip, in the engine's present boot.")
+    skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write, in the engine's present boot.")
     for engine in engines_shown(service):
         if engine.status is not None:
             captured.add_metric(labels_of(engine), engine.status.captured_rows)

@@ -94,10 +94,12 @@ def test_a_hole_is_marked(capturer: Capturer, ring: Recorder) -> None:
     assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL | FLAG_GAP, 0, FLAG_GAP]
 
 
-def test_rows_that_are_not_consecutive_are_refused(capturer: Capturer) -> None:
-    capturer.on_schedule(schedule({"x": [5, 6]}))
+def test_rows_that_are_not_consecutive_are_refused_and_counted(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6], "y": [7]}))
     with pytest.raises(ValueError, match="not consecutive"):
-        capturer.on_step(view({"x": [(0, 5), (2, 6)]}))
+        capturer.on_step(view({"x": [(0, 5), (2, 6)], "y": [(0, 7)]}))
+    assert (capturer.num_skipped, capturer.num_rows) == (2, 1)
+    assert [row["tokens"] for row in ring.rows] == [[7]], "others' rows are"
 
 
 @pytest.mark.parametrize("value", [0, "0", False])
@@ -160,6 +162,7 @@ def test_where_no_ring_can_be_made_nothing_is_captured_for_a_while(monkeypatch: 
         made.on_schedule(schedule({f"t{number}": [5]}, finished=("r", "s")))
         made.on_step(view({f"t{number}": [(0, 5)]}))
     assert (len(tries), made.share, made._requests, made._ended, made._pending) == (1, 0.0, {}, [], [])
+    assert made.num_skipped == 2
     monkeypatch.setattr("honed.attach.capture.time.monotonic", lambda: 1e12)
     made.set_share(1.0, "v1")
     made.on_schedule(schedule({"u": [5]}))
