@@ -34,6 +34,8 @@ FLAG_PREFILL = 1
 """Rows of the prompt; without it the rows are one verify round: anchor and accepted drafts."""
 FLAG_GAP = 2
 """Rows before these are missing (prefix cache hit, sampled late): a reader starts a new sequence here."""
+FLAG_REJECTED = 4
+"""Drafts of this verify round were rejected: the token after these rows is the target's in place of one of them."""
 
 FEATURE_DTYPES = {1: "float32", 2: "float16", 3: "bfloat16"}
 ROW_FORMATS = {1: "<f4", 2: "<f2", 3: "<u2"}

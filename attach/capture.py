@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL
+from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.request_book import key_of, read_labels
 from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView
@@ -221,7 +221,8 @@ class Capturer:
             rows = slice(start, start + count - num_rejected)
             start += count
             try:
-                self._write_request(request, pending.drafter_version, token_ids[rows], positions[rows], features[rows])
+                flags = FLAG_REJECTED if num_rejected else 0
+                self._write_request(request, pending.drafter_version, token_ids[rows], positions[rows], features[rows], flags)
             except ValueError as error:
                 self.num_skipped += count - num_rejected
                 refused = error
@@ -242,6 +243,7 @@ class Capturer:
         token_ids: npt.NDArray[np.int32],  # [n]
         positions: npt.NDArray[np.int64],  # [n]
         features: npt.NDArray[Any],  # [n, F]
+        flags: int,
     ) -> None:
         count = len(token_ids)
         if not count:
@@ -249,7 +251,7 @@ class Capturer:
         first = int(positions[0])
         if int(positions[-1]) - first != count - 1:
             raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")
-        flags = FLAG_PREFILL if first < request.prompt_tokens else 0
+        flags |= FLAG_PREFILL if first < request.prompt_tokens else 0
         if first != request.next_position:
             flags |= FLAG_GAP
         request.next_position = first + count

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, KIND_END
+from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
 from honed.recalib.ring_reader import RingRecord
 from honed.recalib.stretch import Stretch
 
@@ -38,7 +38,9 @@ class _Open:
     features: list[NDArray[Any]] = field(default_factory=list)
     num_rows: int = 0
     num_prompt_tokens: int = 0
-    round_starts: list[int] = field(default_factory=list)
+    breaks: list[int] = field(default_factory=list)
+    is_rejected: bool = False
+    """The token that comes next is the target's in place of a draft."""
 
     @property
     def end(self) -> int:
@@ -57,13 +59,15 @@ class _Open:
         self.token_ids = [np.concatenate(self.token_ids)[: self.num_rows]]
         self.features = [np.concatenate(self.features)[: self.num_rows]]
         self.num_prompt_tokens = min(self.num_prompt_tokens, self.num_rows)
-        self.round_starts = [p for p in self.round_starts if p < position]
+        self.breaks = [p for p in self.breaks if p < position]
+        self.is_rejected = False
 
     def append(self, record: RingRecord, skip: int) -> None:
         ids, features = record.token_ids[skip:], record.features[skip:]
         is_prompt = record.flags & FLAG_PREFILL and self.num_prompt_tokens == self.num_rows
-        if not record.flags & FLAG_PREFILL and skip == 0:
-            self.round_starts.append(record.first_position)
+        if self.is_rejected and skip == 0:
+            self.breaks.append(record.first_position)
+        self.is_rejected = bool(record.flags & FLAG_REJECTED)
         self.token_ids.append(ids)
         self.features.append(features)
         self.num_rows += len(ids)
@@ -78,7 +82,7 @@ class _Open:
             token_ids=np.concatenate(self.token_ids),
             features=np.concatenate(self.features),
             num_prompt_tokens=self.num_prompt_tokens,
-            round_starts=tuple(self.round_starts),
+            breaks=tuple(self.breaks),
         )
 
 

@@ -33,7 +33,7 @@ log = structlog.get_logger("honed.trainer")
 Key = tuple[str, bool]
 """Workload, and whether it is held out."""
 _NO_FEATURES = np.zeros((0, 0), np.uint8)
-_LABELS = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "round_starts")
+_LABELS = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,9 +52,9 @@ class SpilledStretch(Stretch):
         """Only these rows, as `Stretch.cut`."""
         return self.read(rows)
 
-    def to_training_sample(self, num_draft_tokens: int, is_fused: bool) -> TrainingSample:
+    def to_training_sample(self, is_fused: bool) -> TrainingSample:
         """As tensors."""
-        return self.read(slice(0, self.num_rows)).to_training_sample(num_draft_tokens, is_fused)
+        return self.read(slice(0, self.num_rows)).to_training_sample(is_fused)
 
 
 class Spill:
@@ -170,7 +170,7 @@ def _fields(stretch: Stretch) -> dict[str, Any]:
 def _open(path: Path) -> SpilledStretch:
     with safe_open(path, framework="np") as file:
         labels = json.loads((file.metadata() or {})["labels"])
-        labels["round_starts"] = tuple(labels["round_starts"])
+        labels["breaks"] = tuple(labels.get("breaks", ()))  # an earlier version had others
         token_ids = file.get_tensor("token_ids")
         if file.get_slice("features").get_shape()[0] != len(token_ids):
             raise ValueError(f"{path} has rows for other tokens")

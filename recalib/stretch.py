@@ -23,8 +23,8 @@ class Stretch:
     token_ids: NDArray[np.int32]  # [T]
     features: NDArray[Any]  # [T, F]; bfloat16 as uint16
     num_prompt_tokens: int = 0
-    round_starts: tuple[int, ...] = ()
-    """Positions of the anchors of the verify rounds that these rows came from, ascending."""
+    breaks: tuple[int, ...] = ()
+    """Positions of tokens that the target emitted in place of a draft, ascending."""
 
     @property
     def num_rows(self) -> int:
@@ -51,19 +51,10 @@ class Stretch:
             token_ids=self.token_ids[rows].copy(),
             features=self.features[rows].copy(),
             num_prompt_tokens=min(max(self.num_prompt_tokens - rows.start, 0), rows.stop - rows.start),
-            round_starts=tuple(p for p in self.round_starts if first <= p < end),
+            breaks=tuple(p for p in self.breaks if first <= p < end),
         )
 
-    def break_positions(self, num_draft_tokens: int) -> tuple[int, ...]:
-        """Where the target had its way against the drafter: each round's anchor, unless a full block led to it.
-
-        A round's rows are its anchor and the accepted drafts, so the next anchor follows after a + 1 rows; a whole block
-        accepted means a = k, and that anchor is a bonus token rather than a correction.
-        """
-        pairs = zip(self.round_starts, self.round_starts[1:], strict=False)
-        return tuple(after for before, after in pairs if after - before <= num_draft_tokens)
-
-    def to_training_sample(self, num_draft_tokens: int, is_fused: bool) -> TrainingSample:
+    def to_training_sample(self, is_fused: bool) -> TrainingSample:
         """As tensors, without a copy of the features."""
         features = torch.from_numpy(_writable(self.features).view(np.int16 if _is_bfloat16(self) else self.features.dtype))
         return TrainingSample(
@@ -72,7 +63,7 @@ class Stretch:
             positions=torch.arange(self.first_position, self.first_position + self.num_rows),
             session=self.session,
             workload=self.workload,
-            break_positions=self.break_positions(num_draft_tokens),
+            break_positions=self.breaks,
             num_prompt_tokens=self.num_prompt_tokens,
             is_fused=is_fused,
         )

@@ -94,7 +94,7 @@ class TrainingRun:
 
     def sample(self, stretch: Stretch) -> TrainingSample:
         """As tensors, with the target's own distribution where the loss wants it and it was captured."""
-        sample = stretch.to_training_sample(self._config.num_draft_tokens, self._feed.is_fused)
+        sample = stretch.to_training_sample(self._feed.is_fused)
         if sample.is_fused or self._training.loss not in ("kl", "hybrid"):
             return sample
         assert self._head is not None

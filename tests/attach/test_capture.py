@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL
+from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture import Capturer
 from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView
@@ -77,6 +77,14 @@ def test_rejected_rows_are_cut_off_and_features_belong_to_their_rows(capturer: C
     assert [(r["first"], r["tokens"]) for r in ring.rows] == [(0, [5, 6]), (0, [7]), (2, [9, 8]), (1, [4])]
     expected = context_features(step.states(), torch.tensor([2]), torch.ones(H), 1e-6)
     np.testing.assert_allclose(ring.rows[1]["features"], expected.numpy())
+
+
+def test_rounds_whose_drafts_were_rejected_are_marked_however_many_there_were(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5], "y": [7]}))
+    capturer.on_step(view({"x": [(0, 5)], "y": [(0, 7)]}))
+    capturer.on_step(view({"x": [(1, 9), (2, 8)], "y": [(1, 4), (2, 4)]}, rejected=[0, 1]))
+    capturer.on_step(view({"x": [(3, 9)], "y": [(2, 6)]}))  # nothing was drafted
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL, FLAG_PREFILL, 0, FLAG_REJECTED, 0, 0]
 
 
 def test_prompt_rows_are_marked(capturer: Capturer, ring: Recorder) -> None:

@@ -122,13 +122,13 @@ def test_forget_leaves_nothing():
 
 def test_stretch_becomes_tensors_bit_for_bit():
     values = torch.randn(6, 4).to(torch.bfloat16)
-    cut = Stretch("s", "w", "v", 10, np.arange(6, dtype=np.int32), values.view(torch.uint16).numpy(), 2, (12, 13, 15))
-    sample = cut.to_training_sample(num_draft_tokens=3, is_fused=True)
+    cut = Stretch("s", "w", "v", 10, np.arange(6, dtype=np.int32), values.view(torch.uint16).numpy(), 2, (13, 15))
+    sample = cut.to_training_sample(is_fused=True)
     assert torch.equal(sample.features, values)
     assert sample.positions.tolist() == list(range(10, 16))
     assert (sample.num_prompt_tokens, sample.break_positions) == (2, (13, 15))
     part = cut.cut(slice(1, 5))
-    assert (part.first_position, part.num_prompt_tokens, part.round_starts) == (11, 1, (12, 13))
+    assert (part.first_position, part.num_prompt_tokens, part.breaks) == (11, 1, (13,))
 
 
 def test_replay_mixes_by_share_and_fits_the_row_limit():

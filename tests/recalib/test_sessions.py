@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, KIND_END, KIND_ROWS
+from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END, KIND_ROWS
 from honed.recalib.ring_reader import RingRecord
 from honed.recalib.sessions import SessionAssembler
 
@@ -38,7 +38,7 @@ def check(stretch):
 def test_prompt_and_rounds_become_one_stretch():
     _, (stretch,) = assemble(record(0, [5, 6, 7], FLAG_PREFILL), record(3, [8, 9]), record(5, [4]), end())
     assert stretch.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
-    assert (stretch.first_position, stretch.num_prompt_tokens, stretch.round_starts) == (0, 3, (3, 5))
+    assert (stretch.first_position, stretch.num_prompt_tokens, stretch.breaks) == (0, 3, ())
     assert (stretch.session, stretch.workload) == ("s-r", "w")
     check(stretch)
 
@@ -49,9 +49,27 @@ def test_prompt_in_chunks_is_one_prompt():
 
 
 def test_breaks_are_the_anchors_after_rounds_that_were_not_wholly_accepted():
-    _, (stretch,) = assemble(record(0, [1], FLAG_PREFILL), record(1, [2]), record(2, [3, 4, 5, 6]), record(6, [7]), end())
-    assert stretch.break_positions(num_draft_tokens=3) == (2,)  # the round of four rows was a full block of three
-    assert stretch.break_positions(num_draft_tokens=7) == (2, 6)
+    """Whatever their length: a step that drafted nothing is no break, nor is a short block that was accepted whole."""
+    _, (stretch,) = assemble(
+        record(0, [1], FLAG_PREFILL),
+        record(1, [2], FLAG_REJECTED),
+        record(2, [3, 4, 5, 6]),
+        record(6, [7]),
+        record(7, [8, 9], FLAG_REJECTED),
+        record(9, [1], FLAG_REJECTED),
+        record(10, [2]),
+        end(),
+    )
+    assert stretch.breaks == (2, 9, 10)
+
+
+def test_what_follows_in_another_stretch_or_instead_of_what_was_held_is_no_break():
+    _, stretches = assemble(record(0, [1], FLAG_REJECTED), record(5, [2], FLAG_GAP), record(6, [3]), end())
+    assert [stretch.breaks for stretch in stretches] == [(), ()]
+    _, (stretch,) = assemble(record(0, [1]), record(1, [2], FLAG_REJECTED), record(1, [3]), record(2, [4]), end())
+    assert stretch.breaks == ()
+    _, (stretch,) = assemble(record(0, [1]), record(1, [2], FLAG_REJECTED), record(0, [1, 2, 3]), record(3, [4]), end())
+    assert stretch.breaks == ()
 
 
 def test_gap_begins_another_stretch():
@@ -63,14 +81,14 @@ def test_preempted_request_that_is_prefilled_again_goes_on():
     """The engine recomputes everything and says that it began anew; what is held is the same and stays."""
     assembler, (stretch,) = assemble(
         record(0, [1, 2], FLAG_PREFILL),
-        record(2, [3]),
+        record(2, [3], FLAG_REJECTED),
         record(3, [4, 5]),
         record(0, [1, 2, 3, 4, 5, 6], FLAG_PREFILL | FLAG_GAP),
         record(6, [7]),
         end(),
     )
     assert stretch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert (stretch.num_prompt_tokens, stretch.round_starts) == (2, (2, 3, 6))
+    assert (stretch.num_prompt_tokens, stretch.breaks) == (2, (3,))
     assert assembler.duplicate_rows == 5
     check(stretch)
 
@@ -128,10 +146,13 @@ def test_finish_and_forget():
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 3), st.booleans()), max_size=40))
 def test_any_records_give_stretches_whose_rows_belong_together(parts):
     """Whatever comes in whatever order: positions rise by one, features stay with their tokens, memory is accounted for."""
-    records = [record(f, np.arange(f, f + n) % 5 + salt, FLAG_GAP if gap else 0) for f, n, salt, gap in parts]
+    records = [
+        record(f, np.arange(f, f + n) % 5 + salt, (FLAG_GAP if gap else 0) | (FLAG_REJECTED if n % 2 else 0))
+        for f, n, salt, gap in parts
+    ]
     assembler, stretches = assemble(*records, end(), max_rows=20)
     for stretch in stretches:
         check(stretch)
-        assert list(stretch.round_starts) == sorted(set(stretch.round_starts))
-        assert all(stretch.first_position <= p < stretch.first_position + stretch.num_rows for p in stretch.round_starts)
+        assert list(stretch.breaks) == sorted(set(stretch.breaks))
+        assert all(stretch.first_position < p < stretch.first_position + stretch.num_rows for p in stretch.breaks)
     assert assembler.open_bytes == 0

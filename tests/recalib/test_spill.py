@@ -67,7 +67,7 @@ def files(folder: Path) -> list[Path]:
 
 def same(one: Stretch, other: Stretch) -> bool:
     a, b = (s.read(slice(0, s.num_rows)) if isinstance(s, SpilledStretch) else s for s in (one, other))
-    names = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "round_starts")
+    names = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks")
     return (
         all(getattr(a, name) == getattr(b, name) for name in names)
         and a.token_ids.tolist() == b.token_ids.tolist()
@@ -103,7 +103,7 @@ def test_drawn_from_disk_it_is_what_it_would_be_in_memory(make: Callable[..., Sa
     given = one if spilled.session == one.session else stretch(2)
     for window in (slice(0, ROWS), slice(7, 23)):
         assert same(spilled.cut(window), given.cut(window))
-    a, b = (s.to_training_sample(4, True) for s in (spilled, given))
+    a, b = (s.to_training_sample(True) for s in (spilled, given))
     assert torch.equal(a.features.view(torch.int16), b.features.view(torch.int16))
     assert torch.equal(a.positions, b.positions)
     assert a.break_positions == b.break_positions

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from honed.adapt.sample_ring import FLAG_PREFILL
+from honed.adapt.sample_ring import FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.ring import RingWriter
 from honed.recalib.checkpoint import save_drafter
 from honed.recalib.drafter import DFlashDrafter, DrafterConfig
@@ -65,6 +65,7 @@ def write_sessions(ring: RingWriter, workload: str, count: int, rows: int = 80, 
         ring.write_rows(request, workload, version, 0, ids[:at], values[:at], FLAG_PREFILL)
         while at < rows:
             end = min(at + int(rng.integers(1, 5)), rows)
-            ring.write_rows(request, workload, version, at, ids[at:end], values[at:end])
+            is_whole = end - at == int(CONFIG["block_size"])  # type: ignore[call-overload]
+            ring.write_rows(request, workload, version, at, ids[at:end], values[at:end], 0 if is_whole else FLAG_REJECTED)
             at = end
         ring.write_end(request, workload)
