@@ -120,9 +120,13 @@ def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[objec
 
 
 def _scale_gradient(ctx: torch.autograd.function.FunctionCtx, by_loss: torch.Tensor, *_: object) -> tuple[object, ...]:
+    return (_scaled(ctx, by_loss), *(None,) * (ctx.num_inputs - 1))  # type: ignore[attr-defined]
+
+
+def _scaled(ctx: torch.autograd.function.FunctionCtx, by_loss: torch.Tensor) -> torch.Tensor:
     (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    scaled = (gradient * by_loss[:, None]).to(gradient.dtype)
-    return (scaled, *(None,) * (ctx.num_inputs - 1))  # type: ignore[attr-defined]
+    scaled: torch.Tensor = (gradient * by_loss[:, None]).to(gradient.dtype)
+    return scaled
 
 
 label_loss.register_autograd(_scale_gradient, setup_context=_keep_gradient)
@@ -142,8 +146,7 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, by_loss: torch.Tensor, *_: object) -> tuple[None, torch.Tensor]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return None, (gradient * by_loss[:, None]).to(gradient.dtype)
+        return None, _scaled(ctx, by_loss)
 
 
 def _label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
