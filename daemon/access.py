@@ -22,11 +22,9 @@ from fastapi.security import HTTPBearer
 from fastapi.security.http import HTTPAuthorizationCredentials
 
 from honed.daemon.errors import ForbiddenError, StartError, UnauthorizedError
-from honed.daemon.limits import App, Receive, Scope, Send, answer
+from honed.daemon.limits import ROLE, App, Receive, Scope, Send, answer
 
 Role = Literal["read", "admin"]
-ROLE = "honed.role"
-"""Key of the ASGI scope under which the authenticated role is handed on."""
 USER_ID = "honed.user_id"
 """Key of a connection's state: whose process is at the other end of the unix socket."""
 CREDENTIALS: dict[Role, str] = {"read": "honed-read-token", "admin": "honed-admin-token"}

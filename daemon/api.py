@@ -23,6 +23,7 @@ from honed.daemon.plain_json import finite
 from honed.daemon.problems import METHODS, finish
 from honed.daemon.queries import only_known_parameters
 from honed.daemon.service import Service
+from honed.daemon.sharing import without_credentials
 
 log = structlog.get_logger("honed.api")
 
@@ -113,8 +114,10 @@ def add_reading(app: APIRouter, service: Service) -> None:
 
     @app.get("/v1/config")
     def config() -> dict[str, Any]:
-        """The settings in force."""
-        return service.settings.model_dump(mode="json")
+        """The settings in force, but for the credentials in `registry.url`."""
+        found = service.settings.model_dump(mode="json")
+        found["registry"]["url"] = without_credentials(found["registry"]["url"])
+        return found
 
     @app.get("/v1/engines", response_model=list[models.EngineView])
     def engines() -> Any:

@@ -10,6 +10,7 @@ import struct
 import threading
 from pathlib import Path
 
+import h11
 import structlog
 import uvicorn
 from fastapi import FastAPI
@@ -25,19 +26,39 @@ from honed.daemon.settings import Settings
 
 log = structlog.get_logger("honed.http")
 
+MOST_CONNECTIONS = 256
+"""Of a listener: a program that leaks them uses up its own, not the daemon's files."""
+PATIENCE_S = 10.0
+"""A connection on which a request isn't whole after this, or twice this, is closed."""
 _PEER = struct.Struct("3i")
 """Of SO_PEERCRED: process, user, group."""
 
 
 class Protocol(H11Protocol):
-    """uvicorn's one that is strict about framing and bounds headers, and notes who is at the other end of a unix socket."""
+    """uvicorn's one that is strict about framing and bounds headers, and notes who is at the other end of a unix socket.
+
+    uvicorn waits for ever for a request that never comes, and counts connections only once they have sent one.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+            return
+        self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family == socket.AF_UNIX:
             _, user_id, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             self.app_state = self.app_state | {USER_ID: user_id}
+
+    def _close_if_stuck(self, request_before: object) -> None:
+        """Close it if no request has come since it was looked at, and none is whole; else look again."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is request_before and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.transport.abort()
+        else:
+            self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
 
 
 class HttpServer:

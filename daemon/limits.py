@@ -14,6 +14,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
+ROLE = "honed.role"
+"""Key of the ASGI scope under which the authenticated role is handed on."""
 
 
 class TokenBucket:
@@ -39,7 +41,7 @@ class Limits:
     Args:
         app: what it protects.
         max_body_bytes: larger bodies are refused (413), also those that don't say how large they are.
-        bucket: refuses changes beyond its rate (429).
+        bucket: refuses an admin's changes beyond its rate (429); nobody else's are allowed anyway, and they use up none of it.
         hosts: names under which the listener may be addressed (421); empty: any, for a unix socket. Without it a web page
             could reach a loopback port through a name of its own (DNS rebinding).
     """
@@ -85,7 +87,7 @@ class Limits:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._max_body_bytes:
             return 413, "Body too large", f"at most {self._max_body_bytes} bytes"
-        if scope["method"] not in READING and self._bucket is not None and not self._bucket.take():
+        if scope["method"] not in READING and scope.get(ROLE) == "admin" and self._bucket is not None and not self._bucket.take():
             return 429, "Too many changes", "wait a moment"
         return None
 

@@ -14,6 +14,8 @@ class Notifier:
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
         name = env.get("NOTIFY_SOCKET", "")
         self._address = "\0" + name[1:] if name.startswith("@") else name
+        # Kept open: whoever uses up the process's files mustn't keep us from saying that we live.
+        self._channel = _datagrams() if name else None
         pid = env.get("WATCHDOG_PID", "")
         usec = env.get("WATCHDOG_USEC", "")
         is_ours = not pid or pid == str(os.getpid())
@@ -34,15 +36,19 @@ class Notifier:
 
     def _send(self, line: str) -> bool:
         """Whether systemd was told. Failing to is no reason to fail."""
-        if not self._address:
+        if self._channel is None:
             return False
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-                channel.setblocking(False)
-                channel.sendto(line.encode(), self._address)
+            self._channel.sendto(line.encode(), self._address)
         except OSError:
             return False
         return True
+
+
+def _datagrams() -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    channel.setblocking(False)
+    return channel
 
 
 class Heartbeat:

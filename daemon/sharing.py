@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("honed.sharing")
 
-_CREDENTIALS = re.compile(r"//[^/@]*@")
+_CREDENTIALS = re.compile(r"//\S*@")
+"""A secret may have a slash in it."""
+
+
+def without_credentials(text: str) -> str:
+    """A URL, or a text with one in it, as anybody may see it."""
+    return _CREDENTIALS.sub("//", text)
 
 
 class Sharing:
@@ -72,7 +78,7 @@ class Sharing:
         if self._shared is None:
             return None
         return {
-            "url": _CREDENTIALS.sub("//", self._shared.url),
+            "url": without_credentials(self._shared.url),
             "pushed": self.moved["pushed"],
             "fetched": self.moved["fetched"],
             "errors": self.errors,
@@ -103,7 +109,7 @@ class Sharing:
         except RegistryError as error:
             log.warning("versions can't be shared", error=str(error))
             with service.lock:
-                self.errors, self.last_error = self.errors + 1, _CREDENTIALS.sub("//", str(error))
+                self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
         except Exception as error:  # the boundary: the next look is to take place
             log.exception("versions can't be shared", error=str(error))
         finally:

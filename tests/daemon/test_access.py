@@ -180,3 +180,9 @@ def test_a_token_file_that_was_named_must_be_there(tmp_path: Path) -> None:
         load_tokens(None, tmp_path / "gone", {})
     with pytest.raises(StartError, match="can't be read"):
         load_tokens(tmp_path, None, {})
+
+
+def test_who_may_only_read_uses_up_nothing_of_what_the_admin_may_change(client: TestClient, service: Service) -> None:
+    for _ in range(service.settings.http.mutations_per_minute + 5):
+        assert client.post("/v1/training:pause", headers=bearer(READ)).status_code == 403
+    assert client.post("/v1/training:pause", headers=bearer(ADMIN)).status_code == 202

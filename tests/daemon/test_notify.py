@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import uuid
 from pathlib import Path
@@ -23,6 +24,20 @@ def test_what_systemd_hears(tmp_path_factory: pytest.TempPathFactory, is_abstrac
         assert notifier.stopping()
         said = [manager.recv(100) for _ in range(4)]
     assert said == [b"READY=1", b"STATUS=two lines", b"WATCHDOG=1", b"STOPPING=1"]
+
+
+def test_systemd_hears_of_a_process_that_has_no_files_left(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("n") / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
+        notifier = Notifier({"NOTIFY_SOCKET": str(path)})
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            assert notifier.watchdog()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert manager.recv(100) == b"WATCHDOG=1"
 
 
 def test_without_systemd_nothing_is_said_and_nothing_fails(tmp_path: Path) -> None:

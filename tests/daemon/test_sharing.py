@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
+from honed.daemon.api import make_app
 from honed.daemon.findings import findings
 from honed.daemon.operations import Operation
 from honed.daemon.service import Service
@@ -164,3 +166,20 @@ def test_credentials_of_the_url_are_shown_to_nobody(make_host: Callable[..., Hos
 def test_a_url_that_nobody_can_read_stops_the_start(make_host: Callable[..., Host]) -> None:
     with pytest.raises(RegistryError, match="nope"):
         make_host("one", url="nope://x")
+
+
+def test_nobody_is_shown_the_credentials_in_the_url(folder: Path) -> None:
+    url = "memory://KEY:SE/CRET@bucket/honed"
+    settings = load(None, flags_in(folder) | {"registry": {"url": url}}, env={})
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="test")
+    service.start()
+    try:
+        with TestClient(make_app(service)) as client:
+            for path in ("/v1/config", "/v1/status"):
+                answer = client.get(path).text
+                assert "SE/CRET" not in answer
+                assert '"memory://bucket/honed"' in answer
+    finally:
+        service.stop()
