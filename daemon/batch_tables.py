@@ -126,6 +126,22 @@ def insert(db: Database, group: list[StoredBatch]) -> int:
     return sum(boot.values["batches"] for boot in boots.values())
 
 
+def refuse(db: Database, item: StoredBatch) -> None:
+    """Count a batch that can't be stored as malformed, and pass its number: nobody is to wait for it."""
+    row = {
+        "engine_id": item.batch.engine_id,
+        "boot_id": item.batch.boot_id,
+        "seen": item.received_unix_ns,
+        "committed_seq": item.batch.seq,
+        "batches": 1,
+        "missing_batches": item.missing,
+        "malformed_batches": 1,
+        **dict.fromkeys(losses(item.batch), 0),
+        **Counts().row(),
+    }
+    db.conn.execute(ADD_TO_BOOT, row)
+
+
 def losses(batch: EventBatch) -> dict[str, int]:
     """The engine's totals of what it dropped in this boot, as columns."""
     return {

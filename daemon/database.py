@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pysqlite3 as sqlite3
@@ -12,6 +13,8 @@ from honed.daemon.rollups import add_json
 
 BROKEN_SQLITE = ((3, 7, 0), (3, 51, 2))
 """First and last release whose WAL reset can corrupt a database that several connections use."""
+
+LEAST_FREE_BYTES = 1 << 20
 
 
 def check_sqlite_version(version: tuple[int, int, int] = sqlite3.sqlite_version_info) -> None:
@@ -48,4 +51,7 @@ def why_not(error: sqlite3.Error, path: Path) -> str:
         return f"; {path.parent} must be a folder that this user may write to: `chown` it, or choose another --state-dir"
     if "not a database" in text or "malformed" in text:
         return "; move the file away: the daemon makes a new one, and the drafters beside it are not touched"
+    # SQLite calls it an I/O error where its log can't be made any longer.
+    if ("I/O" in text or "full" in text) and shutil.disk_usage(path.parent).free < LEAST_FREE_BYTES:
+        return f"; the disk of {path.parent} is full: make room"
     return ""

@@ -87,7 +87,12 @@ class Limits:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._max_body_bytes:
             return 413, "Body too large", f"at most {self._max_body_bytes} bytes"
-        if scope["method"] not in READING and scope.get(ROLE) == "admin" and self._bucket is not None and not self._bucket.take():
+        if (
+            scope["method"] not in READING
+            and scope.get(ROLE) == "admin"
+            and self._bucket is not None
+            and not self._bucket.take()
+        ):
             return 429, "Too many changes", "wait a moment"
         return None
 

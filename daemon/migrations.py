@@ -5,10 +5,14 @@ A migration that was released is never edited. Each runs in a transaction togeth
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pysqlite3 import complete_statement
+from sqlite_utils import Database
 from sqlite_utils.migrations import Migrations
+
+from honed.daemon.errors import StartError
 
 migrations = Migrations("honed")
 
@@ -126,6 +130,17 @@ def m002_canaries(db: Any) -> None:
 def m003_request_hash(db: Any) -> None:
     """What an idempotency key stood for, so that it is refused for anything else."""
     db.conn.execute("ALTER TABLE operations ADD COLUMN request_hash TEXT NOT NULL DEFAULT ''")
+
+
+def check_known(db: Any, path: Path) -> None:
+    """Refuse a database that a newer release has brought forward. Raises StartError."""
+    known = {migration.name for migration in migrations.pending(Database(memory=True))}
+    done = {migration.name for migration in migrations.applied(db)}
+    if unknown := sorted(done - known):
+        raise StartError(
+            f"database {path} was written by a newer honed ({', '.join(unknown)}): install that one, or put back the copy from "
+            "before the upgrade"
+        )
 
 
 def split_statements(script: str) -> list[str]:

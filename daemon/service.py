@@ -72,7 +72,7 @@ class Service:
         self.lock = threading.RLock()
         self.started_unix_s = clock()
         self.started_s = monotonic()
-        self.store = Store(settings.paths.database, settings.store, clock=clock, on_commit=self.on_commit)
+        self.store = Store(settings.paths.database, settings.store, clock=clock, monotonic=monotonic, on_commit=self.on_commit)
         registry = Registry(settings.paths.registry)
         shared = SharedRegistry(settings.registry.url, registry) if settings.registry.url else None
         self.drafters = Drafters(registry)

@@ -21,12 +21,14 @@ import pysqlite3 as sqlite3
 import structlog
 from sqlite_utils import Database
 
-from honed.daemon import batch_tables, retention
+from honed.daemon import batch_tables
 from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.database import check_sqlite_version, connect, why_not
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.histogram import Histogram
-from honed.daemon.migrations import migrations
+from honed.daemon.migrations import check_known, migrations
+from honed.daemon.retention import Retention
+from honed.daemon.rollups import BatchCounts
 from honed.daemon.sections import StoreSettings
 
 T = TypeVar("T")
@@ -34,7 +36,6 @@ log = structlog.get_logger("honed.store")
 
 MAX_GROUP_BYTES = 16 << 20
 RETRY_S = 0.5
-RETENTION_S = 10.0
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -47,12 +48,14 @@ class Store:
         settings: StoreSettings,
         *,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         on_commit: Callable[[list[StoredBatch]], None] = lambda batches: None,
     ) -> None:
         check_sqlite_version()
-        self._path, self._settings, self._clock, self._on_commit = path, settings, clock, on_commit
+        self._path, self._settings, self._on_commit = path, settings, on_commit
         try:
             self._db = connect(path, settings.synchronous)
+            check_known(self._db, path)
             migrations.apply(self._db)
             self._reader = connect(path, read_only=True)
         except sqlite3.Error as error:
@@ -64,7 +67,7 @@ class Store:
         self._queued_bytes = 0
         self._is_closing = False
         self._is_busy = False
-        self._next_retention = 0.0
+        self._retention = Retention(settings, clock, monotonic)
         self.errors = 0
         self.last_error = ""
         self.is_failing = False
@@ -164,7 +167,7 @@ class Store:
         while True:
             with self._changed:
                 while not (self._batches or self._jobs or self._is_closing):
-                    if not self._changed.wait(RETENTION_S):
+                    if not self._changed.wait(self._retention.due_in_s()):
                         break
                 if self._is_closing and not self._batches and not self._jobs:
                     return
@@ -202,23 +205,12 @@ class Store:
             group = list(self._group())
         try:
             self._store(group)
-        except sqlite3.OperationalError as error:  # disk full, I/O error, locked: none of them the batches' fault
-            self.note_error(error)
-            self.is_failing = True
-            log.error("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
-            with self._changed:
-                if self._is_closing:
-                    self._forget(len(self._batches))
-                self._changed.wait(RETRY_S)
-            return
         except Exception as error:
             self.note_error(error)
-            if len(group) > 1:
-                group = self._store_one_by_one(group)
-            else:
-                log.exception("a batch can't be stored; it is dropped and counted", error=str(error))
-                self._forget(1)
+            if _is_of_the_disk(error):
+                self._wait(error)
                 return
+            group = self._store_one_by_one(group)
         else:
             self._forget(len(group))
         self._on_commit(group)
@@ -230,22 +222,36 @@ class Store:
         self.commit_times.observe(time.perf_counter() - started)
         self.is_failing = False
 
+    def _wait(self, error: Exception) -> None:
+        """The disk refuses: keep the batches for later, unless this is the end."""
+        self.is_failing = True
+        log.error("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
+        with self._changed:
+            if self._is_closing:
+                self._forget(len(self._batches))
+            self._changed.wait(RETRY_S)
+
     def _store_one_by_one(self, group: list[StoredBatch]) -> list[StoredBatch]:
-        """Find the batch that spoils a transaction. Returns those that were stored."""
-        stored: list[StoredBatch] = []
-        for batch in group:
+        """Find the batch that spoils a transaction, and count it as malformed. Returns those that are settled."""
+        settled: list[StoredBatch] = []
+        for item in group:
             try:
-                self._store([batch])
-            except sqlite3.OperationalError as error:
-                self.note_error(error)
-                return stored
+                self._store([item])
             except Exception as error:
                 self.note_error(error)
-                log.exception("a batch can't be stored; it is dropped and counted", error=str(error))
-            else:
-                stored.append(batch)
+                if _is_of_the_disk(error):
+                    return settled
+                log.exception("a batch can't be stored; it is dropped, and counted as malformed", error=str(error))
+                item.counts = BatchCounts(malformed=str(error))
+                try:
+                    with self._db.atomic():
+                        batch_tables.refuse(self._db, item)
+                except sqlite3.Error as refusal:
+                    self.note_error(refusal)
+                    return settled
+            settled.append(item)
             self._forget(1)
-        return stored
+        return settled
 
     def _group(self) -> Iterator[StoredBatch]:
         num_bytes = 0
@@ -261,15 +267,17 @@ class Store:
                 self._queued_bytes -= len(self._batches.popleft().frame)
 
     def _retain(self) -> None:
-        now = self._clock()
-        if now < self._next_retention <= now + RETENTION_S:
-            return
-        self._next_retention = now + RETENTION_S
         try:
-            retention.apply(self._db, self._settings, now)
+            self._retention.run(self._db)
         except sqlite3.Error as error:
             self.note_error(error)
             log.error("retention failed", error=str(error))
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether a batch isn't to blame: the disk is full, fails or is locked, or the database is damaged."""
+    of_the_batch = sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, sqlite3.NotSupportedError
+    return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, of_the_batch)
 
 
 @contextmanager

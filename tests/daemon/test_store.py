@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 import zlib
@@ -12,9 +13,10 @@ import pytest
 from honed.adapt import wire
 from honed.daemon import batch_tables, retention
 from honed.daemon.batch_tables import StoredBatch
-from honed.daemon.database import check_sqlite_version, connect
+from honed.daemon.database import check_sqlite_version, connect, why_not
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.migrations import SCHEMA_1, migrations, split_statements
+from honed.daemon.retention import Retention
 from honed.daemon.rollups import count_batch
 from honed.daemon.sections import StoreSettings
 from honed.daemon.store import Store
@@ -148,8 +150,37 @@ def test_a_batch_that_spoils_its_transaction_does_not_take_the_others_along(
         store.put(stored(make_batch(seq)))
     store.start()
     assert store.drain(20)
+    assert acked == [1, 2, 3]
+    boots = store.read("SELECT committed_seq, batches, rounds, malformed_batches FROM boots")
+    assert boots == [{"committed_seq": 3, "batches": 3, "rounds": 16, "malformed_batches": 1}]
+    assert store.read("SELECT seq FROM batches ORDER BY id") == [{"seq": 1}, {"seq": 3}]
     store.close()
-    assert acked == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "error", [pysqlite3.DatabaseError("database disk image is malformed"), pysqlite3.OperationalError("x")]
+)
+def test_batches_wait_while_the_database_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    insert, is_damaged = batch_tables.insert, True
+
+    def damaged(db: Any, group: list[StoredBatch]) -> int:
+        if is_damaged and group[-1].batch.seq >= 2:
+            raise error
+        return insert(db, group)
+
+    monkeypatch.setattr(batch_tables, "insert", damaged)
+    acked: list[int] = []
+    store = Store(folder / "honed.db", StoreSettings(), on_commit=lambda group: acked.extend(item.batch.seq for item in group))
+    store.start()
+    put(store, stored(make_batch(1)))
+    for seq in (2, 3):
+        assert store.put(stored(make_batch(seq)))
+    wait_for(lambda: store.is_failing, "the refusal")
+    assert acked == [1]
+    is_damaged = False
+    assert store.drain(20)
+    store.close()
+    assert acked == [1, 2, 3]
 
 
 def test_jobs_run_in_a_transaction_of_their_own(store: Store) -> None:
@@ -230,7 +261,7 @@ def test_rollups_go_by_age_and_resolution(store: Store, clock: Clock) -> None:
 def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None:
     clock = Clock()
     settings = StoreSettings(commit_interval_s=0.0, max_raw_bytes=1)
-    store = Store(folder / "honed.db", settings, clock=clock)
+    store = Store(folder / "honed.db", settings, clock=clock, monotonic=clock)
     store.start()
     for seq in range(1, 60):
         clock.now += 11
@@ -238,6 +269,38 @@ def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None
     assert store.read("SELECT count(*) AS n FROM batches")[0]["n"] <= 1
     assert store.read("PRAGMA freelist_count")[0]["freelist_count"] < 100
     store.close()
+
+
+def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "BATCHES_PER_ROUND", 2)
+    put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 6)])
+    passes = Retention(StoreSettings(max_raw_bytes=1), clock, clock)
+    rest = []
+    for _ in range(3):
+        store.write(passes.run)
+        rest.append((store.read("SELECT count(*) AS n FROM batches")[0]["n"], passes.due_in_s()))
+        clock.now += passes.due_in_s()
+    assert rest == [(3, retention.SOON_S), (1, retention.SOON_S), (0, retention.EVERY_S)]
+
+
+def test_a_clock_that_jumps_makes_nothing_old(store: Store, clock: Clock) -> None:
+    put(store, stored(make_batch(1), clock.now))
+    monotonic = Clock()
+    passes = Retention(StoreSettings(max_raw_age_s=3600.0, max_age_1s_s=3600), clock, monotonic)
+
+    def rest_after(seconds: float) -> tuple[int, int]:
+        clock.now, monotonic.now = clock.now + seconds, monotonic.now + seconds
+        store.write(passes.run)
+        rows = store.read("SELECT (SELECT count(*) FROM batches), (SELECT count(*) FROM rollups WHERE resolution_s = 1)")
+        batches, seconds_kept = rows[0].values()
+        return batches, seconds_kept
+
+    assert rest_after(retention.SETTLING_S)[0] == 1
+    clock.now += 10 * 365 * 86400.0
+    assert rest_after(retention.EVERY_S)[0] == 1
+    clock.now -= 10 * 365 * 86400.0
+    assert rest_after(retention.EVERY_S)[0] == 1
+    assert rest_after(3600.0) == (0, 0)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -257,6 +320,29 @@ def test_a_version_1_database_opens_with_what_it_holds(folder: Path) -> None:
     store = Store(path, StoreSettings())
     assert store.read("SELECT committed_seq FROM boots") == [{"committed_seq": 7}]
     store.close()
+
+
+def test_a_database_of_a_newer_release_is_refused(folder: Path) -> None:
+    path = folder / "honed.db"
+    Store(path, StoreSettings()).close()
+    raw = pysqlite3.connect(str(path))
+    raw.execute("INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('honed', 'm999_later', '2027-01-01')")
+    raw.commit()
+    raw.close()
+    with pytest.raises(StartError, match=r"honed\.db was written by a newer honed \(m999_later\): install that one"):
+        Store(path, StoreSettings())
+
+
+def test_a_full_disk_is_named_where_sqlite_calls_it_an_io_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage(path: Path) -> Any:
+        return shutil._ntuple_diskusage(100, 100, 0)  # type: ignore[attr-defined]
+
+    assert why_not(pysqlite3.OperationalError("disk I/O error"), folder / "honed.db") == ""
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert (
+        why_not(pysqlite3.OperationalError("disk I/O error"), folder / "honed.db")
+        == f"; the disk of {folder} is full: make room"
+    )
 
 
 def test_an_empty_database_gets_every_migration(folder: Path) -> None:
