@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,8 +16,9 @@ from honed.daemon import doctor_daemon, doctor_host, doctor_memory, doctor_vllm,
 from honed.daemon.client import AdminClient, AdminError
 from honed.daemon.doctor import Check
 from honed.daemon.errors import SettingsError
+from honed.daemon.service_environment import ENVIRONMENT, check_paths, service_environment
 from honed.daemon.settings import Settings, load
-from honed.daemon.terminal import SERVICE_DIR, socket_of
+from honed.daemon.terminal import SERVICE_DIR, Connection, socket_of
 from honed.daemon.vllm_command import parse
 from honed.recalib.drafter_config import DrafterConfig
 
@@ -36,16 +37,33 @@ class Asked:
     prometheus: str = ""
 
 
-def diagnose(asked: Asked, open_client: Callable[[], AdminClient]) -> list[Check]:
-    """Everything that there is to say."""
+def diagnose(asked: Asked, connection: Connection) -> list[Check]:
+    """Everything that there is to say, of the services where they are meant; see `service_environment`."""
+    config = asked.config
     try:
-        settings = load(asked.config)
-        if socket_of(settings.paths) != settings.paths.admin_socket:
-            settings = load(asked.config, {"paths": {"state_dir": SERVICE_STATE_DIR, "runtime_dir": SERVICE_DIR}})
+        env = service_environment(config)
+    except OSError as error:
+        env = None
+        checks = [Check("settings", "unknown", f"{error.filename}: {error.strerror}", "Run `sudo honed doctor`.")]
+    else:
+        checks = []
+    try:
+        if env is not None:
+            config = Path(env["HONED_CONFIG"]) if "HONED_CONFIG" in env else None
+            settings = load(config, env=env)
+            checks += check_paths(config, env) if config is not None else ()
+        else:
+            settings = load(config)
+            if socket_of(settings.paths) != settings.paths.admin_socket:
+                settings = load(config, {"paths": {"state_dir": SERVICE_STATE_DIR, "runtime_dir": SERVICE_DIR}})
     except SettingsError as error:
         wrong = Check("settings", "error", str(error), "Correct it: the daemon doesn't start with it.")
-        return [wrong, *_command(asked.command)]
-    checks = [Check("settings", "ok", f"read from {asked.config or 'the environment and defaults'}")]
+        return [*checks, wrong, *_command(asked.command)]
+    read_from = f"{config} and {ENVIRONMENT}" if env is not None and ENVIRONMENT.is_file() else config
+    checks.append(Check("settings", "ok", f"read from {read_from or 'the environment and defaults'}"))
+    if connection.socket is None and not connection.url:
+        connection = replace(connection, socket=settings.paths.admin_socket)
+    open_client = connection.open
     checks += (host := list(doctor_host.check_host(settings)))
     status, answer = _status(open_client, settings.paths.runtime_dir)
     if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):

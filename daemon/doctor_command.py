@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,6 @@ from honed.daemon.doctor import Check, exit_code, worst_first
 from honed.daemon.terminal import Connection, JsonFlag, print_json
 
 SIGNS = {"error": ("✗", "red"), "warning": ("!", "yellow"), "unknown": ("?", "dim"), "ok": ("✓", "green")}
-SYSTEM_CONFIG = Path("/etc/honed/honed.toml")
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +33,8 @@ def doctor(
     from honed.daemon.diagnose import Asked, diagnose
 
     connection = context.obj if isinstance(context.obj, Connection) else Connection()
-    config = connection.config or (SYSTEM_CONFIG if SYSTEM_CONFIG.is_file() else None)
-    asked = Asked(config, tuple(command or ()), prometheus)
-    checks = worst_first(diagnose(asked, replace(connection, config=config).open))
+    asked = Asked(connection.config, tuple(command or ()), prometheus)
+    checks = worst_first(diagnose(asked, connection))
     if as_json:
         print_json({"checks": [asdict(check) for check in checks]})
     else:

@@ -28,10 +28,13 @@ class Boot:
     missing_batches: int = 0
     malformed_batches: int = 0
     batches: int = 0
+    lost_at_s: float = float("-inf")
+    """When it was last heard, since the daemon started, that something was lost, missing or malformed."""
     hello: EngineHello | None = None
 
-    def note_stored(self, item: StoredBatch) -> None:
+    def note_stored(self, item: StoredBatch, now_s: float) -> None:
         """A batch of this boot is on disk."""
+        before = sum(self.lost.values()) + self.missing_batches + self.malformed_batches
         self.committed_seq = max(self.committed_seq, item.batch.seq)
         self.batches += 1
         self.stored.add(item.counts.total)
@@ -39,6 +42,8 @@ class Boot:
         self.malformed_batches += bool(item.counts.malformed)
         for name, value in losses(item.batch).items():
             self.lost[name] = max(self.lost.get(name, 0), value)
+        if sum(self.lost.values()) + self.missing_batches + self.malformed_batches > before:
+            self.lost_at_s = now_s
 
 
 @dataclass(slots=True)

@@ -231,6 +231,8 @@ def parquet_schema() -> pyarrow.Schema:
 
 
 def _open_sink(part: Path, format: str) -> _Sink:
+    part.unlink(missing_ok=True)
+    part.touch(0o600)  # token ids may be among the columns
     return _JsonLines(part.open("w", encoding="utf-8")) if format == "jsonl" else _Parquet(part)
 
 

@@ -15,6 +15,9 @@ from honed.daemon.filesystem import IN_MEMORY, folder_in_memory
 LAG_S = 5.0
 """Events older than this when they are committed are worth a word: the store or the daemon is behind."""
 
+LATELY_S = 3600.0
+"""What was lost, or refused by the disk, is worth a word for so long; the figures stay."""
+
 FALLBACKS = {
     "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
     "stale_policy": "last heard from the daemon too long ago and drafts its static length",
@@ -51,9 +54,9 @@ def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
 
 def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
     events, store = status.get("events") or {}, status.get("store") or {}
-    if lost := events.get("lost_rounds"):
+    if (lost := events.get("lost_rounds")) and _was_lately(events.get("loss_age_s")):
         yield Finding("error", f"{lost:,} verify rounds were lost: an engine's queue ran full")
-    if errors := store.get("errors"):
+    if (errors := store.get("errors")) and _was_lately(store.get("error_age_s")):
         last = f" (last: {store['last_error']})" if store.get("last_error") else ""
         yield Finding("error", f"the database failed {errors:,} times{last}: check the disk under the state folder")
     if rejected := events.get("rejected_frames"):
@@ -76,15 +79,22 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
         if fallback:
             level = "error" if fallback == "error" else "warning"
             yield Finding(level, f"engine {name} {FALLBACKS.get(fallback, f'is in fallback {fallback}')}")
-        if missing := engine.get("missing_batches"):
+        is_lately = _was_lately(engine.get("loss_age_s"))
+        if (missing := engine.get("missing_batches")) and is_lately:
             yield Finding("error", f"engine {name}: {missing:,} batches neither came nor were counted as lost")
-        if malformed := engine.get("malformed_batches"):
-            yield Finding("error", f"engine {name}: {malformed:,} batches contradicted themselves; stored, not counted")
+        if (malformed := engine.get("malformed_batches")) and is_lately:
+            yield Finding(
+                "error", f"engine {name}: {malformed:,} batches contradicted themselves or couldn't be stored; not counted"
+            )
         if errors := engine.get("errors"):
             yield Finding("warning", f"engine {name}: {errors:,} errors of honed's were caught inside vLLM: see its log")
         for remark in [engine.get("note"), *(engine.get("limits") or [])]:
             if remark:
                 yield Finding("warning", f"engine {name}: {remark}")
+
+
+def _was_lately(age_s: float | None) -> bool:
+    return age_s is not None and 0.0 <= age_s < LATELY_S
 
 
 def _of_training(status: dict[str, Any]) -> Iterator[Finding]:

@@ -29,7 +29,8 @@ def families(service: Service) -> Iterator[Metric]:
     yield rejected
     yield gauge("honed_event_lag_seconds", "Age of the latest batch when it arrived.", figures.lag_s)
     yield gauge("honed_event_queue_length", "Batches received and not yet committed.", service.store.queued_batches)
-    yield gauge("honed_last_event_timestamp_seconds", "When the latest batch arrived.", figures.last_batch_unix_s)
+    if figures.last_batch_unix_s:
+        yield gauge("honed_last_event_timestamp_seconds", "When the latest batch arrived.", figures.last_batch_unix_s)
     skipped = service.steering.skipped_batches
     yield counter("honed_event_batches_not_learned", "Batches the controllers skipped for lack of time.", skipped)
 

@@ -112,6 +112,8 @@ class EngineView(BaseModel):
     lost_accepted_tokens: int
     missing_batches: int
     malformed_batches: int
+    loss_age_s: float
+    """Since the daemon last heard that something was lost, missing or malformed; −1: not since it started."""
     draft_tokens_per_round: float
     tokens_per_s: float
     captured_rows: int

@@ -1,4 +1,7 @@
-"""The operator's overrides: each with a time to live, kept across restarts, gone when it is over."""
+"""The operator's overrides: each with a time to live, kept across restarts, gone when it is over.
+
+While the daemon runs that time is measured by the monotonic clock: whoever sets the wall clock ends and prolongs none.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,19 @@ class SetOverride:
 class Overrides:
     """Those in force. Guarded by the service's lock."""
 
-    def __init__(self, store: Store, journal: Journal, settings: ControllerSettings, clock: Callable[[], float]) -> None:
-        self._store, self._journal, self._settings, self._clock = store, journal, settings, clock
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        settings: ControllerSettings,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._store, self._journal, self._settings = store, journal, settings
+        self._clock, self._monotonic = clock, monotonic
         self._by_name: dict[str, SetOverride] = {}
+        self._ends_s: dict[str, float] = {}
+        """By the monotonic clock."""
         self.changes: Counter[tuple[str, str]] = Counter()
         """(name, "set", "cleared" or "expired") -> how often since the daemon started."""
 
@@ -49,6 +62,7 @@ class Overrides:
             row["value"] = json.loads(row["value"])
             name = row["name"]
             self._by_name[name] = SetOverride(**row)
+            self._ends_s[name] = self._monotonic() + row["until_unix_s"] - self._clock()
             try:
                 check(name, row["value"], self._settings)
             except (RequestError, UnknownError) as error:
@@ -74,7 +88,7 @@ class Overrides:
             raise RequestError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s:g}")
         now = self._clock()
         made = SetOverride(name, value, now + ttl_s, reason, actor, now)
-        self._by_name[name] = made
+        self._by_name[name], self._ends_s[name] = made, self._monotonic() + ttl_s
         self.changes[name, "set"] += 1
         row = {field: getattr(made, field) for field in SetOverride.__slots__}
         self._journal.insert("overrides", row | {"value": json.dumps(value)}, replace=True)
@@ -94,29 +108,30 @@ class Overrides:
 
     def expire(self) -> None:
         """Drop those whose time is over."""
-        now = self._clock()
-        for name in [o.name for o in self._by_name.values() if o.until_unix_s <= now]:
+        now_s = self._monotonic()
+        for name in [name for name, end_s in self._ends_s.items() if end_s <= now_s]:
             self._remove(name)
             self.changes[name, "expired"] += 1
             self._journal.audit("honed", "override.clear", name, "time to live is over")
             self._journal.mark("override", f"{name} expired")
 
-    def active(self, monotonic_s: float, extra: Override | None = None) -> list[Override]:
+    def active(self, extra: Override | None = None) -> list[Override]:
         """As the controllers take them, on their clock; `extra` yields to an operator's one of the same name.
 
         In the order in which they were set: of `draft_tokens` and `policy` the later one counts.
         """
-        now = self._clock()
-        found = [Override(o.name, o.value, monotonic_s + o.until_unix_s - now) for o in self._in_order()]
+        found = [Override(o.name, o.value, self._ends_s[o.name]) for o in self._in_order()]
         if extra is not None and extra.name not in self._by_name:
             found.append(extra)
         return found
 
     def listing(self) -> list[dict[str, Any]]:
         """As the API shows them."""
-        now = self._clock()
+        now, now_s = self._clock(), self._monotonic()
+        left_s = {name: max(0.0, end_s - now_s) for name, end_s in self._ends_s.items()}
         return [
-            {field: getattr(o, field) for field in SetOverride.__slots__} | {"ttl_s": max(0.0, o.until_unix_s - now)}
+            {field: getattr(o, field) for field in SetOverride.__slots__}
+            | {"ttl_s": left_s[o.name], "until_unix_s": now + left_s[o.name]}
             for o in self._in_order()
         ]
 
@@ -124,7 +139,7 @@ class Overrides:
         return sorted(self._by_name.values(), key=lambda o: o.created_unix_s)
 
     def _remove(self, name: str) -> None:
-        del self._by_name[name]
+        del self._by_name[name], self._ends_s[name]
         self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
 
 

@@ -87,7 +87,7 @@ class Service:
         self.engines = Engines(self.store, settings.events.engine_lost_s)
         self.operations = Operations(self.store, clock)
         controller_settings = settings.controller_settings()
-        self.overrides = Overrides(self.store, self.journal, controller_settings, clock)
+        self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, settings.recalibration.trainer_lost_s, monotonic)
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.router.send, settings.recalibration, monotonic)
@@ -194,7 +194,7 @@ class Service:
         """Send the policies that changed or are due."""
         for engine in self.engines.connected(now_s):
             extra = self.recalibrations.capture_override(engine.engine_id, now_s)
-            self.steering.steer([engine], self.overrides.active(now_s, extra), now_s)
+            self.steering.steer([engine], self.overrides.active(extra), now_s)
 
     # --- what engines and trainers say (router's thread) ----------------------------------------------------------------
 
@@ -360,7 +360,7 @@ class Service:
             touched = {}
             for item in group:
                 boot = self.engines.boot(item.batch.engine_id, item.batch.boot_id)
-                boot.note_stored(item)
+                boot.note_stored(item, self.monotonic())
                 touched[boot.engine_id, boot.boot_id] = boot
             for boot in touched.values():
                 engine = self.engines.by_id.get(boot.engine_id)

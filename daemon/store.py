@@ -52,7 +52,7 @@ class Store:
         on_commit: Callable[[list[StoredBatch]], None] = lambda batches: None,
     ) -> None:
         check_sqlite_version()
-        self._path, self._settings, self._on_commit = path, settings, on_commit
+        self._path, self._settings, self._monotonic, self._on_commit = path, settings, monotonic, on_commit
         try:
             self._db = connect(path, settings.synchronous)
             check_known(self._db, path)
@@ -70,6 +70,8 @@ class Store:
         self._retention = Retention(settings, clock, monotonic)
         self.errors = 0
         self.last_error = ""
+        self.failed_at_s = float("-inf")
+        """When the database last refused something, by the monotonic clock."""
         self.is_failing = False
         """The latest commit of batches was refused."""
         self.commit_times = Histogram(COMMIT_BOUNDS_S)
@@ -159,7 +161,7 @@ class Store:
 
     def note_error(self, error: BaseException) -> None:
         self.errors += 1
-        self.last_error = str(error)
+        self.last_error, self.failed_at_s = str(error), self._monotonic()
 
     # --- the writer thread ---
 

@@ -43,11 +43,11 @@ def status(service: Service) -> dict[str, Any]:
     with service.lock:
         problems = service.problems
         operation = service.lifecycle.current
-        figures = service.ingest.figures
+        figures, now_s = service.ingest.figures, service.monotonic()
         return {
             "version": service.version,
             "daemon_id": service.daemon_id,
-            "uptime_s": service.monotonic() - service.started_s,
+            "uptime_s": now_s - service.started_s,
             "state": "degraded" if problems or service.store.is_failing else "ok",
             "problems": problems,
             "generation": service.drafters.generation,
@@ -61,6 +61,7 @@ def status(service: Service) -> dict[str, Any]:
             "events": {
                 "received_rounds": figures.rounds,
                 "lost_rounds": sum(e.boot.lost.get("lost_rounds", 0) for e in service.engines.by_id.values()),
+                "loss_age_s": age_s(max((e.boot.lost_at_s for e in service.engines.by_id.values()), default=-np.inf), now_s),
                 "batches": figures.batches,
                 "lag_s": figures.lag_s,
                 "rejected_frames": sum(figures.rejected.values()),
@@ -71,10 +72,11 @@ def status(service: Service) -> dict[str, Any]:
                 "bytes": service.store.size_bytes,
                 "errors": service.store.errors,
                 "last_error": service.store.last_error,
+                "error_age_s": age_s(service.store.failed_at_s, now_s),
             },
             "operation": operation.view() if operation is not None else None,
             "canary": trial.view() if (trial := service.lifecycle.canaries.trial) is not None else None,
-            "drift_alarms": service.recalibrations.alarms.view(service.monotonic()),
+            "drift_alarms": service.recalibrations.alarms.view(now_s),
             "overrides": service.overrides.listing(),
         }
 
@@ -85,12 +87,17 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
     with service.lock:
         now_s = service.monotonic()
         return [
-            engine_view(e, service.engines.is_connected(e, now_s), *found.get(e.engine_id, (Counts(), 0.0)))
+            engine_view(e, now_s, service.engines.is_connected(e, now_s), *found.get(e.engine_id, (Counts(), 0.0)))
             for e in service.engines.by_id.values()
         ]
 
 
-def engine_view(engine: Engine, is_connected: bool, recent: Counts, tokens_per_s: float) -> dict[str, Any]:
+def age_s(at_s: float, now_s: float) -> float:
+    """Seconds since then; −1: never."""
+    return now_s - at_s if at_s > -np.inf else -1.0
+
+
+def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts, tokens_per_s: float) -> dict[str, Any]:
     """One engine; `recent` are its rounds of the last minute."""
     hello, status, policy, boot = engine.hello, engine.status, engine.policy, engine.boot
     stored = boot.stored
@@ -138,6 +145,7 @@ def engine_view(engine: Engine, is_connected: bool, recent: Counts, tokens_per_s
         "lost_accepted_tokens": boot.lost.get("lost_accepted_tokens", 0),
         "missing_batches": boot.missing_batches,
         "malformed_batches": boot.malformed_batches,
+        "loss_age_s": age_s(boot.lost_at_s, now_s),
         "draft_tokens_per_round": (recent if recent.rounds else stored).draft_tokens_per_round,
         "tokens_per_s": tokens_per_s,
         "captured_rows": status.captured_rows if status else 0,

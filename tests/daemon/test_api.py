@@ -201,9 +201,24 @@ def test_policy_table_lives_as_long_as_the_settings_have_a_table(settings: Setti
 def test_an_override_whose_time_is_over_is_gone(client: TestClient, service: Service) -> None:
     client.put("/v1/overrides/draft_tokens", json={"value": 1, "ttl_s": 60})
     with service.lock:
-        service.overrides._clock = lambda: service.clock() + 61
+        service.overrides._monotonic = lambda: service.monotonic() + 61
         service.overrides.expire()
     assert client.get("/v1/overrides").json() == []
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_an_override_lasts_as_long_as_it_was_asked_to_though_somebody_sets_the_clock(
+    client: TestClient, service: Service, jump_s: float
+) -> None:
+    client.put("/v1/overrides/draft_tokens", json={"value": 1, "ttl_s": 600})
+    with service.lock:
+        service.overrides._clock = lambda: service.clock() + jump_s
+        service.overrides.expire()
+        (active,) = service.overrides.active()
+        assert active.until_s - service.monotonic() == pytest.approx(600, abs=20)
+    (shown,) = client.get("/v1/overrides").json()
+    assert shown["ttl_s"] == pytest.approx(600, abs=20)
+    assert shown["until_unix_s"] == pytest.approx(service.clock() + jump_s + 600, abs=20)
 
 
 def test_pausing_is_remembered(client: TestClient, service: Service) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from honed.adapt import wire
-from honed.daemon import database, diagnose, doctor_command, doctor_daemon, doctor_host, doctor_memory
+from honed.daemon import database, diagnose, doctor_command, doctor_daemon, doctor_host, doctor_memory, service_environment
 from honed.daemon.command_line import app
 from honed.daemon.doctor import ORDER, Check, exit_code, worst_first
 from honed.daemon.serve import start
@@ -378,6 +378,27 @@ def test_wrong_settings_are_said_and_the_command_is_still_judged(
     assert result.exit_code == 1
     assert "MAX_RAW_BITES" in of(result, "error")["settings"]
     assert "vLLM command" in of(result, "error")
+
+
+def test_the_services_settings_are_read_as_systemd_hands_them_over(
+    folder: Path, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, environment = folder / "honed.toml", folder / "honed.env"
+    monkeypatch.setattr(service_environment, "CONFIG", config)
+    monkeypatch.setattr(service_environment, "ENVIRONMENT", environment)
+    config.write_text('[paths]\nstate_dir = "/data/honed"\n[trainer]\ndevice = "cpu"\n')
+    environment.write_text(f"HONED_RUNTIME_DIR={folder}\n# a comment\nHONED_TRAINER__DEVISE=cuda\n")
+    assert "HONED_TRAINER__DEVISE" not in run("--json").stdout, "this user's own environment names folders: it isn't about them"
+    monkeypatch.delenv("HONED_STATE_DIR")
+    monkeypatch.delenv("HONED_RUNTIME_DIR")
+    for arguments in ([], ["--config", str(config)]):
+        assert "unknown setting HONED_TRAINER__DEVISE" in of(run("--json", *arguments), "error")["settings"]
+    environment.write_text(f"HONED_RUNTIME_DIR={folder}\nHONED_TRAINER__DEVICE='cuda'\n")
+    result = run("--json")
+    assert "trains on cuda" in result.stdout or "trainer.device is cuda" in result.stdout
+    assert f"{folder}/admin.sock" in of(result, "error")["admin socket"]
+    assert "paths.state_dir = '/data/honed'" in of(result, "warning")["settings"]
+    assert "/var/lib/honed" in result.stdout
 
 
 def test_a_command_is_judged_before_it_is_run(paths: dict[str, Path]) -> None:

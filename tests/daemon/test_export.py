@@ -1,6 +1,7 @@
 """Exported rows are what was stored: every round once, at its time, with its own token ids."""
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -150,6 +151,17 @@ def test_parquet_holds_the_same_rows(database: Path, monkeypatch: pytest.MonkeyP
     rows = parquet.read_table(out).to_pylist()
     for row, line in zip(rows, exported(database), strict=True):
         assert row == line
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_nobody_else_reads_what_was_exported(database: Path, format: str) -> None:
+    out = database.parent / "out"
+    before = os.umask(0)
+    try:
+        export.export(database, str(out), format, Chosen())
+    finally:
+        os.umask(before)
+    assert out.stat().st_mode & 0o777 == 0o600
 
 
 def test_more_batches_than_a_page_come_once_each_and_in_order(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_of_two_overrides_the_one_set_later_counts(service: Service, make_engine
             service.steer(service.monotonic())
         generation = engine.expect(wire.Policy, partial(is_newer, kind=kind, generation=generation)).generation
     with service.lock:
-        assert [one.name for one in service.overrides.active(0.0)] == ["draft_tokens", "policy"]
+        assert [one.name for one in service.overrides.active()] == ["draft_tokens", "policy"]
 
 
 def is_newer(policy: wire.Policy, kind: str, generation: int) -> bool:
@@ -74,7 +74,7 @@ def is_newer(policy: wire.Policy, kind: str, generation: int) -> bool:
 def test_an_overrides_end_is_counted(service: Service) -> None:
     with service.lock:
         service.overrides.set("policy", "latency", 60, "", "operator")
-        service.overrides._clock = lambda: service.clock() + 61
+        service.overrides._monotonic = lambda: service.monotonic() + 61
         service.overrides.expire()
     assert scrape(service)["honed_override_changes_total"]["change=expired name=policy"] == 1
 

@@ -12,6 +12,7 @@ ENGINE = "engine=engine-0 model_name=tiny"
 
 def test_what_came_and_what_got_lost_is_counted(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
     engine = make_engine()
+    assert "honed_last_event_timestamp_seconds" not in scrape(service), "else it would be 1970"
     engine.hello()
     engine.send(engine.batch(1))
     engine.send(engine.batch(1))

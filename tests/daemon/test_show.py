@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from honed.adapt.wire import GateFigures
 from honed.daemon import cells, show
-from honed.daemon.findings import LAG_S, findings
+from honed.daemon.findings import LAG_S, LATELY_S, findings
 from honed.recalib.gate import summarise
 
 HEALTHY: dict[str, Any] = {
@@ -75,16 +75,16 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
     ("status", "level", "part"),
     [
         (changed(problems=["the writer thread has ended"]), "error", "writer thread"),
-        (changed(events={"lost_rounds": 12345}), "error", "12,345 verify rounds were lost"),
+        (changed(events={"lost_rounds": 12345, "loss_age_s": 5.0}), "error", "12,345 verify rounds were lost"),
         (changed(events={"rejected_frames": 2}), "warning", "2 frames"),
         (changed(events={"lag_s": LAG_S + 1}), "warning", "6.0 s old"),
-        (changed(store={"errors": 4, "last_error": "disk is full"}), "error", "disk is full"),
+        (changed(store={"errors": 4, "last_error": "disk is full", "error_age_s": 5.0}), "error", "disk is full"),
         (engine(connected=False), "error", "engine-0 is not connected"),
         (engine(policy={"fallback": "stale_policy"}), "warning", "too long ago"),
         (engine(policy={"fallback": "error"}), "error", "caught an error"),
         (engine(policy={"fallback": "something_new"}), "warning", "something_new"),
-        (engine(missing_batches=1), "error", "neither came nor"),
-        (engine(malformed_batches=1), "error", "contradicted"),
+        (engine(missing_batches=1, loss_age_s=5.0), "error", "neither came nor"),
+        (engine(malformed_batches=1, loss_age_s=5.0), "error", "contradicted"),
         (engine(errors=1), "warning", "caught inside vLLM"),
         (engine(limits=["no swap here"]), "warning", "no swap here"),
         (engine(note="two processes"), "warning", "two processes"),
@@ -110,8 +110,16 @@ def test_each_trouble_is_one_finding(status: dict[str, Any], level: str, part: s
     assert found.text in text_of(show.status(status))
 
 
+@pytest.mark.parametrize("age_s", [LATELY_S, -1.0])
+def test_what_was_lost_long_ago_is_a_figure_and_no_finding(age_s: float) -> None:
+    status = changed(events={"lost_rounds": 12345, "loss_age_s": age_s}, store={"errors": 4, "error_age_s": age_s})
+    assert findings(status) == []
+    assert "12,345 rounds lost" in text_of(show.status(status))
+    assert findings(engine(missing_batches=1, malformed_batches=1, loss_age_s=age_s)) == []
+
+
 def test_the_worst_comes_first() -> None:
-    levels = [f.level for f in findings(changed(trainer=None, engines=[], store={"errors": 1}))]
+    levels = [f.level for f in findings(changed(trainer=None, engines=[], store={"errors": 1, "error_age_s": 0.0}))]
     assert levels == ["error", "warning", "warning"]
 
 

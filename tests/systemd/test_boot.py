@@ -183,6 +183,13 @@ def test_services_are_ready_and_say_what_they_do(machine: Machine) -> None:
     machine.until(lambda: says("honed-trainer.service", "idle"), "an idle trainer", 30, *SERVICES)
 
 
+def test_the_audit_table_knows_who_did_it(machine: Machine) -> None:
+    for user, command in (("vllm", "pause"), ("root", "resume")):
+        machine.run("runuser", "-u", user, "--", "/opt/honed/bin/honed", command)
+    actors = {row["action"]: row["actor"] for row in machine.honed("audit")}
+    assert (actors["training.pause"], actors["training.resume"]) == ("vllm", "root")
+
+
 def test_a_recalibration_over_the_admin_api_is_trained_judged_tried_out_and_swapped_in(machine: Machine) -> None:
     before = life_of_vllm(machine)
     play(machine, "a", "traffic_a.jsonl", 120)
