@@ -141,10 +141,10 @@ class Replay:
             raise ValueError("the log has no verify rounds")
         self.log, self.num_spec_tokens, self._seed = log, max(num_spec_tokens, log.most_drafted), seed
         self._settings = settings or ControllerSettings()
-        self._can_shorten = len(np.unique(log.block)) > 1 if can_shorten is None else can_shorten
+        has_rounds = np.flatnonzero(log.rounds_in_step)
+        self._can_shorten = len(np.unique(log.block[has_rounds])) > 1 if can_shorten is None else can_shorten
         self._can_skip = can_skip
         self._mask = np.ones(len(log.step)) if mask is None else mask.astype(np.float64)
-        has_rounds = np.flatnonzero(log.rounds_in_step)
         nearest = np.searchsorted(has_rounds, np.arange(len(log.seconds)))
         self._payer = has_rounds[np.minimum(nearest, len(has_rounds) - 1)]  # whose rounds pay for a step without any
         self._cluster, self._stratum = _clusters(log)

@@ -7,7 +7,10 @@ M is the model of `adapt.step_time`, fitted to the log's steps; c(kind) the robu
 that was seen at that batch size costs what it did cost, one that wasn't what the model says, and whatever else slowed the
 engine down at that moment (T / cM) still does: up to `MOST_SLOWER` times as a factor, what lies beyond as so many seconds.
 
-Letters: S = steps, n = rows that the model is fitted to.
+Steps without verify rounds are all prompt and mostly without drafts: they tell nothing of what decoding without drafts costs.
+They teach nothing here, and keep the seconds that were logged.
+
+Letters: S = steps, s = steps with verify rounds, n = rows that the model is fitted to.
 """
 
 from __future__ import annotations
@@ -49,6 +52,11 @@ class Shape:
     """Draft tokens per verify round."""
     block: Ints
 
+    def of(self, steps: Ints) -> Shape:
+        """Take some of them."""
+        s = self
+        return Shape(s.requests[steps], s.tokens[steps], s.context[steps], s.prefill[steps], s.drafted[steps], s.block[steps])
+
     def kind(self) -> Ints:
         """Number the kinds of steps."""
         # A few drafts among many requests are not the same as none.
@@ -68,8 +76,11 @@ class StepRows:
 
     def __init__(self, log: Log, captured_tokens: Sequence[int], rng: np.random.Generator) -> None:
         self.captured_tokens = tuple(sorted(captured_tokens))
-        self.shape = shape_of(log)
-        self.seconds = log.seconds
+        self.num_steps = len(log.seconds)
+        self.steps = np.flatnonzero(log.rounds_in_step)
+        """Which of the log's have verify rounds, [s]."""
+        self.shape = shape_of(log).of(self.steps)
+        self.seconds = log.seconds[self.steps]
         s = self.shape
         coarse = np.stack(
             [np.log2(np.maximum(s.requests, 1) ** 4).astype(np.int64), np.rint(s.drafted).astype(np.int64), s.block,
@@ -111,7 +122,7 @@ class Prices:
     overall: float
     slower: Floats  # [S] by how much each logged step was slower than such steps are
     beyond: Floats  # [S] seconds beyond MOST_SLOWER
-    blocks: Ints  # [S] that were drafted, ascending
+    blocks: Ints  # [s] that were drafted, ascending
 
     def seconds(self, shape: Shape) -> Floats:
         """Price steps in place of those of the log, [S]."""
@@ -139,14 +150,15 @@ class Prices:
 
 def price(rows: StepRows, weights: Floats | None = None) -> Prices:
     """Fit a log's steps; `weights` [S] says how often each counts, None: once."""
-    size, blocks = len(rows.seconds), np.sort(rows.shape.block)
-    weights = np.ones(size) if weights is None else weights
+    size, blocks = rows.num_steps, np.sort(rows.shape.block)
+    weights = np.ones(len(rows.steps)) if weights is None else weights[rows.steps]
+    slower, beyond = np.ones(size), np.zeros(size)
     if not rows.is_enough:
         kinds, counts = np.unique(rows.shape.kind(), return_counts=True)
-        return Prices(StepTimeModel(), kinds, np.ones(len(kinds)), counts, 1.0, np.ones(size), np.zeros(size), blocks)
+        return Prices(StepTimeModel(), kinds, np.ones(len(kinds)), counts, 1.0, slower, beyond, blocks)
     parameters = fit_parameters(
         rows.matrix(), rows.seconds[rows.rows], weights[rows.rows] + 1e-9, rows.scale, rows.captured_tokens,
-        rows.rows.astype(np.float64),
+        rows.steps[rows.rows].astype(np.float64),
     )  # fmt: skip
     model = StepTimeModel(tuple(parameters.tolist()), rows.captured_tokens)
     expected = modelled(model, rows.shape)
@@ -159,8 +171,9 @@ def price(rows: StepRows, weights: Floats | None = None) -> Prices:
     count = np.bincount(kind, weights)
     factors = (np.bincount(kind, weights * usual) + KIND_STRENGTH * overall) / (count + KIND_STRENGTH)
     usual = factors[kind] * expected
-    slower = np.minimum(rows.seconds / usual, MOST_SLOWER)
-    return Prices(model, kinds, factors, np.bincount(kind), overall, slower, rows.seconds - slower * usual, blocks)
+    slower[rows.steps] = np.minimum(rows.seconds / usual, MOST_SLOWER)
+    beyond[rows.steps] = rows.seconds - slower[rows.steps] * usual
+    return Prices(model, kinds, factors, np.bincount(kind), overall, slower, beyond, blocks)
 
 
 def _medians(values: Floats, group: Ints) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from honed.adapt.contenders import make_contender
 from honed.adapt.controller import EngineController
 from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
+from honed.adapt.length_policy import Decision
 from honed.adapt.replay import Replay
 from honed.adapt.replay_log import Log, LogBuilder
 from honed.adapt.replay_rules import Rule, lengths_of, parse_rule
@@ -312,6 +314,47 @@ def clustered(count: int, correlation: float) -> np.ndarray:
     kernel = correlation ** np.arange(40)
     ranks = np.convolve(noise, kernel, mode="valid")[:count].argsort().argsort()
     return ((ranks + 0.5) / count).astype(np.float32)
+
+
+class OneToFive:
+    """Draws each step's draft length from 1, 3 and 5."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def decide(self, request_ids, *_):
+        length = self._random.choice((1, 3, 5))
+        return Decision([length] * len(request_ids), length, "policy")
+
+    def start(self, *_):
+        pass
+
+    finish = observe = start
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_step_that_is_all_prompt_says_nothing_of_what_decoding_without_drafts_costs(is_pipelined):
+    """Those steps alone drafted nothing, and what they cost was once taken for all the evidence there was of that."""
+    cost = Cost(6e-3, roofline(6e-3, 4e-5), per_request_s=1e-5, drafting_s=2e-3, per_block_token_s=3e-4)
+    trace = dataclasses.replace(BASE, num_tokens=15_000, costs=((0.0, cost),))
+    traffic, batches = Traffic(trace), []
+    simulate(traffic, OneToFive(1), on_batch=lambda one, _: batches.append(one), is_pipelined=is_pipelined)
+    log = log_of(*batches)
+    assert (log.rounds_in_step == 0).any()
+    assert (log.block[log.rounds_in_step > 0] > 0).all()
+    without = replay_of(log, trace).predict(static(0))
+    assert without.tokens_per_s is not None
+    assert without.exact_seconds == 0.0
+    assert without.tokens_per_s.value == pytest.approx(run(traffic, static(0), is_pipelined=is_pipelined), rel=0.25)
+    assert without.tokens_per_s.high > 1.3 * without.tokens_per_s.value
+
+
+def test_prompts_alone_do_not_make_a_second_draft_length():
+    rounds = [(step, request, 3, step % 4) for step in range(5, 60) for request in (1, 2)]
+    steps = [(number, 10 * number, 10) for number in range(1, 60)]
+    replay = Replay(log_of(batch(rounds, steps=steps)), 3)
+    assert replay.predict(static(0)).tokens_per_s is None
+    assert replay._shape(np.zeros(len(rounds), dtype=np.int64)).block.max() == 3
 
 
 @pytest.mark.parametrize("text", ["threshold", "kelly", "ema", "table:4=5,16=2"])
