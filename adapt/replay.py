@@ -15,8 +15,9 @@ is the engine's busy time. Where requests arrive by themselves a slower rule wou
 
 A request waits for whole steps: its time per output token is Σ_i (F_s + (ρ_i − 1) · D_s) / Σ_i emitted_i over its rounds.
 
-Intervals are 95 %: the spread between requests, in up to `MOST_CLUSTERS` groups of consecutive ones within a cell; that of
-what is estimated once and used throughout (acceptance where little was tried, step times), by resampling; `Prices.doubt`.
+Intervals are 95 %: the spread between requests, in up to `MOST_CLUSTERS` groups of consecutive ones of each cell, with
+Student's t where these are few; that of what is estimated once and used throughout (acceptance where little was tried, step
+times), by resampling; `Prices.doubt`. Of fewer requests than `LEAST_REQUESTS` there is none.
 
 Letters: S = steps, R = verify rounds, Q = requests, K = draft tokens that the engine was configured for.
 """
@@ -39,15 +40,20 @@ from honed.adapt.replay_walk import Odds, Text
 
 MOST_CLUSTERS = 64
 NUM_RESAMPLES = 16
+LEAST_REQUESTS = 5
+"""Of fewer nobody knows how requests differ."""
+_T_FREEDOM = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 60.0, np.inf)
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.306, 2.228, 2.131, 2.086, 2.042, 2.000, 1.960)
+"""Student's 97.5 % quantile by degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """An estimate and its 95 % interval."""
+    """An estimate and its 95 % interval; None: it isn't known, of so few requests."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,8 @@ class Replay:
         nearest = np.searchsorted(has_rounds, np.arange(len(log.seconds)))
         self._payer = has_rounds[np.minimum(nearest, len(has_rounds) - 1)]  # whose rounds pay for a step without any
         self._cluster, self._stratum = _clusters(log)
+        self._is_asked = np.bincount(self._cluster, self._mask) > 0.0
+        self._num_requests = len(np.unique(log.request[self._mask > 0]))
         self._text = Text(log, self.num_spec_tokens)
         counts = Counts.of(log, self.num_spec_tokens)
         rows = StepRows(log, self._settings.captured_tokens, np.random.default_rng(seed))
@@ -164,7 +172,7 @@ class Replay:
         return Logged(
             tokens / seconds, float(tpot.mean()), float(np.quantile(tpot, 0.95)), tokens / rounds,
             float(w @ log.drafted) / rounds, round(tokens), seconds,
-            round(rounds), len(np.unique(log.request[w > 0])), len(np.unique(log.step[w > 0])),
+            round(rounds), self._num_requests, len(np.unique(log.step[w > 0])),
         )  # fmt: skip
 
     def predict(self, rule: Rule) -> Prediction:
@@ -258,12 +266,23 @@ class Replay:
     # --- how sure -----------------------------------------------------------------------------------------------------
 
     def _figure(self, gain: Floats, cost: Floats, variance: float) -> Figure:
-        """Divide Σ gain by Σ cost; the variance of the logarithm between clusters within their cells comes on top."""
-        shift = np.bincount(self._cluster, gain / gain.sum() - cost / cost.sum())
-        number = np.bincount(self._stratum)
-        centred = shift - (np.bincount(self._stratum, shift) / np.maximum(number, 1))[self._stratum]
-        scatter = float((centred**2 * (number / np.maximum(number - 1, 1))[self._stratum]).sum())
-        value, factor = float(gain.sum() / cost.sum()), float(np.exp(1.96 * np.sqrt(scatter + variance)))
+        """Divide Σ gain by Σ cost; the variance of the logarithm between clusters within their strata comes on top.
+
+        With n clusters a stratum's share v of the variance has n − 1 degrees of freedom, the total V has V² / Σ (v² / (n − 1)).
+        Source: Satterthwaite, An Approximate Distribution of Estimates of Variance Components (1946).
+        """
+        value = float(gain.sum() / cost.sum())
+        if self._num_requests < LEAST_REQUESTS:
+            return Figure(value, None, None)
+        shift = np.bincount(self._cluster, gain / gain.sum() - cost / cost.sum())[self._is_asked]
+        stratum = self._stratum[self._is_asked]
+        number = np.bincount(stratum)
+        others = np.maximum(number - 1, 1)
+        centred = shift - (np.bincount(stratum, shift) / np.maximum(number, 1))[stratum]
+        scatter = np.bincount(stratum, centred**2) * number / others
+        total = float(scatter.sum()) + variance
+        crowd = float((scatter**2 / others).sum()) / max(total, 1e-300) ** 2
+        factor = float(np.exp(_student(crowd) * np.sqrt(total)))
         return Figure(value, value / factor, value * factor)
 
     def _variance(self, lengths: Ints, shape: Shape, seconds: Floats) -> float:
@@ -294,19 +313,25 @@ def _without_prefill(shape: Shape) -> Shape:
     return Shape(shape.requests, tokens, shape.context, np.zeros_like(shape.prefill), shape.drafted, shape.block)
 
 
-def _clusters(log: Log) -> tuple[Ints, Ints]:
-    """Group rounds into runs of consecutive requests of one cell; only where there are few requests are those cut up.
+def _student(inverse_freedom: float) -> float:
+    """How many standard deviations a 95 % interval reaches to either side, by 1 / degrees of freedom."""
+    return float(np.interp(inverse_freedom, 1.0 / np.array(_T_FREEDOM[::-1]), _T[::-1]))
 
-    Returns: cluster of each round [R], cell of each cluster.
+
+def _clusters(log: Log) -> tuple[Ints, Ints]:
+    """Group requests: consecutive ones of a cell, up to `MOST_CLUSTERS` groups of each.
+
+    Requests that are alone in their cells make up one stratum; else a stratum is a cell.
+
+    Returns: cluster of each round [R], stratum of each cluster.
     """
-    count, numbers = len(log.request), np.arange(len(log.request))
-    first = np.full(len(log.cell), count)
-    np.minimum.at(first, log.request, numbers)
-    place = np.empty(count, dtype=np.int64)
-    place[np.lexsort([numbers, log.request, first[log.request], log.cell[log.request]])] = numbers
-    if len(log.cell) >= MOST_CLUSTERS // 2:
-        begins = np.full(len(log.cell), count)
-        np.minimum.at(begins, log.request, place)
-        place = begins[log.request]
-    keys, cluster = np.unique(log.cell[log.request] * MOST_CLUSTERS + place * MOST_CLUSTERS // count, return_inverse=True)
-    return cluster, keys // MOST_CLUSTERS
+    stratum = np.where(np.bincount(log.cell)[log.cell] > 1, log.cell, len(log.cells))
+    first = np.full(len(log.cell), len(log.request))
+    np.minimum.at(first, log.request, np.arange(len(log.request)))
+    order = np.lexsort([first, stratum])
+    size = np.bincount(stratum)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order)) - (np.cumsum(size) - size)[stratum[order]]
+    group = place * MOST_CLUSTERS // np.maximum(size, MOST_CLUSTERS)[stratum]
+    keys, cluster = np.unique(stratum * MOST_CLUSTERS + group, return_inverse=True)
+    return cluster[log.request], keys // MOST_CLUSTERS

@@ -192,7 +192,7 @@ def render(document: Document) -> RenderableType:
         table.add_row(
             policy["policy"],
             _speed(speed.get("value")),
-            f"{_speed(speed['low'])}–{_speed(speed['high'])}" if speed else cells.NOTHING,
+            _interval(policy["tokens_per_s"]),
             cells.number(ratio.get("value"), 3),
             _ms(tpot.get("value")),
             _ms(policy["tpot_p95_s"]),
@@ -215,6 +215,8 @@ def render(document: Document) -> RenderableType:
     notes += _about_rules(document)
     if len(known) < len(policies):
         notes.append("No speed: only one draft length was logged. Let the engine explore (controller.explore_share).")
+    if any(policy["tokens_per_s"] and policy["tokens_per_s"]["low"] is None for policy in policies):
+        notes.append("No interval: so few requests don't tell how requests differ.")
     if document["older_rounds_left_out"]:
         left_out = f"{cells.count(document['older_rounds_left_out'])} older rounds are left out"
         notes.append(f"{left_out}: a span (--last, --since) may have up to {MOST_ROUNDS:,}.")
@@ -259,6 +261,12 @@ def _ms(seconds: float | None) -> str:
 
 def _speed(value: Any) -> str:
     return cells.number(value, 0 if isinstance(value, int | float) and value >= 1000 else 1)
+
+
+def _interval(speed: Document | None) -> str:
+    if speed is None or speed["low"] is None:
+        return cells.NOTHING
+    return f"{_speed(speed['low'])}–{_speed(speed['high'])}"
 
 
 def _lengths(row: Document) -> tuple[str, str]:

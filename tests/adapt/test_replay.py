@@ -16,7 +16,7 @@ from honed.adapt.controller import EngineController
 from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.decider import Decider
 from honed.adapt.length_policy import Decision
-from honed.adapt.replay import Replay
+from honed.adapt.replay import LEAST_REQUESTS, MOST_CLUSTERS, Replay, _clusters
 from honed.adapt.replay_log import Log, LogBuilder
 from honed.adapt.replay_rules import Rule, lengths_of, parse_rule
 from honed.adapt.step_time import StepTimeModel
@@ -477,6 +477,59 @@ def test_intervals_cover():
             widths.append(speed.high / speed.value - 1.0)
     assert min(covered.values()) >= 85, covered
     assert np.median(widths) < 0.15
+
+
+def test_intervals_of_a_rare_workload_cover():
+    """Rounds were once grouped by sixty-fourths of all of the log: a handful of requests were one group, and didn't differ."""
+    few = dataclasses.replace(HARD, name="rare", output_tokens=(16, 48), strength=3.0, weight=0.01)
+    often = dataclasses.replace(EASY, output_tokens=(16, 48))
+    values, widths = [], []
+    for seed in range(40):
+        trace, batches = dataclasses.replace(BASE, seed=seed, num_tokens=20_000, workloads=(often, few)), []
+        simulate(Traffic(trace), OneToFive(seed), on_batch=lambda one, _, batches=batches: batches.append(one))
+        log = log_of(*batches)
+        is_rare = np.array([cell[0] == "rare" for cell in log.cells])[log.cell[log.request]]
+        if len(np.unique(log.request[is_rare])) >= LEAST_REQUESTS:
+            speed = Replay(log, K, seed, can_shorten=True, mask=is_rare).predict(static(3)).tokens_per_s
+            assert speed is not None
+            values.append(np.log(speed.value))
+            widths.append(np.log(speed.high / speed.value))
+    assert len(values) >= 25
+    assert (np.abs(values - np.mean(values)) <= widths).mean() >= 0.85
+    assert np.median(widths) < 0.4
+
+
+def test_of_few_requests_there_is_no_interval():
+    log = log_of(batch([(step, request, step % 3, 0) for step in range(1, 80) for request in range(LEAST_REQUESTS)]))
+    enough = Replay(log, 2).predict(static(1))
+    too_few = Replay(log, 2, mask=log.request > 0).predict(static(1))
+    for name in ("tokens_per_s", "ratio", "tpot_s"):
+        known, unknown = getattr(enough, name), getattr(too_few, name)
+        assert known.low < known.value < known.high
+        assert (unknown.low, unknown.high) == (None, None)
+        assert unknown.value > 0.0
+
+
+def test_requests_that_are_alone_in_their_cells_show_how_requests_differ():
+    """As when each comes from another tenant: two thirds accept everything, a third nothing."""
+    rounds = [
+        (step, request, step % 3, step % 3 * (request % 3 > 0), request) for step in range(1, 80) for request in range(12)
+    ]
+    log = log_of(batch(rounds, workloads=[f"tenant-{number}" for number in range(12)]))
+    together = log_of(batch([(*each[:4], 0) for each in rounds]))
+    apart, same = (Replay(one, 2).predict(static(2)).tokens_per_s for one in (log, together))
+    assert apart is not None
+    assert same is not None
+    assert apart.high / apart.value - 1.0 > 0.7 * (same.high / same.value - 1.0)
+
+
+def test_groups_are_of_whole_requests_of_one_cell():
+    rounds = [(step, request, 1, 1, request % 3 == 0) for request in range(300) for step in range(request, request + 5)]
+    log = log_of(batch(sorted(rounds), workloads=("often", "rare")))
+    cluster, stratum = _clusters(log)
+    assert len(set(zip(log.request.tolist(), cluster.tolist(), strict=True))) == len(log.cell)
+    assert (log.cell[log.request] == stratum[cluster]).all()
+    assert np.bincount(stratum).tolist() == [MOST_CLUSTERS, MOST_CLUSTERS]
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,17 @@ def test_one_workloads_figures(run: Run, store: Store) -> None:
     assert (failed.exit_code, "there is a, b" in failed.stderr) == (2, True)
 
 
+def test_of_few_requests_the_interval_is_not_known(run: Run, store: Store) -> None:
+    put(store, engine_batch(1))
+    speed = answer(run("static:1", "--json"))["policies"][0]["tokens_per_s"]
+    assert (speed["value"] > 0.0, speed["low"], speed["high"]) == (True, None, None)
+    shown = run("static:1")
+    assert shown.exit_code == 0, shown.output
+    assert "No interval" in shown.stdout
+    put(store, engine_batch(2))
+    assert "No interval" not in run("static:1").stdout
+
+
 def test_what_the_engine_was_configured_for_is_known_from_its_hello(run: Run, filled: Store) -> None:
     say_hello(filled, num_spec_tokens=5)
     document = answer(run("static:5", "--json"))
