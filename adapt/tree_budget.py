@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -150,7 +150,9 @@ def sunk(model: StepTimeModel, num_depths: int) -> StepTimeModel:
     p = dict(zip(PARAMETERS, model.parameters, strict=True))
     base = p["base"] + p.pop("drafting") + num_depths * p.pop("per_block_token")
     per_request = p["per_request"] + p.pop("drafting_per_request") + num_depths * p.pop("per_block_token_and_request")
-    return StepTimeModel.of(model.captured_tokens, **{**p, "base": base, "per_request": per_request})
+    per_context_token = p["per_context_token"] + p.pop("drafting_per_context_token")
+    p |= {"base": base, "per_request": per_request, "per_context_token": per_context_token}
+    return replace(StepTimeModel.of(model.captured_tokens, **p), kinds=model.kinds)
 
 
 @dataclass(frozen=True, slots=True)

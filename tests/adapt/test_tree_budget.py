@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from honed.adapt.block_size import OperatingPoint, choose
 from honed.adapt.draft_tree import build_tree
-from honed.adapt.step_time import StepTimeModel
+from honed.adapt.step_time import PARAMETERS, StepTimeModel, batch_kind
 from honed.adapt.tree_budget import TreeBudget, TreeBudgetSettings, TreeLimits, choose_nodes, stack_gains, sunk
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64)
@@ -140,6 +140,16 @@ def test_once_drafted_the_drafter_costs_the_same_with_and_without_nodes():
     paid = sunk(LINEAR, 7)
     for nodes in (0, 5):
         assert paid.seconds(4, 4 + nodes, 0, 0, 1) == pytest.approx(LINEAR.seconds(4, 4 + nodes, 0, 0, 7))
+
+
+@given(st.integers(0, 64), st.integers(0, 200_000), st.integers(0, 90))
+def test_whatever_the_step_costs_and_however_long_the_context_drafting_is_paid_for(nodes, context, prefill):
+    """What it costs by token of context was once forgotten."""
+    every = StepTimeModel.of(CAPTURED, **{name: 1e-6 * (3 + number) for number, name in enumerate(PARAMETERS)})
+    every = replace(every, kinds=((batch_kind(4), 0, 0.1), (batch_kind(4), 3, -0.2)))
+    whole = every.seconds(4, 4 + prefill + nodes, context, prefill, 7, is_verifying=nodes > 0)
+    paid = sunk(every, 7).seconds(4, 4 + prefill + nodes, context, prefill, min(nodes, 1))
+    assert paid == pytest.approx(whole)
 
 
 SETTINGS = TreeBudgetSettings(most_nodes_per_request=8, min_rounds=16, explore_steps=4, recheck_steps=2, remembered_rounds=32)
