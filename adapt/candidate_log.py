@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,15 +33,18 @@ class CandidateLogError(ValueError):
     """A line that isn't what it should be; the text names the line and what is wrong with it."""
 
 
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
 class CandidateLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line as it is written."""
 
     request: str
-    tokens: list[int]
-    positions: list[int]
-    candidates: list[list[list[int]]]
+    tokens: list[Int64]
+    positions: list[Int64]
+    candidates: list[list[list[Int64]]]
     log_probs: list[list[list[float]]]
-    first_position: int = 0
+    first_position: Int64 = 0
     workload: str = "default"
     temperature: float = 0.0
 
@@ -86,8 +90,12 @@ def render_line(request: CandidateRequest) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def read_candidates(lines: Iterable[bytes]) -> list[CandidateRequest]:
+def read_candidates(lines: Iterable[bytes], notes: list[str] | None = None) -> list[CandidateRequest]:
     """Read a log; empty lines are passed over, and so are requests without a position.
+
+    Args:
+        lines: with their ends: the last one may be torn, and is left out.
+        notes: told so.
 
     Raises:
         CandidateLogError: the first line that is wrong, or there is no request with candidates at all.
@@ -100,15 +108,26 @@ def read_candidates(lines: Iterable[bytes]) -> list[CandidateRequest]:
         try:
             request = _request(decoder.decode(line))
         except (ValueError, msgspec.MsgspecError) as error:
+            if _is_torn(line, error):
+                torn = f"line {number} is torn, as when its writer was stopped, and was left out"
+                (notes if notes is not None else []).append(torn)
+                continue
             raise CandidateLogError(f"line {number}: {error}") from error
         if len(request.starts):
             requests.append(request)
     if not requests:
         raise CandidateLogError("there is no request with candidates in it")
-    if len({request.candidates.shape[1] for request in requests}) > 1:
-        depths = ", ".join(str(depth) for depth in sorted({request.candidates.shape[1] for request in requests}))
-        raise CandidateLogError(f"requests have different depths ({depths}): give one drafter's log at a time")
+    for axis, what in ((1, "depths"), (2, "numbers of candidates")):
+        found = sorted({request.candidates.shape[axis] for request in requests})
+        if len(found) > 1:
+            listed = ", ".join(map(str, found))
+            raise CandidateLogError(f"requests have different {what} ({listed}): give one drafter's log at a time")
     return requests
+
+
+def _is_torn(line: bytes, error: Exception) -> bool:
+    is_whole = isinstance(error, msgspec.ValidationError) or not isinstance(error, msgspec.DecodeError)
+    return not is_whole and not line.endswith(b"\n")
 
 
 def _request(line: CandidateLine) -> CandidateRequest:

@@ -45,7 +45,8 @@ def replay_trees(path: Path, question: TreeQuestion) -> Document:
     from honed.adapt.tree_costs import parse_cost
     from honed.adapt.tree_policies import parse_tree_policy
 
-    requests = _of_workload(_read(path), question.workload)
+    said: list[str] = []
+    requests = _of_workload(_read(path, said), question.workload)
     depths = requests[0].candidates.shape[1]
     named = [f"chain:{depths}" if name == "chain" else name for name in question.policies or POLICIES]
     try:
@@ -71,6 +72,7 @@ def replay_trees(path: Path, question: TreeQuestion) -> Document:
         "num_depths": depths,
         "num_candidates": requests[0].candidates.shape[2],
         "policies": rows,
+        "notes": said,
     }
 
 
@@ -98,15 +100,16 @@ def render(document: Document) -> RenderableType:
         "calibration: mean |predicted − seen| of the verified nodes; before: by the drafter's own probabilities.",
         "exact: rounds that begin where candidates were logged.",
     )
-    return Group(Text(head), table, *(Text(note, "dim") for note in notes))
+    said = (Text(f"! {note}", "yellow") for note in document["notes"])
+    return Group(Text(head), table, *said, *(Text(note, "dim") for note in notes))
 
 
-def _read(path: Path) -> list[CandidateRequest]:
+def _read(path: Path, notes: list[str]) -> list[CandidateRequest]:
     from honed.adapt.candidate_log import CandidateLogError, read_candidates
 
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            return read_candidates(lines)
+            return read_candidates(lines, notes)
     except FileNotFoundError as error:
         cure = "--trees takes a log of candidates, JSON lines; benchmarks/tiny_candidates.py writes one."
         raise ReplayError(f"there is no file {path}", cure=cure, exit_code=EXIT_USAGE) from error

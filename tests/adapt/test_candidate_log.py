@@ -1,3 +1,4 @@
+import io
 import json
 
 import numpy as np
@@ -55,7 +56,9 @@ def change(**fields):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"nonsense", "line 2"),
+        (b"nonsense\n", "line 2"),
+        (b'{"request": "torn\n', "line 2"),
+        (b"{}", "line 2"),
         (change(tokens="text"), "tokens"),
         (change(log_probs=[]), "must both be"),
         (change(candidates=[[[1], [2, 3]]] * 9), "tables"),
@@ -64,6 +67,9 @@ def change(**fields):
         (change(log_probs=[[[-2.0, -1.0]] * 3] * 9), "most likely first"),
         (change(log_probs=[[[0.5, -1.0]] * 3] * 9), "numbers ≤ 0"),
         (change(temperature=-1.0), "temperature"),
+        (change(tokens=[1 << 63] * 9), r"line 2: .*9223372036854775807 - at `\$.tokens"),
+        (change(candidates=[[[-(1 << 70), 1]] * 3] * 9), r"line 2: .*9223372036854775808 - at `\$.candidates"),
+        (change(first_position=1 << 64), r"line 2: .*first_position"),
     ],
 )
 def test_a_wrong_line_is_named(line, said):
@@ -75,8 +81,23 @@ def test_unknown_fields_are_passed_over():
     assert len(read_candidates([change(added_later=1)])) == 1
 
 
+@given(st.data())
+def test_a_torn_last_line_costs_that_request_only(data):
+    lines = [render_line(make_request(seed)) for seed in range(3)]
+    log, notes = b"".join(lines), []
+    cut = data.draw(st.integers(len(lines[0]), len(log)))
+    whole = sum(cut >= end - 1 for end in np.cumsum([*map(len, lines)]))  # but for the end of the line
+    read = read_candidates(io.BytesIO(log[:cut]), notes)
+    assert [one.request for one in read] == [f"{seed:016x}" for seed in range(whole)]
+    is_torn = log[:cut].rpartition(b"\n")[2] not in (b"", *(line.rstrip() for line in lines))
+    assert bool(notes) == is_torn
+    assert all(f"line {whole + 1} is torn" in note for note in notes)
+
+
 def test_an_empty_log_and_two_drafters_in_one_are_refused():
     with pytest.raises(CandidateLogError, match="no request"):
         read_candidates([])
     with pytest.raises(CandidateLogError, match="different depths"):
         read_candidates([render_line(make_request()), render_line(make_request(depths=2))])
+    with pytest.raises(CandidateLogError, match=r"different numbers of candidates \(2, 3\)"):
+        read_candidates([render_line(make_request()), render_line(make_request(width=3))])

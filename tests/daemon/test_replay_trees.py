@@ -98,7 +98,7 @@ def test_a_file_that_is_not_there_ends_with_2(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"", "no request with candidates"), (b"{}\n", "line 1"), (make_lines(1) + b'{"torn', "line 2")]
+    ("content", "said"), [(b"", "no request with candidates"), (b"{}\n", "line 1"), (make_lines(1) + b'{"torn\n', "line 2")]
 )
 def test_a_file_that_is_no_log_ends_with_1(run: Run, tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -107,6 +107,14 @@ def test_a_file_that_is_no_log_ends_with_1(run: Run, tmp_path: Path, content: by
     assert failed.exit_code == 1
     assert said in failed.stderr
     assert "→" in failed.stderr
+
+
+def test_a_line_that_was_not_written_out_is_left_out_and_said(run: Run, log: Path) -> None:
+    assert json.loads(run("--trees", log, "none", "--json").stdout)["notes"] == []
+    log.write_bytes(make_lines(12)[:-9])
+    document = json.loads(run("--trees", log, "none", "--json").stdout)
+    assert (document["requests"], len(document["notes"])) == (11, 1)
+    assert "line 12 is torn" in run("--trees", log, "none").stdout
 
 
 def test_a_folder_ends_with_1(run: Run, tmp_path: Path) -> None:
