@@ -27,6 +27,8 @@ Document = dict[str, Any]
 WORKLOAD = "retention"
 ALL = ""
 """Name of the row of all classes together."""
+NONE = "(none)"
+"""Of those prompts that have no class where others have one."""
 SAME_SHARE = 0.05
 """Draft lengths that differ by more make acceptance lengths incomparable."""
 
@@ -84,7 +86,10 @@ class Measurement:
 
     def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, concurrency: int) -> None:
         self._sampling, self._concurrency = sampling, concurrency
-        self._classes = {name: [prompt for prompt in prompts if prompt.name == name] for name in classes(prompts)}
+        without = NONE if len(classes(prompts)) > 1 else ALL
+        self._classes: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            self._classes.setdefault(prompt.name or without, []).append(prompt)
         self._digest = digest(prompts)
         self._figures: dict[str, dict[str, ClassFigures]] = {}
         self.notes: list[str] = []
@@ -185,8 +190,16 @@ def _together(parts: Sequence[ClassFigures]) -> ClassFigures:
     return whole
 
 
+def named_alike(base: Document, tuned: Document) -> Document:
+    """The base's figures by the names of today: in older files the row of prompts without a class has the name of all."""
+    rows = base["classes"]
+    if NONE in tuned["classes"] and NONE not in rows:
+        rows = {name or NONE: row for name, row in rows.items()}
+    return base | {"classes": rows}
+
+
 def compare(base: Document, tuned: Document) -> list[Document]:
-    """What of the base's figures is left on the tuned target, class by class.
+    """What of the base's figures is left on the tuned target, class by class; None where the base has none.
 
     Raises:
         TargetError: they weren't measured on the same prompts, drawn alike.
@@ -200,7 +213,7 @@ def compare(base: Document, tuned: Document) -> list[Document]:
             )
     rows = []
     for name, now in tuned["classes"].items():
-        was = base["classes"][name]
+        was = base["classes"].get(name, ClassFigures().view())
         speedups = [(one["speedup"] or {}).get("median") for one in (was, now)]
         rows.append(
             {
@@ -215,7 +228,8 @@ def compare(base: Document, tuned: Document) -> list[Document]:
 def length_note(base: Document, tuned: Document) -> str:
     """Says so when the two drafted so differently that their acceptance lengths can't be compared."""
     for name, now in tuned["classes"].items():
-        ratio = _ratio(now["draft_tokens_per_round"], base["classes"][name]["draft_tokens_per_round"])
+        was = base["classes"].get(name, ClassFigures().view())
+        ratio = _ratio(now["draft_tokens_per_round"], was["draft_tokens_per_round"])
         if ratio is not None and abs(ratio - 1.0) > SAME_SHARE:
             return "draft lengths differ, and acceptance lengths with them: --draft-tokens fixes the length while this measures"
     return ""

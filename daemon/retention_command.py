@@ -26,7 +26,7 @@ from honed.daemon.calibrate_command import (
 )
 from honed.daemon.cells import Rows
 from honed.daemon.client import EXIT_USAGE
-from honed.daemon.compare_targets import ALL, Document, Measurement, Servers, compare, length_note
+from honed.daemon.compare_targets import ALL, Document, Measurement, Servers, compare, length_note, named_alike
 from honed.daemon.holding import Held
 from honed.daemon.prompts_file import HELP, read_prompts
 from honed.daemon.served_target import Sampling, ServedTarget, TargetError, read_key
@@ -98,6 +98,7 @@ def command(
 
 
 def _document(base: Document | None, tuned: Document, notes: list[str]) -> Document:
+    base = named_alike(base, tuned) if base is not None else None
     retained = compare(base, tuned) if base is not None else []
     differing = length_note(base, tuned) if base is not None else ""
     return {BASE: base, TUNED: tuned, "retained": retained, "notes": [*notes, *filter(None, [differing])]}
@@ -125,7 +126,7 @@ def render(document: Document) -> RenderableType:
     retained = {row["class"]: row for row in document["retained"]}
     for name in document[TUNED]["classes"]:
         for which in (BASE, TUNED):
-            if document[which] is None:
+            if document[which] is None or name not in document[which]["classes"]:
                 continue
             row = document[which]["classes"][name]
             left = retained.get(name, {}) if which == TUNED else {}

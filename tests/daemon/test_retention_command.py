@@ -59,6 +59,33 @@ def test_base_and_tuned_target_are_compared_class_by_class(run: Run) -> None:
     assert found["notes"] == []
 
 
+def test_where_some_prompts_have_no_class_all_are_still_counted_together(run: Run, tmp_path: Path) -> None:
+    with (tmp_path / "prompts.jsonl").open("a") as prompts:
+        prompts.write('{"prompt": "no class"}\n')
+    asked = ("--repeat", 1, "--max-tokens", 30)
+    with serving_model() as model:
+        first = answer(run("--url", model.url, *asked, "--json"))
+        rows = first["tuned"]["classes"]
+        assert {name: row["prompts"] for name, row in rows.items()} == {"": 7, "code": 3, "prose": 3, "(none)": 1}
+        assert rows[""]["rounds"] == 7 * 10
+        assert {body["vllm_xargs"]["honed_workload"] for body in model.asked} == {"code", "prose", "retention"}
+        del rows[""]  # as it was written once: the row of those without a class had this name
+        rows[""] = rows.pop("(none)")
+        (tmp_path / "base.json").write_text(json.dumps(first))
+        found = answer(run("--url", model.url, *asked, "--base", tmp_path / "base.json", "--json"))
+        assert {row["class"]: row["acceptance_length_retained"] for row in found["retained"]} == {
+            "": None, "code": 1.0, "prose": 1.0, "(none)": 1.0,
+        }  # fmt: skip
+        assert found["base"]["classes"]["(none)"]["prompts"] == 1
+        shown = run("--url", model.url, *asked, "--base", tmp_path / "base.json")
+    assert shown.exit_code == 0, shown.output
+    names = [line.split()[:2] for line in shown.stdout.splitlines()[1:8]]
+    assert names == [
+        ["(all)", "tuned"],
+        *([name, which] for name in ("code", "prose", "(none)") for which in ("base", "tuned")),
+    ]
+
+
 def test_each_prompt_is_played_with_drafts_and_without_and_never_captured(run: Run) -> None:
     with serving_model() as model:
         answer(run("--url", model.url, "--max-tokens", 5, "--temperature", 0.5, "--repeat", 1, "--json"))
