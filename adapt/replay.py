@@ -193,7 +193,8 @@ class Replay:
         return Prediction(
             rule.text, speed, ratio, tpot, tpot_p95, tokens / rounds, float(w @ (got.rounds * lengths)) / rounds,
             float(w @ got.exact_rounds) / rounds,
-            float(w @ (got.exact_rounds * (np.minimum(log.accepted, lengths) + 1))) / tokens, exact_seconds,
+            float(w @ (got.exact_rounds * np.minimum(np.minimum(log.accepted, lengths) + 1, log.emitted))) / tokens,
+            exact_seconds,
             self._graph_steps(lengths),
         )  # fmt: skip
 

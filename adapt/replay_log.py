@@ -74,6 +74,8 @@ class LogBuilder:
         self._steps: list[Ints] = []
         self._rounds: list[Ints] = []
         self._num_steps = 0
+        self.num_rounds = 0
+        """That were wanted."""
         self.first_unix_ns, self.last_unix_ns = 0, 0
         """Ends of the first and the last step; 0 before there is any."""
 
@@ -105,6 +107,7 @@ class LogBuilder:
         self._rounds.append(np.stack(columns)[:, is_wanted[place]])
         self._steps.append(np.concatenate([steps, np.full((1, steps.shape[1]), boot)])[:, is_wanted])
         self._num_steps += int(is_wanted.sum())
+        self.num_rounds += self._rounds[-1].shape[1]
         self.first_unix_ns = min(self.first_unix_ns or 1 << 62, int(unix_ns[is_wanted].min()))
         self.last_unix_ns = max(self.last_unix_ns, int(unix_ns[is_wanted].max()))
 

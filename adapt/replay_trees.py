@@ -14,6 +14,8 @@ shared equally among its requests, so that each has tokens and seconds of its ow
 
     tokens per second = N · Σ_i tokens_i / Σ_i (N · seconds_i)       value, 2.5 % and 97.5 % quantile over draws of requests
 
+Of fewer requests than `LEAST_REQUESTS` there is no interval.
+
 Learning and deciding cost nothing here. Letters: N = requests of a step, Q = requests of the log.
 """
 
@@ -28,7 +30,7 @@ import numpy.typing as npt
 
 from honed.adapt.acceptance import Floats
 from honed.adapt.candidate_log import CandidateRequest
-from honed.adapt.replay import Figure
+from honed.adapt.replay import LEAST_REQUESTS, Figure
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.tree_policies import Chain, Grower, Planned, Round, TreePolicy, parse_tree_policy
 
@@ -132,8 +134,14 @@ def ratio_of(sums: Floats, over: int, under: int, seed: int = 0) -> Figure:
     """Estimate Σ over / Σ under with its 95 % interval, drawing requests with replacement."""
     draws = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1.0 / len(sums)), NUM_RESAMPLES)
     drawn = (draws @ sums[:, over]) / (draws @ sums[:, under])
+    return _figure(float(sums[:, over].sum() / sums[:, under].sum()), drawn, len(sums))
+
+
+def _figure(value: float, drawn: Floats, num_requests: int) -> Figure:
+    if num_requests < LEAST_REQUESTS:
+        return Figure(value, None, None)
     low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
-    return Figure(float(sums[:, over].sum() / sums[:, under].sum()), low, high)
+    return Figure(value, low, high)
 
 
 def speed_ratio(one: TreePrediction, other: TreePrediction, seed: int = 0) -> Figure:
@@ -147,5 +155,4 @@ def speed_ratio(one: TreePrediction, other: TreePrediction, seed: int = 0) -> Fi
 
     every = np.ones((1, count))
     ratios = speed(draws, one.sums) / speed(draws, other.sums)
-    low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
-    return Figure(float((speed(every, one.sums) / speed(every, other.sums))[0]), low, high)
+    return _figure(float((speed(every, one.sums) / speed(every, other.sums))[0]), ratios, count)

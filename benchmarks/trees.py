@@ -75,7 +75,8 @@ def acceptance(requests: list[CandidateRequest]) -> dict[str, Any]:
         length = told.acceptance_length
         errors = (told.calibration_error_before, told.calibration_error)
         says = "" if errors[0] is None else f"   ECE {errors[0]:.4f} -> {errors[1]:.4f}"
-        print(f"  {policy:14s} tau {length.value:.3f} [{length.low:.3f} {length.high:.3f}]{says}", flush=True)
+        ends = "" if length.low is None else f" [{length.low:.3f} {length.high:.3f}]"
+        print(f"  {policy:14s} tau {length.value:.3f}{ends}{says}", flush=True)
     return rows
 
 
@@ -107,9 +108,9 @@ def best(told: dict[str, TreePrediction], kind: str) -> TreePrediction:
     return max((row for name, row in told.items() if name.startswith(kind)), key=lambda row: row.tokens_per_s.value)
 
 
-def figure(of: Figure, digits: int = 4) -> list[float]:
-    """Value, lower and upper end."""
-    return [round(value, digits) for value in (of.value, of.low, of.high)]
+def figure(of: Figure, digits: int = 4) -> list[float | None]:
+    """Value, lower and upper end; None: not known."""
+    return [None if value is None else round(value, digits) for value in (of.value, of.low, of.high)]
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:

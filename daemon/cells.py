@@ -80,6 +80,11 @@ def number(value: Any, digits: int) -> str:
     return f"{value:,.{digits}f}" if isinstance(value, int | float) else NOTHING
 
 
+def interval(low: Any, high: Any, digits: int) -> str:
+    """Both ends, with so many digits."""
+    return NOTHING if low is None or high is None else f"{number(low, digits)}–{number(high, digits)}"
+
+
 def percent(value: Any) -> str:
     """A share, as per cent."""
     return f"{100 * value:.1f} %" if isinstance(value, int | float) else NOTHING

@@ -33,7 +33,7 @@ Document = dict[str, Any]
 DEFAULT_ROUNDS = 200_000
 """Where no span is given, the latest so many rounds: a few seconds for each policy."""
 MOST_ROUNDS = 1_000_000
-"""A span may have so many: some 10 s for each policy, and 1 GB."""
+"""A span may have so many: with long drafts and short requests a minute for each policy, and 2 GB."""
 _LATEST_S = 60.0
 """A batch that was sent so long after a span has no steps of it, unless the clock was set back; nor have those behind it."""
 
@@ -342,8 +342,12 @@ def _start(database: Path, engine_id: str, question: Question) -> tuple[float | 
     shorter = f"--last {duration_text(max(int(time.time()) - start_s, 1))}"
     if question.until_s is not None:
         shorter = f"--since {dt.datetime.fromtimestamp(start_s).isoformat()} with this --until"
-    message = f"that span has {total:,} verify rounds, more than the {MOST_ROUNDS:,} that can be replayed at once"
-    raise ReplayError(message, cure=f"Take a shorter one: {shorter} fits.", exit_code=EXIT_USAGE)
+    raise _too_many(f"{total:,}", shorter)
+
+
+def _too_many(rounds: str, shorter: str) -> ReplayError:
+    message = f"that span has {rounds} verify rounds, more than the {MOST_ROUNDS:,} that can be replayed at once"
+    return ReplayError(message, cure=f"Take a shorter one: {shorter} fits.", exit_code=EXIT_USAGE)
 
 
 def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: float | None) -> list[tuple[int, int]]:
@@ -351,15 +355,23 @@ def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: f
     oldest = conn.execute("SELECT sent_unix_ns FROM batches WHERE engine_id = ? ORDER BY id LIMIT 1", (engine_id,)).fetchone()
     first_s = max(since_s or 0.0, oldest[0] / 1e9 - 1.0 if oldest else 0.0)  # sums are kept for longer than batches
     by_second = conn.execute("SELECT min(bucket_s) FROM rollups WHERE resolution_s = 1").fetchone()[0]
-    edge_s = 1 << 62 if by_second is None else by_second // 60 * 60
+    edge_s = 1 << 62 if by_second is None else by_second
     rounds: list[tuple[int, int]] = []
     for resolution_s, low_s, high_s in ((1, edge_s, 1 << 62), (60, 0, edge_s)):
+        if first_s >= high_s:
+            continue
         rounds += conn.execute(
             "SELECT bucket_s, sum(rounds + plain_rounds) FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ?"
             " AND engine_id = ? GROUP BY bucket_s ORDER BY bucket_s DESC",
             (resolution_s, max(low_s, int(first_s) // resolution_s * resolution_s), min(high_s, until_s or high_s), engine_id),
         ).fetchall()
-    return rounds
+    # The minute that the edge is in has its latter seconds among those by second.
+    counted = conn.execute(
+        "SELECT coalesce(sum(rounds + plain_rounds), 0) FROM rollups WHERE resolution_s = 1 AND bucket_s < ? AND engine_id = ?",
+        (-(-edge_s // 60) * 60, engine_id),
+    ).fetchone()[0]
+    parts = ((bucket_s, count - counted * (bucket_s < edge_s < bucket_s + 60)) for bucket_s, count in rounds)
+    return [(bucket_s, count) for bucket_s, count in parts if count > 0]
 
 
 def _start_of_latest(rounds: list[tuple[int, int]], most: int) -> int:
@@ -374,7 +386,11 @@ def _start_of_latest(rounds: list[tuple[int, int]], most: int) -> int:
 
 
 def _read(database: Path, engine_id: str, since_s: float | None, until_s: float | None) -> tuple[Log, tuple[int, int], int]:
-    """Read the batches of the span: log, ends of its first and last step, and how many batches could not be read."""
+    """Read the batches of the span: log, ends of its first and last step, and how many batches could not be read.
+
+    Raises:
+        ReplayError: there are too many rounds, or none.
+    """
     from honed.adapt.replay_log import LogBuilder
     from honed.daemon import export
 
@@ -383,6 +399,7 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
     )
     tally = export.Tally()
     try:
+        last_ns = 0
         for batch in export.batches(database, export.Chosen(engine=engine_id, since_s=since_s), tally):
             if until_s is not None and batch.sent_unix_ns > (until_s + _LATEST_S) * 1e9:
                 break
@@ -390,6 +407,10 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
                 builder.add(batch)
             except ValueError:
                 tally.unreadable_batches += 1
+            if builder.num_rounds > MOST_ROUNDS:  # where sums are kept for less long than batches, nobody has counted them
+                until = dt.datetime.fromtimestamp(last_ns // 10**9).isoformat()
+                raise _too_many(f"{builder.num_rounds:,} and more", f"--until {until}")
+            last_ns = builder.last_unix_ns
     except export.ExportError as error:
         raise ReplayError(str(error), cure=error.cure, exit_code=error.exit_code) from error
     log = builder.log()

@@ -85,7 +85,7 @@ def render(document: Document) -> RenderableType:
         speed = row["tokens_per_s"]
         table.add_row(
             cells.count(row["num_requests"]), row["policy"], cells.number(speed["value"], 1),
-            f"{cells.number(speed['low'], 1)}–{cells.number(speed['high'], 1)}",
+            cells.interval(speed["low"], speed["high"], 1),
             cells.number(row["acceptance_length"]["value"], 3), cells.number(row["nodes_per_round"], 2),
             cells.number(row["calibration_error"], 4), cells.number(row["calibration_error_before"], 4),
             cells.percent(row["exact_rounds"]), style="bold" if speed["value"] == best else None,
@@ -95,11 +95,13 @@ def render(document: Document) -> RenderableType:
         f"{cells.count(document['tokens'])} tokens of {cells.count(document['requests'])} requests, "
         f"{document['num_depths']} depths, {document['num_candidates']} candidates each; cost {document['cost']}"
     )
-    notes = (
+    notes: tuple[str, ...] = (
         "Predicted: no engine here verifies trees yet. τ: tokens a round; nodes: verified a round, root excluded.",
         "calibration: mean |predicted − seen| of the verified nodes; before: by the drafter's own probabilities.",
         "exact: rounds that begin where candidates were logged.",
     )
+    if any(row["tokens_per_s"]["low"] is None for row in rows):
+        notes = (*notes, "No interval: so few requests don't tell how requests differ.")
     said = (Text(f"! {note}", "yellow") for note in document["notes"])
     return Group(Text(head), table, *said, *(Text(note, "dim") for note in notes))
 

@@ -179,6 +179,12 @@ def test_struck_out_drafts_end_a_round_as_a_wrong_one_does():
     assert Replay(log, 4).predict(static(4)).acceptance_length == pytest.approx(2.0)
 
 
+def test_what_a_stop_cuts_off_is_no_exact_token():
+    rounds = [(step, step, 3, 3) for step in range(1, 40)]
+    log = log_of(batch(rounds, emitted=[1 + step % 2 for step, *_ in rounds]))
+    assert Replay(log, 3).predict(static(3)).exact_tokens == pytest.approx(1.0)
+
+
 def test_with_one_draft_length_nobody_knows_what_another_costs():
     replay = Replay(log_of_requests([[(2, 1), (2, 2), (2, 0)] * 30] * 4), 4)
     assert replay.predict(static(3)).tokens_per_s is None

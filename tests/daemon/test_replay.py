@@ -292,6 +292,40 @@ def test_rounds_are_counted_by_the_minute_where_sums_by_second_are_gone(
     assert document["older_rounds_left_out"] == 5 * STEPS * REQUESTS
 
 
+def test_the_minute_that_sums_by_second_begin_in_is_counted_whole(
+    run: Run, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 40, 50, …, 110 s; sums by second are kept from second 85, amid a minute."""
+    second = NOW_NS // 10**9 // 60 * 60
+    for seq in range(1, 9):
+        put(store, msgspec.structs.replace(engine_batch(seq), sent_unix_ns=(second + 30 + 10 * seq) * 10**9))
+    store.write(lambda db: db.conn.execute(f"DELETE FROM rollups WHERE resolution_s = 1 AND bucket_s < {second + 85}"))
+    monkeypatch.setattr(replay, "DEFAULT_ROUNDS", 4 * STEPS * REQUESTS)
+    document = answer(run("static:1", "--json"))
+    every = document["logged"]["rounds"] + document["older_rounds_left_out"]
+    assert (document["logged"]["rounds"], every) == (3 * STEPS * REQUESTS, 8 * STEPS * REQUESTS)
+    monkeypatch.setattr(replay, "MOST_ROUNDS", 3 * STEPS * REQUESTS)
+    assert run("static:1", "--since", second + 89).exit_code == 0
+    in_time = 5 * STEPS * REQUESTS + REQUESTS  # of the batch of 60 s the last step only
+    assert f"{in_time:,} verify rounds" in run("static:1", "--since", second + 60).stderr
+
+
+def test_rounds_that_nobody_counted_are_no_more_than_can_be_replayed(
+    run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where sums by minute are kept for less long than batches."""
+    filled.write(lambda db: db.conn.execute("DELETE FROM rollups"))
+    monkeypatch.setattr(replay, "MOST_ROUNDS", 4 * STEPS * REQUESTS)
+    for span in ((), ("--since", NOW_NS // 10**9)):
+        failed = run("static:1", *span)
+        assert failed.exit_code == 2
+        assert "800 and more verify rounds, more than the 640" in " ".join(failed.stderr.split())
+        fitting = re.search(r"--until (\S+)", failed.stderr)
+        assert fitting is not None
+        document = answer(run("static:1", *span, "--until", fitting[1], "--json"))
+        assert 2 * STEPS * REQUESTS <= document["logged"]["rounds"] <= 4 * STEPS * REQUESTS
+
+
 def test_what_came_long_after_the_span_is_not_read(run: Run, filled: Store, tmp_path: Path) -> None:
     put(filled, *(msgspec.structs.replace(engine_batch(seq), sent_unix_ns=NOW_NS + 100 * 10**9) for seq in (9, 10)))
     with sqlite3.connect(tmp_path / "honed.db") as database:

@@ -72,6 +72,10 @@ def test_a_workload_and_a_packed_file(run: Run, tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(make_lines(3, "chat") + make_lines(2, "code")))
     document = json.loads(run("--trees", path, "none", "--workload", "code", "--json").stdout)
     assert document["requests"] == 2
+    assert document["policies"][0]["tokens_per_s"]["low"] is None
+    shown = run("--trees", path, "none", "--workload", "code")
+    assert shown.exit_code == 0, shown.output
+    assert "No interval" in shown.stdout
     failed = run("--trees", path, "--workload", "mail")
     assert (failed.exit_code, "there is chat, code" in failed.stderr) == (2, True)
 
