@@ -128,6 +128,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
     ) -> Any:
         """Make a version of the registry the active one: swap it into the engines."""
         asked = body or models.PromoteRequest()
+        service.drafters.read_ahead(version)
         arguments = {"reason": asked.reason, "force": asked.force, "dry_run": asked.dry_run}
         return changes.operation(
             generation,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from honed.daemon.errors import ConflictError, PreconditionError, StoreError, Un
 from honed.recalib.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 
 LISTED = "`honed drafters` lists the versions"
+READ_S = 600.0
+"""A version that was read so lately, and whose files haven't changed since, needn't be read again."""
 
 
 class Drafters:
@@ -22,6 +26,8 @@ class Drafters:
         self.registry = registry
         self.on_move: Callable[[], None] = lambda: None
         """Called after aliases were moved."""
+        self._read: dict[str, tuple[float, object]] = {}
+        """Versions whose files were whole: when they were read, and what the file system said of them."""
 
     def identify(self, hello: EngineHello) -> str:
         """The registry version of the checkpoint that an engine has loaded, imported if need be; "" when it has none.
@@ -66,12 +72,28 @@ class Drafters:
             raise UnknownError(str(error), cure=f"{LISTED}; `honed promote` takes any that is whole.") from error
 
     def verified(self, version: str) -> Manifest:
-        """The manifest, after the weights were read again and compared. Raises ConflictError when they are damaged."""
-        self.manifest(version)
+        """The manifest of a version whose files were read and compared. Raises ConflictError when they are damaged.
+
+        Reads them unless `read_ahead` has just done so: call that first where nobody should be kept waiting.
+        """
+        manifest = self.manifest(version)
+        read_s, stamp = self._read.get(version, (float("-inf"), None))
         try:
-            return self.registry.verify(version)
+            if time.monotonic() - read_s > READ_S or stamp != self.registry.stamp(version):
+                self._verify(version)
         except RegistryError as error:
             raise ConflictError(str(error), cure=f"{LISTED}; `honed promote` takes any that is whole.") from error
+        return manifest
+
+    def read_ahead(self, version: str) -> None:
+        """Any thread, without the service's lock: read a version's files for `verified`, which says what is wrong with them."""
+        with contextlib.suppress(RegistryError):
+            self._verify(version)
+
+    def _verify(self, version: str) -> None:
+        stamp = self.registry.stamp(version)
+        self.registry.verify(version)
+        self._read[version] = time.monotonic(), stamp
 
     def path(self, version: str) -> Path:
         try:

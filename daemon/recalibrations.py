@@ -256,15 +256,24 @@ class Recalibrations:
         if operation.detail.get("dry_run"):
             self._end_training("succeeded", **detail)
             return
-        try:
-            if (active := service.drafters.active) != self._parent:
-                raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
-            service.operations.move(operation, **detail)
-            service.lifecycle.try_out(operation, result.version)
-        except HonedError as error:
-            self._end_training("failed", str(error), **detail)
-            return
-        self.training, self._ended_s = None, service.monotonic()
+        service.in_background(lambda: self._offer(operation, result.version, detail))
+
+    def _offer(self, operation: Operation, version: str, detail: dict[str, Any]) -> None:
+        """Have a candidate tried out, unless the operation has ended while its files were read."""
+        service = self._service
+        service.drafters.read_ahead(version)
+        with service.lock:
+            if self.training is not operation:
+                return
+            try:
+                if (active := service.drafters.active) != self._parent:
+                    raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
+                service.operations.move(operation, **detail)
+                service.lifecycle.try_out(operation, version)
+            except HonedError as error:
+                self._end_training("failed", str(error), **detail)
+                return
+            self.training, self._ended_s = None, service.monotonic()
 
     def _ask_again(self, operation: Operation) -> None:
         """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""

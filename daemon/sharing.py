@@ -153,6 +153,19 @@ class Sharing:
         if not service.lifecycle.is_quiet or not capable.swappable(service, version):
             return
         self._untried = ""
+        self._thread.submit(self._read_and_try, version)
+
+    def _read_and_try(self, version: str) -> None:
+        service = self._service
+        service.drafters.read_ahead(version)
+        with service.lock:
+            if service.lifecycle.is_quiet:
+                self._begin(version)
+            else:
+                self._untried = self._untried or version
+
+    def _begin(self, version: str) -> None:
+        service = self._service
         try:
             origin = service.drafters.manifest(version).origin
             if why := service.lifecycle.canaries.why_failed(version):

@@ -154,6 +154,14 @@ class Registry:
         """A version's manifest after every byte was read and compared. Raises RegistryError at any difference."""
         return verify_files(self.path(version))
 
+    def stamp(self, version: str) -> object:
+        """What the file system says of a version's files: equal as long as nobody changes them. Raises RegistryError."""
+        try:
+            found = [(self.path(version) / name).stat() for name in (WEIGHTS, CONFIG, MANIFEST)]
+        except OSError as error:
+            raise RegistryError(f"version {version} can't be looked at ({error}); {_CURE}") from error
+        return [(one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
+
     def prune(self, keep: int, spared: Collection[str] = ()) -> list[str]:
         """Take away all but the `keep` newest versions, those with an alias and those `spared`; their files go with `sweep`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from safetensors.numpy import save_file
 from honed.adapt import wire
 from honed.adapt.drift import Alarm
 from honed.daemon.api import make_app
-from honed.daemon.errors import StoreError
+from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.findings import findings
 from honed.daemon.live_rounds import LiveRounds
 from honed.daemon.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
+from honed.recalib.manifest import Manifest
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 
@@ -284,6 +286,48 @@ def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:
     answer = stage.client.post(f"/v1/drafters/{new}:promote")
     assert answer.status_code == 409
     assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_nobody_waits_while_a_versions_files_are_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, lock, was_free = stage.service.drafters.registry.verify, stage.service.lock, []
+
+    def verify_slowly(version: str) -> Manifest:
+        """As of a large file: others must get at the lock meanwhile."""
+
+        def look() -> None:
+            if lock.acquire(timeout=5.0):
+                was_free.append(version)
+                lock.release()
+
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        return verify(version)
+
+    monkeypatch.setattr(stage.service.drafters.registry, "verify", verify_slowly)
+    first = stage.version(1.0)
+    stage.promote(first)
+    operation_id, _ = stage.recalibrate()
+    second = stage.version(2.0)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=second))
+    wait_for(lambda: stage.operation(operation_id)["stage"] == "canary", "the canary")
+    assert was_free == [first, second]
+
+
+def test_what_was_read_is_read_again_once_it_has_changed(stage: Stage) -> None:
+    drafters, version = stage.service.drafters, stage.version(1.0)
+    drafters.read_ahead(version)
+    drafters.verified(version)
+    path = drafters.path(version) / "model.safetensors"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.chmod(0o640)
+    path.write_bytes(changed)
+    with pytest.raises(ConflictError, match="the file was changed"):
+        drafters.verified(version)
+    drafters.read_ahead(version)  # says nothing
+    with pytest.raises(ConflictError, match="the file was changed"):
+        drafters.verified(version)
 
 
 def test_without_a_trainer_or_an_engine_a_clear_refusal(service: Service) -> None:
