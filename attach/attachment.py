@@ -100,8 +100,9 @@ class Attachment:
             self._lull,
         )  # fmt: skip
         self.commands = CommandRunner(
-            (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake
-        )
+            (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake,
+            lambda: len(self._requests) > 0,
+        )  # fmt: skip
         self._workers.watch_sleep(self.fell_asleep, self.woke_up)
         self._workers.watch_weights(self._take_news, self.weights_came)  # the workers have to be attached by then
         if self._can_decide:
@@ -171,8 +172,9 @@ class Attachment:
         self._block, self._decided = self._num_spec_tokens, None  # should anything below go wrong
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
-        ids, num_prefill = list(scheduled), 0
+        ids, num_prefill, padded = list(scheduled), 0, []
         if self._in_prompt and (in_prompt := self._in_prompt & scheduled.keys()):
+            padded = [request_id for request_id in in_prompt if request_id in output.scheduled_spec_decode_tokens]
             for request_id in list(in_prompt):
                 request, num_tokens = requests[request_id], scheduled[request_id]
                 # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
@@ -202,7 +204,7 @@ class Attachment:
             self._decided = ids, lengths
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
-        output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by)
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by, padded)
         self._decide_ns = time.perf_counter_ns() - began_ns
 
     @guarded
@@ -241,9 +243,12 @@ class Attachment:
         recorder = self._recorder
         verified, invalid = recorder.verified, recorder.invalid
         unplanned = Plan(self._step, self._began_ns, "unplanned", self._num_spec_tokens, self._drafting_version)
-        recorder.end(self._plan or unplanned)
+        plan = self._plan or unplanned
+        recorder.end(plan)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
+        if plan.padded:
+            verified = [one for one in verified if one[0] not in plan.padded]
         if verified and self._can_decide:
             request_ids, drafts, accepted = map(list, zip(*verified, strict=True))
             if invalid:  # what a grammar struck out says nothing of the drafter

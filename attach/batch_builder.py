@@ -84,6 +84,10 @@ class BatchBuilder:
         num_prefill = max(step.num_tokens - num_drafts - len(rows), 0)
         trimmed = _trimmed(step, rows)
         num_trimmed = sum(trimmed)
+        if step.padded:  # the target did compute them
+            trimmed = [
+                k - step.invalid.get(r, 0) - n if r in step.padded else t for (r, k, n), t in zip(rows, trimmed, strict=True)
+            ]
         for name, value in (
             ("step", step.step),
             ("end_ns", step.end_ns),

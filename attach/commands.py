@@ -27,7 +27,9 @@ STAGE_TIMEOUT_S = 300.0
 CHECKSUM_TIMEOUT_S = 50.0
 MOST_UNHASHED = 4
 """Tensors that may wait in host memory to be hashed."""
-POLL_S = 0.02
+POLL_S, BUSY_POLL_S = 0.02, 0.2
+"""Between two questions to the workers, while the engine is idle and while it serves: they answer once the steps that are under
+way are over, and an engine that schedules ahead loses its lead each time."""
 
 
 class CommandRunner:
@@ -39,6 +41,7 @@ class CommandRunner:
         report: takes the answers.
         on_swapped: called on the engine thread with (version, needs_cache_reset) right after the copy.
         wake: asks that `run` be called soon, even if the engine is idle.
+        is_busy: whether the engine has requests.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class CommandRunner:
         report: Callable[[wire.CommandResult], None],
         on_swapped: Callable[[str, bool], None],
         wake: Callable[[], None],
+        is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._identity = identity
         self._rpc = rpc
         self._report = report
         self._on_swapped = on_swapped
         self._wake = wake
+        self._is_busy = is_busy
         self._queue: deque[wire.Command] = deque()
         self._staging: tuple[wire.Command, float] | None = None
         self._hashing: tuple[wire.Command, float] | None = None
@@ -145,7 +150,7 @@ class CommandRunner:
         now_s = time.monotonic()
         if now_s < self._next_poll_s:
             return
-        self._next_poll_s = now_s + POLL_S
+        self._next_poll_s = now_s + (BUSY_POLL_S if self._is_busy() else POLL_S)
         try:
             answers: list[str] = self._rpc("honed_staged", command.args["version"])
             failed = [text for text in answers if text not in ("", "staging")]
@@ -165,7 +170,7 @@ class CommandRunner:
         now_s = time.monotonic()
         if now_s < self._next_poll_s:
             return
-        self._next_poll_s = now_s + POLL_S
+        self._next_poll_s = now_s + (BUSY_POLL_S if self._is_busy() else POLL_S)
         try:
             answers = self._take(0 if self._num_sent == 0 else -1)
             for _ in range(MOST_UNHASHED - 1):

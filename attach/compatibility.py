@@ -88,7 +88,11 @@ def check_features(vllm_config: Any) -> Findings:
     if getattr(speculative, "enable_adaptive_verification", False):
         limits.append("draft_length is off: vLLM's own adaptive verification is on and would cut the same drafts")
         limits.append("capture is off: under vLLM's own adaptive verification only the device knows which rows are whose")
-        capabilities = (*(c for c in capabilities if c != "capture"), "estimates")
+        capabilities = tuple(c for c in capabilities if c != "capture")
+        if vllm_config.parallel_config.tensor_parallel_size == 1:
+            capabilities += ("estimates",)
+        else:  # each rank chooses by its own, and sums of one rank and another differ in their last bits
+            limits.append("estimates are off: under tensor parallelism all ranks have to choose by the very same")
     return Findings(capabilities, tuple(limits))
 
 

@@ -105,15 +105,15 @@ class Engine:
             return
         sleep, wake_up, are_lost = executor.sleep, executor.wake_up, False
 
-        def sleeping(level: int = 1) -> None:
+        def sleeping(level: int = 1, *args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
             are_lost |= level > 1
             on_sleep()
-            sleep(level)
+            sleep(level, *args, **kwargs)
 
-        def waking(tags: list[str] | None = None) -> None:
+        def waking(*args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
-            wake_up(tags)
+            wake_up(*args, **kwargs)
             if not executor.is_sleeping:  # else only a part of the memory is back
                 were_lost, are_lost = are_lost, False
                 on_wake(were_lost)

@@ -44,10 +44,8 @@ class LiveChecksum:
             the checksum, "" until it is there; how many tensors wait to be hashed; how many there are in all.
 
         Raises:
-            RuntimeError: hashing failed.
+            RuntimeError: hashing failed on this rank, which has taken part in joining the tensor like all others.
         """
-        if self._error:
-            raise RuntimeError(self._error)
         if part >= 0:
             name, tensor, shard = self._parts[part]
             self._num_taken += 1
@@ -55,6 +53,8 @@ class LiveChecksum:
             if self._num_taken == self._num_parts:
                 self._coming.put(None)
                 self._parts = []
+        if self._error:
+            raise RuntimeError(self._error)
         return self._result, self._num_taken - self._num_hashed, self._num_parts
 
     def stop(self) -> None:

@@ -36,6 +36,7 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
         settings = from_environment(os.environ, vllm_config.parallel_config.data_parallel_index)
         if settings is None:
             return base(*args, **kwargs)
+        _check_launcher(vllm_config.parallel_config)
         for sentence in unknown_variables(os.environ):
             logger.warning("honed: %s", sentence)
         findings = _check(base, vllm_config)
@@ -45,6 +46,14 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
     scheduler = _attached(base)(*args, **kwargs)
     scheduler.honed_attach(vllm_config, settings, findings)
     return scheduler
+
+
+def _check_launcher(parallel_config: Any) -> None:
+    if parallel_config.distributed_executor_backend == "external_launcher" and parallel_config.world_size > 1:
+        raise RuntimeError(
+            "under an external launcher every rank has a scheduler of its own, and all have to do the same in the same step: "
+            "start vLLM with workers of its own (--distributed-executor-backend mp)"
+        )
 
 
 def _check(base: type[Scheduler], vllm_config: Any) -> Findings:

@@ -7,7 +7,7 @@ publisher can follow which requests run and how long they have become without a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -48,6 +48,8 @@ class Step(NamedTuple):
     """Drafts that the device verified, a row a request (`row_of`); None: all."""
     has_token_ids: bool = False
     """Whether token ids are to be logged: `drafts` and `sampled` are copies then."""
+    padded: Collection[str] = ()
+    """Requests whose drafts were padding: vLLM counts them, and they say nothing of the drafter."""
 
 
 class Started(NamedTuple):

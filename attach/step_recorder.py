@@ -26,6 +26,9 @@ class Plan(NamedTuple):
     block: int
     drafter_version: str = ""
     """Whose drafts the step verifies."""
+    padded: Collection[str] = ()
+    """Requests that are new to the batch, or back in it: what they verify is nobody's drafts. vLLM pads their step where they
+    have but one token left to compute, so that all rows are alike."""
 
 
 class StepRecorder:
@@ -92,7 +95,7 @@ class StepRecorder:
                 Step(
                     plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.block,
                     plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
-                    self._row_of, self.invalid, self._num_verified, self._has_token_ids,
+                    self._row_of, self.invalid, self._num_verified, self._has_token_ids, plan.padded,
                 )
             )  # fmt: skip
         self._output = None

@@ -12,7 +12,6 @@ as one likes.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_safetensors
 
+from honed.attach.checkpoint_file import load_file
 from honed.attach.live_checksum import LiveChecksum
 from honed.attach.shard import Shard, shard_of
 from honed.attach.staging import Staging, num_bytes, use_device
@@ -104,11 +103,10 @@ class Swapper:
 
     def _read(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
         file = path / "model.safetensors" if path.is_dir() else path
-        data = file.read_bytes()
-        found = hashlib.sha256(data).hexdigest()
+        found, whole = load_file(file)
         if sha256 and found != sha256:
             raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
-        tensors = {n: t for n, t in load_safetensors(data).items() if not any(s in n for s in _SHARED)}
+        tensors = {n: t for n, t in whole.items() if not any(s in n for s in _SHARED)}
         self._check(tensors)
         tensors = {n: self._shards[n].cut(tensor).to(self._dtypes[n]).contiguous() for n, tensor in tensors.items()}
         held = sum(num_bytes(one) for one in self._held.values())
@@ -191,13 +189,17 @@ class Swapper:
 
     @staticmethod
     def _refresh_fused(inner: Any) -> None:
-        """Bring vLLM's fused context-K/V projection up to date, in place: captured graphs hold its address."""
+        """Bring vLLM's fused context-K/V projection up to date, in place: captured graphs hold its address.
+
+        Layer by layer: what needed memory for it could fail here, with half of the weights new.
+        """
         attention = [layer.self_attn for layer in inner.layers]
-        if inner._fused_kv_weight is not None:
-            inner._fused_kv_weight.copy_(torch.cat([a.qkv_proj.weight[a.q_size :] for a in attention], dim=0))
-        if inner._fused_kv_bias is not None:
-            inner._fused_kv_bias.copy_(torch.cat([a.qkv_proj.bias[a.q_size :] for a in attention], dim=0))
-        inner._k_norm_weights.copy_(torch.stack([a.k_norm.weight.data for a in attention], dim=0))
+        for name, fused in (("weight", inner._fused_kv_weight), ("bias", inner._fused_kv_bias)):
+            if fused is not None:
+                for part, a in zip(fused.chunk(len(attention)), attention, strict=True):
+                    part.copy_(getattr(a.qkv_proj, name)[a.q_size :])
+        for part, a in zip(inner._k_norm_weights, attention, strict=True):
+            part.copy_(a.k_norm.weight.data)
 
     def _live(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
         """This rank's part of each live tensor under its checkpoint name, as a view of the parameter that holds it.

@@ -1,13 +1,13 @@
 """honed against vLLM's adaptive verification, whose own code is run (`vllm_adaptive`), on the same simulated traffic and costs.
 
 Every rule does the same work with the same luck; goodput is tokens per simulated second after honed's warm-up (2,000 verify
-rounds or 20 simulated seconds, whichever ends later). What is given, as ratios of goodput, the first three and the last as
+rounds or 20 simulated seconds, whichever ends later). What is given, as ratios of goodput, the first four and the last as
 medians over seeds (± half their range), the rest on the first seed:
 
-    blind       honed without features / vLLM
-    with        honed with features of earlier rounds / vLLM
+    ahead       honed / vLLM, with lengths chosen a step ahead, as the attachment has to; vLLM needn't
+    blind       as ahead, if it needn't either
+    with        as blind, with features of earlier rounds
     fed         vLLM's rule, fed by honed with step costs and with each workload's acceptance / vLLM
-    ahead       as blind, with lengths chosen a step ahead, as the attachment has to; vLLM needn't
     oracle      an oracle that knows requests and costs, but not the drafts / vLLM
     sees        an oracle that also knows the drafts' own acceptance / vLLM
 
@@ -25,10 +25,11 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 from against_scenarios import SCENARIOS, Scenario
-from measured import commit
+from measured import commit, hardware
 from regret import warm_up_work
 from vllm_adaptive import AdaptiveVerification, FedVerification
 
@@ -40,7 +41,9 @@ from honed.adapt.synthetic_engine import Outcome, simulate
 from honed.adapt.synthetic_oracle import Oracle, Steered
 from honed.adapt.wire import EventBatch
 
-COLUMNS = ("blind", "with", "fed", "ahead", "oracle", "sees", "anyway")
+COLUMNS = ("ahead", "blind", "with", "fed", "oracle", "sees", "anyway")
+NUM_SPREAD = 4
+"""So many of them are of all seeds."""
 
 
 class Blind(Steered):
@@ -80,14 +83,14 @@ def measure(scenario: Scenario, seed: int, is_bounded: bool) -> dict[str, float]
     traffic = Traffic(replace(scenario.trace, seed=1000 + seed))
     fed = FedVerification(traffic, seed)
     runs = {
+        "ahead": run_honed(traffic, seed, is_blind=True, is_pipelined=True),
         "blind": run_honed(traffic, seed, is_blind=True),
         "with": run_honed(traffic, seed, is_blind=False),
         "fed": simulate(traffic, fed, on_batch=fed.take),
         "anyway": simulate(traffic, AdaptiveVerification(traffic, seed)),
     }
-    begin = max(warm_up_work(runs[name]) for name in ("blind", "with", "fed"))
+    begin = max(warm_up_work(runs[name]) for name in ("ahead", "blind", "with", "fed"))
     if is_bounded:
-        runs["ahead"] = run_honed(traffic, seed, is_blind=True, is_pipelined=True)
         runs["oracle"] = simulate(traffic, Oracle())
         runs["sees"] = simulate(traffic, Oracle(sees_drafts=True))
     vllm = run_all_drafts(traffic) if scenario.is_refused else runs["anyway"]
@@ -104,36 +107,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", help="names; all of them when none is given")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=None, help="also write the result to this file")
     args = parser.parse_args()
     names = [one.trace.name for one in SCENARIOS]
     if unknown := set(args.scenarios) - set(names):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     began_s, seeds = time.monotonic(), list(range(1, args.seeds + 1))
-    heads = " ".join(f"{name:>15s}" for name in COLUMNS[:3]) + "".join(f" {name:>7s}" for name in COLUMNS[3:])
+    heads = " ".join(f"{name:>15s}" for name in COLUMNS[:NUM_SPREAD]) + "".join(f" {name:>7s}" for name in COLUMNS[NUM_SPREAD:])
     print(f"{'scenario':24s} {'tokens/s':>8s}  k: vLLM honed {heads}")
     found: dict[str, list[dict[str, float]]] = {}
     for scenario in SCENARIOS:
         if args.scenarios and scenario.trace.name not in args.scenarios:
             continue
         rows = found[scenario.trace.name] = [measure(scenario, seed, seed == seeds[0]) for seed in seeds]
-        shares = " ".join(f"{_median(rows, name):7.4f} ±{_spread(rows, name):.4f}" for name in COLUMNS[:3])
-        shares += "".join(f" {_median(rows, name):7.4f}" for name in COLUMNS[3:])
-        lengths = f"{_median(rows, 'k_anyway'):7.2f} {_median(rows, 'k_blind'):5.2f}"
+        shares = " ".join(f"{_median(rows, name):7.4f} ±{_spread(rows, name):.4f}" for name in COLUMNS[:NUM_SPREAD])
+        shares += "".join(f" {_median(rows, name):7.4f}" for name in COLUMNS[NUM_SPREAD:])
+        lengths = f"{_median(rows, 'k_anyway'):7.2f} {_median(rows, 'k_ahead'):5.2f}"
         print(f"{scenario.trace.name:24s} {_median(rows, 'vllm'):8.0f} {lengths}  {shares}", flush=True)
-    keys = {"without_features": "blind", "with_features": "with", "vllm_fed": "fed", "without_features_ahead": "ahead",
+    keys = {"honed": "ahead", "honed_at_once": "blind", "honed_at_once_with_features": "with", "vllm_fed": "fed",
             "oracle": "oracle", "oracle_that_sees_drafts": "sees", "vllm_rule_where_refused": "anyway"}  # fmt: skip
     figures = {
         "ratio": {name: {key: round(_median(rows, one), 4) for key, one in keys.items()} for name, rows in found.items()},
         "half_range": {
-            name: {key: round(_spread(rows, one), 4) for key, one in keys.items() if one in ("blind", "with", "fed", "anyway")}
+            name: {key: round(_spread(rows, one), 4) for key, one in keys.items() if one in (*COLUMNS[:NUM_SPREAD], "anyway")}
             for name, rows in found.items()
         },
         "vllm_tokens_per_s": {name: round(_median(rows, "vllm"), 1) for name, rows in found.items()},
         "refused_by_vllm": [one.trace.name for one in SCENARIOS if one.is_refused and one.trace.name in found],
         "seeds": seeds,
+        "hardware": hardware(),
         "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(time.monotonic() - began_s, 1),
     }
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures))
     return 0
 

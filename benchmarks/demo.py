@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ PHASES = {
     "reference_a": "A without honed",
     "reference_b": "B without honed",
     "reference_traffic_b": "traffic B without honed",
+    "reference_traffic_b_trial": "traffic B on trial, without honed",
     "reference_traffic_b_after": "traffic B after, without honed",
     "a_before": "A before",
     "b_before": "B before",
     "traffic_a": "traffic A",
     "traffic_b": "traffic B",
+    "traffic_b_trial": "traffic B on trial",
     "b_after": "B after",
     "a_after": "A after",
     "traffic_b_after": "traffic B after",
@@ -67,6 +69,7 @@ class Plan:
     heldout_prompts: int = 64
     traffic_a_prompts: int = 240
     traffic_b_prompts: int = 200
+    trial_prompts: int = 40
     after_prompts: int = 32
     max_tokens: int = 80
     concurrency: int = 8
@@ -103,7 +106,6 @@ class Demo:
     phases: list[Document] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     trigger: str = ""
-    has_said_canary: bool = False
 
     async def run(self, processes: Processes) -> Document:
         """The whole story; the record that the report is made of."""
@@ -122,7 +124,7 @@ class Demo:
         server = vllm_server.start(processes, "vllm-reference")
         self.note_command(server.child, vllm_server.own_environment())
         self.display.say(f"started in {await asyncio.to_thread(vllm_server.wait, server):.0f} s")
-        references = {"heldout_a": "a", "heldout_b": "b", "traffic_b": "b", "traffic_b_after": "b"}
+        references = {"heldout_a": "a", "heldout_b": "b", "traffic_b": "b", "traffic_b_trial": "b", "traffic_b_after": "b"}
         for name, workload in references.items():
             key = f"reference_{name.removeprefix('heldout_')}"
             played = self.reference[name] = await self.phase_of(key, workload, server, None, name, capture=False)
@@ -188,19 +190,33 @@ class Demo:
         await self.phase_of(key, workload, at.server, at.client, key, capture=True)
 
     async def phase_of(
-        self, key: str, workload: str, server: Server, client: AdminClient | None, name: str, capture: bool
+        self,
+        key: str,
+        workload: str,
+        server: Server,
+        client: AdminClient | None,
+        name: str,
+        capture: bool,
+        again: Callable[[], bool] = lambda: False,
     ) -> Played:
-        """One phase, of the prompts of that name, with vLLM's counters and honed's around it."""
+        """One phase, of the prompts of that name, with vLLM's counters and honed's around it.
+
+        Args:
+            again: whether they are to be played once more. Returned is how they were played first.
+        """
         plan, prompts = self.plan, self.prompts[name]
-        start_s, before, seen = time.time(), server.counters(), engine_of(client)
-        played = await play(
-            server.url,
-            prompts,
-            concurrency=plan.concurrency,
-            max_tokens=plan.max_tokens,
-            workload=workload if client is not None else "",
-            capture=capture,
-        )
+        start_s, before, seen, turns = time.time(), server.counters(), engine_of(client), list[Played]()
+        while not turns or again():
+            turns.append(
+                await play(
+                    server.url,
+                    prompts,
+                    concurrency=plan.concurrency,
+                    max_tokens=plan.max_tokens,
+                    workload=workload if client is not None else "",
+                    capture=capture,
+                )
+            )
         end_s = time.time()
         after = await vllm_server.settled(server)
         counted = after - before
@@ -209,21 +225,22 @@ class Demo:
             "name": PHASES[key],
             "start_s": start_s,
             "end_s": end_s,
-            "requests": len(prompts),
-            "failed": played.num_failed,
-            "tokens": played.num_tokens,
-            "tokens_per_s": played.tokens_per_s,
+            "requests": len(turns) * len(prompts),
+            "failed": sum(played.num_failed for played in turns),
+            "tokens": sum(played.num_tokens for played in turns),
+            "tokens_per_s": sum(played.num_tokens for played in turns) / sum(played.seconds for played in turns),
             "pinned": key in ("a_before", "b_before", "b_after", "a_after"),
             "vllm": {**asdict(counted), "acceptance_length": counted.acceptance_length},
         }
         if client is not None:
             phase |= honed_figures(seen, await caught_up(client, after))
         if client is not None and name in self.reference:
-            phase["differing"] = differing(self.reference[name].replies, played.replies)
+            reference = self.reference[name].replies
+            phase["differing"] = [one for played in turns for one in differing(reference, played.replies)]
             phase["identical"] = not phase["differing"]
         self.phases.append(phase)
         self.tell(phase)
-        return played
+        return turns[0]
 
     def tell(self, phase: Document) -> None:
         """One line about a phase that is over."""
@@ -264,22 +281,23 @@ class Demo:
                 break
             at.server.child.check()
             if view["stage"] == "canary":
-                await self.canary_traffic(at)
+                await self.canary_traffic(at, operation_id, until_s)
             await asyncio.sleep(0.5)
         else:
             at.client.post(f"/v1/operations/{operation_id}:cancel", {"reason": "demo: out of time"})
             view |= {"state": "failed", "error": f"not finished after {self.plan.operation_s:g} s"}
         return view
 
-    async def canary_traffic(self, at: Attached) -> None:
-        """Live traffic of B, a little at a time, on which old and new drafter take turns until one has proven better."""
-        if not self.has_said_canary:
-            self.has_said_canary = True
-            self.display.say("the candidate passed the gate; live traffic of B again, old and new drafter take turns on it")
-        plan, prompts = self.plan, self.prompts["traffic_b"][:40]
-        await play(
-            at.server.url, prompts, concurrency=plan.concurrency, max_tokens=plan.max_tokens, workload="b", capture=False
-        )
+    async def canary_traffic(self, at: Attached, operation_id: str, until_s: float) -> None:
+        """Traffic of B that nothing was trained on; old and new drafter take turns on it until one has proven better."""
+        self.display.say("the candidate passed the gate; new live traffic of B, old and new drafter take turns on it")
+
+        def is_on_trial() -> bool:
+            stage = at.client.get(f"/v1/operations/{operation_id}")["stage"]
+            return stage == "canary" and time.monotonic() < until_s
+
+        key = "traffic_b_trial"
+        await self.phase_of(key, "b", at.server, at.client, key, capture=False, again=is_on_trial)
 
     def note_command(self, child: Child, shown: dict[str, str]) -> None:
         """Remember a command for the report, as one would type it in the repository's root."""
@@ -323,15 +341,17 @@ def settings_of(plan: Plan, runtime_dir: Path) -> Document:
 
 
 def read_plan_prompts(plan: Plan) -> dict[str, list[Prompt]]:
-    """Held-out prompts and live traffic; the last stretch of B's traffic is kept for after the swap."""
+    """Held-out prompts and live traffic; the last stretches of B's traffic are kept for the trial and for after the swap."""
     folder = plan.prompts
-    traffic_b = read_prompts(folder / "traffic_b.jsonl", plan.traffic_b_prompts + plan.after_prompts)
+    learned, tried = plan.traffic_b_prompts, plan.traffic_b_prompts + plan.trial_prompts
+    traffic_b = read_prompts(folder / "traffic_b.jsonl", tried + plan.after_prompts)
     return {
         "heldout_a": read_prompts(folder / "prompts_a.jsonl", plan.heldout_prompts),
         "heldout_b": read_prompts(folder / "prompts_b.jsonl", plan.heldout_prompts),
         "traffic_a": read_prompts(folder / "traffic_a.jsonl", plan.traffic_a_prompts),
-        "traffic_b": traffic_b[: -plan.after_prompts],
-        "traffic_b_after": traffic_b[-plan.after_prompts :],
+        "traffic_b": traffic_b[:learned],
+        "traffic_b_trial": traffic_b[learned:tried],
+        "traffic_b_after": traffic_b[tried:],
     }
 
 

@@ -27,11 +27,11 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The repository's commit, with a + when files differ from it; "" outside a repository."""
+    """The repository's commit, with a + when files differ from it; "unknown" where git doesn't say."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return described.stdout.strip()
+    return described.stdout.strip() or "unknown"
 
 
 def stolen_s(stat: Path = Path("/proc/stat")) -> dict[int, float]:

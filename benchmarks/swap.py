@@ -71,7 +71,7 @@ def main() -> int:
     print(f"written to {out}")
     shown = ("pause_ms", "pause_steps", "stall_steps", "step_ms", "swaps", "greedy_identical", "requests_failed")
     print(json.dumps({key: result[key] for key in shown}), flush=True)
-    return 0
+    return 0 if result["greedy_identical"] and not result["requests_failed"] else 1
 
 
 async def run(num_swaps: int, logs: Path) -> Document:

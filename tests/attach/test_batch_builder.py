@@ -148,3 +148,12 @@ def test_what_the_device_trimmed_was_drafted_but_neither_verified_nor_computed()
     assert batch.steps.num_draft_tokens == [14 - 6, 3]
     assert batch.steps.num_tokens == [17 - 6, 4]
     assert batch.steps.num_prefill_tokens == [0, 0]
+
+
+def test_padding_is_computed_and_says_nothing_of_the_drafter() -> None:
+    """vLLM counts it as drafted and rejected: it is logged as drafts that were left unverified."""
+    batch = builder(a_step(1, [("r", 7, 0), ("s", 7, 1)], padded=["r"])).take()
+    assert batch.holds == Losses(rounds=2, draft_tokens=14, accepted_tokens=1)
+    assert batch.rounds.num_draft_tokens == [7, 7]
+    assert batch.rounds.num_trimmed_tokens == [7, 0]
+    assert (batch.steps.num_tokens, batch.steps.num_draft_tokens) == ([16], [14])

@@ -51,10 +51,15 @@ class Ranks:
 class Harness:
     def __init__(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("honed.attach.commands.POLL_S", 0.0)
+        monkeypatch.setattr("honed.attach.commands.BUSY_POLL_S", 60.0)
+        self.is_busy = False
         self.ranks = ranks
         self.results: list[wire.CommandResult] = []
         self.swapped: list[tuple[str, bool]] = []
-        self.runner = CommandRunner(("e", "b"), ranks.rpc, self.results.append, lambda *a: self.swapped.append(a), lambda: None)
+        self.runner = CommandRunner(
+            ("e", "b"), ranks.rpc, self.results.append, lambda *a: self.swapped.append(a), lambda: None,
+            lambda: self.is_busy,
+        )  # fmt: skip
 
     def swap(self, command_id: str = "1", **args: str) -> None:
         self.runner.put(wire.Command(command_id=command_id, kind="swap", args={"version": "v2", "path": "/x"} | args))
@@ -311,3 +316,14 @@ def test_ranks_that_swap_at_different_steps_are_reported(monkeypatch: pytest.Mon
     assert not harness.results[1].ok
     assert "different steps (57, 58)" in harness.results[1].error
     assert harness.swapped[-1] == ("v3", False)  # all ranks run it, whatever came between
+
+
+def test_an_engine_that_serves_is_seldom_kept_waiting_for_its_workers_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([["staging", "staging"]]), monkeypatch)
+    harness.swap()
+    harness.run()
+    asked = harness.ranks.calls.count("honed_staged")
+    assert asked == 9
+    harness.is_busy = True
+    harness.run()
+    assert harness.ranks.calls.count("honed_staged") == asked + 1

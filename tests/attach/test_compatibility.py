@@ -72,10 +72,10 @@ def test_a_renamed_parameter_is_named() -> None:
     assert "Other._free_request has no parameter request" in findings.limits[0]
 
 
-def config(method: str = "dflash", pipeline: int = 1, **speculative: Any) -> Any:
+def config(method: str = "dflash", pipeline: int = 1, tensor: int = 1, **speculative: Any) -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, **speculative),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor),
     )
 
 
@@ -112,6 +112,20 @@ def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
     assert [limit.split(" is off")[0] for limit in findings.limits] == ["draft_length", "capture"]
     eagle = check(Fits, config("eagle3", enable_adaptive_verification=True), "0.33.0")
     assert (eagle.capabilities, eagle.is_known) == (("events", "estimates"), True)
+
+
+def test_ranks_that_have_to_choose_alike_are_fed_nothing() -> None:
+    findings = check(Fits, config(tensor=2, enable_adaptive_verification=True), "0.33.0")
+    assert findings.capabilities == ("events", "swap")
+    assert "estimates are off: under tensor parallelism" in findings.limits[-1]
+
+
+def test_schedulers_that_nobody_keeps_in_step_are_left_alone() -> None:
+    scheduler = pytest.importorskip("honed.attach.scheduler")
+    scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="mp", world_size=2))
+    scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=1))
+    with pytest.raises(RuntimeError, match="--distributed-executor-backend mp"):
+        scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2))
 
 
 def test_of_a_target_with_positions_in_three_dimensions_nothing_is_captured() -> None:

@@ -64,3 +64,19 @@ def test_what_can_not_be_hashed_is_said() -> None:
     running.take(0)
     with pytest.raises(RuntimeError):
         finish(running)
+
+
+def test_a_rank_on_which_hashing_failed_still_takes_part_in_joining() -> None:
+    """The others wait for it."""
+    joined: list[int] = []
+
+    def all_gather(part: torch.Tensor, dim: int) -> torch.Tensor:
+        joined.append(dim)
+        return part
+
+    running = LiveChecksum([(name, TENSORS["norm.weight"], Shard(0, 2, 0)) for name in "ab"], all_gather, CPU)
+    running.take(0)
+    running._error = "no memory"
+    with pytest.raises(RuntimeError, match="no memory"):
+        running.take(1)
+    assert len(joined) == 2

@@ -41,7 +41,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "prefix cache": {"enable_prefix_caching": True},
     "preemption": {"num_gpu_blocks_override": 24 if IS_V2 and not IS_ASYNC else 26},
 }
-NGRAM = {"ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}}}
+NGRAM_K = 5
+NGRAM: dict[str, dict[str, Any]] = {
+    "ngram": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": NGRAM_K, "prompt_lookup_max": 4},
+        "enable_prefix_caching": True,
+    }
+}
 IS_NGRAM = os.environ.get("HONED_TEST_WAY") == "ngram"
 """Whether this is the process for it."""
 GRAMMAR = "[a-z ,.]{30,200}"
@@ -89,6 +95,7 @@ def test_every_way_is_logged_as_vllm_counts_it(way: str, answers: dict[str, list
         assert sum(r["k"] for r in rows) > 0
         if way == "ngram":
             check_lengths_are_obeyed(running, answers["free"])
+            check_padding(running)
         else:
             tokenizer = running.llm.get_tokenizer()
             inputs = [tokenizer(prompt).input_ids for prompt in prompts()]
@@ -203,6 +210,33 @@ def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> 
     assert {row["k"] for row in rows} >= {0, 1, 2}
     assert set(running.honed._hello(0).capabilities) == {"events", "draft_length"}
     assert any("ngram" in limit for limit in running.honed._hello(0).limits)
+
+
+def check_padding(running: TestEngine) -> None:
+    """A request that has but one token left to compute when it comes in is padded to K drafts, of which there are none.
+
+    Where the drafter has a cache as well, as DFlash's has, vLLM takes a hit's last block for computed only by a KV transfer.
+    """
+    taught: list[tuple[str, int, int]] = []
+    observe = running.honed._decider.observe
+
+    def noting(*columns: Any) -> None:
+        taught.extend(zip(*columns, strict=True))
+        observe(*columns)
+
+    running.honed._decider.observe = noting
+    ids = running.llm.get_tokenizer()("".join(held_out(2, 280))).input_ids[: 1 + 2 * SMALL["block_size"]]
+    asked = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+    first = running.generate([{"prompt_token_ids": ids}], **asked)
+    take_batches(running)
+    taught.clear()
+    before = running.counters()
+    assert running.generate([{"prompt_token_ids": ids}], **asked) == first
+    rows, after = rounds(take_batches(running)), running.counters()
+    assert {name: after[name] - before[name] for name in after} == counted(rows)
+    padded = [row for row in rows if row["trimmed"]]
+    assert [(row["k"], row["position"], row["trimmed"]) for row in padded] == [(NGRAM_K, len(ids) - 1, NGRAM_K)]
+    assert [(k, accepted) for _, k, accepted in taught] == [(row["k"], row["accepted"]) for row in rows[1:] if row["k"]]
 
 
 @pytest.mark.skipif(IS_NGRAM or IS_V2 or IS_ASYNC, reason="V1 only, in step, and not in the process that runs it")
