@@ -16,7 +16,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
-	@echo "make test           all tests, the real engine included"
+	@echo "make test           all tests that need no GPU, no root and no other tools, the real engine included"
 	@echo "make test-runners   what has to hold on V1 and V2, the model runners of vLLM, with either scheduler"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
@@ -58,7 +58,7 @@ demo: setup
 # What needs but a core of its own runs on all of them at once; the rest has engines and processes of its own.
 ALONE := tests/adapt tests/kernels
 test: setup
-	@echo "== tests (the real engine included: some 20 minutes on two cores)"
+	@echo "== tests (the real engine included: some 25 minutes on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ALONE)
 	@$(BIN)/python -m pytest $(ALONE:%=--ignore=%)
 

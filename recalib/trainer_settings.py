@@ -111,9 +111,9 @@ class TrainerSettings(SampleSettings):
     the remainder."""
     must_gain_share: float = 0.4
     """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting. A larger
-    share gains more and forgets more. On the tiny pair, with some 90 s of one core, 0.4 gained 1.55 times the new workload's
-    acceptance length and kept 0.991 of the old one's (`make bench-recalib`); in runs of their own, 0.5 gained 1.57 and kept
-    0.990, 0.6 gained 1.66 and kept 0.982."""
+    share gains more and forgets more. On the tiny pair, with some 90 s of one core and at temperature 0, 0.4 gained 1.54 times
+    the new workload's acceptance length and kept 0.992 of the old one's; at temperature 0.8 1.09 times, and 0.988
+    (`make bench-recalib`)."""
 
     blends: tuple[float, ...] = (1.0, 0.5)
     """Candidates that are judged in turn until one passes: this share of the way from the parent to what was trained."""

@@ -1,6 +1,9 @@
 """The interval covers the median, and a machine that drifts doesn't look like overhead."""
 
+import subprocess
+
 from overhead import Pair, Run, commit, hardware, idle_cpu_share, summary
+from processes import ROOT
 from vllm_server import Counters
 
 
@@ -30,4 +33,9 @@ def test_idleness_is_that_of_the_server_whose_turn_it_is_not() -> None:
 
 def test_the_result_names_machine_and_commit() -> None:
     assert hardware()["cores"]
-    assert isinstance(commit(), str)
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        assert commit() == "unknown"
+    else:
+        assert done.stdout.startswith(commit().removesuffix("+"))
+        assert len(commit()) >= 7
