@@ -248,9 +248,10 @@ class Store:
                 try:
                     with self._db.atomic():
                         batch_tables.refuse(self._db, item)
-                except sqlite3.Error as refusal:
+                except Exception as refusal:
                     self.note_error(refusal)
-                    return settled
+                    if _is_of_the_disk(refusal):
+                        return settled
             settled.append(item)
             self._forget(1)
         return settled
