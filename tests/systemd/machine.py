@@ -19,7 +19,7 @@ from honed.daemon.install import is_hidden
 from tests.build_wheel import ROOT, build_wheel
 
 BOOT = Path(__file__).with_name("boot.sh")
-BESIDE = ("client_load.py", "vllm_server.py", "processes.py", "tiny")
+BESIDE = ("client_load.py", "measured.py", "vllm_server.py", "processes.py", "tiny")
 """What of benchmarks/ the container needs."""
 
 
