@@ -16,14 +16,13 @@ from honed.daemon import doctor_daemon, doctor_host, doctor_memory, doctor_vllm,
 from honed.daemon.client import AdminClient, AdminError
 from honed.daemon.doctor import Check
 from honed.daemon.errors import SettingsError
-from honed.daemon.service_environment import ENVIRONMENT, check_paths, service_environment
+from honed.daemon.service_environment import ENVIRONMENT, STATE_DIR, check_paths, service_environment
 from honed.daemon.settings import Settings, load
 from honed.daemon.terminal import SERVICE_DIR, Connection, socket_of
 from honed.daemon.vllm_command import parse
 from honed.recalib.drafter_config import DrafterConfig
 
 PROMETHEUS = "http://127.0.0.1:9090"
-SERVICE_STATE_DIR = Path("/var/lib/honed")
 HTTP_TIMEOUT_S = 5.0
 
 
@@ -55,7 +54,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
         else:
             settings = load(config)
             if socket_of(settings.paths) != settings.paths.admin_socket:
-                settings = load(config, {"paths": {"state_dir": SERVICE_STATE_DIR, "runtime_dir": SERVICE_DIR}})
+                settings = load(config, {"paths": {"state_dir": STATE_DIR, "runtime_dir": SERVICE_DIR}})
     except SettingsError as error:
         wrong = Check("settings", "error", str(error), "Correct it: the daemon doesn't start with it.")
         return [*checks, wrong, *_command(asked.command)]

@@ -34,7 +34,7 @@ class Boot:
 
     def note_stored(self, item: StoredBatch, now_s: float) -> None:
         """A batch of this boot is on disk."""
-        before = sum(self.lost.values()) + self.missing_batches + self.malformed_batches
+        before = self._num_gone
         self.committed_seq = max(self.committed_seq, item.batch.seq)
         self.batches += 1
         self.stored.add(item.counts.total)
@@ -42,8 +42,12 @@ class Boot:
         self.malformed_batches += bool(item.counts.malformed)
         for name, value in losses(item.batch).items():
             self.lost[name] = max(self.lost.get(name, 0), value)
-        if sum(self.lost.values()) + self.missing_batches + self.malformed_batches > before:
+        if self._num_gone > before:
             self.lost_at_s = now_s
+
+    @property
+    def _num_gone(self) -> int:
+        return sum(self.lost.values()) + self.missing_batches + self.malformed_batches
 
 
 @dataclass(slots=True)

@@ -10,11 +10,13 @@ from pathlib import Path
 from dotenv import dotenv_values
 
 from honed.daemon.doctor import Check
+from honed.daemon.terminal import SERVICE_DIR
 from honed.daemon.variables import PATHS
 
 CONFIG = Path("/etc/honed/honed.toml")
 ENVIRONMENT = Path("/etc/honed/honed.env")
-OF_THE_UNITS = {"HONED_STATE_DIR": "/var/lib/honed", "HONED_RUNTIME_DIR": "/run/honed"}
+STATE_DIR = Path("/var/lib/honed")
+OF_THE_UNITS = {"HONED_STATE_DIR": str(STATE_DIR), "HONED_RUNTIME_DIR": str(SERVICE_DIR)}
 
 
 def service_environment(config: Path | None, env: Mapping[str, str] = os.environ) -> dict[str, str] | None:
