@@ -84,7 +84,8 @@ def by_flex(q: torch.Tensor, dense: list[torch.Tensor], attends: torch.Tensor, l
 
     block_mask = create_block_mask(may, None, None, rows, length + rows, device=q.device)
     compiled: Callable[..., Any] = torch.compile(flex_attention)
-    return lambda: compiled(q, *dense, block_mask=block_mask, enable_gqa=True)
+    options = {"FORCE_USE_FLEX_ATTENTION": True}  # its decoding kernel isn't to be had for these shapes
+    return lambda: compiled(q, *dense, block_mask=block_mask, enable_gqa=True, kernel_options=options)
 
 
 def after_flash(

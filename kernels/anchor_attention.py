@@ -127,6 +127,7 @@ def by_flex(
     out: torch.Tensor = attend(
         q.reshape(1, n * b, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
         block_mask=visible.block_mask(b, len(context_k) + len(padding)), scale=scale, enable_gqa=num_heads != own_k.shape[2],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # for under 128 queries PyTorch would take its decoding kernel
     )  # fmt: skip
     return out.transpose(1, 2).reshape(q.shape)
 

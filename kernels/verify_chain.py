@@ -40,6 +40,11 @@ except ImportError:
 else:
     from honed.kernels.verify_chain_device import emit_kernel, residual_kernel, rows_kernel
 
+ROWS_WARPS = {False: 2, True: 8}
+"""Of a program of a row's chunk, by whether q is full: of 2, 4, 8 and 16 the fastest on an H200."""
+EMIT_WARPS = 16
+"""Of a request's program."""
+
 
 class ChainVerdict(NamedTuple):
     """What became of the drafts."""
@@ -182,21 +187,22 @@ def launch(
     strides = (stride_b, stride_r, *draft_strides, num_requests, depth, vocab, num_chunks)
     options = {
         "CHUNK": chunk, "CHUNKS": triton.next_power_of_2(num_chunks), "IS_RAGGED": first_rows is not None,
-        "num_warps": max(1, min(16, chunk // 512)),
     }  # fmt: skip
     is_full = draft_logits is not None
-    rows_kernel[(num_chunks, num_requests, depth + 1)](
+    rows_warps, emit_warps = (max(1, min(most, chunk // 512)) for most in (ROWS_WARPS[is_full], EMIT_WARPS))
+    rows_kernel[(num_chunks * num_requests, depth + 1)](
         target_logits, draft_logits, draft_tokens, num_draft_tokens, temperature, warmth, seeds, positions, first_rows, stats,
-        arrived, breaks, *strides, IS_FULL_Q=is_full, **options,
+        arrived, breaks, *strides, IS_FULL_Q=is_full, **options, num_warps=rows_warps,
     )  # fmt: skip
     if is_full:
-        residual_kernel[(num_chunks, num_requests)](
+        residual_kernel[(num_chunks * num_requests,)](
             target_logits, draft_logits, draft_tokens, num_draft_tokens, temperature, warmth, first_rows, stats, breaks,
-            residual, *strides, **options,
+            residual, *strides, **options, num_warps=rows_warps,
         )  # fmt: skip
     emit_kernel[(num_requests,)](
         target_logits, draft_logits, draft_tokens, num_draft_tokens, temperature, warmth, seeds, positions, first_rows, stats,
         breaks, residual, *out, *strides, TOKENS=triton.next_power_of_2(depth + 1), IS_FULL_Q=is_full, **options,
+        num_warps=emit_warps,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def rows_kernel(
     vocab: tl.tensor, num_chunks: tl.tensor, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
     IS_FULL_Q: tl.constexpr,
 ) -> None:  # fmt: skip
-    i_c, i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_c, i_b, i_r = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(1)
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
     if i_r > limit:
         return
@@ -69,7 +69,7 @@ def rows_kernel(
     plane = num_requests * (depth + 1) * num_chunks  # of stat: peaks, masses, q's peaks, q's masses
     if is_sampled:
         if is_one_hot:
-            b_x = tl.where(o_v == draft, float("-inf"), b_x)
+            b_x = tl.where(tl.arange(0, CHUNK) == (draft - i_c * CHUNK).to(tl.int32), float("-inf"), b_x)
         peak, mass = peak_and_mass(b_x)
         if IS_FULL_Q:  # noqa: SIM102 - constexpr first
             if (is_one_hot == 0) & (is_bonus == 0):
@@ -128,7 +128,7 @@ def residual_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Σ max(0, p − q) of a chunk of the row that broke; needs both rows' totals, hence a pass of its own."""
-    i_c, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_c, i_b = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64)
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
     i_r = tl.minimum(depth + 1 - tl.load(break_ptr + i_b), limit)
     draft = tl.load(draft_ptr + i_b * depth + i_r, mask=i_r < limit, other=-1).to(tl.int64)
