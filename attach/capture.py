@@ -7,11 +7,16 @@ Hazards, and what is done about each (all of them would teach the drafter someth
 - Prefix-cache hits, preemption and late sampling leave holes: a record whose first position isn't the one expected carries
   FLAG_GAP.
 - Token ids and positions are taken from the same rows as the features, never reconstructed.
+
+The kernel that gathers rows is compiled by a thread, from when the engine is attached to: no step waits for a compiler, and
+requests that come before it is ready aren't captured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,10 +93,23 @@ class Capturer:
         self._ended: list[_Captured] = []
         self._pending: list[_Pending] = []
         self._side: Any = None
+        self._compiling: threading.Thread | None = None
         self.num_rows = 0
         self.num_bytes = 0
         self.num_skipped = 0
         """Rows that couldn't be written."""
+
+    def prepare(self) -> None:
+        """Begin to compile what a step needs on a GPU."""
+        weight, eps = self._norm()
+        if self._kind == "fused" and weight.is_cuda:
+            self._compiling = threading.Thread(target=_compile, args=(weight, eps), name="honed-compile", daemon=True)
+            self._compiling.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether that is done."""
+        return self._compiling is None or not self._compiling.is_alive()
 
     def set_share(self, share: float, drafter_version: str) -> None:
         """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
@@ -104,7 +122,7 @@ class Capturer:
             ended = self._requests.pop(request_id, None)
             if ended is not None:
                 self._ended.append(ended)
-        if self.share > 0.0:
+        if self.share > 0.0 and self.is_ready:
             for new in scheduler_output.scheduled_new_reqs:
                 self._consider(new)
         if self._ended and not self._pending and self._ring is not None:
@@ -262,6 +280,14 @@ class Capturer:
         )  # fmt: skip
         self.num_rows += count
         self.num_bytes += features.nbytes
+
+
+def _compile(weight: torch.Tensor, eps: float) -> None:
+    """Run the kernel once, on a row of its own and beside what the engine does. The first captured step says what is wrong."""
+    side: Any = torch.cuda.Stream(weight.device)  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Exception), torch.inference_mode(), torch.cuda.stream(side):
+        row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)
 
 
 def _to_numpy(features: torch.Tensor) -> npt.NDArray[Any]:

@@ -70,6 +70,7 @@ class _WorkerSide:
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(self._worker.device))
         if self.capturer is not None:
+            self.capturer.prepare()
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._errors.note)
 
 

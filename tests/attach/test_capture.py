@@ -191,3 +191,26 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
     capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
     assert made[0].num_records == 1
     assert capturer.num_rows == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_no_step_waits_for_the_compiler(ring: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(H, device="cuda")
+    capturer = Capturer(lambda size, dtype: ring, lambda: (weight, 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    capturer.prepare()
+    capturer.set_share(1.0, "v1")
+    with monkeypatch.context() as compiling:
+        compiling.setattr(Capturer, "is_ready", False)
+        capturer.on_schedule(schedule({"early": [5]}))
+    assert capturer._compiling is not None
+    capturer._compiling.join(120)
+    assert capturer.is_ready
+    capturer.on_schedule(schedule({"late": [5]}))
+    seen = view({"early": [(0, 5)], "late": [(0, 5)]})
+    moved = [tensor.cuda() for tensor in (seen.token_ids, seen.positions, seen.states())]
+    capturer.on_step(StepView(seen.req_ids, seen.row_starts, moved[0], moved[1], lambda: moved[2], None, None))
+    torch.cuda.synchronize()
+    capturer.on_schedule(schedule())
+    capturer.on_step(StepView([], np.array([0]), moved[0], moved[1], lambda: moved[2], None, None))
+    assert [row["tokens"] for row in ring.rows] == [[5]]
