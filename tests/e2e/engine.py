@@ -1,7 +1,8 @@
 """The real vLLM engine in this process, with honed attached, for tests.
 
-HONED_TEST_RUNNER chooses the model runner, one a process: v1, v2 (under Triton's interpreter, some hundred times slower), or
-v1-async and v2-async, with a scheduler that runs a step ahead, as on CUDA. Tests marked `runners` say the same of all four.
+HONED_TEST_RUNNER chooses the model runner, one a process: v1, v2, or v1-async and v2-async, with a scheduler that runs a step
+ahead, as is usual on CUDA. Tests marked `runners` say the same of all four. Where there is a CUDA device, vLLM runs on it;
+where there is none, V2 runs under Triton's interpreter, some hundred times slower.
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "benchmarks" / "tiny" / "target"
 DRAFTER = ROOT / "benchmarks" / "tiny" / "drafter"
-RUNNER = os.environ.get("HONED_TEST_RUNNER", "v1")
+IS_CUDA = torch.cuda.is_available()
+RUNNER = os.environ.get("HONED_TEST_RUNNER", "v2-async" if IS_CUDA else "v1")
 IS_V2 = RUNNER in ("v2", "v2-async")
+IS_SLOW = IS_V2 and not IS_CUDA
+"""Whether Triton's interpreter runs the engine: fewer and shorter requests."""
 IS_ASYNC = RUNNER in ("v1-async", "v2-async")
 ARE_DRAFTS_KNOWN = RUNNER != "v1-async"
 """Whether the ids of drafts can be logged: V1's scheduler is told them for grammars only when it runs ahead."""
 K = 7
+ATTENTION = "TRITON_ATTN"
+"""On CUDA: it takes float32, in which the greedy answers of different batches can be held against each other."""
 
 
 def held_out(number: int, num_chars: int) -> list[str]:
@@ -44,6 +52,8 @@ def prepare(runtime_dir: Path | None) -> None:
         DO_NOT_TRACK="1",
         HF_HUB_OFFLINE="1",
     )
+    if IS_CUDA:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(IS_V2))
     if runtime_dir is None:
         os.environ.pop("HONED_RUNTIME_DIR", None)
     else:
@@ -70,7 +80,6 @@ def schedule_ahead() -> None:
 
 def do_without_streams() -> None:
     """Give V1, when it is scheduled ahead, streams and events of a device on which everything is done in order."""
-    import torch
 
     class Nothing:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -144,7 +153,7 @@ def engine(
 ) -> Iterator[TestEngine]:
     """Start an engine; honed is attached when `runtime_dir` is given."""
     prepare(runtime_dir)
-    if IS_ASYNC:
+    if IS_ASYNC and not IS_CUDA:
         schedule_ahead()
     from vllm import LLM
 
@@ -166,6 +175,9 @@ def engine(
         "enable_prefix_caching": False,
         "speculative_config": {"method": "dflash", "model": str(drafter), "num_speculative_tokens": K},
     }
+    if IS_CUDA:
+        settings |= {"async_scheduling": IS_ASYNC, "attention_backend": ATTENTION}
+        settings |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.05}
     llm = LLM(str(target), **(settings | (attach if runtime_dir else {}) | options))
     try:
         yield TestEngine(llm)

@@ -59,6 +59,15 @@ def worker_of(running: TestEngine) -> Any:
     return getattr(worker, "worker", worker)
 
 
+def wait_until_compiled(running: TestEngine) -> None:
+    """Until requests would be captured: on a GPU a thread compiles what that needs."""
+    running.honed.before_schedule()
+    capturer, deadline_s = worker_of(running)._honed_side.capturer, time.monotonic() + 120
+    while not capturer.is_ready:
+        assert time.monotonic() < deadline_s, "the kernel is never compiled"
+        time.sleep(0.01)
+
+
 class Drafts:
     """Every block that the drafter proposes while this listens, with what made it.
 

@@ -29,17 +29,17 @@ from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import engines
 from honed.recalib.ring_reader import RingReader
-from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_V2, ROOT, K, TestEngine, engine, held_out
+from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_SLOW, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
-MAX_TOKENS = 16 if IS_V2 else 40
+MAX_TOKENS = 16 if IS_SLOW else 40
 SMALL = {"max_model_len": 256, "block_size": 32}
 WAYS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
     "prefix cache": {"enable_prefix_caching": True},
-    "preemption": {"num_gpu_blocks_override": 24 if IS_V2 and not IS_ASYNC else 26},
+    "preemption": {"num_gpu_blocks_override": 24 if IS_SLOW and not IS_ASYNC else 26},
 }
 NGRAM_K = 5
 NGRAM: dict[str, dict[str, Any]] = {
@@ -129,12 +129,12 @@ def test_what_the_drafter_keeps_is_never_written_over_the_targets(tmp_path: Path
 
     What it keeps while nothing is drafted may belong to blocks that are the target's by the time something is.
     """
-    drafter, asked = tmp_path / "drafter", {"temperature": 0.0, "max_tokens": 12 if IS_V2 else 60}
+    drafter, asked = tmp_path / "drafter", {"temperature": 0.0, "max_tokens": 12 if IS_SLOW else 60}
     shutil.copytree(DRAFTER, drafter)
     config = json.loads((drafter / "config.json").read_text())
     config["dflash_config"] |= {"use_swa": True, "swa_window_size": 64}
     (drafter / "config.json").write_text(json.dumps(config | {"sliding_window": 64, "use_sliding_window": True}))
-    texts = held_out(6 if IS_V2 else 24, 280)
+    texts = held_out(6 if IS_SLOW else 24, 280)
     with engine(None, speculative_config=None, **SMALL) as plain:
         answers = plain.generate(texts, **asked)
     folder = tmp_path / "run"
@@ -149,7 +149,7 @@ def test_what_the_drafter_keeps_is_never_written_over_the_targets(tmp_path: Path
 
         monkeypatch.setattr(running.honed._decider, "decide", decide)
         assert len(worker_of(running).model_runner.kv_cache_config.kv_cache_groups) > 1
-        for _ in range(1 if IS_V2 else 2):
+        for _ in range(1 if IS_SLOW else 2):
             assert running.generate(texts, **asked) == answers
         assert running.honed.errors.count == 0
         assert {0, 3} <= {row["k"] for row in rounds(take_batches(running))}

@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from honed.attach.guard import MAX_ERRORS
-from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_ASYNC, IS_V2, TARGET, K, TestEngine, held_out
+from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_ASYNC, IS_CUDA, IS_SLOW, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.swapping import wait_until_compiled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
-MAX_TOKENS = 10 if IS_V2 else 48
-NUM_PROMPTS = 2 if IS_V2 else 6
+MAX_TOKENS = 10 if IS_SLOW else 48
+NUM_PROMPTS = 2 if IS_SLOW else 6
 
 
 def prompts() -> list[str]:
-    return held_out(NUM_PROMPTS, 60 if IS_V2 else 300)
+    return held_out(NUM_PROMPTS, 60 if IS_SLOW else 300)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_draft_lengths_are_obeyed_per_request_and_change_no_token(attached: Test
     set_policy(attached)
     plain = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
     take_batches(attached)
-    ceilings = [(0, 1, 3, 7, 2, 5)[i % 6] for i in range(NUM_PROMPTS)] if not IS_V2 else [0, 3]
+    ceilings = [(0, 1, 3, 7, 2, 5)[i % 6] for i in range(NUM_PROMPTS)] if not IS_SLOW else [0, 3]
     extra = [{"honed_max_draft_tokens": c, "honed_workload": f"k{c}"} for c in ceilings]
     cut = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS, extra=extra)
     assert cut == plain
@@ -120,6 +121,7 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
     from honed.recalib.ring_reader import RingReader
 
     set_policy(attached)
+    wait_until_compiled(attached)
     attached.rpc("honed_capture", 1.0, "v-test")
     completions = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
     # On CUDA rows are committed a step late.
@@ -129,7 +131,7 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
     tokenizer = attached.llm.get_tokenizer()
     drafter = load_drafter(DRAFTER, TARGET)
     layer_ids = drafter.config.target_layer_ids
-    num_matched = 0
+    num_matched, exact = 0, 1e-2 if IS_CUDA else 2e-3  # there Triton multiplies float32 with ten bits
     for prompt, completion in zip(prompts(), completions, strict=True):
         ids = tokenizer(prompt).input_ids + completion
         hidden = hidden_states(ids)
@@ -139,10 +141,10 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
         assert len(rows) >= len(ids) - K - 1, "committed rows are missing"
         for position, feature in rows.items():
             row = torch.tensor(feature)
-            assert torch.allclose(row, expected[position], atol=2e-3, rtol=2e-3), f"row {position} is misaligned"
+            assert torch.allclose(row, expected[position], atol=exact, rtol=exact), f"row {position} is misaligned"
             assert not torch.allclose(row, shifted[position], atol=5e-2), "the neighbouring layer would have passed too"
             num_matched += 1
-    assert num_matched > 50 if not IS_V2 else num_matched > 20
+    assert num_matched > 50 if not IS_SLOW else num_matched > 20
 
 
 def hidden_states(ids: list[int]) -> list[torch.Tensor]:
@@ -180,6 +182,7 @@ def rows_of(records: list[Any], ids: list[int]) -> dict[int, np.ndarray[Any, Any
 
 
 def test_a_request_can_opt_out_of_capture(attached: TestEngine) -> None:
+    wait_until_compiled(attached)
     attached.rpc("honed_capture", 1.0, "v-test")
     before = attached.rpc("honed_capture", 1.0, "v-test")["rows"]
     attached.generate(prompts(), temperature=0.0, max_tokens=4, extra=[{"honed_capture": 0}] * NUM_PROMPTS)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_V2, TestEngine, engine, held_out
+from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_SLOW, TestEngine, engine, held_out
 from tests.e2e.logged import check_tokens, counted, keys_of, rounds, set_policy, take_batches
 from tests.e2e.swapping import Drafts, perturbed_drafter, swap, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
-MAX_TOKENS = 16 if IS_V2 else 48
-PROMPTS = held_out(2, 60) if IS_V2 else held_out(6, 300)
+MAX_TOKENS = 16 if IS_SLOW else 48
+PROMPTS = held_out(2, 60) if IS_SLOW else held_out(6, 300)
 
 
 @pytest.mark.parametrize("damage", ["missing_file", "truncated", "wrong_sum", "wrong_shape", "missing_tensor", "not_finite"])
@@ -157,7 +157,7 @@ def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_pa
     assert drafts_of(attached) == stock_drafts
 
     # Last: when an engine ends it takes vLLM's process groups with it, and the other one can't load weights any more.
-    with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_V2 else 8) as fresh:
+    with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_SLOW else 8) as fresh:
         fresh.honed.before_schedule()
         assert fresh.checksum() == swapped_sum
         assert drafts_of(fresh) == swapped_drafts

@@ -76,7 +76,8 @@ def trimming(attached: TestEngine, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(theirs, "_assign_draft_token_budget_compiled", theirs._assign_draft_token_budget)
     manager = theirs.AdaptiveVerificationManager(runner.req_states, runner.input_buffers.query_start_loc, 1, 1024)
     manager.set_cost_curves([(1, 0.1), (8, 0.1)], [(1, 1.0), (64, 4.0)])
-    runner.speculator.draft_token_confidence_probs.copy_(torch.tensor([1.0, 0.5, 0.9, 0.3])[:, None])
+    confidences = runner.speculator.draft_token_confidence_probs
+    confidences.copy_(torch.tensor([1.0, 0.5, 0.9, 0.3]).repeat(len(confidences) // 4)[:, None])
     monkeypatch.setattr(runner, "adaptive_verification", manager)
     return manager
 
