@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", nargs="*", default=None, help=f"only these of {sorted({case.op for case in cases})}")
     parser.add_argument("--rounds", type=int, default=None, help="turns of every candidate; 30 on a GPU, 9 on a CPU")
-    parser.add_argument("--out", type=Path, default=None, help="also write the result to this file")
+    parser.add_argument("--out", type=Path, default=None, help="also write the result to this file, op by op")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     rounds = arguments.rounds or (30 if device.type == "cuda" else 9)
@@ -49,11 +49,6 @@ def main() -> int:
         f"{name_of(device)}: copies {ceilings.bytes_per_s / 1e9:.1f} GB/s, multiplies {ceilings.flops_per_s / 1e12:.2f} TFLOP/s"
     )
     ops: dict[str, list[Row]] = {}
-    for case in cases:
-        if arguments.ops is None or case.op in arguments.ops:
-            row = measure(case, device, rounds, ceilings)
-            ops.setdefault(case.op, []).append(row)
-            say(line_of(case.op, row))
     result = {
         "device": name_of(device),
         "kind": device.type,
@@ -66,8 +61,13 @@ def main() -> int:
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    for case in cases:
+        if arguments.ops is None or case.op in arguments.ops:
+            row = measure(case, device, rounds, ceilings)
+            ops.setdefault(case.op, []).append(row)
+            say(line_of(case.op, row))
+            if arguments.out is not None:  # what was measured is kept when the rest is broken off
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({"device": result["device"], "ops": ops}))
     return 0
 
