@@ -12,7 +12,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 .PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint
 .PHONY: typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
-.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels
+.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels bench-server-sizes
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
@@ -28,6 +28,7 @@ help:
 	@echo "make setup          the virtual environment alone, vLLM included; every other command makes it when it's missing"
 	@echo "make reference dashboards  docs/reference.md and the dashboards, made anew from the code"
 	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
+	@echo "make bench-server-sizes  on a GPU: honed beside a target of Qwen3-8B's size"
 
 setup: $(STAMP) $(TREE)/honed/adapt
 
@@ -142,6 +143,10 @@ bench-regret: setup
 bench-trees: setup
 	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/trees.py
+
+bench-server-sizes: setup
+	@echo "== what honed costs, what a swap takes, and training beside an engine, at the size of Qwen3-8B (a GPU with 80 GB)"
+	@$(BIN)/python benchmarks/server_sizes.py
 
 bench-kernels: setup
 	@echo "== the device ops: time, share of what the device can do, ratio to the best alternative (on a CPU: their twins)"

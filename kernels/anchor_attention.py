@@ -10,7 +10,7 @@ On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here 
     are empty, full or partial is arithmetic on [N] numbers: no [N·B, T + N·B] mask is evaluated (`create_block_mask` would).
     What is wasted are the partial tiles: one on each interval's end and the diagonal's. A kernel of our own could save those
     and little else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context); so FlexAttention it is, with its
-    backward pass, kept up by PyTorch. Not measured on a GPU.
+    backward pass, kept up by PyTorch. Values and gradients are the twin's on an H200; its time there was not measured.
 On a CPU: PyTorch's masked attention (FlexAttention has no backward pass there) on parts of PART_QUERIES queries, each with the
     rows that its blocks see: packed samples cost nothing against each other, of the diagonal little is wasted, and no part's
     scores are kept. One to four times as fast as the plain twin here, forward and backward.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -32,6 +33,8 @@ from honed.kernels.training_sizes import PART_QUERIES
 
 TILE = 128
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
+MOST_KERNELS = 64
+"""That FlexAttention may be compiled to in a process."""
 
 
 class Part(NamedTuple):
@@ -175,7 +178,17 @@ def _ordered(is_set: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [1, 
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
+    allow_recompiles()
     return torch.compile(flex_attention)
+
+
+def allow_recompiles() -> None:
+    """Units of work differ in blocks and rows, with gradients and without: some ten kernels serve them all.
+
+    PyTorch allows a function eight, and then computes attention with all its scores in memory, without a word.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_KERNELS)
 
 
 def _in_parts(

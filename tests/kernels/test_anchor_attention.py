@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import flex_attention
 
 from honed.kernels import anchor_attention as op
 from honed.kernels import reference_training as reference
@@ -167,6 +169,25 @@ def test_on_a_gpu_values_and_gradients_are_the_twins(shape: tuple[int, ...], dty
     gradients = torch.autograd.grad(made, trained, weights)
     for found, right in zip(gradients, torch.autograd.grad(wanted, wide, weights.double()), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
+
+
+def test_units_of_any_size_are_served_by_a_few_kernels() -> None:
+    """As training and judging divide their work on a GPU. Beyond PyTorch's limit nothing would be compiled, without a word."""
+    config, counter = torch._dynamo.config, CompileCounter()
+    attend = torch.compile(flex_attention, backend=counter)
+    sizes = [(1, 256), (2, 256), (4, 256), (16, 256), (32, 256), (9, 300), (13, 500), (1, 700), (20, 1000), (5, 90), (32, 2000)]
+    torch._dynamo.reset()
+    with config.patch(recompile_limit=config.recompile_limit, fail_on_recompile_limit_hit=True):
+        op.allow_recompiles()
+        for _ in range(2):
+            seen = counter.frame_count
+            for is_training in (False, True):
+                for blocks, rows in sizes:
+                    *tensors, begins, ends = inputs((blocks, 16, 4, 2, 16, rows))
+                    with torch.set_grad_enabled(is_training):
+                        by_flex(*tensors, Visible(begins, ends), 0.25, attend)
+    torch._dynamo.reset()
+    assert seen == counter.frame_count < 16
 
 
 @pytest.mark.parametrize("index", range(7))
