@@ -31,7 +31,7 @@ from honed.daemon.views import engines
 from honed.recalib.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_SLOW, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.swapping import swap, worker_of
+from tests.e2e.swapping import swap, wait_until_compiled, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_SLOW else 40
@@ -78,6 +78,7 @@ def test_every_way_is_logged_as_vllm_counts_it(way: str, answers: dict[str, list
     with engine(tmp_path, **(SMALL | (WAYS | NGRAM)[way])) as running:
         set_policy(running)
         if way != "ngram":
+            wait_until_compiled(running)
             running.rpc("honed_capture", 1.0, "stock")
         for _ in range(2):  # the second time the prefix cache is warm
             take_batches(running)
