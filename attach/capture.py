@@ -19,14 +19,12 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.attach.captured_rows import CapturedRequest, CapturedRows, RowWriter
 from honed.attach.request_book import key_of, read_labels
 from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView
@@ -34,34 +32,6 @@ from honed.kernels.context_features import context_features
 
 RETRY_S = 600.0
 """After a ring couldn't be made."""
-_RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-@dataclass(slots=True)
-class _Captured:
-    """A request whose rows are captured."""
-
-    key: str
-    session: str
-    workload: str
-    prompt_tokens: int
-    temperature: float
-    next_position: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Rows of one step on their way to the host."""
-
-    requests: list[_Captured]
-    counts: list[int]
-    features: torch.Tensor  # [N, F]
-    token_ids: torch.Tensor  # [N]
-    positions: torch.Tensor  # [N]
-    num_rejected: torch.Tensor | None  # [R']
-    arrived: Any  # torch.cuda.Event | None
-    drafter_version: str
-    """Whose weights the features were computed with."""
 
 
 class Capturer:
@@ -81,23 +51,18 @@ class Capturer:
         feature_kind: str,
         secret: bytes,
     ) -> None:
-        self._make_ring = make_ring
         self._norm = norm
         self._kind = feature_kind
         self._secret = secret
-        self._ring: RingWriter | None = None
+        self.writer = RowWriter(make_ring)
         self.share = 0.0
         self._retry_at_s = 0.0
         self._drafter_version = ""
-        self._requests: dict[str, _Captured] = {}
-        self._ended: list[_Captured] = []
-        self._pending: list[_Pending] = []
+        self._requests: dict[str, CapturedRequest] = {}
+        self._ended: list[CapturedRequest] = []
+        self._pending: list[CapturedRows] = []
         self._side: Any = None
         self._compiling: threading.Thread | None = None
-        self.num_rows = 0
-        self.num_bytes = 0
-        self.num_skipped = 0
-        """Rows that couldn't be written."""
 
     def prepare(self) -> None:
         """Begin to compile what a step needs on a GPU."""
@@ -114,6 +79,8 @@ class Capturer:
     def set_share(self, share: float, drafter_version: str) -> None:
         """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
         self.share = min(max(share, 0.0), 1.0) if time.monotonic() >= self._retry_at_s else 0.0
+        if self.share:
+            self.writer.retry()
         self._drafter_version = drafter_version
 
     def on_schedule(self, scheduler_output: Any) -> None:
@@ -125,8 +92,7 @@ class Capturer:
         if self.share > 0.0 and self.is_ready:
             for new in scheduler_output.scheduled_new_reqs:
                 self._consider(new)
-        if self._ended and not self._pending and self._ring is not None:
-            self._write_ends()
+        self._tell_ends()
 
     def _consider(self, new: Any) -> None:
         params = new.sampling_params
@@ -138,7 +104,7 @@ class Capturer:
         digest = key_of(new.req_id, self._secret)
         if int.from_bytes(digest) / 2.0**64 >= self.share:
             return
-        self._requests[new.req_id] = _Captured(
+        self._requests[new.req_id] = CapturedRequest(
             key=digest.hex(),
             # Not keyed: which sessions are held out must be the same after a restart.
             session=hashlib.blake2b(labels.session.encode(), digest_size=8).hexdigest() if labels.session else "",
@@ -186,16 +152,16 @@ class Capturer:
 
     def _to_host(
         self,
-        requests: list[_Captured],
+        requests: list[CapturedRequest],
         counts: list[int],
         features: torch.Tensor,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         num_rejected: torch.Tensor | None,
-    ) -> _Pending:
+    ) -> CapturedRows:
         version = self._drafter_version
         if features.device.type != "cuda":
-            return _Pending(requests, counts, features, token_ids, positions, num_rejected, None, version)
+            return CapturedRows(requests, counts, features, token_ids, positions, num_rejected, None, version)
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
@@ -207,45 +173,24 @@ class Capturer:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         rejected = host[3] if num_rejected is not None else None
-        return _Pending(requests, counts, host[0], host[1], host[2], rejected, arrived, version)
+        return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version)
 
     def _commit(self) -> None:
-        while self._pending and (self._pending[0].arrived is None or self._pending[0].arrived.query()):
-            self._write(self._pending.pop(0))
-        if self._ended and not self._pending and self._ring is not None:
-            self._write_ends()
-
-    def _write_ends(self) -> None:
-        assert self._ring is not None
-        for ended in self._ended:
-            self._ring.write_end(ended.key, ended.workload)
-        self._ended = []
-
-    def _write(self, pending: _Pending) -> None:
-        features = _to_numpy(pending.features)
-        if self._ring is None:
-            try:
-                self._ring = self._make_ring(features.shape[1], _RING_DTYPES[pending.features.dtype])
-            except Exception:
-                self.num_skipped += len(features)
+        try:
+            while self._pending and (self._pending[0].arrived is None or self._pending[0].arrived.query()):
+                self.writer.take(self._pending.pop(0))
+            self.writer.raise_failure()
+        except Exception:
+            if not self.writer.has_ring:
                 self._give_up()
-                raise
-        token_ids = pending.token_ids.numpy().astype(np.int32)
-        positions = pending.positions.numpy()
-        rejected = pending.num_rejected.tolist() if pending.num_rejected is not None else [0] * len(pending.counts)
-        start = 0
-        refused: ValueError | None = None
-        for request, count, num_rejected in zip(pending.requests, pending.counts, rejected, strict=True):
-            rows = slice(start, start + count - num_rejected)
-            start += count
-            try:
-                flags = FLAG_REJECTED if num_rejected else 0
-                self._write_request(request, pending.drafter_version, token_ids[rows], positions[rows], features[rows], flags)
-            except ValueError as error:
-                self.num_skipped += count - num_rejected
-                refused = error
-        if refused is not None:
-            raise refused
+            raise
+        self._tell_ends()
+
+    def _tell_ends(self) -> None:
+        if self._ended and not self._pending:
+            for ended in self._ended:
+                self.writer.take_end(ended)
+            self._ended = []
 
     def _give_up(self) -> None:
         """No ring can be made, for want of room as a rule: capture nothing for a while, since each try costs steps time."""
@@ -254,33 +199,6 @@ class Capturer:
         self._ended.clear()
         self._pending.clear()
 
-    def _write_request(
-        self,
-        request: _Captured,
-        drafter_version: str,
-        token_ids: npt.NDArray[np.int32],  # [n]
-        positions: npt.NDArray[np.int64],  # [n]
-        features: npt.NDArray[Any],  # [n, F]
-        flags: int,
-    ) -> None:
-        count = len(token_ids)
-        if not count:
-            return
-        first = int(positions[0])
-        if int(positions[-1]) - first != count - 1:
-            raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")
-        flags |= FLAG_PREFILL if first < request.prompt_tokens else 0
-        if first != request.next_position:
-            flags |= FLAG_GAP
-        request.next_position = first + count
-        assert self._ring is not None
-        self._ring.write_rows(
-            request.key, request.workload, drafter_version, first, token_ids, features, flags, request.temperature,
-            request.session,
-        )  # fmt: skip
-        self.num_rows += count
-        self.num_bytes += features.nbytes
-
 
 def _compile(weight: torch.Tensor, eps: float) -> None:
     """Run the kernel once, on a row of its own and beside what the engine does. The first captured step says what is wrong."""
@@ -288,8 +206,3 @@ def _compile(weight: torch.Tensor, eps: float) -> None:
     with contextlib.suppress(Exception), torch.inference_mode(), torch.cuda.stream(side):
         row = torch.zeros(1, dtype=torch.int64, device=weight.device)
         context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)
-
-
-def _to_numpy(features: torch.Tensor) -> npt.NDArray[Any]:
-    # numpy has no bfloat16: its bits travel as uint16.
-    return features.view(torch.uint16).numpy() if features.dtype == torch.bfloat16 else features.numpy()

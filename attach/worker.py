@@ -155,8 +155,8 @@ class HonedWorkerExtension:
         if side is None or side.capturer is None:
             return {}
         side.capturer.set_share(share, drafter_version)
-        capturer, errors = side.capturer, self._honed_errors.count
-        return {"rows": capturer.num_rows, "bytes": capturer.num_bytes, "skipped": capturer.num_skipped, "errors": errors}
+        writer, errors = side.capturer.writer, self._honed_errors.count
+        return {"rows": writer.num_rows, "bytes": writer.num_bytes, "skipped": writer.num_skipped, "errors": errors}
 
     @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +107,7 @@ def test_rows_that_are_not_consecutive_are_refused_and_counted(capturer: Capture
     capturer.on_schedule(schedule({"x": [5, 6], "y": [7]}))
     with pytest.raises(ValueError, match="not consecutive"):
         capturer.on_step(view({"x": [(0, 5), (2, 6)], "y": [(0, 7)]}))
-    assert (capturer.num_skipped, capturer.num_rows) == (2, 1)
+    assert (capturer.writer.num_skipped, capturer.writer.num_rows) == (2, 1)
     assert [row["tokens"] for row in ring.rows] == [[7]], "others' rows are"
 
 
@@ -170,7 +171,7 @@ def test_where_no_ring_can_be_made_nothing_is_captured_for_a_while(monkeypatch: 
         made.on_schedule(schedule({f"t{number}": [5]}, finished=("r", "s")))
         made.on_step(view({f"t{number}": [(0, 5)]}))
     assert (len(tries), made.share, made._requests, made._ended, made._pending) == (1, 0.0, {}, [], [])
-    assert made.num_skipped == 2
+    assert made.writer.num_skipped == 2
     monkeypatch.setattr("honed.attach.capture.time.monotonic", lambda: 1e12)
     made.set_share(1.0, "v1")
     made.on_schedule(schedule({"u": [5]}))
@@ -190,7 +191,7 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
     capturer.on_schedule(schedule({"x": [5, 6]}))
     capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
     assert made[0].num_records == 1
-    assert capturer.num_rows == 2
+    assert capturer.writer.num_rows == 2
 
 
 @pytest.mark.gpu
@@ -213,4 +214,7 @@ def test_on_a_gpu_no_step_waits_for_the_compiler(ring: Recorder, monkeypatch: py
     torch.cuda.synchronize()
     capturer.on_schedule(schedule())
     capturer.on_step(StepView([], np.array([0]), moved[0], moved[1], lambda: moved[2], None, None))
+    deadline_s = time.monotonic() + 30
+    while not capturer.writer.is_done:
+        assert time.monotonic() < deadline_s, "never written"
     assert [row["tokens"] for row in ring.rows] == [[5]]

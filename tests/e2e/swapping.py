@@ -68,6 +68,14 @@ def wait_until_compiled(running: TestEngine) -> None:
         time.sleep(0.01)
 
 
+def wait_until_written(running: TestEngine) -> None:
+    """Until what was captured is in the ring: on a GPU a thread writes it."""
+    writer, deadline_s = worker_of(running)._honed_side.capturer.writer, time.monotonic() + 60
+    while not writer.is_done:
+        assert time.monotonic() < deadline_s, "never written"
+        time.sleep(0.001)
+
+
 class Drafts:
     """Every block that the drafter proposes while this listens, with what made it.
 

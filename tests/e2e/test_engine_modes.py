@@ -31,7 +31,7 @@ from honed.daemon.views import engines
 from honed.recalib.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_SLOW, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.swapping import swap, wait_until_compiled, worker_of
+from tests.e2e.swapping import swap, wait_until_compiled, wait_until_written, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_SLOW else 40
@@ -181,6 +181,7 @@ def check_positions(running: TestEngine, rows: list[dict[str, Any]], num_preempt
 
 def check_captured(running: TestEngine, texts: list[list[int]]) -> None:
     """Captured rows stand where they say, and a token's features are the same however they came to be computed."""
+    wait_until_written(running)
     by_request: dict[str, list[Any]] = {}
     for record in RingReader(running.honed._settings.ring_path).poll(100_000).records:
         if getattr(record, "token_ids", None) is not None:

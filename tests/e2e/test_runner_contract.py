@@ -15,7 +15,7 @@ import torch
 from honed.attach.guard import MAX_ERRORS
 from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_ASYNC, IS_CUDA, IS_SLOW, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.swapping import wait_until_compiled
+from tests.e2e.swapping import wait_until_compiled, wait_until_written
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 10 if IS_SLOW else 48
@@ -127,6 +127,7 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
     # On CUDA rows are committed a step late.
     attached.generate(prompts()[:1], temperature=0.0, max_tokens=1, extra=[{"honed_capture": 0}])
     attached.rpc("honed_capture", 0.0, "v-test")
+    wait_until_written(attached)
     records = RingReader(attached.honed._settings.ring_path).poll(100_000).records
     tokenizer = attached.llm.get_tokenizer()
     drafter = load_drafter(DRAFTER, TARGET)
