@@ -16,6 +16,8 @@ from honed.adapt.step_time import StepTimeModel
 
 Curve: TypeAlias = list[tuple[int, float]]
 """(requests or tokens, milliseconds), ascending."""
+GROWTH = 1.25
+"""From a size that isn't captured to the next one that is priced."""
 
 
 def cost_curves(
@@ -34,14 +36,15 @@ def cost_curves(
         model: one that is ready.
         num_requests, context_tokens: of the present batch.
         max_tokens: most tokens of a step.
-        captured_tokens: sizes that steps are padded to; beyond the largest, vLLM draws straight lines between points.
+        captured_tokens: sizes that steps are padded to. Beyond the largest, vLLM draws straight lines between points, and what
+            lies before the first of them it prices like that one: so it is the next token.
     """
     per_request = context_tokens / max(num_requests, 1)
     batches = sorted({*_doubling(max_num_seqs), max_num_seqs})
     draft = [(n, 1e3 * model.block_seconds(n, num_spec_tokens, round(n * per_request))) for n in batches]
     fixed = model.fixed_seconds(num_requests, context_tokens, 0)
     largest = max(captured_tokens, default=0)
-    sizes = np.array(sorted({*captured_tokens, *(t for t in _doubling(max_tokens) if t > largest), max_tokens}), dtype=np.int64)
+    sizes = np.array(sorted({*captured_tokens, *_growing(largest + 1, max_tokens), max_tokens}), dtype=np.int64)
     verify = [(int(t), 1e3 * (fixed + seconds)) for t, seconds in zip(sizes, model.token_seconds(sizes), strict=True)]
     return draft, verify
 
@@ -54,6 +57,14 @@ def are_alike(one: tuple[Curve, Curve], other: tuple[Curve, Curve], tolerance: f
         if any(abs(a - b) > tolerance * max(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)):
             return False
     return True
+
+
+def _growing(first: int, most: int) -> list[int]:
+    sizes, size = [], first
+    while size <= most:
+        sizes.append(size)
+        size = max(size + 1, round(size * GROWTH))
+    return sizes
 
 
 def _doubling(most: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Curves for vLLM's adaptive verification say what the step-time model says."""
 
+from itertools import pairwise
+
 import pytest
 
 from honed.adapt.step_time import StepTimeModel
@@ -16,18 +18,22 @@ def model(captured=()):
 
 def test_both_curves_together_are_the_price_of_a_step():
     draft, verify = cost_curves(model(), **BATCH)
-    for requests, tokens in ((8, 64), (16, 128)):
+    for requests, tokens in ((8, verify[10][0]), (16, verify[15][0])):
         whole = model().seconds(10, tokens, 5000, 0, 7)
         paid = dict(verify)[tokens] + dict(draft)[requests]
         off = 1e3 * 2e-5 * (requests - 10)  # the draft curve is for its own number of requests
         assert paid == pytest.approx(1e3 * whole + off, rel=1e-3)
     assert [n for n, _ in draft] == [1, 2, 4, 8, 16, 32, 48]
-    assert [t for t, _ in verify][-2:] == [2048, 3000]
+    sizes = [t for t, _ in verify]
+    assert (sizes[0], sizes[-1]) == (1, 3000)
+    assert all(later <= t + max(1, round(0.25 * t)) for t, later in pairwise(sizes))
 
 
-def test_captured_sizes_are_the_points_and_beyond_them_sizes_double():
+def test_captured_sizes_are_the_points_and_from_the_next_token_on_there_are_many():
+    """vLLM prices what lies between the largest captured size and the first point beyond it like that point."""
     _, verify = cost_curves(model((1, 8, 24)), captured_tokens=(1, 8, 24), **BATCH)
-    assert [t for t, _ in verify] == [1, 8, 24, 32, 64, 128, 256, 512, 1024, 2048, 3000]
+    assert [t for t, _ in verify][:8] == [1, 8, 24, 25, 31, 39, 49, 61]
+    assert verify[-1][0] == 3000
     assert [price for _, price in verify] == sorted(price for _, price in verify)
 
 
