@@ -40,7 +40,7 @@ def cost_curves(
             lies before the first of them it prices like that one: so it is the next token.
     """
     per_request = context_tokens / max(num_requests, 1)
-    batches = sorted({*_doubling(max_num_seqs), max_num_seqs})
+    batches = sorted({*_growing(1, max_num_seqs), max_num_seqs})
     draft = [(n, 1e3 * model.block_seconds(n, num_spec_tokens, round(n * per_request))) for n in batches]
     fixed = model.fixed_seconds(num_requests, context_tokens, 0)
     largest = max(captured_tokens, default=0)
@@ -65,7 +65,3 @@ def _growing(first: int, most: int) -> list[int]:
         sizes.append(size)
         size = max(size + 1, round(size * GROWTH))
     return sizes
-
-
-def _doubling(most: int) -> list[int]:
-    return [2**power for power in range(max(most, 1).bit_length()) if 2**power <= most]
