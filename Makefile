@@ -65,7 +65,7 @@ test: setup
 
 test-runners: setup
 	@for runner in v1 v1-async v2 v2-async; do \
-	  echo "== one suite on vLLM's model runner $$runner (v2: under Triton's interpreter)"; \
+	  echo "== one suite on vLLM's model runner $$runner (v2 without a GPU: under Triton's interpreter)"; \
 	  HONED_TEST_RUNNER=$$runner $(BIN)/python -m pytest -v -m runners tests/e2e || failed=1; \
 	done; test -z "$$failed"
 

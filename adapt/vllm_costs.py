@@ -37,7 +37,8 @@ def cost_curves(
         num_requests, context_tokens: of the present batch.
         max_tokens: most tokens of a step.
         captured_tokens: sizes that steps are padded to. Beyond the largest, vLLM draws straight lines between points, and what
-            lies before the first of them it prices like that one: so it is the next token.
+            lies before the first of them it prices like that one: so it is the next token. (Without captured sizes it prices
+            everything like the next point.)
     """
     per_request = context_tokens / max(num_requests, 1)
     batches = sorted({*_growing(1, max_num_seqs), max_num_seqs})

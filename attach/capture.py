@@ -14,8 +14,8 @@ requests that come before it is ready aren't captured.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +29,8 @@ from honed.attach.request_book import key_of, read_labels
 from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView
 from honed.kernels.context_features import context_features
+
+logger = logging.getLogger("honed.attach")
 
 RETRY_S = 600.0
 """After a ring couldn't be made."""
@@ -66,8 +68,10 @@ class Capturer:
 
     def prepare(self) -> None:
         """Begin to compile what a step needs on a GPU."""
+        if self._kind != "fused":
+            return
         weight, eps = self._norm()
-        if self._kind == "fused" and weight.is_cuda:
+        if weight.is_cuda:
             self._compiling = threading.Thread(target=_compile, args=(weight, eps), name="honed-compile", daemon=True)
             self._compiling.start()
 
@@ -115,7 +119,12 @@ class Capturer:
 
     def on_step(self, view: StepView) -> None:
         """Take the captured requests' rows of a step; runs right after the draft pass, doesn't wait for the device."""
-        self._commit()
+        try:
+            self._take(view)
+        finally:  # what a device computed a step ago has arrived
+            self._commit()
+
+    def _take(self, view: StepView) -> None:
         if not self._requests:
             return
         chosen = [(i, c) for i, r in enumerate(view.req_ids) if (c := self._requests.get(r)) is not None]
@@ -124,8 +133,7 @@ class Capturer:
         starts, ends = view.row_starts[:-1], view.row_starts[1:]
         rows = np.concatenate([np.arange(starts[i], ends[i]) for i, _ in chosen])
         device = view.positions.device
-        index = torch.from_numpy(rows).to(device, non_blocking=True)
-        batch = torch.tensor([i for i, _ in chosen]).to(device, non_blocking=True)
+        index, batch = (_moved(torch.from_numpy(ids), device) for ids in (rows, np.array([i for i, _ in chosen])))
         self._pending.append(
             self._to_host(
                 [c for _, c in chosen],
@@ -136,8 +144,6 @@ class Capturer:
                 view.num_rejected.index_select(0, batch) if view.num_rejected is not None else None,
             )
         )
-        if device.type == "cpu":
-            self._commit()
 
     def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
         if self._kind == "fused":
@@ -193,16 +199,24 @@ class Capturer:
             self._ended = []
 
     def _give_up(self) -> None:
-        """No ring can be made, for want of room as a rule: capture nothing for a while, since each try costs steps time."""
+        """No ring can be made, for want of room as a rule: capture nothing for a while."""
         self._retry_at_s, self.share = time.monotonic() + RETRY_S, 0.0
         self._requests.clear()
         self._ended.clear()
         self._pending.clear()
 
 
+def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device: from pinned memory, since a copy from any other waits for it."""
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+
 def _compile(weight: torch.Tensor, eps: float) -> None:
-    """Run the kernel once, on a row of its own and beside what the engine does. The first captured step says what is wrong."""
+    """Run the kernel once, on a row of its own and beside what the engine does."""
     side: Any = torch.cuda.Stream(weight.device)  # type: ignore[no-untyped-call]
-    with contextlib.suppress(Exception), torch.inference_mode(), torch.cuda.stream(side):
-        row = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)
+    try:
+        with torch.inference_mode(), torch.cuda.stream(side):
+            row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+            context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)
+    except Exception as error:  # the first step that is captured will fail as well
+        logger.warning("honed: the kernel that captures rows can't be compiled: %s: %s", type(error).__name__, error)

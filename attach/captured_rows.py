@@ -21,7 +21,9 @@ from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.ring import RingWriter
 
 MOST_BYTES = 256 << 20
-"""Of rows that wait to be written, in pinned memory; more are left out."""
+"""Of rows that have arrived and wait to be written, in pinned memory; more are left out."""
+IDLE_S = 10.0
+"""After which the thread ends; the next rows start one."""
 _RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -101,46 +103,60 @@ class RowWriter:
             self._write(rows)
             return
         if self._waiting_bytes and self._waiting_bytes + rows.features.nbytes > MOST_BYTES:
-            self.num_skipped += len(rows.features)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="honed-capture", daemon=True)
-            self._thread.start()
-        self._wait(1, rows.features.nbytes)
-        self._queue.put(rows)
+            self._skip(len(rows.features))
+        else:
+            self._put(rows)
 
     def take_end(self, request: CapturedRequest) -> None:
         """A request is over, and its rows were taken."""
-        if self._thread is None:
+        if self.is_done:
             self._write_end(request)
         else:
-            self._wait(1, 0)
-            self._queue.put(request)
+            self._put(request)
 
     def raise_failure(self) -> None:
         """Raise what went wrong on the thread since the last call."""
-        if (failure := self._failure) is not None:
-            self._failure = None
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
+
+    def _put(self, item: CapturedRows | CapturedRequest) -> None:
+        with self._lock:
+            self._num_waiting += 1
+            self._waiting_bytes += _bytes_of(item)
+            self._queue.put(item)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="honed-capture", daemon=True)
+                self._thread.start()
 
     def _work(self) -> None:
         while True:
-            item = self._queue.get()
+            try:
+                item = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._num_waiting:
+                        continue
+                    self._thread = None
+                    return
             try:
                 if isinstance(item, CapturedRequest):
                     self._write_end(item)
                 else:
                     self._write(item)
             except Exception as error:
-                self._failure = error
+                with self._lock:
+                    self._failure = error.with_traceback(None)  # whose frames hold pinned memory
             finally:
-                self._wait(-1, -item.features.nbytes if isinstance(item, CapturedRows) else 0)
-                del item  # what it holds is pinned memory
+                with self._lock:
+                    self._num_waiting -= 1
+                    self._waiting_bytes -= _bytes_of(item)
+                del item
 
-    def _wait(self, num_items: int, num_bytes: int) -> None:
+    def _skip(self, num_rows: int) -> None:
         with self._lock:
-            self._num_waiting += num_items
-            self._waiting_bytes += num_bytes
+            self.num_skipped += num_rows
 
     def _write_end(self, request: CapturedRequest) -> None:
         if self._ring is not None:
@@ -150,12 +166,12 @@ class RowWriter:
         features = _to_numpy(rows.features)
         if self._ring is None:
             if self._is_refused:
-                self.num_skipped += len(features)
+                self._skip(len(features))
                 return
             try:
                 self._ring = self._make_ring(features.shape[1], _RING_DTYPES[rows.features.dtype])
             except Exception:
-                self.num_skipped += len(features)
+                self._skip(len(features))
                 self._is_refused = True
                 raise
         token_ids = rows.token_ids.numpy().astype(np.int32)
@@ -170,7 +186,7 @@ class RowWriter:
                 flags = FLAG_REJECTED if num_rejected else 0
                 self._write_request(request, rows.drafter_version, token_ids[part], positions[part], features[part], flags)
             except ValueError as error:
-                self.num_skipped += count - num_rejected
+                self._skip(count - num_rejected)
                 refused = error
         if refused is not None:
             raise refused
@@ -201,6 +217,10 @@ class RowWriter:
         )  # fmt: skip
         self.num_rows += count
         self.num_bytes += features.nbytes
+
+
+def _bytes_of(item: CapturedRows | CapturedRequest) -> int:
+    return item.features.nbytes if isinstance(item, CapturedRows) else 0
 
 
 def _to_numpy(features: torch.Tensor) -> npt.NDArray[Any]:

@@ -32,7 +32,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,7 @@ def main() -> int:
         "torch": torch.__version__,
         "hardware": hardware(),
         "commit": commit(),
+        "plan": {"batches": list(arguments.batches), "rounds": arguments.rounds, "bursts": arguments.bursts},
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -211,9 +211,9 @@ class Engine:
         hello = self._honed._hello(0)
         return {name: getattr(hello, name) for name in ("vllm_version", "runner", "capabilities", "limits", "captured_lengths")}
 
-    def share(self, share: float) -> None:
-        """Of requests that are captured."""
-        self._core.model_executor.collective_rpc("honed_capture", args=(share, "v-bench"))
+    def share(self, share: float) -> dict[str, float]:
+        """Of requests that are captured from now on; what was captured so far."""
+        return dict(self._core.model_executor.collective_rpc("honed_capture", args=(share, "v-bench"))[0])
 
     def play(self, batch: int, num_tokens: int) -> dict[str, Any]:
         """Serve that many requests at once; milliseconds of each decode step, as the caller of `step` sees them."""
@@ -282,12 +282,17 @@ def measure_steps(plain: Connection, honed: Connection, batches: Sequence[int], 
         ratios: dict[str, list[float]] = {"attached": [], "capturing": []}
         medians: dict[str, list[float]] = {"plain": [], "attached": [], "capturing": []}
         for number in range(rounds + 1):
-            seen = {"plain": ask(plain, "play", batch, TOKENS)}
-            ask(honed, "share", 0.0)
-            seen["attached"] = ask(honed, "play", batch, TOKENS)
-            ask(honed, "share", 1.0)
-            seen["capturing"] = ask(honed, "play", batch, TOKENS)
-            ask(honed, "share", 0.0)
+            seen = {}
+            for name in list(medians)[number % 3 :] + list(medians)[: number % 3]:
+                if name == "plain":
+                    seen[name] = ask(plain, "play", batch, TOKENS)
+                    continue
+                before = ask(honed, "share", float(name == "capturing"))
+                seen[name] = ask(honed, "play", batch, TOKENS)
+                time.sleep(0.2)  # what is captured is written meanwhile
+                captured = ask(honed, "share", 0.0)["rows"] - before["rows"]
+                if (captured > 0) != (name == "capturing"):
+                    raise RuntimeError(f"{captured:g} rows were captured while {name}")
             if number == 0:
                 continue  # warms up
             for name, one in seen.items():
@@ -347,10 +352,9 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
 
     def turns(until: Any, is_yielding: bool) -> int:
         """Micro-steps until it is enough; tokens that were learnt from."""
-        learnt = 0
+        learnt, was_working = 0, False
         while not until():
             parts = trainer.parts([samples[trainer.num_updates % len(samples)]], pace=pace)
-            was_working = False
             while True:
                 while is_yielding and flags.is_busy():
                     if was_working:
@@ -379,6 +383,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began_s
+    peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     bare = MicroTrainer(drafter, settings)  # not divided
     times = []
     for _ in range(6):
@@ -386,21 +391,21 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
         bare.step([samples[0]])
         times.append(time.perf_counter() - began_s)
     needed = estimate(
-        config, replace(settings), ROWS, shared_bytes=shared.itemsize, compute_bytes=compute_dtype(device, "auto").itemsize
+        config, settings, ROWS, shared_bytes=shared.itemsize, compute_bytes=compute_dtype(device, "auto").itemsize
     )
     del bare
     connection.send({
-        "tokens_per_s": round(learnt / seconds, 1), "micro_steps": TRAIN_STEPS, "seconds": round(seconds, 3),
+        "tokens_per_s": round(learnt / seconds, 1), "updates": TRAIN_STEPS // 2, "seconds": round(seconds, 3),
         "whole_micro_step_ms": round(1e3 * statistics.median(times), 2), "warm_up_s": round(warm_s, 1),
         "unit_ms": quantiles(units_ms), "units": len(units_ms), "parameters": sum(p.numel() for p in drafter.parameters()),
-        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, "estimated_bytes": needed.total_bytes,
+        "peak_bytes": peak_bytes, "estimated_bytes": needed.total_bytes,
     })  # fmt: skip
     while True:
         (name,) = connection.recv()
         if name == "figures":
-            connection.send({"preempt_ms": quantiles(stops_ms) if stops_ms else {}, "preemptions": len(stops_ms)})
+            connection.send(list(stops_ms))
+            stops_ms.clear()
             continue
-        stops_ms.clear()
         connection.send("training")
         turns(connection.poll, True)
 
@@ -408,29 +413,25 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
 def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[str, Any]:
     """Bursts with training between them and without, in turn."""
     seen: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
-    ask(trainer, "begin")
-    figures: list[dict[str, Any]] = []
-    stops = 0
+    stops_ms: list[float] = []
     for number in range(2 * bursts):
         name = ("off", "on", "on", "off")[number % 4]
         if name == "on":
             ask(trainer, "begin")
         else:
-            figures.append(ask(trainer, "figures"))
+            ask(trainer, "figures")  # which ends the training
         time.sleep(REST_S)
         seen[name].append(ask(honed, "play", BURST_SIZE, BURST_TOKENS))
         if name == "on":
-            figures.append(ask(trainer, "figures"))
-            stops += figures[-1]["preemptions"]
+            stops_ms += ask(trainer, "figures")
     steps = {name: [ms for one in played for ms in one["steps_ms"]] for name, played in seen.items()}
     firsts = {name: [max(one["first_ms"]) for one in played] for name, played in seen.items()}
-    stopped = [one["preempt_ms"]["max"] for one in figures if one["preemptions"]]
     return {
         "gap_ms": {name: quantiles(values) for name, values in steps.items()},
         "gap_p99_ratio": round(percentile(steps["on"], 0.99) / percentile(steps["off"], 0.99), 4),
         "first_token_ms": {name: quantiles(values) for name, values in firsts.items()},
-        "preempt_ms": quantiles(stopped) if stopped else {},
-        "preemptions": stops,
+        "preempt_ms": quantiles(stops_ms) if stops_ms else {},
+        "preemptions": len(stops_ms),
         "bursts": 2 * bursts,
     }
 

@@ -11,10 +11,10 @@ Layout: q, k, v, out [R, H or H_kv, E] with unit stride in E; E 16 … 256, a po
 stride in E and any other, so K and V may be halves of one tensor; pages of any length (one table look-up a tile where a page
 holds whole tiles); K/V of the cache in q's type or float8_e4m3fn. Rows of a request may stand in any order.
 On an H200 (bf16, 32/8 heads of 128): 64 requests with 4,096 tokens and 33 rows 801 µs, 0.33 of the floor (the second tile), 3.1
-times as fast as PyTorch's attention with a mask; with 256 rows 3,333 µs, 0.44, 1.25 times as fast as FlexAttention; one request
-with 32,768 tokens 103 µs, 0.31. Neither tile sizes nor `choose_plan`'s constants were tuned on one. It compiles for sm_90 with
-wgmma and asynchronous copies, nothing spilled at the plans for 16-bit types and E ≤ 128. Limits: one prefix far longer than the
-others of a large batch isn't split; float32 spills.
+times as fast as PyTorch's attention with a mask; with 256 rows 3,333 µs, 0.44, 1.07 times as fast as that and 1.25 times as
+FlexAttention; one request with 32,768 tokens 103 µs, 0.31. Neither tile sizes nor `choose_plan`'s constants were tuned on one.
+It compiles for sm_90 with wgmma and asynchronous copies, nothing spilled at the plans for 16-bit types and E ≤ 128. Limits: one
+prefix far longer than the others of a large batch isn't split; float32 spills.
 Source: arXiv 2205.14135 (FlashAttention), 2501.01005 (FlashInfer; merging), Flash-Decoding (splits).
 """
 

@@ -69,7 +69,8 @@ def rows_kernel(
     plane = num_requests * (depth + 1) * num_chunks  # of stat: peaks, masses, q's peaks, q's masses
     if is_sampled:
         if is_one_hot:
-            b_x = tl.where(tl.arange(0, CHUNK) == (draft - i_c * CHUNK).to(tl.int32), float("-inf"), b_x)
+            own = tl.where((draft >= 0) & (draft < vocab), draft - i_c * CHUNK, -1).to(tl.int32)
+            b_x = tl.where(tl.arange(0, CHUNK) == own, float("-inf"), b_x)
         peak, mass = peak_and_mass(b_x)
         if IS_FULL_Q:  # noqa: SIM102 - constexpr first
             if (is_one_hot == 0) & (is_bonus == 0):

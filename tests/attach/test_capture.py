@@ -196,7 +196,9 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_no_step_waits_for_the_compiler(ring: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_nothing_is_captured_before_the_kernel_is_compiled(
+    ring: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     weight = torch.ones(H, device="cuda")
     capturer = Capturer(lambda size, dtype: ring, lambda: (weight, 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
     capturer.prepare()
@@ -207,6 +209,7 @@ def test_on_a_gpu_no_step_waits_for_the_compiler(ring: Recorder, monkeypatch: py
     assert capturer._compiling is not None
     capturer._compiling.join(120)
     assert capturer.is_ready
+    assert caplog.text == "", "it can't be compiled"
     capturer.on_schedule(schedule({"late": [5]}))
     seen = view({"early": [(0, 5)], "late": [(0, 5)]})
     moved = [tensor.cuda() for tensor in (seen.token_ids, seen.positions, seen.states())]

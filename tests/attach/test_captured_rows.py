@@ -123,3 +123,19 @@ def test_without_room_for_a_ring_none_is_tried_until_told_to() -> None:
     with pytest.raises(OSError, match="no space"):
         writer.take(rows(a, 3, 1), is_apart=False)
     assert len(tries) == 2
+
+
+def test_an_idle_thread_ends_and_another_one_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_rows, "IDLE_S", 0.01)
+    ring, a = Ring(), request("a")
+    writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
+    threads = set()
+    for first in range(3):
+        writer.take(rows(a, first, 1), is_apart=True)
+        assert writer._thread is not None
+        threads.add(thread := writer._thread)
+        thread.join(30)
+        assert not thread.is_alive()
+    writer.take_end(a)
+    assert ring.seen == ["a@0", "a@1", "a@2", "end of a"]
+    assert len(threads) == 3
