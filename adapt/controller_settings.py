@@ -63,8 +63,8 @@ class ControllerSettings:
     """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: what the engine says.
     Where lengths are equal, only these are chosen, and none at all: what lies between two of them is rounded down."""
     feed_estimates: bool = False
-    """Where vLLM's own adaptive verification is on, tell it step costs as they are and each workload's acceptance. It gains
-    where these differ from what vLLM measures at its start, and loses some per cent in large batches where they don't."""
+    """Where vLLM's own adaptive verification is on, tell it step costs as they are and each workload's acceptance. In
+    simulation it gains where these differ from what vLLM measures at its start, and loses nearly nothing where they don't."""
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
