@@ -46,7 +46,7 @@ PROMPT_TOKENS, TOKENS = 128, 96
 BATCHES, MOST_SEQS = (1, 16, 64), 64
 SWAPS = 8
 BURST_SIZE, BURST_TOKENS, REST_S = 8, 48, 0.7
-TRAIN_STEPS, ROWS = 24, 256
+TRAIN_UPDATES, ROWS = 12, 256
 
 
 def main() -> int:
@@ -122,13 +122,12 @@ def child(work: Any, about: dict[str, Any]) -> Iterator[Connection]:
 
 def guarded(work: Any, connection: Connection, about: dict[str, Any]) -> None:
     """Do it; what goes wrong is printed, and the other side sees the connection end."""
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        try:
-            work(connection, **about)
-        except (EOFError, BrokenPipeError):
-            raise
-        except BaseException:
-            traceback.print_exc()
+    try:
+        work(connection, **about)
+    except (EOFError, BrokenPipeError):  # the other side has what it wanted
+        pass
+    except BaseException:
+        traceback.print_exc()
     connection.close()
     sys.stdout.flush()
     os._exit(0)  # vLLM's and NCCL's threads needn't end first
@@ -379,7 +378,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     warm_s = time.perf_counter() - began_s
     units_ms.clear()
     began_s, before = time.perf_counter(), trainer.num_updates
-    learnt = turns(lambda: trainer.num_updates >= before + TRAIN_STEPS // 2, False)
+    learnt = turns(lambda: trainer.num_updates >= before + TRAIN_UPDATES, False)
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began_s
@@ -395,7 +394,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     )
     del bare
     connection.send({
-        "tokens_per_s": round(learnt / seconds, 1), "updates": TRAIN_STEPS // 2, "seconds": round(seconds, 3),
+        "tokens_per_s": round(learnt / seconds, 1), "updates": TRAIN_UPDATES, "seconds": round(seconds, 3),
         "whole_micro_step_ms": round(1e3 * statistics.median(times), 2), "warm_up_s": round(warm_s, 1),
         "unit_ms": quantiles(units_ms), "units": len(units_ms), "parameters": sum(p.numel() for p in drafter.parameters()),
         "peak_bytes": peak_bytes, "estimated_bytes": needed.total_bytes,
@@ -418,12 +417,10 @@ def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[
         name = ("off", "on", "on", "off")[number % 4]
         if name == "on":
             ask(trainer, "begin")
-        else:
-            ask(trainer, "figures")  # which ends the training
         time.sleep(REST_S)
         seen[name].append(ask(honed, "play", BURST_SIZE, BURST_TOKENS))
         if name == "on":
-            stops_ms += ask(trainer, "figures")
+            stops_ms += ask(trainer, "figures")  # which ends the training
     steps = {name: [ms for one in played for ms in one["steps_ms"]] for name, played in seen.items()}
     firsts = {name: [max(one["first_ms"]) for one in played] for name, played in seen.items()}
     return {

@@ -62,18 +62,22 @@ def worker_of(running: TestEngine) -> Any:
 def wait_until_compiled(running: TestEngine) -> None:
     """Until requests would be captured: on a GPU a thread compiles what that needs."""
     running.honed.before_schedule()
-    capturer, deadline_s = worker_of(running)._honed_side.capturer, time.monotonic() + 120
-    while not capturer.is_ready:
-        assert time.monotonic() < deadline_s, "the kernel is never compiled"
-        time.sleep(0.01)
+    capturer = worker_of(running)._honed_side.capturer
+    wait_for(lambda: capturer.is_ready, 120)
 
 
 def wait_until_written(running: TestEngine) -> None:
     """Until what was captured is in the ring: on a GPU a thread writes it."""
-    writer, deadline_s = worker_of(running)._honed_side.capturer.writer, time.monotonic() + 60
-    while not writer.is_done:
-        assert time.monotonic() < deadline_s, "never written"
-        time.sleep(0.001)
+    writer = worker_of(running)._honed_side.capturer.writer
+    wait_for(lambda: writer.is_done)
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Until it holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)
 
 
 class Drafts:

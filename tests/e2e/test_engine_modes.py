@@ -13,8 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from honed.daemon.views import engines
 from honed.recalib.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_SLOW, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.swapping import swap, wait_until_compiled, wait_until_written, worker_of
+from tests.e2e.swapping import swap, wait_for, wait_until_compiled, wait_until_written, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_SLOW else 40
@@ -440,13 +439,6 @@ def stored_and_lost(service: Service) -> dict[str, int]:
     seen = next(iter(engines(service)), None)
     names = {"num_drafts": "rounds", "num_draft_tokens": "draft_tokens", "num_accepted_tokens": "accepted_tokens"}
     return {name: int(seen[ours] + seen[f"lost_{ours}"]) for name, ours in names.items()} if seen else {}
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.mark.skipif(IS_NGRAM or IS_V2, reason="V1 only, and not in the process that runs ngram")

@@ -20,8 +20,8 @@ from honed.daemon.views import engines
 from honed.recalib.weights_digest import weights_digests
 from tests.e2e.engine import DRAFTER, TARGET, TestEngine, engine, held_out
 from tests.e2e.logged import set_policy
-from tests.e2e.swapping import perturbed_drafter, swap, worker_of
-from tests.e2e.test_engine_modes import late_daemon, wait_for
+from tests.e2e.swapping import perturbed_drafter, swap, wait_for, worker_of
+from tests.e2e.test_engine_modes import late_daemon
 
 pytestmark = pytest.mark.e2e
 BACKEND = "files-of-a-test"
