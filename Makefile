@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.honed-setup
-TREE := build/tree
-FOLDERS := adapt attach daemon dashboards kernels recalib
 
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
@@ -30,7 +28,7 @@ help:
 	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
 	@echo "make bench-server-sizes  on a GPU: honed beside a target of Qwen3-8B's size"
 
-setup: $(STAMP) $(TREE)/honed/adapt
+setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@echo "== making $(VENV) with vLLM ($(ENGINE)) and honed"
@@ -46,11 +44,6 @@ ifeq ($(ENGINE),cpu)
 	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
 	@touch $@
-
-# Type checkers want a package folder; the import name is mapped by setuptools only. A tree of links stands in.
-$(TREE)/honed/adapt:
-	@mkdir -p $(TREE)/honed
-	@for f in $(FOLDERS); do ln -sfn $(CURDIR)/$$f $(TREE)/honed/$$f; done
 
 demo: setup
 	@echo "== the demo: a vLLM server, honed beside it, traffic that drifts"
@@ -101,7 +94,7 @@ lint: setup
 
 typecheck: setup
 	@echo "== mypy --strict"
-	@cd $(TREE) && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p honed
+	@$(BIN)/mypy -p honed
 
 dashboards: setup
 	@echo "== writing the Grafana dashboards anew"

@@ -16,7 +16,7 @@ def build_wheel(folder: Path, names: Iterable[str], files: Iterable[str]) -> Pat
     source = folder / "source"
     source.mkdir()
     for name in sorted(names):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in files:
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]

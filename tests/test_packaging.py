@@ -1,4 +1,4 @@
-"""The wheel holds everything: setuptools is told folder by folder, so a new folder or kind of file is easily forgotten."""
+"""The wheel holds every module and data file of the code folders, at any depth, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,30 +14,42 @@ import pytest
 from tests.build_wheel import build_wheel
 
 ROOT = Path(__file__).parents[1]
-NOT_INSTALLED = {"tests", "benchmarks"}
-IGNORED = {"build", "dist", "demo-out"}
+NOT_INSTALLED = {"tests", "benchmarks", "docs", "src"}
+IGNORED = {"build", "dist", "site", "demo-out"}
 DATA = {".json", ".yml", ".html", ".css", ".js", ".service", ".conf", ".toml", ".env"}
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 
 def folders() -> set[str]:
     """Top-level folders with Python files or data in them."""
-    found = {path.parent.name for path in ROOT.glob("*/*") if path.suffix in {".py", *DATA} and not path.name.startswith(".")}
-    return {name for name in found - NOT_INSTALLED - IGNORED if not name.startswith(".")}
+    tops = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
+    return {name for name in tops - NOT_INSTALLED - IGNORED if {path.suffix for path in shipped(name)} & {".py", *DATA}}
 
 
-def test_every_folder_is_listed() -> None:
-    assert {f"honed.{name}" for name in folders()} == set(SETUPTOOLS["packages"])
-    assert SETUPTOOLS["package-dir"] == {package: package.removeprefix("honed.") for package in SETUPTOOLS["packages"]}
+def shipped(name: str) -> list[Path]:
+    """All files of a code folder, at any depth."""
+    found = (path for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return sorted(path for path in found if not path.name.startswith("."))
+
+
+def test_every_folder_is_linked_into_the_package() -> None:
+    links = {path.name: path for path in (ROOT / "src" / "honed").iterdir() if path.is_symlink()}
+    assert set(links) == folders()
+    assert {name: path.readlink().as_posix() for name, path in links.items()} == {name: f"../../{name}" for name in links}
+
+
+def test_every_subfolder_is_a_regular_package() -> None:
+    """A folder without `__init__.py` loses to a stale package of an older install."""
+    parents = {path.parent for name in folders() for path in shipped(name) if path.suffix == ".py"}
+    assert [path for path in sorted(parents) if path.parent != ROOT and not (path / "__init__.py").is_file()] == []
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     """A wheel of what is checked out."""
     files = ["pyproject.toml", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]]
-    return zipfile.Path(build_wheel(tmp_path_factory.mktemp("wheel"), folders(), files))
+    return zipfile.Path(build_wheel(tmp_path_factory.mktemp("wheel"), {"src", *folders()}, files))
 
 
 def names(wheel: zipfile.Path) -> set[str]:
@@ -45,26 +57,20 @@ def names(wheel: zipfile.Path) -> set[str]:
 
 
 def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.Path) -> None:
-    wanted = {
-        f"honed/{path.relative_to(ROOT).as_posix()}"
-        for name in folders()
-        for path in (ROOT / name).rglob("*")
-        if path.suffix in {".py", *DATA}
-    }
+    wanted = {f"honed/{path.relative_to(ROOT).as_posix()}" for name in folders() for path in shipped(name)}
     assert {"honed/adapt/wire.py", "honed/systemd/honed.service", "honed/dashboards/honed-overview.json"} <= wanted
-    assert {name for name in names(wheel) if name.startswith("honed/")} == wanted
+    assert {name for name in names(wheel) if name.startswith("honed/")} == wanted | {"honed/__init__.py", "honed/py.typed"}
 
 
 def test_nothing_is_installed_beside_honed(wheel: zipfile.Path) -> None:
     tops = {name.partition("/")[0] for name in names(wheel)}
     assert tops == {"honed", f"honed-{PYPROJECT['project']['version']}.dist-info"}
-    assert not [name for name in names(wheel) if name.endswith("__init__.py")]
 
 
 def test_every_kind_of_file_is_known() -> None:
     """A folder's file of a kind that no rule of package-data takes would be left out of the wheel in silence."""
-    files = [path for name in folders() for path in (ROOT / name).iterdir() if path.is_file()]
-    assert {path.suffix for path in files if not path.name.startswith(".")} <= {".py", *DATA}
+    files = [path for name in folders() for path in shipped(name)]
+    assert {path.suffix for path in files} <= {".py", *DATA}
 
 
 def test_entry_points_name_functions_that_exist(wheel: zipfile.Path) -> None:
@@ -86,7 +92,7 @@ def test_the_licence_travels_along(wheel: zipfile.Path) -> None:
 
 def test_every_hint_installs_a_checkout() -> None:
     """honed is on no package index: `pip install honed` finds nothing, or somebody else's."""
-    code = [path for name in folders() for path in (ROOT / name).glob("*.py")]
+    code = [path for name in folders() for path in shipped(name) if path.suffix == ".py"]
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *code]
     hints = [hint for path in files for hint in re.findall(r"pip install .*?honed\b", path.read_text())]
     assert len(hints) >= 8
