@@ -47,7 +47,7 @@ endif
 
 demo: setup
 	@echo "== the demo: a vLLM server, honed beside it, traffic that drifts"
-	@$(BIN)/python benchmarks/demo.py $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
+	@$(BIN)/python -m benchmarks.demo $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
 
 # What needs but a core of its own runs on all of them at once; the rest has engines and processes of its own.
 ALONE := tests/adapt tests/kernels
@@ -115,63 +115,63 @@ bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-ke
 
 bench-overhead: setup
 	@echo "== what honed costs a vLLM server that it is attached to"
-	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/python -m benchmarks.overhead
 
 bench-hotpath: setup
 	@echo "== what honed adds to vLLM's engine thread in a step"
-	@$(BIN)/python benchmarks/hotpath.py
+	@$(BIN)/python -m benchmarks.hotpath
 
 bench-scrape: setup
 	@echo "== what a scrape and the status page cost the daemon (a few minutes of one core)"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/scrape.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.scrape
 
 bench-decide: setup
 	@echo "== how long deciding a step takes"
-	@$(BIN)/python benchmarks/decide.py
+	@$(BIN)/python -m benchmarks.decide
 
 bench-regret: setup
 	@echo "== how far from the best possible draft lengths honed's are, on synthetic traffic whose truth is known"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/regret.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.regret
 
 bench-trees: setup
 	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/trees.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.trees
 
 bench-server-sizes: setup
 	@echo "== what honed costs, what a swap takes, and training beside an engine, at the size of Qwen3-8B (a GPU with 80 GB)"
-	@$(BIN)/python benchmarks/server_sizes.py
+	@$(BIN)/python -m benchmarks.server_sizes
 
 bench-kernels: setup
 	@echo "== the device ops: time, share of what the device can do, ratio to the best alternative (on a CPU: their twins)"
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernel_bench.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kernel_bench
 
 bench-against-vllm: setup
 	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/against_vllm.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.against_vllm
 
 bench-canary: setup
 	@echo "== how often a canary errs, and how long it takes: 10,000 simulated ones of each kind (a minute)"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/canaries.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.canaries
 
 bench-swap: setup
 	@echo "== what swapping the drafter costs a server under 16 streams, 100 times (some 3 minutes)"
-	@$(BIN)/python benchmarks/swap.py
+	@$(BIN)/python -m benchmarks.swap
 
 bench-yield: setup
 	@echo "== what training costs users under bursts, and how fast it yields (half an hour to an hour)"
-	@$(BIN)/python benchmarks/yielding.py
+	@$(BIN)/python -m benchmarks.yielding
 
 bench-capture: setup
 	@echo "== what capturing samples costs a server (some 15 minutes)"
-	@$(BIN)/python benchmarks/capture.py
+	@$(BIN)/python -m benchmarks.capture
 
 bench-adapt: setup
 	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour or more)"
-	@$(BIN)/python benchmarks/adapt.py
+	@$(BIN)/python -m benchmarks.adapt
 
 bench-recalib: setup
 	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (20 minutes)"
-	@$(BIN)/python benchmarks/recalib.py
+	@$(BIN)/python -m benchmarks.recalib
 
 clean:
 	rm -rf $(VENV) build demo-out

@@ -44,16 +44,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import vllm_server
-from client_load import read_prompts
-from demo_figures import toml
-from honed_side import engine_of, start_daemon, wait_attached
-from lockstep import Load, Lockstep, Seen
-from measured import commit, hardware
-from processes import ROOT, Child, ProcessError, Processes, free_port
-from stacked_target import make_stacked_target
-from target_core import pin_target, target_core
 
+from benchmarks import vllm_server
+from benchmarks.client_load import read_prompts
+from benchmarks.demo_figures import toml
+from benchmarks.honed_side import engine_of, start_daemon, wait_attached
+from benchmarks.lockstep import Load, Lockstep, Seen
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
+from benchmarks.stacked_target import make_stacked_target
+from benchmarks.target_core import pin_target, target_core
 from honed.daemon.client import AdminClient, AdminError
 from honed.daemon.replay import Question, replay
 

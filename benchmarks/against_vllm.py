@@ -28,11 +28,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from against_scenarios import SCENARIOS, Scenario
-from measured import commit, hardware
-from regret import warm_up_work
-from vllm_adaptive import AdaptiveVerification, FedVerification
 
+from benchmarks.against_scenarios import SCENARIOS, Scenario
+from benchmarks.measured import commit, hardware
+from benchmarks.regret import warm_up_work
+from benchmarks.vllm_adaptive import AdaptiveVerification, FedVerification
 from honed.adapt.contenders import make_contender
 from honed.adapt.controller_settings import ControllerSettings
 from honed.adapt.step_time import StepTimeModel

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import vllm_server
-from demo_figures import toml
-from honed_side import honed_command, start_daemon, vllm_args, wait_attached
-from processes import Child, Processes, free_port
-from vllm_server import Server
-
+from benchmarks import vllm_server
+from benchmarks.demo_figures import toml
+from benchmarks.honed_side import honed_command, start_daemon, vllm_args, wait_attached
+from benchmarks.processes import Child, Processes, free_port
+from benchmarks.vllm_server import Server
 from honed.daemon.client import AdminClient
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measured import commit, hardware
-from processes import ROOT
 
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT
 from honed.adapt.acceptance import Floats, acceptance_length, scale_odds
 from honed.adapt.canary import CanarySettings
 from honed.adapt.evidence import Evidence

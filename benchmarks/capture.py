@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import vllm_server
-from attached_server import Attached, attached
-from client_load import play, read_prompts
-from honed_side import POLICY_S, engine_of
-from measured import commit, hardware
-from processes import ROOT, ProcessError
-from target_core import pin_target, stolen_share
-from vllm_server import NUM_DRAFT_TOKENS
 
+from benchmarks import vllm_server
+from benchmarks.attached_server import Attached, attached
+from benchmarks.client_load import play, read_prompts
+from benchmarks.honed_side import POLICY_S, engine_of
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT, ProcessError
+from benchmarks.target_core import pin_target, stolen_share
+from benchmarks.vllm_server import NUM_DRAFT_TOKENS
 from honed.adapt.controller_settings import ControllerSettings
 from honed.daemon.client import AdminError
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from measured import stolen_s, stolen_since
-from vllm_server import MODEL_NAME
+
+from benchmarks.measured import stolen_s, stolen_since
+from benchmarks.vllm_server import MODEL_NAME
 
 REQUEST_TIMEOUT_S = 120.0
 

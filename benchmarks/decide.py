@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measured import commit, hardware
 
+from benchmarks.measured import commit, hardware
 from honed.adapt.decider import Decider
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior

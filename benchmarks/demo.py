@@ -27,16 +27,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import demo_report
 import httpx2
-import vllm_server
-from client_load import Played, Prompt, differing, play, read_prompts
-from demo_display import Display, Watcher
-from demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
-from honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
-from processes import ROOT, Child, ProcessError, Processes, free_port
-from vllm_server import Server
 
+from benchmarks import demo_report, vllm_server
+from benchmarks.client_load import Played, Prompt, differing, play, read_prompts
+from benchmarks.demo_display import Display, Watcher
+from benchmarks.demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
+from benchmarks.honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
+from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
+from benchmarks.vllm_server import Server
 from honed.daemon.client import FINISHED, AdminClient, AdminError
 
 Document = dict[str, Any]

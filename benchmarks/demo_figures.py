@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from vllm_server import Counters
+from benchmarks.vllm_server import Counters
 
 Document = dict[str, Any]
 

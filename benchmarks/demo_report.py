@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from demo_figures import drafted_share
-from svg_plot import Band, Mark, Series, line_plot
+from benchmarks.demo_figures import drafted_share
+from benchmarks.svg_plot import Band, Mark, Series, line_plot
 
 Record = dict[str, Any]
 

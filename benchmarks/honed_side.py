@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from processes import Child, ProcessError, Processes
-from vllm_server import NUM_DRAFT_TOKENS, Counters
-
+from benchmarks.processes import Child, ProcessError, Processes
+from benchmarks.vllm_server import NUM_DRAFT_TOKENS, Counters
 from honed.daemon.client import AdminClient, AdminError
 
 Document = dict[str, Any]

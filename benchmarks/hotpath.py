@@ -29,11 +29,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from decide import policy
-from measured import commit, hardware
-from processes import ROOT
-from vllm_server import TARGET, check_pair
 
+from benchmarks.decide import policy
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT
+from benchmarks.vllm_server import TARGET, check_pair
 from honed.adapt.wire import Policy
 
 K = 15

@@ -15,16 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import kernel_cases_attention
-import kernel_cases_cache
-import kernel_cases_training
-import kernel_cases_trees
-import kernel_cases_verify
 import numpy as np
 import torch
-from kernel_case import Case, Goal, Run, Work
-from kernel_timing import Ceilings, captured, measure_ceilings, peak_bytes, take_turns
-from measured import commit, hardware
+
+from benchmarks import (
+    kernel_cases_attention,
+    kernel_cases_cache,
+    kernel_cases_training,
+    kernel_cases_trees,
+    kernel_cases_verify,
+)
+from benchmarks.kernel_case import Case, Goal, Run, Work
+from benchmarks.kernel_timing import Ceilings, captured, measure_ceilings, peak_bytes, take_turns
+from benchmarks.measured import commit, hardware
 
 FAMILIES = (kernel_cases_trees, kernel_cases_attention, kernel_cases_verify, kernel_cases_cache, kernel_cases_training)
 NOT_MEASURED = "not measured"

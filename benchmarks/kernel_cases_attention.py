@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernel_case import Case, Goal, Run, Work
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.kernel_case import Case, Goal, Run, Work
 from honed.kernels import reference_trees as reference
 from honed.kernels.reference_trees import AttendedPrefix, PagedPrefix, pack_bits
 from honed.kernels.tree_attention import tree_attention

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from kernel_case import Case, Goal, Run, Work
 
+from benchmarks.kernel_case import Case, Goal, Run, Work
 from honed.kernels import reference_kv as reference
 from honed.kernels.compact_kv import KvPlanes, compact_kv
 from honed.kernels.gather_kv import gather_kv, hadamard_unrotation

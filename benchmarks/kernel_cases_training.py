@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernel_case import Case, Goal, Run, Work
 
+from benchmarks.kernel_case import Case, Goal, Run, Work
 from honed.kernels import reference_training as reference
 from honed.kernels.anchor_attention import Visible, anchor_attention
 from honed.kernels.block_loss import block_loss

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_case import Case, Goal, Run, Work
 
+from benchmarks.kernel_case import Case, Goal, Run, Work
 from honed.adapt.draft_tree import build_tree
 from honed.kernels import reference_trees as reference
 from honed.kernels.top_candidates import top_candidates

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from kernel_case import Case, Goal, Run, Work
 
+from benchmarks.kernel_case import Case, Goal, Run, Work
 from honed.kernels import reference_verify as reference
 from honed.kernels.event_layout import EventLayout
 from honed.kernels.pack_events import EventBuffer, pack_events

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kernel_case import Run
 from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.kernel_case import Run
 
 SHORTEST_S = 2e-3
 """A turn on a CPU lasts at least that long."""

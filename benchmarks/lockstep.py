@@ -27,8 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from processes import ROOT, Child, ProcessError, Processes
-from vllm_server import server_environment
+from benchmarks.processes import Child, ProcessError, Processes
+from benchmarks.vllm_server import server_environment
 
 SLICE_S = 0.15
 """A turn is a step or two, so that ten contenders are through in a second or two, and a spell of the machine is everybody's."""
@@ -143,7 +143,7 @@ class Lockstep:
             "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
         }
         address = str(self._listener.address)
-        command = [sys.executable, str(ROOT / "benchmarks" / "lockstep_engine.py"), address, str(self.core), target, drafter]
+        command = [sys.executable, "-m", "benchmarks.lockstep_engine", address, str(self.core), target, drafter]
         child = self.processes.start("vllm", command, server_environment() | own)
         self._parent = child, self._accept(child)
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from lockstep import Load, Seen
-from vllm_server import NUM_DRAFT_TOKENS
+from benchmarks.lockstep import Load, Seen
+from benchmarks.vllm_server import NUM_DRAFT_TOKENS
 
 WORKER = "honed.attach.worker.HonedWorkerExtension"
 

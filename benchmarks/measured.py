@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import ROOT
+from benchmarks.processes import ROOT
 
 STEAL = 7
 """Place of stolen time among the figures of a core in /proc/stat (proc(5))."""

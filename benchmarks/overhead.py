@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import vllm_server
-from client_load import Prompt, play, read_prompts
-from demo_figures import toml
-from honed_side import POLICY_S, engine_of, start_daemon, vllm_args, wait_attached
-from measured import commit, hardware
-from processes import ROOT, ProcessError, Processes, free_port
-from vllm_server import NUM_DRAFT_TOKENS, Counters, Server
 
+from benchmarks import vllm_server
+from benchmarks.client_load import Prompt, play, read_prompts
+from benchmarks.demo_figures import toml
+from benchmarks.honed_side import POLICY_S, engine_of, start_daemon, vllm_args, wait_attached
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT, ProcessError, Processes, free_port
+from benchmarks.vllm_server import NUM_DRAFT_TOKENS, Counters, Server
 from honed.daemon.client import AdminClient, AdminError
 
 Document = dict[str, Any]

@@ -30,15 +30,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import recalib_engine
 import torch
-from client_load import Prompt
-from measured import commit, hardware
-from processes import ROOT
-from recalib_engine import Engine, Rounds, read_prompts
-from recalib_target import fine_tune
-from tiny_continuations import is_useful
 
+from benchmarks import recalib_engine
+from benchmarks.client_load import Prompt
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT
+from benchmarks.recalib_engine import Engine, Rounds, read_prompts
+from benchmarks.recalib_target import fine_tune
+from benchmarks.tiny_continuations import is_useful
 from honed.adapt import wire
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut
@@ -217,9 +217,10 @@ def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence
 
 def moved_target(folder: Path, plan: Plan) -> tuple[Path, list[Prompt], Document]:
     """The fine-tuned target, and the held-out prompts of A that it answers without a loop: judged by its text alone."""
-    from tiny_decode import continue_greedily
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
+
+    from benchmarks.tiny_decode import continue_greedily
 
     torch.set_num_threads(plan.threads)
     prompts = [p.text for p in read_prompts(TINY / "traffic_a.jsonl", 600)[-FINE_TUNE_PROMPTS:]]

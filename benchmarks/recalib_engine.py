@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from client_load import Prompt
+
+from benchmarks.client_load import Prompt
 
 NUM_DRAFT_TOKENS = 7
 NUM_EMITTED_TOKENS = 96

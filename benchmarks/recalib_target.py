@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_continuations import NUM_EMITTED_TOKENS, emitted_length, is_useful
-from tiny_decode import continue_greedily
-from tiny_target import save_target
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
+
+from benchmarks.tiny_continuations import NUM_EMITTED_TOKENS, emitted_length, is_useful
+from benchmarks.tiny_decode import continue_greedily
+from benchmarks.tiny_target import save_target
 
 RANK = 8
 BATCH = 8

@@ -33,10 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from measured import commit, hardware
-from regret_traces import EXTRA, TRACES
-from regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
 
+from benchmarks.measured import commit, hardware
+from benchmarks.regret_traces import EXTRA, TRACES
+from benchmarks.regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
 from honed.adapt.acceptance import Floats
 from honed.adapt.synthetic import Trace, Traffic
 from honed.adapt.synthetic_engine import Outcome, simulate

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measured import commit, hardware
 
+from benchmarks.measured import commit, hardware
 from honed.adapt import wire
 from honed.daemon import metrics_acceptance, page_document
 from honed.daemon.live_rounds import MOST_CELLS

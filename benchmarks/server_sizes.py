@@ -36,10 +36,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import server_shapes
 import torch
-from kernel_timing import measure_ceilings
-from measured import commit, hardware, percentile
+
+from benchmarks import server_shapes
+from benchmarks.kernel_timing import measure_ceilings
+from benchmarks.measured import commit, hardware, percentile
 
 K = 15
 PROMPT_TOKENS, TOKENS = 128, 96

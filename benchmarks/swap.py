@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import vllm_server
-from attached_server import Attached, attached
-from client_load import Prompt, differing, play, read_prompts
-from honed_side import caught_up, engine_of
-from measured import commit, hardware, percentile
-from processes import ROOT, ProcessError
 from safetensors.torch import load_file, save_file
 
+from benchmarks import vllm_server
+from benchmarks.attached_server import Attached, attached
+from benchmarks.client_load import Prompt, differing, play, read_prompts
+from benchmarks.honed_side import caught_up, engine_of
+from benchmarks.measured import commit, hardware, percentile
+from benchmarks.processes import ROOT, ProcessError
 from honed.adapt import wire
 from honed.daemon.client import FINISHED, AdminClient, AdminError
 from honed.daemon.database import connect

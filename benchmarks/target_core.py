@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterable
 
-from client_load import Played
+from benchmarks.client_load import Played
 
 
 @functools.cache

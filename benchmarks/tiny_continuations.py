@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from tiny_corpus import Document
-from tiny_decode import continue_greedily
-from tiny_drafter import TARGET_LAYER_IDS
-from tiny_tokens import END_TOKEN_ID
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.tiny_corpus import Document
+from benchmarks.tiny_decode import continue_greedily
+from benchmarks.tiny_drafter import TARGET_LAYER_IDS
+from benchmarks.tiny_tokens import END_TOKEN_ID
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.sample import TrainingSample
 

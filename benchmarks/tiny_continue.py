@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tiny_prompts import read_prompts, samples_of
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.tiny_prompts import read_prompts, samples_of
 from honed.recalib.checkpoint import load_drafter, save_drafter
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.evaluate import expected_acceptance_length

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_tokens import MASK_TOKEN_ID, VOCAB_SIZE
 from torch import Tensor
 
+from benchmarks.tiny_tokens import MASK_TOKEN_ID, VOCAB_SIZE
 from honed.recalib import losses
 from honed.recalib.checkpoint import load_target_head, save_drafter
 from honed.recalib.drafter import DFlashDrafter, DrafterConfig

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tiny_continuations import is_repeating
-from tiny_decode import continue_greedily
-from tiny_target import TargetTraining, crop_batch, next_token_loss
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
+
+from benchmarks.tiny_continuations import is_repeating
+from benchmarks.tiny_decode import continue_greedily
+from benchmarks.tiny_target import TargetTraining, crop_batch, next_token_loss
 
 # Letters: S sequences, T tokens of each, P prompt tokens.
 

@@ -13,24 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tiny_continuations import (
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from benchmarks.tiny_continuations import (
     NUM_EMITTED_TOKENS,
     PROMPT_TOKENS,
     aux_hidden_states,
     cut_prompts,
     is_repeating,
 )
-from tiny_corpus import Document, Split, load_documents
-from tiny_decode import continue_greedily
-from tiny_drafter import FINISH, DrafterTraining, fresh_drafter, tie_key_norms, train_drafter, write_drafter
-from tiny_loops import LoopTraining, discourage_loops
-from tiny_prompts import useful_prompts, write_prompts
-from tiny_target import TargetTraining, save_target, train_target
-from tiny_tokens import save_tokenizer, token_stream, train_tokenizer
-from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import Qwen3ForCausalLM
-
+from benchmarks.tiny_corpus import Document, Split, load_documents
+from benchmarks.tiny_decode import continue_greedily
+from benchmarks.tiny_drafter import FINISH, DrafterTraining, fresh_drafter, tie_key_norms, train_drafter, write_drafter
+from benchmarks.tiny_loops import LoopTraining, discourage_loops
+from benchmarks.tiny_prompts import useful_prompts, write_prompts
+from benchmarks.tiny_target import TargetTraining, save_target, train_target
+from benchmarks.tiny_tokens import save_tokenizer, token_stream, train_tokenizer
 from honed.recalib.drafter import DFlashDrafter
 
 MAX_SEQUENCES_PER_LENGTH = 900

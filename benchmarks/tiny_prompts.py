@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tiny_continuations import PROMPT_TOKENS, Prompt, as_sample, cut_prompts, told
-from tiny_corpus import Document, Domain, Split
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.tiny_continuations import PROMPT_TOKENS, Prompt, as_sample, cut_prompts, told
+from benchmarks.tiny_corpus import Document, Domain, Split
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.sample import TrainingSample
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tiny_tokens import END_TOKEN_ID, VOCAB_SIZE
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.tiny_tokens import END_TOKEN_ID, VOCAB_SIZE
 
 # Letters: B sequences in a batch, T tokens of each, V vocabulary.
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tiny_corpus import Document, Domain, Split
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+from benchmarks.tiny_corpus import Document, Domain, Split
 
 VOCAB_SIZE = 4096
 END_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"

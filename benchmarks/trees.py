@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured import commit, hardware
-from processes import ROOT
-from tiny_candidates import Pair, candidate_requests
 
+from benchmarks.measured import commit, hardware
+from benchmarks.processes import ROOT
+from benchmarks.tiny_candidates import Pair, candidate_requests
 from honed.adapt.candidate_log import CandidateRequest
 from honed.adapt.replay import Figure
 from honed.adapt.replay_trees import TreePrediction, predict, speed_ratio

@@ -21,12 +21,10 @@ Letters: K = configured number of draft tokens, n = requests in a step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
-from processes import ROOT
 
 from honed.adapt.acceptance import Floats, Ints
 from honed.adapt.controller import EngineController
@@ -38,9 +36,7 @@ from honed.adapt.synthetic_engine import Truth
 from honed.adapt.synthetic_oracle import PROPOSE_S
 from honed.adapt.vllm_costs import Curve, are_alike, cost_curves
 from honed.adapt.wire import EventBatch
-
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-import triton_on_cpu
+from tests.e2e import triton_on_cpu
 
 triton_on_cpu.install()
 

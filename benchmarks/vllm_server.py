@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from processes import ROOT, Child, ProcessError, Processes, free_port
+
+from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
 
 TARGET = "benchmarks/tiny/target"
 DRAFTER = "benchmarks/tiny/drafter"

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import vllm_server
-from attached_server import Attached, attached
-from client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
-from measured import commit, hardware, percentile, stolen_s, stolen_since
-from processes import ROOT, ProcessError
 
+from benchmarks import vllm_server
+from benchmarks.attached_server import Attached, attached
+from benchmarks.client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
+from benchmarks.measured import commit, hardware, percentile, stolen_s, stolen_since
+from benchmarks.processes import ROOT, ProcessError
 from honed.daemon.client import AdminError
 
 Document = dict[str, Any]

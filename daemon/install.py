@@ -14,12 +14,13 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from honed.daemon.errors import HonedError
 
-SOURCES = Path(__file__).parent.parent / "systemd"
+SOURCES = files("honed") / "systemd"
 RECORD = "/etc/honed/installed.json"
 DEFAULT_PREFIX = Path("/opt/honed")
 COPY = ".before-honed"

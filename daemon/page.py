@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
-from pathlib import Path
+from importlib.resources import files
 from typing import TYPE_CHECKING, Literal
 
 from fastapi import FastAPI, Response
@@ -19,7 +19,7 @@ from honed.daemon.page_document import PageDocuments
 if TYPE_CHECKING:
     from honed.daemon.service import Service
 
-FOLDER = Path(__file__).parent
+FOLDER = files("honed") / "daemon"
 SCRIPTS = ("page_charts.js", "page_cells.js", "page_parts.js", "page.js")
 HEADERS = {
     "Cache-Control": "no-store",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.build_wheel import build_wheel
+from tests.tools import ROOT
 
-ROOT = Path(__file__).parents[1]
 NOT_INSTALLED = {"tests", "benchmarks", "docs", "src"}
 IGNORED = {"build", "dist", "site", "demo-out"}
 DATA = {".json", ".yml", ".html", ".css", ".js", ".service", ".conf", ".toml", ".env"}

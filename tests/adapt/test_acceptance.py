@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulate import simulate_rounds
 
 from honed.adapt.acceptance import (
     AcceptanceCounts,
@@ -17,6 +16,7 @@ from honed.adapt.acceptance import (
     strength_between,
     survival,
 )
+from tests.adapt.simulate import simulate_rounds
 
 K = 7
 TRUTH = np.array([0.8, 0.75, 0.7, 0.6, 0.6, 0.5, 0.5])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulate import simulate_rounds
 
 from honed.adapt.acceptance import survival
 from honed.adapt.calibration import Calibration
+from tests.adapt.simulate import simulate_rounds
 
 CURVE = np.array([0.8, 0.75, 0.7, 0.6, 0.5, 0.5, 0.4])
 

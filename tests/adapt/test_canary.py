@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from simulate import make_batch, simulate_rounds
 
 from honed.adapt.canary import MAX_WORKLOADS, Canary, CanarySettings, Verdict
+from tests.adapt.simulate import make_batch, simulate_rounds
 
 K = 7
 CURVE = np.array([0.75, 0.72, 0.7, 0.7, 0.68, 0.68, 0.65])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulate import simulate_rounds
 
 from honed.adapt import compiled
 from honed.adapt.acceptance import Floats, RequestTable, chain_estimate, reached_and_accepted, scale_odds
@@ -25,6 +24,7 @@ from honed.adapt.context_shift import (
 )
 from honed.adapt.policy_tables import WORKLOAD
 from honed.adapt.request_beliefs import REQUEST
+from tests.adapt.simulate import simulate_rounds
 
 K = 5
 CURVE = np.array([0.8, 0.75, 0.7, 0.7, 0.65])

@@ -5,12 +5,12 @@ import re
 import msgspec
 import numpy as np
 import pytest
-from simulate import make_batch, simulate_rounds
 
 from honed.adapt import wire
 from honed.adapt.controller import EngineController
 from honed.adapt.controller_settings import ControllerSettings, Override
 from honed.adapt.decider import Decider
+from tests.adapt.simulate import make_batch, simulate_rounds
 
 K = 7
 CURVE = np.array([0.8, 0.78, 0.75, 0.7, 0.7, 0.7, 0.7])

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulate import simulate_rounds
 
 from honed.adapt.block_size import choose
 from honed.adapt.decider import Decider
 from honed.adapt.explore import TRIAL_STEPS
 from honed.adapt.step_time import StepTimeModel
 from honed.adapt.wire import Policy, WorkloadPrior
+from tests.adapt.simulate import simulate_rounds
 
 K = 7
 STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, per_block_token=1e-4).parameters)

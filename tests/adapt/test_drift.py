@@ -2,10 +2,10 @@ import math
 
 import numpy as np
 import pytest
-from simulate import run_drift, simulate_rounds
 
 from honed.adapt.acceptance import AcceptanceCounts, count_trials
 from honed.adapt.drift import Bet, DriftMonitor, DriftSettings, PageHinkley, lower_curve
+from tests.adapt.simulate import run_drift, simulate_rounds
 
 K = 7
 GOOD = np.array([0.85, 0.8, 0.8, 0.8, 0.75, 0.75, 0.75])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulate import simulate_rounds
 
 from honed.adapt.acceptance import AcceptanceCounts, RequestTable, chain_estimate
 from honed.adapt.forgetting import AdaptiveCounts
+from tests.adapt.simulate import simulate_rounds
 
 BEFORE, AFTER = np.full(7, 0.8), np.full(7, 0.55)
 BATCH = 25

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
-from simulate import make_batch
 
 from honed.adapt.rounds import rounds_by_workload
+from tests.adapt.simulate import make_batch
 
 
 def test_rounds_come_apart_by_workload_without_those_that_verified_nothing():

@@ -18,8 +18,8 @@ from honed.attach.compatibility import is_supported
 from honed.attach.contract import CONTRACT, Attributes, Clause, Constant, Method, Open, Passes
 from honed.attach.contract_check import Sources, check, installed, misfit
 from tests.attach.fetch_vllm import folder as fetched
+from tests.tools import ROOT
 
-ROOT = Path(__file__).parents[2]
 FINDINGS = contract_page.read(ROOT)
 needs_vllm = pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
 
@@ -63,7 +63,7 @@ def test_a_release_that_does_not_fit_is_told_from_one_that_does() -> None:
 def test_whatever_is_imported_from_vllm_is_in_the_contract() -> None:
     clauses = [clause for clauses in CONTRACT.values() for clause in clauses]
     known = {clause.owner for clause in clauses} | {getattr(clause, "name", "") for clause in clauses}
-    nodes = [node for path in (ROOT / "attach").glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in (ROOT / "attach").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"]
     imported = {alias.name for node in froms for alias in node.names}
     assert imported >= {"AsyncScheduler", "EngineCore"}

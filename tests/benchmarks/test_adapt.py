@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import adapt
+from benchmarks import adapt
 
 STEADY = [100.0, 102.0, 50.0, 101.0, 104.0]
 """Tokens/s of honed in five repeats."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from canaries import CURVES, change_for_length, simulate, window
 
+from benchmarks.canaries import CURVES, change_for_length, simulate, window
 from honed.adapt.acceptance import acceptance_length
 from honed.adapt.canary import CanarySettings
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_load import Played, Prompt, Reply, differing, play, read_prompts
-from processes import free_port
+
+from benchmarks.client_load import Played, Prompt, Reply, differing, play, read_prompts
+from benchmarks.processes import free_port
 
 
 class Server:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
-from vllm_server import Counters
+
+from benchmarks.demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
+from benchmarks.vllm_server import Counters
 
 KEYS = {
     "acceptance_length",

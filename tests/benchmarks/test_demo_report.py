@@ -4,9 +4,10 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-import demo_report
 import pytest
-from demo_figures import promises_of
+
+from benchmarks import demo_report
+from benchmarks.demo_figures import promises_of
 
 RESULT: dict[str, Any] = {
     "acceptance_length": {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 2.97},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import kernel_bench as harness
 import pytest
 import torch
-from kernel_case import Case, Goal, Work
-from kernel_timing import Ceilings, peak_bytes, take_turns
+
+from benchmarks import kernel_bench as harness
+from benchmarks.kernel_case import Case, Goal, Work
+from benchmarks.kernel_timing import Ceilings, peak_bytes, take_turns
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(bytes_per_s=1e9, flops_per_s=1e9)

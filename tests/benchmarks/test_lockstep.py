@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lockstep
 import pytest
 import torch
-from lockstep import Contender, Load, Lockstep, Seen
-from lockstep_engine import Clock, DraftPasses, PublishersClock, Run, share_weights
+
+from benchmarks import lockstep
+from benchmarks.lockstep import Contender, Load, Lockstep, Seen
+from benchmarks.lockstep_engine import Clock, DraftPasses, PublishersClock, Run, share_weights
 
 NOTHING: Any = None
 

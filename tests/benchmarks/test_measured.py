@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from measured import stolen_s
+from benchmarks.measured import stolen_s
 
 
 def test_stolen_time_is_read_by_core(tmp_path: Path) -> None:

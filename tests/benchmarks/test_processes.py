@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import ProcessError, Processes, free_port
+
+from benchmarks.processes import ProcessError, Processes, free_port
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -42,7 +43,7 @@ def test_all_are_ended_when_the_block_is_left_by_an_exception(tmp_path: Path) ->
 
 
 def test_a_program_that_ignores_sigterm_goes_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("processes.STOP_S", 0.3)
+    monkeypatch.setattr("benchmarks.processes.STOP_S", 0.3)
     with Processes(tmp_path) as processes:
         child = processes.start("stubborn", [sys.executable, "-c", STUBBORN], os.environ)
         child.wait_until(lambda: child.log.read_text().endswith("\n"), 30.0, "pid")

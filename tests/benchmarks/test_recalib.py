@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recalib_engine import Rounds
-from recalib_target import LoRA, add_lora, in_house_style, merge_lora
 from torch import nn
 
-import recalib
+from benchmarks import recalib
+from benchmarks.recalib_engine import Rounds
+from benchmarks.recalib_target import LoRA, add_lora, in_house_style, merge_lora
 
 
 def test_a_ratio_lies_in_its_interval() -> None:

@@ -4,7 +4,8 @@ import itertools
 import xml.etree.ElementTree as ET
 
 import pytest
-from svg_plot import Band, Mark, Series, axis, line_plot, round_step
+
+from benchmarks.svg_plot import Band, Mark, Series, axis, line_plot, round_step
 
 
 def drawn(**options: object) -> ET.Element:

@@ -4,10 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import swap
-import yielding
-from measured import percentile
-from processes import ProcessError
+
+from benchmarks import swap, yielding
+from benchmarks.measured import percentile
+from benchmarks.processes import ProcessError
 
 
 def steps_with_swap_after(number: int, gap_ms: float, count: int = 40) -> list[tuple[int, float, str]]:

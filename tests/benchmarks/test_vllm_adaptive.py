@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tools import ROOT
 
 
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("triton", "vllm"))), reason="Triton or vLLM is not installed")

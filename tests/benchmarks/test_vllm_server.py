@@ -1,7 +1,8 @@
 """vLLM's counters are read as they are written, and subtracted as counters."""
 
 import pytest
-from vllm_server import Counters, parse_counters, server_environment, server_flags
+
+from benchmarks.vllm_server import Counters, parse_counters, server_environment, server_flags
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

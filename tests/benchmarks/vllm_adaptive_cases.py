@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from against_scenarios import SCENARIOS
-from vllm_adaptive import AdaptiveVerification, Estimator, Manager, OnlineAcceptanceEstimator
 
+from benchmarks.against_scenarios import SCENARIOS
+from benchmarks.vllm_adaptive import AdaptiveVerification, Estimator, Manager, OnlineAcceptanceEstimator
 from honed.adapt.synthetic import Traffic
 from honed.adapt.synthetic_engine import simulate
 

@@ -21,18 +21,18 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 import structlog  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from honed.daemon import api  # noqa: E402
 from honed.daemon.serve import start  # noqa: E402
 from honed.daemon.settings import load  # noqa: E402
 from tests.daemon.conftest import free_port  # noqa: E402
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer  # noqa: E402
+from tests.tools import ROOT  # noqa: E402
 
 CASES = int(os.environ.get("HONED_TEST_API_CASES", "10"))
 READ, ADMIN = "r" * 40, "a" * 40
 POSSIBLE = ["2xx", "404", "409", "412"]
 """What a request that the document allows may be answered with: its subject may not exist, or not be possible now."""
 CONFIG = {"checks": {"positive_data_acceptance": {"expected-statuses": POSSIBLE}}}
-DOCUMENT = Path(api.__file__).with_name("openapi.json")
+DOCUMENT = ROOT / "daemon" / "openapi.json"
 
 schema = schemathesis.openapi.from_dict(
     json.loads(DOCUMENT.read_text()), config=schemathesis.config.SchemathesisConfig.from_dict(CONFIG)

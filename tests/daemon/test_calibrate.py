@@ -28,6 +28,7 @@ from honed.recalib.registry import Registry
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 from tests.daemon.served_model import ServedModel, serving_model
 from tests.daemon.test_lifecycle import write_checkpoint
+from tests.tools import ROOT
 
 ROWS_PER_ANSWER = 100
 
@@ -287,7 +288,7 @@ def test_an_engine_that_is_busy_is_waited_for() -> None:
 
 
 def test_a_new_drafter_is_written_by_a_program_of_its_own(tmp_path: Path) -> None:
-    target = Path(__file__).parents[2] / "benchmarks" / "tiny" / "target"
+    target = ROOT / "benchmarks" / "tiny" / "target"
     asked = [sys.executable, "-m", "honed.daemon.command_line", "calibrate", "--new-drafter", str(tmp_path / "new")]
     done = subprocess.run(
         [*asked, "--target", str(target), "--layers", "1", "--json"], capture_output=True, text=True, check=False

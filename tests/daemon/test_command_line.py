@@ -28,6 +28,7 @@ from honed.daemon.settings import load
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
 from tests.daemon.test_show import HEALTHY
+from tests.tools import ROOT
 
 Run = Callable[..., Result]
 
@@ -488,8 +489,9 @@ def test_every_command_that_says_something_says_it_as_json_too() -> None:
 
 def test_every_operation_of_the_api_has_a_command() -> None:
     """One to one: a command for each change, and for each thing to be read that isn't for machines."""
-    source = "".join(path.read_text() for path in Path(changes.__file__).parent.glob("*.py") if "api" not in path.name)
-    document = json.loads(Path(changes.__file__).with_name("openapi.json").read_text())
+    paths = (path for path in (ROOT / "daemon").rglob("*.py") if "api" not in path.relative_to(ROOT).as_posix())
+    source = "".join(path.read_text() for path in paths)
+    document = json.loads((ROOT / "daemon" / "openapi.json").read_text())
     for path in document["paths"]:
         start, _, end = path.partition("{")
         last = end.rpartition("}")[2]

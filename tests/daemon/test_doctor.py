@@ -33,9 +33,10 @@ from honed.recalib.training_settings import Precision, Scope
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
 from tests.daemon.test_show import HEALTHY
+from tests.tools import ROOT
 
 GIB = 1 << 30
-TINY = Path(__file__).parents[2] / "benchmarks" / "tiny"
+TINY = ROOT / "benchmarks" / "tiny"
 
 
 def levels(checks: Iterator[Check] | list[Check]) -> list[str]:

@@ -21,8 +21,9 @@ from honed.daemon.vllm_args import SCHEDULER, WORKER_EXTENSION
 from honed.daemon.vllm_command import VllmCommand, parse
 from honed.daemon.vllm_processes import VllmProcess
 from tests.daemon.conftest import wait_for
+from tests.tools import ROOT
 
-TINY = Path(__file__).parents[2] / "benchmarks" / "tiny"
+TINY = ROOT / "benchmarks" / "tiny"
 FLAGS = ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from honed.attach import environment
 from honed.daemon import reference, variables
 from honed.daemon.settings import Settings
+from tests.tools import ROOT
 
-ROOT = Path(__file__).parents[2]
 ANEW = "run `make reference` and look at the difference"
 
 

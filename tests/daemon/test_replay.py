@@ -25,6 +25,7 @@ from honed.daemon.rollups import count_batch
 from honed.daemon.sections import StoreSettings
 from honed.daemon.store import Store
 from tests.daemon.fake_engine import make_batch
+from tests.tools import ROOT
 
 Run = Callable[..., Result]
 NOW_NS = 1_790_000_000_000_000_000
@@ -202,7 +203,7 @@ def test_the_engines_graphs_bind_what_honed_would_have_chosen(run: Run, filled: 
 
 
 def documented() -> list[str]:
-    commands = re.findall(r"honed replay ([^`\n]+)", (Path(__file__).parents[2] / "docs" / "operate.md").read_text())
+    commands = re.findall(r"honed replay ([^`\n]+)", (ROOT / "docs" / "operate.md").read_text())
     assert commands
     return commands
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-FOLDER = Path(__file__).parents[2] / "dashboards"
+from tests.tools import ROOT
+
+FOLDER = ROOT / "dashboards"
 BOARDS = sorted(FOLDER.glob("*.json"))
 ALERTS, RECORDING = FOLDER / "honed-alerts.yml", FOLDER / "honed-recording.yml"
 

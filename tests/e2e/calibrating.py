@@ -7,9 +7,9 @@ import os
 import subprocess
 from typing import Any
 
-import honed_side
 import pytest
-import vllm_server
+
+from benchmarks import honed_side, vllm_server
 
 TINY = vllm_server.ROOT / "benchmarks" / "tiny"
 SETTINGS = """

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools import ROOT
+
 TARGET = ROOT / "benchmarks" / "tiny" / "target"
 DRAFTER = ROOT / "benchmarks" / "tiny" / "drafter"
 IS_CUDA = torch.cuda.is_available()

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import honed_side
 import pytest
-import vllm_server
-from processes import Processes, free_port
 
+from benchmarks import honed_side, vllm_server
+from benchmarks.processes import Processes, free_port
 from honed.daemon.client import AdminClient
 from tests.e2e.calibrating import IS_SWITCHED_ON, SETTINGS, TINY, honed
 

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import client_load
-import honed_side
 import pytest
-import vllm_server
-from processes import Child, Processes, free_port
 
+from benchmarks import client_load, honed_side, vllm_server
+from benchmarks.processes import Child, Processes, free_port
 from honed.daemon.client import AdminClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -12,7 +12,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,9 @@ from honed.attach.idle_drafts import skip_idle_drafts
 from honed.attach.runner import runner_of
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.drafter import DFlashDrafter
+from tests.tools import ROOT
 
-PAIR = Path(__file__).parents[2] / "benchmarks" / "tiny"
+PAIR = ROOT / "benchmarks" / "tiny"
 NUM_DRAFT_TOKENS = 7
 TIE_MARGIN = 1e-3
 

@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import client_load
-import honed_side
 import httpx2
 import pytest
-import vllm_server
-from processes import Processes, free_port
 
+from benchmarks import client_load, honed_side, vllm_server
+from benchmarks.processes import Processes, free_port
 from honed.adapt import wire
 from honed.daemon.client import AdminClient
 from honed.recalib.weights_digest import weights_digests

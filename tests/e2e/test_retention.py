@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import honed_side
 import pytest
-import vllm_server
-from processes import Processes, free_port
-from recalib_target import fine_tune
 
+from benchmarks import honed_side, vllm_server
+from benchmarks.processes import Processes, free_port
+from benchmarks.recalib_target import fine_tune
 from honed.daemon.client import AdminClient
 from tests.e2e.calibrating import IS_SWITCHED_ON, SETTINGS, TINY, honed
 

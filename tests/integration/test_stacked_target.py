@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks.stacked_target import make_stacked_target, read_all
+from tests.tools import ROOT
 
-TARGET = Path(__file__).parents[2] / "benchmarks" / "tiny" / "target"
+TARGET = ROOT / "benchmarks" / "tiny" / "target"
 
 
 def test_a_stacked_target_gives_the_same_logits(tmp_path: Path) -> None:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
-from quantised_cache import four_bits, four_bits_with_minimum, fp8, signed_hadamard
 
 from honed.kernels import gather_kv as kernel
 from honed.kernels import reference_kv as reference
 from honed.kernels.reference_kv import PagedPlane
+from tests.kernels.quantised_cache import four_bits, four_bits_with_minimum, fp8, signed_hadamard
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"
@@ -131,10 +130,9 @@ def test_scales_inside_the_rows() -> None:
     check(PagedPlane(raw[..., 36:68], inside, has_hidden_zero=True))
 
 
-def test_vllm_s_own_writer_of_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_s_own_writer_of_four_bits() -> None:
     if not ON_GPU:
-        monkeypatch.syspath_prepend(Path(__file__).parents[1] / "e2e")
-        import_module("triton_on_cpu").install()
+        import_module("tests.e2e.triton_on_cpu").install()
     vllm = pytest.importorskip("vllm.v1.attention.ops.int4_per_token_head", reason="vLLM isn't installed")
     make = torch.Generator().manual_seed(6)
     keys, values = (torch.randn(40, 2, 96, generator=make).to(DEVICE) for _ in range(2))

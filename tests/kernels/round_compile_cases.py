@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from packed_steps import LAYOUTS, step_inputs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -22,6 +21,7 @@ from honed.kernels.pack_events import EventBuffer
 from honed.kernels.reference_kv import PagedPlane
 from honed.kernels.verify_chain import ChainVerdict
 from honed.kernels.verify_tree import TreeVerdict
+from tests.kernels.packed_steps import LAYOUTS, step_inputs
 
 HALF = torch.bfloat16
 WIDE = "ld.global.v4.b32"

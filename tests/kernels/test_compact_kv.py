@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, run_cases
 
 from honed.kernels import compact_kv as kernel
 from honed.kernels.compact_kv import KvPlanes, compact_kv
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 
 def planes() -> list[torch.Tensor]:

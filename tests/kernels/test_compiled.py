@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.interpreting import FOLDER, needs_triton, run_cases
 
-KERNELS = sorted((FOLDER.parents[1] / "kernels").glob("*.py"))
+KERNELS = sorted((FOLDER.parents[1] / "kernels").rglob("*.py"))
 
 
 @needs_triton

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, run_cases
-from quantised_cache import four_bits, fp8, signed_hadamard
 
 from honed.kernels import gather_kv as kernel
 from honed.kernels.gather_kv import gather_kv, hadamard_unrotation
 from honed.kernels.reference_kv import PagedPlane
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
+from tests.kernels.quantised_cache import four_bits, fp8, signed_hadamard
 
 
 def rows_of(head_size: int) -> torch.Tensor:

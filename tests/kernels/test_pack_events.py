@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, run_cases
-from packed_steps import LAYOUTS, step_inputs
 
 from honed.adapt.step_packet import StepPacket, unpack
 from honed.kernels import pack_events as kernel
 from honed.kernels.event_layout import EventLayout
 from honed.kernels.pack_events import EventBuffer, pack_events
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
+from tests.kernels.packed_steps import LAYOUTS, step_inputs
 
 
 def packed(layout: EventLayout, inputs: list[Any]) -> StepPacket:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interpreting import needs_triton, run_cases
+from tests.kernels.interpreting import needs_triton, run_cases
 
 
 @needs_triton

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, run_cases
-from verify_oracle import FALSE_ALARM, Law, chain_law, first_token, outcomes, p_value, shifted, softmax
 
 from honed.kernels import reference_verify as reference
 from honed.kernels import verify_chain as kernel
 from honed.kernels.verify_chain import ChainVerdict, verify_chain
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
+from tests.kernels.verify_oracle import FALSE_ALARM, Law, chain_law, first_token, outcomes, p_value, shifted, softmax
 
 SAMPLES, PIECE = 300_000, 20_000
 VOCAB, DEPTH = 5, 2

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from interpreting import needs_gpu
 
 from honed.adapt.step_packet import unpack
 from honed.kernels.compact_kv import KvPlanes, compact_kv
@@ -15,6 +14,7 @@ from honed.kernels.gather_kv import gather_kv
 from honed.kernels.pack_events import EventBuffer, pack_events
 from honed.kernels.reference_kv import PagedPlane
 from honed.kernels.verify_tree import TreeVerdict, verify_tree
+from tests.kernels.interpreting import needs_gpu
 
 NUM, NODES, VOCAB, DEPTH, KV_BLOCK = 5, 7, 300, 4, 16
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from interpreting import needs_gpu
 
 from honed.adapt.draft_tree import build_tree
 from honed.adapt.step_packet import StepPacket, unpack
@@ -18,6 +17,7 @@ from honed.kernels.top_candidates import top_candidates
 from honed.kernels.tree_attention import tree_attention
 from honed.kernels.tree_build import allocate, tree_build
 from honed.kernels.verify_tree import verify_tree
+from tests.kernels.interpreting import needs_gpu
 
 B, D, M, N, V = 5, 4, 3, 9, 60  # requests, depths, candidates, nodes, vocabulary
 HEADS, KV_HEADS, SIZE, PAGE, PAGES = 4, 2, 16, 8, 4

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, run_cases
-from verify_oracle import FALSE_ALARM, first_token, outcomes, p_value, shifted, softmax, tree_law
 
 from honed.kernels import verify_tree as kernel
 from honed.kernels.verify_tree import TreeVerdict, verify_tree
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
+from tests.kernels.verify_oracle import FALSE_ALARM, first_token, outcomes, p_value, shifted, softmax, tree_law
 
 SAMPLES, PIECE = 300_000, 20_000
 VOCAB = 5

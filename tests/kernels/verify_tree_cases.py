@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from verify_oracle import FALSE_ALARM, outcomes, p_value, softmax, tree_law
 
 from honed.kernels import reference_verify as reference
 from honed.kernels import verify_tree as kernel
 from honed.kernels.verify_tree import TreeVerdict
+from tests.kernels.verify_oracle import FALSE_ALARM, outcomes, p_value, softmax, tree_law
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"

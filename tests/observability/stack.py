@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm_server
-from client_load import Prompt, play, read_prompts
-from demo_figures import toml
-from honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
-from processes import ROOT, Processes, free_port
 from safetensors.torch import load_file, save_file
-from vllm_server import Server
 
+from benchmarks import vllm_server
+from benchmarks.client_load import Prompt, play, read_prompts
+from benchmarks.demo_figures import toml
+from benchmarks.honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
+from benchmarks.processes import ROOT, Processes, free_port
+from benchmarks.vllm_server import Server
 from honed.adapt.wire import GateFigures
 from honed.daemon.client import AdminClient
 from honed.recalib.gate import summarise

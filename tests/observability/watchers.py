@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx2
 import yaml  # type: ignore[import-untyped]
-from processes import Child, Processes, free_port
 
+from benchmarks.processes import Child, Processes, free_port
 from tests.dashboards.contents import ALERTS, RECORDING
 from tests.tools import path_of
 

@@ -14,8 +14,9 @@ import torch
 from honed.recalib.checkpoint import CheckpointError, load_drafter, read_tensors, stored_names
 from honed.recalib.new_drafter import drafter_config, is_alike, unused_token_id, write
 from honed.recalib.presets import training_refusal, vllm_refusal
+from tests.tools import ROOT
 
-TINY = Path(__file__).parents[2] / "benchmarks" / "tiny" / "target"
+TINY = ROOT / "benchmarks" / "tiny" / "target"
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
     "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,

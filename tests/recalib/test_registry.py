@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from honed.recalib.registry import Registry, RegistryConflictError, RegistryError
+from tests.tools import ROOT
 
 
 def checkpoint(fill: int, num_values: int = 16):
@@ -267,12 +268,11 @@ def test_full_disk_is_one_clear_error(registry, monkeypatch):
 _CHILD = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_registry import checkpoint
+from tests.recalib.test_registry import checkpoint
 from honed.recalib.registry import Registry
 registry = Registry(Path(sys.argv[1]))
 print("ready", flush=True)
-i = int(sys.argv[3]) * 1000
+i = int(sys.argv[2]) * 1000
 while True:
     i += 1
     version = registry.create(checkpoint(i % 65536, 4096)).version
@@ -287,7 +287,7 @@ def test_kill_at_any_moment_leaves_whole_versions_and_one_active(tmp_path):
     root, rng, seen, had_active = tmp_path / "registry", random.Random(1), 0, False
     for cycle in range(24):
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(root), str(Path(__file__).parent), str(cycle)], stdout=subprocess.PIPE
+            [sys.executable, "-c", _CHILD, str(root), str(cycle)], stdout=subprocess.PIPE, cwd=ROOT
         )
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"

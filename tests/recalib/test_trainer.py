@@ -24,6 +24,7 @@ from honed.recalib.traffic import Traffic
 from honed.recalib.trainer import Trainer
 from honed.recalib.trainer_settings import TrainerSettings
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
+from tests.tools import ROOT
 
 STEPS = 120
 
@@ -212,7 +213,7 @@ operation = site.begin(max_steps=2)
 assert site.finish(operation).steps == 2, operation.result
 print("came late:", *sorted(set(sys.modules) - before))
 """
-    root = Path(__file__).parents[2]
+    root = ROOT
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     late = done.stdout.partition("came late:")[2].split()

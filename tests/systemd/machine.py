@@ -52,7 +52,7 @@ def stuff(folder: Path) -> Path:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())
     made = folder / "stuff"
     made.mkdir()
-    names = [name.removeprefix("honed.") for name in setup["tool"]["setuptools"]["packages"]]
+    names = ["src", *(path.name for path in (ROOT / "src" / "honed").iterdir() if path.is_symlink())]
     files = ["pyproject.toml", setup["project"]["readme"], *setup["project"]["license-files"]]
     wheel_folder = folder / "wheel"
     wheel_folder.mkdir()
@@ -110,7 +110,7 @@ class Machine:
 
     def python(self, program: str, timeout_s: float = 300.0) -> Any:
         """Run a Python program in /opt/honed's environment, beside the benchmarks; the JSON of its last line."""
-        path = "/opt/test/benchmarks"
+        path = "/opt/test"
         done = self.run("env", f"PYTHONPATH={path}", "/opt/honed/bin/python", "-c", program, timeout_s=timeout_s)
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -12,8 +12,9 @@ import pytest
 from honed.attach import environment
 from honed.daemon import vllm_args
 from honed.daemon.settings import Settings, load
+from tests.tools import ROOT
 
-FOLDER = Path(environment.__file__).parent.parent / "systemd"
+FOLDER = ROOT / "systemd"
 UNITS = ("honed.service", "honed-trainer.service")
 SECTION = re.compile(r"\[(\w+)\]")
 
