@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from honed.adapt import wire
-from honed.adapt.decider import Decider
-from honed.adapt.policy_tables import PolicyTables
-from honed.adapt.step_time import StepTimeModel
-from honed.adapt.vllm_costs import cost_curves
+from honed.adapt.lengths.decider import Decider
+from honed.adapt.lengths.policy_tables import PolicyTables
+from honed.adapt.protocol import wire
+from honed.adapt.steps.step_time import StepTimeModel
+from honed.adapt.steps.vllm_costs import cost_curves
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.commands import CommandRunner
 from honed.attach.compatibility import Findings, can_shorten_block, can_skip_draft_pass, has_worker_extension

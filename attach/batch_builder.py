@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from honed.adapt.wire import RoundColumns, StepColumns
+from honed.adapt.protocol.wire import RoundColumns, StepColumns
 from honed.attach.outbox import Losses
 from honed.attach.request_book import Tracked
 from honed.attach.step_log import Over, Started, Step, Verified, losses_of

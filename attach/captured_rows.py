@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.ring import RingWriter
 
 MOST_BYTES = 256 << 20

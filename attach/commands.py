@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.engine_hook import RankError
 
 logger = logging.getLogger("honed.attach")

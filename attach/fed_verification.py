@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from honed.adapt.vllm_costs import Curve
+from honed.adapt.steps.vllm_costs import Curve
 from honed.attach.fed_levels import FedLevels
 from honed.attach.request_book import MAX_WORKLOADS, read_labels
 

@@ -6,7 +6,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.environment import AttachSettings
 from honed.attach.worker_link import WorkerLink
 

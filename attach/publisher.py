@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.batch_builder import BatchBuilder
 from honed.attach.lull import Lull, Pieces
 from honed.attach.outbox import Losses, Outbox

@@ -1,6 +1,6 @@
 """The writing end of the sample ring: rows of captured requests go into shared memory and the writer never waits.
 
-`adapt.sample_ring` has the layout and the order of writes; this file keeps to it. The two moving offsets are stored as
+`adapt.protocol.sample_ring` has the layout and the order of writes; this file keeps to it. The two moving offsets are stored as
 aligned 64-bit words, so a reader never sees half of one. Memory is the mapped file, allocated and touched once at the
 start: a machine without that much memory says so then, not by a signal in the middle of serving.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.sample_ring import (
+from honed.adapt.protocol.sample_ring import (
     FEATURE_DTYPES,
     FEATURE_KINDS,
     FLAG_GAP,

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from honed.adapt.vllm_costs import Curve
+from honed.adapt.steps.vllm_costs import Curve
 from honed.attach.arriving_weights import take_updates
 from honed.attach.capture import Capturer
 from honed.attach.engine_hook import RANK_ERROR

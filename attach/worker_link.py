@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from honed.adapt.vllm_costs import Curve, are_alike
+from honed.adapt.steps.vllm_costs import Curve, are_alike
 from honed.attach import engine_hook
 from honed.attach.compatibility import Findings
 from honed.attach.environment import AttachSettings

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from honed.adapt.acceptance import Floats
-from honed.adapt.synthetic import Cost, Load, Trace, Workload, linear, roofline
-from honed.adapt.synthetic_features import Feature
+from benchmarks.simulated.features import Feature
+from benchmarks.simulated.traffic import Cost, Load, Trace, Workload, linear, roofline
+from honed.adapt.acceptance.estimate import Floats
 
 GOOD = (0.82, 0.8, 0.78, 0.76, 0.75, 0.74, 0.73)
 FAIR = (0.7, 0.66, 0.62, 0.6, 0.58, 0.56, 0.55)

@@ -32,14 +32,14 @@ import msgspec
 from benchmarks.against_scenarios import SCENARIOS, Scenario
 from benchmarks.measured import commit, hardware
 from benchmarks.regret import warm_up_work
+from benchmarks.simulated.engine import Outcome, simulate
+from benchmarks.simulated.oracle import Oracle, Steered
+from benchmarks.simulated.traffic import Traffic
 from benchmarks.vllm_adaptive import AdaptiveVerification, FedVerification
-from honed.adapt.contenders import make_contender
-from honed.adapt.controller_settings import ControllerSettings
-from honed.adapt.step_time import StepTimeModel
-from honed.adapt.synthetic import Traffic
-from honed.adapt.synthetic_engine import Outcome, simulate
-from honed.adapt.synthetic_oracle import Oracle, Steered
-from honed.adapt.wire import EventBatch
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.lengths.rules import make_contender
+from honed.adapt.protocol.wire import EventBatch
+from honed.adapt.steps.step_time import StepTimeModel
 
 COLUMNS = ("ahead", "blind", "with", "fed", "oracle", "sees", "anyway")
 NUM_SPREAD = 4

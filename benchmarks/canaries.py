@@ -2,7 +2,7 @@
 
 Old and new version take turns in pairs of windows; a round drafts 1 to 7 tokens, whichever with the same chance; every position
 is accepted with a given conditional probability, the new version's being that many per cent lower or higher. What is simulated
-is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.evidence` and `adapt.canary` themselves.
+is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.monitor.evidence` and `adapt.monitor.canary` themselves.
 For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took (both
 versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is more
 where little is accepted. And a case against independence: every window has a mood, a shift of all its log-odds, as when one
@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.measured import commit, hardware
 from benchmarks.processes import ROOT
-from honed.adapt.acceptance import Floats, acceptance_length, scale_odds
-from honed.adapt.canary import CanarySettings
-from honed.adapt.evidence import Evidence
+from honed.adapt.acceptance.estimate import Floats, acceptance_length, scale_odds
+from honed.adapt.monitor.canary import CanarySettings
+from honed.adapt.monitor.evidence import Evidence
 
 RESULTS = ROOT / "benchmarks" / "results"
 CURVES = {

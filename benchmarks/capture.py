@@ -32,7 +32,7 @@ from benchmarks.measured import commit, hardware
 from benchmarks.processes import ROOT, ProcessError
 from benchmarks.target_core import pin_target, stolen_share
 from benchmarks.vllm_server import NUM_DRAFT_TOKENS
-from honed.adapt.controller_settings import ControllerSettings
+from honed.adapt.control.settings import ControllerSettings
 from honed.daemon.client import AdminError
 
 Document = dict[str, Any]

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measured import commit, hardware
-from honed.adapt.decider import Decider
-from honed.adapt.step_time import StepTimeModel
-from honed.adapt.wire import Policy, WorkloadPrior
+from honed.adapt.lengths.decider import Decider
+from honed.adapt.protocol.wire import Policy, WorkloadPrior
+from honed.adapt.steps.step_time import StepTimeModel
 
 K = 15
 BATCHES = (16, 64, 256)

@@ -34,7 +34,7 @@ from benchmarks.decide import policy
 from benchmarks.measured import commit, hardware
 from benchmarks.processes import ROOT
 from benchmarks.vllm_server import TARGET, check_pair
-from honed.adapt.wire import Policy
+from honed.adapt.protocol.wire import Policy
 
 K = 15
 BATCHES = (1, 16, 64, 256)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_case import Case, Goal, Run, Work
-from honed.adapt.draft_tree import build_tree
+from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels import reference_trees as reference
 from honed.kernels.top_candidates import top_candidates
 from honed.kernels.tree_build import allocate, tree_build

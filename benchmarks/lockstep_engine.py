@@ -194,7 +194,7 @@ def main() -> None:
 
 def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
     """One that only serves, and one that has everything honed needs, but not honed; they share the target's weights."""
-    from honed.adapt import compiled
+    from honed.adapt.lengths import compiled
     from honed.attach import engine_hook
 
     compiled.prepare()

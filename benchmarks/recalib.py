@@ -39,7 +39,7 @@ from benchmarks.processes import ROOT
 from benchmarks.recalib_engine import Engine, Rounds, read_prompts
 from benchmarks.recalib_target import fine_tune
 from benchmarks.tiny_continuations import is_useful
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut
 from honed.recalib.recalibration import Recalibration

@@ -1,7 +1,7 @@
 """Regret: what honed's choice of draft lengths loses to an oracle, on made-up traffic whose truth is known.
 
 Every trace of `regret_traces` is run by honed's own loop (decider and controller as in production), by the oracle of
-`adapt.synthetic_oracle`, and by the rules of `adapt.contenders` (with a step-time model fitted to the true costs, and, for
+`benchmarks.simulated.oracle`, and by the rules of `adapt.lengths.rules` (with a step-time model fitted to the true costs, and, for
 "table", lengths tuned on the trace's mean curve: more than they would have). All do the same work with the same luck. Regret is
 1 − the oracle's seconds / the rule's. What is given:
 
@@ -37,10 +37,10 @@ import numpy as np
 from benchmarks.measured import commit, hardware
 from benchmarks.regret_traces import EXTRA, TRACES
 from benchmarks.regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
-from honed.adapt.acceptance import Floats
-from honed.adapt.synthetic import Trace, Traffic
-from honed.adapt.synthetic_engine import Outcome, simulate
-from honed.adapt.synthetic_oracle import run_oracle, run_steered
+from benchmarks.simulated.engine import Outcome, simulate
+from benchmarks.simulated.oracle import run_oracle, run_steered
+from benchmarks.simulated.traffic import Trace, Traffic
+from honed.adapt.acceptance.estimate import Floats
 
 WARM_UP_ROUNDS, WARM_UP_S = 2000, 20.0
 ROLLING_STEPS, SETTLED_STEPS, RECOVERED = 50, 200, 0.92
@@ -139,7 +139,7 @@ def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
 def contenders(traffic: Traffic, oracle: Outcome, begin: float, end: float) -> dict[str, float]:
     """Regret of each known rule, after the same warm-up."""
     try:
-        from honed.adapt.contenders import CONTENDERS, make_contender
+        from honed.adapt.lengths.rules import CONTENDERS, make_contender
     except ImportError:
         return {}
     trace, found = traffic.trace, {}

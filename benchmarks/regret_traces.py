@@ -7,7 +7,7 @@ as DFlash, or token by token. A trace says what traffic is like: it is not to be
 
 from __future__ import annotations
 
-from honed.adapt.synthetic import Cost, Drift, Load, Trace, Workload, linear, roofline
+from benchmarks.simulated.traffic import Cost, Drift, Load, Trace, Workload, linear, roofline
 
 HIGH = (0.92, 0.9, 0.88, 0.87, 0.86, 0.85, 0.84)
 GOOD = (0.82, 0.8, 0.78, 0.76, 0.75, 0.74, 0.73)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from honed.adapt.acceptance import Floats
-from honed.adapt.controller_settings import ControllerSettings
-from honed.adapt.length_policy import Decision
-from honed.adapt.step_time import StepTimeModel, fit_parameters
-from honed.adapt.synthetic import Cost, Traffic
-from honed.adapt.synthetic_engine import Truth
-from honed.adapt.synthetic_oracle import Steered
-from honed.adapt.wire import EventBatch, Policy, WorkloadPrior
+from benchmarks.simulated.engine import Truth
+from benchmarks.simulated.oracle import Steered
+from benchmarks.simulated.traffic import Cost, Traffic
+from honed.adapt.acceptance.estimate import Floats
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.lengths.length_policy import Decision
+from honed.adapt.protocol.wire import EventBatch, Policy, WorkloadPrior
+from honed.adapt.steps.step_time import StepTimeModel, fit_parameters
 
 TRUTHS: dict[str, frozenset[str]] = {
     "no-explore": frozenset({"explore"}),

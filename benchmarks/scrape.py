@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measured import commit, hardware
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import metrics_acceptance, page_document
 from honed.daemon.live_rounds import MOST_CELLS
 from honed.daemon.metric_families import MOST_ENGINES

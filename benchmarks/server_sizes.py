@@ -197,7 +197,7 @@ class Engine:
 
     def attach(self) -> None:
         """Put a static policy in force."""
-        from honed.adapt.wire import Policy
+        from honed.adapt.protocol.wire import Policy
 
         if self._honed is None:
             raise RuntimeError("honed did not attach: see vLLM's log above")
@@ -251,7 +251,7 @@ class Engine:
         """To other weights; the figures of it."""
         import secrets
 
-        from honed.adapt import wire
+        from honed.adapt.protocol import wire
 
         results: list[Any] = []
         commands = self._honed.commands

@@ -35,7 +35,7 @@ from benchmarks.client_load import Prompt, differing, play, read_prompts
 from benchmarks.honed_side import caught_up, engine_of
 from benchmarks.measured import commit, hardware, percentile
 from benchmarks.processes import ROOT, ProcessError
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.client import FINISHED, AdminClient, AdminError
 from honed.daemon.database import connect
 from honed.recalib.registry import Registry

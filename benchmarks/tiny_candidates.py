@@ -19,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 from benchmarks.tiny_continuations import NUM_EMITTED_TOKENS, Prompt, as_sample, emitted_length, is_useful
 from benchmarks.tiny_decode import continue_greedily, continue_sampled
 from benchmarks.tiny_prompts import read_prompts
-from honed.adapt.candidate_log import CandidateRequest, render_line
+from honed.adapt.trees.candidate_log import CandidateRequest, render_line
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.sample import TrainingSample, pack

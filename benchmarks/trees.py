@@ -21,10 +21,10 @@ import torch
 from benchmarks.measured import commit, hardware
 from benchmarks.processes import ROOT
 from benchmarks.tiny_candidates import Pair, candidate_requests
-from honed.adapt.candidate_log import CandidateRequest
-from honed.adapt.replay import Figure
-from honed.adapt.replay_trees import TreePrediction, predict, speed_ratio
-from honed.adapt.tree_costs import TREE_COSTS
+from honed.adapt.replay.replay import Figure
+from honed.adapt.trees.candidate_log import CandidateRequest
+from honed.adapt.trees.costs import TREE_COSTS
+from honed.adapt.trees.replay import TreePrediction, predict, speed_ratio
 
 DEPTHS = 7
 BUDGETS = (4, 8, 16, 32, 64)

@@ -26,16 +26,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from honed.adapt.acceptance import Floats, Ints
-from honed.adapt.controller import EngineController
-from honed.adapt.controller_settings import ControllerSettings
-from honed.adapt.length_policy import Decision
-from honed.adapt.step_time import StepTimeModel
-from honed.adapt.synthetic import Traffic
-from honed.adapt.synthetic_engine import Truth
-from honed.adapt.synthetic_oracle import PROPOSE_S
-from honed.adapt.vllm_costs import Curve, are_alike, cost_curves
-from honed.adapt.wire import EventBatch
+from benchmarks.simulated.engine import Truth
+from benchmarks.simulated.oracle import PROPOSE_S
+from benchmarks.simulated.traffic import Traffic
+from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.control.controller import EngineController
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.lengths.length_policy import Decision
+from honed.adapt.protocol.wire import EventBatch
+from honed.adapt.steps.step_time import StepTimeModel
+from honed.adapt.steps.vllm_costs import Curve, are_alike, cost_curves
 from tests.e2e import triton_on_cpu
 
 triton_on_cpu.install()

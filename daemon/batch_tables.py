@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from honed.adapt.wire import EventBatch
+from honed.adapt.protocol.wire import EventBatch
 from honed.daemon.rollups import COUNT_COLUMNS, POSITION_COLUMNS, RESOLUTIONS_S, BatchCounts, Counts
 
 _ADD_COUNTS = ", ".join(

@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import capable
 from honed.daemon.errors import ConflictError, HonedError
 from honed.daemon.operations import Operation

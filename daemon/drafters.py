@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from honed.adapt.wire import EngineHello
+from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 

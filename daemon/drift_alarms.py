@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from honed.adapt.drift import Alarm
+from honed.adapt.monitor.drift import Alarm
 from honed.daemon.operations import Operation
 
 log = structlog.get_logger("honed.recalibrations")

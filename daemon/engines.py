@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from honed.adapt.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
+from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.batch_tables import StoredBatch, losses
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.rollups import Counts

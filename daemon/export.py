@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import msgspec
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.engines import Boot, Engine, Engines
 from honed.daemon.errors import StoreError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from honed.adapt.drift import Alarm
+from honed.adapt.monitor.drift import Alarm
 from honed.daemon import capable, swaps
 from honed.daemon.canaries import Canaries, Trial
 from honed.daemon.engines import Engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from honed.adapt.wire import StepColumns
+from honed.adapt.protocol.wire import StepColumns
 
 SLOT_S = 5
 HELD_S = 3600

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from honed.adapt.controller_settings import MODES
+from honed.adapt.control.settings import MODES
 from honed.daemon.metric_families import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
 from honed.daemon.overrides import NAMES
 
@@ -20,7 +20,7 @@ FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
 DECISIONS = frozenset(
     {*MODES, "policy", "override", "cold", "explore", "no_policy", "stale_policy", "observe", "error", "unplanned"}
 )
-"""What an engine may give as the reason of a step's lengths; see the table in `adapt.decider`."""
+"""What an engine may give as the reason of a step's lengths; see the table in `adapt.lengths.decider`."""
 
 
 def families(service: Service) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ import pysqlite3
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.metric_families import counter, engine_gauge, engines_shown, gauge, labels_of
 
 if TYPE_CHECKING:

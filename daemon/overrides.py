@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from honed.adapt.controller_settings import MODES, ControllerSettings, Override
+from honed.adapt.control.settings import MODES, ControllerSettings, Override
 from honed.daemon.errors import RequestError, UnknownError, there_are
 from honed.daemon.journal import Journal
 from honed.daemon.store import Store

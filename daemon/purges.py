@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.errors import ConflictError
 from honed.daemon.operations import Operation
 from honed.recalib.ring_reader import RingReader

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from honed.adapt import wire
-from honed.adapt.controller_settings import Override
-from honed.adapt.drift import Alarm
+from honed.adapt.control.settings import Override
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol import wire
 from honed.daemon import capable
 from honed.daemon.drift_alarms import DriftAlarms, Standing
 from honed.daemon.engines import Engine

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from honed.adapt.controller import EngineController
-from honed.adapt.wire import EngineHello
+from honed.adapt.control.controller import EngineController
+from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.database import connect
 from honed.daemon.export import read_frame
 

@@ -1,7 +1,7 @@
 """`honed replay`: what would other rules for draft lengths have given on the stored log?
 
 Reads the database itself, read-only and a page at a time, so it works beside a running daemon and without one. The answer is
-`adapt.replay`'s; here are only the question, the batches and the table.
+`adapt.replay.replay`'s; here are only the question, the batches and the table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from honed.daemon.client import EXIT_FAILED, EXIT_USAGE
 from honed.daemon.terminal import JsonFlag, duration_s, duration_text, emit, fail, load_settings, moment_s
 
 if TYPE_CHECKING:
-    from honed.adapt.controller_settings import ControllerSettings
-    from honed.adapt.replay_log import Log
-    from honed.adapt.wire import EngineHello
+    from honed.adapt.control.settings import ControllerSettings
+    from honed.adapt.protocol.wire import EngineHello
+    from honed.adapt.replay.log import Log
 
 Document = dict[str, Any]
 
@@ -137,9 +137,9 @@ def replay(database: Path, question: Question) -> Document:
         ReplayError: no database, one that can't be read, nothing logged in that time or more than `MOST_ROUNDS`, an unknown
             policy, engine or workload.
     """
-    from honed.adapt.controller_settings import ControllerSettings
-    from honed.adapt.replay import Replay
-    from honed.adapt.replay_rules import parse_rule
+    from honed.adapt.control.settings import ControllerSettings
+    from honed.adapt.replay.replay import Replay
+    from honed.adapt.replay.rules import parse_rule
 
     engine_id, hello = _engine(database, question.engine)
     since_s, num_left_out = _start(database, engine_id, question)
@@ -283,7 +283,7 @@ def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
     """Find the engine that is meant, and what it said of itself."""
     import msgspec
 
-    from honed.adapt.wire import EngineHello
+    from honed.adapt.protocol.wire import EngineHello
 
     with _opened(database) as conn:
         names = [row[0] for row in conn.execute("SELECT DISTINCT engine_id FROM batches ORDER BY 1")]
@@ -391,7 +391,7 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
     Raises:
         ReplayError: there are too many rounds, or none.
     """
-    from honed.adapt.replay_log import LogBuilder
+    from honed.adapt.replay.log import LogBuilder
     from honed.daemon import export
 
     builder = LogBuilder(

@@ -1,6 +1,6 @@
-"""`honed replay --trees FILE`: what draft trees would give on a log of candidates. `adapt.replay_trees` has the answer.
+"""`honed replay --trees FILE`: what draft trees would give on a log of candidates. `adapt.trees.replay` has the answer.
 
-No engine verifies trees yet, so nothing in the daemon's database tells; the file does (`adapt.candidate_log` has its format).
+No engine verifies trees yet, so nothing in the daemon's database tells; the file does (`adapt.trees.candidate_log` has its format).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from honed.daemon.client import EXIT_USAGE
 from honed.daemon.replay import Document, ReplayError
 
 if TYPE_CHECKING:
-    from honed.adapt.candidate_log import CandidateRequest
+    from honed.adapt.trees.candidate_log import CandidateRequest
 
 POLICIES = ("none", "chain", "tree:8", "tree:16", "tree:32", "tree:64", "caddtree", "shared", "honed")
 
@@ -41,9 +41,9 @@ def replay_trees(path: Path, question: TreeQuestion) -> Document:
     Raises:
         ReplayError: no such file, one that isn't a log of candidates, an unknown policy, cost or workload.
     """
-    from honed.adapt.replay_trees import predict
-    from honed.adapt.tree_costs import parse_cost
-    from honed.adapt.tree_policies import parse_tree_policy
+    from honed.adapt.trees.costs import parse_cost
+    from honed.adapt.trees.policies import parse_tree_policy
+    from honed.adapt.trees.replay import predict
 
     said: list[str] = []
     requests = _of_workload(_read(path, said), question.workload)
@@ -107,7 +107,7 @@ def render(document: Document) -> RenderableType:
 
 
 def _read(path: Path, notes: list[str]) -> list[CandidateRequest]:
-    from honed.adapt.candidate_log import CandidateLogError, read_candidates
+    from honed.adapt.trees.candidate_log import CandidateLogError, read_candidates
 
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.wire import EventBatch
+from honed.adapt.protocol.wire import EventBatch
 
 RESOLUTIONS_S = (1, 60, 3600)
 MAX_DRAFT_TOKENS = 4096

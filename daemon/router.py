@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 import zmq
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError
 
 log = structlog.get_logger("honed.router")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_typ
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 
-from honed.adapt.canary import CanarySettings
-from honed.adapt.controller_settings import ControllerSettings
-from honed.adapt.ranges import SECONDS, SHARE, Range, Ranges
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.monitor.canary import CanarySettings
+from honed.adapt.protocol.ranges import SECONDS, SHARE, Range, Ranges
 from honed.daemon.listen import check_address
 from honed.recalib.gate import GateSettings
 from honed.recalib.trainer_settings import TrainerSettings

@@ -17,9 +17,9 @@ from importlib.metadata import version as installed_version
 import msgspec
 import structlog
 
-from honed.adapt import wire
-from honed.adapt.controller import EngineController
-from honed.adapt.drift import Alarm
+from honed.adapt.control.controller import EngineController
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol import wire
 from honed.daemon import batch_tables
 from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.checksums import Checksums

@@ -21,8 +21,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from honed.adapt.canary import CanarySettings
-from honed.adapt.controller_settings import ControllerSettings
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.monitor.canary import CanarySettings
 from honed.daemon import variables
 from honed.daemon.errors import SettingsError
 from honed.daemon.mistakes import Given, explain

@@ -13,10 +13,10 @@ from typing import Any
 
 import structlog
 
-from honed.adapt import wire
-from honed.adapt.controller import EngineController
-from honed.adapt.controller_settings import ControllerSettings, Override
-from honed.adapt.drift import Alarm
+from honed.adapt.control.controller import EngineController
+from honed.adapt.control.settings import ControllerSettings, Override
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol import wire
 from honed.daemon.engines import Engine
 
 log = structlog.get_logger("honed.steering")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.drafters import Drafters
 from honed.daemon.engines import Engine, Engines
 from honed.daemon.errors import HonedError

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.histogram import Histogram
 
 DELAY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

@@ -17,8 +17,8 @@ Version 1, little-endian. A header of 32 int32 words, then columns, each at a mu
     candidates          int32     [B, D, m]    ids, where m > 0
     log_probs           float16   [B, D, m]    of the candidates, as the drafter says them; −inf below −65,504
 
-What is emitted isn't stored: it is the accepted drafts and the bonus token. The law of this file is that of adapt/wire.py: a
-version's columns never change; columns that are added get a header word that was 0. The reader is adapt/step_packet.py, which
+What is emitted isn't stored: it is the accepted drafts and the bonus token. The law of this file is that of adapt/protocol/wire.py: a
+version's columns never change; columns that are added get a header word that was 0. The reader is adapt/protocol/step_packet.py, which
 takes offsets from the header and so needs nothing of this.
 """
 

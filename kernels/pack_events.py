@@ -1,7 +1,7 @@
 """A step's verify events into one buffer, so that one asynchronous copy brings them to the host.
 
 Computes: reference_events.pack_events: the columns of event_layout.py. One program a request. The host reads the copy with
-adapt/step_packet.py, which needs no torch.
+adapt/protocol/step_packet.py, which needs no torch.
 
 Moves: every input once and the buffer once; at B = 64, K = 15, 15 depths of 8 candidates 64·(8 + 4·15 + 6·120) = 50 kB of
 buffer: a launch's time is the floor. Copied one by one, seven inputs of a few kilobytes would cost a call on the host each.

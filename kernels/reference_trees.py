@@ -76,7 +76,7 @@ def tree_build(
     off_chain: torch.Tensor | None = None,  # [B, D, m]
     is_chain_first: bool = False,
 ) -> DraftTrees:
-    """Build every request's best tree of at most min(its budget, N) nodes: that of `adapt.draft_tree`, ties included.
+    """Build every request's best tree of at most min(its budget, N) nodes: that of `adapt.trees.draft_tree`, ties included.
 
     Every admitted node, and the anchor, has exactly one child that may come next: the heap is one slot a node. Slots are
     compared by score, then by a key, their node's depth and path of ranks, four bits each: (depth − 8)·2^60 + path. A score

@@ -1,6 +1,6 @@
 """Best-first draft trees of a whole batch, one program a request, without a look from the host.
 
-Computes: reference_trees.tree_build, which is `adapt.draft_tree.build_tree`'s tree, ties included: the same float64 sums in the
+Computes: reference_trees.tree_build, which is `adapt.trees.draft_tree.build_tree`'s tree, ties included: the same float64 sums in the
 same order. Nodes are admitted one after the other. The heap is one slot a node, in registers: the node's next child, so that
 popping the best is one reduction over (score, key, slot) and pushing is two writes. Ancestor masks come after the last node, by
 pointer jumping (log₂ D gathers a word).
@@ -165,7 +165,7 @@ def tree_build(
     """Build every request's best tree of at most min(its budget, N) nodes; Triton on a GPU, its plain twin elsewhere.
 
     `top_candidates` makes `log_probs` and `ids` from logits. Which `off_chain` and `is_chain_first` there are says
-    `adapt.draft_tree`. That candidates are sorted isn't looked at; one that isn't finite is never drafted.
+    `adapt.trees.draft_tree`. That candidates are sorted isn't looked at; one that isn't finite is never drafted.
 
     Raises:
         ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for.

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.ranges import COUNT, PROBABILITY, SHARE, Range, Ranges, check_ranges
-from honed.adapt.wire import GateFigures
+from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SHARE, Range, Ranges, check_ranges
+from honed.adapt.protocol.wire import GateFigures
 
 if TYPE_CHECKING:
     from honed.recalib.evaluate import SessionFigures

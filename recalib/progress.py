@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 
 Stage = Literal["collecting", "training", "gating"]
 

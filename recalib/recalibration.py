@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.recalib.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.evaluate import SessionFigures, replay_in_parts

@@ -1,6 +1,6 @@
 """The reading end of the sample ring: records as they come, and an honest count of those that were missed.
 
-`adapt.sample_ring` has the layout. A record that can't be wholly trusted (overwritten while it was copied, wrong CRC,
+`adapt.protocol.sample_ring` has the layout. A record that can't be wholly trusted (overwritten while it was copied, wrong CRC,
 sizes that don't add up) is counted and never handed out. After such a loss the reader finds its place again by looking
 for the next record whose CRC is right, so it loses what was damaged and not the whole ring.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.sample_ring import (
+from honed.adapt.protocol.sample_ring import (
     HEADER_BYTES,
     KIND_END,
     KIND_PAD,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
 from honed.recalib.ring_reader import RingRecord
 from honed.recalib.stretch import Stretch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from honed.adapt.sample_ring import FEATURE_KINDS, RingHeader
+from honed.adapt.protocol.sample_ring import FEATURE_KINDS, RingHeader
 from honed.recalib.hold_out import HoldOut
 from honed.recalib.ring_reader import RingReader
 from honed.recalib.samples import SampleStore

@@ -25,7 +25,7 @@ from types import FrameType
 import structlog
 import torch
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.recalib.busy_flag import BusyFlags, Idleness, Preemptions
 from honed.recalib.device_memory import give_back
 from honed.recalib.gate import GateSettings

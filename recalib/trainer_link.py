@@ -7,7 +7,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 
 
 class TrainerLink:

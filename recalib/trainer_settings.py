@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from honed.adapt.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
+from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
 from honed.recalib.presets import decay_tokens
 from honed.recalib.training_settings import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision, Scope, TrainingSettings
 

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 import torch
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.recalib.checkpoint import TargetHead, load_drafter, load_target_head, read_drafter_config
 from honed.recalib.device_memory import available_bytes, hold_to
 from honed.recalib.drafter import DFlashDrafter

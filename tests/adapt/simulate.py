@@ -9,8 +9,8 @@ import argparse
 
 import numpy as np
 
-from honed.adapt.drift import DriftMonitor, DriftSettings
-from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
+from honed.adapt.monitor.drift import DriftMonitor, DriftSettings
+from honed.adapt.protocol.wire import EventBatch, RoundColumns, StepColumns
 
 
 def simulate_rounds(rng, acceptance, drafted):

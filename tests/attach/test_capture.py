@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture import Capturer
 from honed.attach.ring import RingWriter
 from honed.attach.runner import StepView

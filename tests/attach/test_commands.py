@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.commands import MOST_UNHASHED, CommandRunner
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.lull import Lull
 from honed.attach.publisher import Callbacks, Publisher
 from honed.attach.step_log import StepLog

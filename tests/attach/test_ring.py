@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, HEADER_BYTES, KIND_END, RECORD_BYTES, unpack_header
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, HEADER_BYTES, KIND_END, RECORD_BYTES, unpack_header
 from honed.attach.ring import RingWriter
 from honed.recalib.ring_reader import RingReader
 

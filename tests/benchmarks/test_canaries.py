@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.canaries import CURVES, change_for_length, simulate, window
-from honed.adapt.acceptance import acceptance_length
-from honed.adapt.canary import CanarySettings
+from honed.adapt.acceptance.estimate import acceptance_length
+from honed.adapt.monitor.canary import CanarySettings
 
 RUNS = 10_000
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from benchmarks.against_scenarios import SCENARIOS
+from benchmarks.simulated.engine import simulate
+from benchmarks.simulated.traffic import Traffic
 from benchmarks.vllm_adaptive import AdaptiveVerification, Estimator, Manager, OnlineAcceptanceEstimator
-from honed.adapt.synthetic import Traffic
-from honed.adapt.synthetic_engine import simulate
 
 K, N = 4, 6
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.recalib.weights_digest import weights_digests
 
 M = TypeVar("M")

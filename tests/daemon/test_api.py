@@ -6,7 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import there_are
 from honed.daemon.limits import TokenBucket

@@ -18,7 +18,7 @@ import structlog
 from click.testing import Result
 from typer.testing import CliRunner
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.calibrate import STUCK_S, CalibrationError, until_registered
 from honed.daemon.client import AdminClient
 from honed.daemon.command_line import app

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.api import make_app
 from honed.daemon.errors import StoreError
 from honed.daemon.service import Service

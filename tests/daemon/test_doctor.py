@@ -18,7 +18,7 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import database, diagnose, doctor_command, doctor_daemon, doctor_host, doctor_memory, service_environment
 from honed.daemon.command_line import app
 from honed.daemon.doctor import ORDER, Check, exit_code, worst_first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from honed.adapt.drift import Alarm
+from honed.adapt.monitor.drift import Alarm
 from honed.daemon.drift_alarms import MAX_ATTEMPTS, DriftAlarms, Standing
 from honed.daemon.operations import Operation
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from honed.adapt.controller import EngineController
-from honed.adapt.controller_settings import ControllerSettings
-from honed.adapt.wire import EventBatch, RoundColumns, StepColumns
+from honed.adapt.control.controller import EngineController
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.protocol.wire import EventBatch, RoundColumns, StepColumns
 from honed.daemon.explain import bar, curve, explain
 
 K = 3

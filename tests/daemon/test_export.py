@@ -9,7 +9,7 @@ import pysqlite3
 import pytest
 from sqlite_utils import Database
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import export
 from honed.daemon.export import Chosen, ExportError
 from honed.daemon.migrations import migrations

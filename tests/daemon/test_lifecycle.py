@@ -15,8 +15,8 @@ import pytest
 from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
-from honed.adapt import wire
-from honed.adapt.drift import Alarm
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol import wire
 from honed.daemon.api import make_app
 from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.findings import findings

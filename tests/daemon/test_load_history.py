@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.load_history import HELD_S, MOST_ENGINES, SLOT_S, LoadHistory
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.service import Service
 from tests.daemon.conftest import wait_for
 from tests.daemon.exposition import scrape

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from fastapi.testclient import TestClient
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.api import make_app
 from honed.daemon.service import Service
 from tests.daemon.exposition import scrape

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import views
 from honed.daemon.metrics_training import TRAINER_STATES
 from honed.daemon.service import Service

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import page_document, views
 from honed.daemon.api import make_app, make_read_only_app
 from honed.daemon.errors import StoreError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.ring import RingWriter
 from honed.daemon.api import make_app
 from honed.daemon.purges import erase_files

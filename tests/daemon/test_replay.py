@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import replay
 from honed.daemon.batch_tables import StoredBatch, save_hello
 from honed.daemon.command_line import app

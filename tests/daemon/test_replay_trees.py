@@ -12,8 +12,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from honed.adapt.candidate_log import CandidateRequest, render_line
-from honed.adapt.step_time import PARAMETERS
+from honed.adapt.steps.step_time import PARAMETERS
+from honed.adapt.trees.candidate_log import CandidateRequest, render_line
 from honed.daemon.command_line import app
 
 Run = Callable[..., Result]

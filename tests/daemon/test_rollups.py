@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.rollups import Counts, MalformedBatchError, add_json, add_positions, count_batch
 from tests.daemon.fake_engine import make_batch
 

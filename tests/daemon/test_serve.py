@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.database import connect
 from honed.daemon.errors import StartError
 from honed.daemon.http_server import bind_loopback

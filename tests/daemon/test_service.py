@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.service import Service
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine

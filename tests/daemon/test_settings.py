@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from honed.adapt.controller_settings import ControllerSettings
+from honed.adapt.control.settings import ControllerSettings
 from honed.daemon.errors import SettingsError
 from honed.daemon.sections import Section
 from honed.daemon.settings import Settings, load

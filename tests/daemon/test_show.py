@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from honed.adapt.wire import GateFigures
+from honed.adapt.protocol.wire import GateFigures
 from honed.daemon import cells, show
 from honed.daemon.findings import LAG_S, LATELY_S, findings
 from honed.recalib.gate import summarise

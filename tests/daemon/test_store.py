@@ -10,7 +10,7 @@ from typing import Any
 import pysqlite3
 import pytest
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon import batch_tables, retention
 from honed.daemon.batch_tables import StoredBatch
 from honed.daemon.database import check_sqlite_version, connect, why_not

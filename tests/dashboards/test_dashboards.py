@@ -14,7 +14,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.metrics import render
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings

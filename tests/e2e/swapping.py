@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from tests.e2e.engine import DRAFTER, TestEngine
 
 

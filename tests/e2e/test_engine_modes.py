@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from honed.adapt.length_policy import Decision
-from honed.adapt.wire import LOST_DRAFTER
+from honed.adapt.lengths.length_policy import Decision
+from honed.adapt.protocol.wire import LOST_DRAFTER
 from honed.daemon import capable
 from honed.daemon.errors import ConflictError
 from honed.daemon.service import Service

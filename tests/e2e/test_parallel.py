@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks import client_load, honed_side, vllm_server
 from benchmarks.processes import Processes, free_port
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.daemon.client import AdminClient
 from honed.recalib.weights_digest import weights_digests
 from tests.e2e import test_runner_contract as contract

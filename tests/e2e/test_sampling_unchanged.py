@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, engine, prepare
 from tests.e2e.swapping import swap
 

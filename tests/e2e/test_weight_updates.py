@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from honed.adapt.wire import FOREIGN_DRAFTER
+from honed.adapt.protocol.wire import FOREIGN_DRAFTER
 from honed.daemon.errors import ConflictError
 from honed.daemon.views import engines
 from honed.recalib.weights_digest import weights_digests

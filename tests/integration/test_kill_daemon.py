@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.outbox import Losses, Outbox
 from honed.daemon.database import connect
 from tests.daemon.conftest import DaemonProcess, wait_for

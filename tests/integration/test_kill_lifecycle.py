@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.recalib.registry import Registry
 from tests.daemon.conftest import DaemonProcess, wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.ring import RingWriter
 from honed.recalib.registry import Registry

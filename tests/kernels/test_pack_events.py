@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from honed.adapt.step_packet import StepPacket, unpack
+from honed.adapt.protocol.step_packet import StepPacket, unpack
 from honed.kernels import pack_events as kernel
 from honed.kernels.event_layout import EventLayout
 from honed.kernels.pack_events import EventBuffer, pack_events

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.draft_tree import build_tree
+from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels import reference_trees as reference
 from honed.kernels import tree_attention as kernel
 from honed.kernels import tree_build

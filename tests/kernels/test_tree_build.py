@@ -1,4 +1,4 @@
-"""The twin against `adapt.draft_tree`; the kernel itself under Triton's interpreter, and on a GPU where there is one."""
+"""The twin against `adapt.trees.draft_tree`; the kernel itself under Triton's interpreter, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.draft_tree import ROOT, build_tree
+from honed.adapt.trees.draft_tree import ROOT, build_tree
 from honed.kernels import reference_trees as reference
 from honed.kernels import top_candidates as candidates
 from honed.kernels import tree_build as kernel

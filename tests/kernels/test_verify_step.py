@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from honed.adapt.step_packet import unpack
+from honed.adapt.protocol.step_packet import unpack
 from honed.kernels.compact_kv import KvPlanes, compact_kv
 from honed.kernels.event_layout import EventLayout
 from honed.kernels.gather_kv import gather_kv

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from honed.adapt.draft_tree import build_tree
-from honed.adapt.step_packet import StepPacket, unpack
+from honed.adapt.protocol.step_packet import StepPacket, unpack
+from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels.compact_kv import KvPlanes, compact_kv
 from honed.kernels.event_layout import EventLayout
 from honed.kernels.pack_events import EventBuffer, pack_events

@@ -23,7 +23,7 @@ from benchmarks.demo_figures import toml
 from benchmarks.honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
 from benchmarks.processes import ROOT, Processes, free_port
 from benchmarks.vllm_server import Server
-from honed.adapt.wire import GateFigures
+from honed.adapt.protocol.wire import GateFigures
 from honed.daemon.client import AdminClient
 from honed.recalib.gate import summarise
 from honed.recalib.registry import Registry

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.ring import RingWriter
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.gate import GateSettings, judge

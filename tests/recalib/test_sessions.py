@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END, KIND_ROWS
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END, KIND_ROWS
 from honed.recalib.ring_reader import RingRecord
 from honed.recalib.sessions import SessionAssembler
 

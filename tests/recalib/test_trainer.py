@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.ring import RingWriter
 from honed.recalib.gate import GateSettings

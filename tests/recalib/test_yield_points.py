@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from honed.adapt import wire
+from honed.adapt.protocol import wire
 from honed.attach.busy_flag import BusyFlag
 from honed.attach.ring import RingWriter
 from honed.kernels.block_loss import block_loss, top_tokens

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from honed.adapt.sample_ring import FLAG_PREFILL, FLAG_REJECTED
+from honed.adapt.protocol.sample_ring import FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.ring import RingWriter
 from honed.recalib.checkpoint import save_drafter
 from honed.recalib.drafter import DFlashDrafter, DrafterConfig

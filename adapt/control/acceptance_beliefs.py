@@ -1,0 +1,210 @@
+"""What is believed of an engine's acceptance: curves of the engine and its workloads, what contexts and drafts make of them.
+
+A workload's curve is its own right-censored hazard, drawn to the engine's; a request's (in the engine, `request_beliefs`) is
+drawn to its workload's. Drift tests run beside. Workloads beyond `max_workloads` share the engine's curve, and aren't tested,
+until one that has its own has been silent for `_SILENT_FORGETTINGS`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from honed.adapt.acceptance.calibration import Calibration
+from honed.adapt.acceptance.context_shift import (
+    NUM_BUCKETS,
+    ContextCounts,
+    estimate_effect,
+    shift_for,
+    shifted_curves,
+    tilt,
+    trials_design_effect,
+)
+from honed.adapt.acceptance.depth_calibration import DepthCalibration, DepthLines, count_rounds
+from honed.adapt.acceptance.draft_features import FeatureRegression
+from honed.adapt.acceptance.estimate import (
+    Floats,
+    RequestTable,
+    reached_and_accepted,
+    scale_odds,
+    shrunk_estimate,
+    survival,
+)
+from honed.adapt.acceptance.forgetting import AdaptiveCounts
+from honed.adapt.acceptance.rounds import Rounds
+from honed.adapt.control.explanation import describe
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.monitor.drift import Alarm, DriftMonitor
+from honed.adapt.protocol.wire import WorkloadPrior
+
+_KEPT_AFTER_SWAP = 0.02
+"""Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
+_MOST_DESIGN_EFFECT = 8.0
+"""A round counts for at least an eighth of an independent one: what changes within running requests is to be noticed, too."""
+_SILENT_FORGETTINGS = 10.0
+"""Of the engine's independent rounds, in `forgetting_rounds`, without one of a workload, until its curve may be another's."""
+
+
+class _Workload:
+    def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
+        self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
+        self.requests = RequestTable(num_spec_tokens)
+        self.calibration = Calibration()
+        self.depths = DepthCalibration(num_spec_tokens)
+        self.lines = DepthLines.none(num_spec_tokens)
+        self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
+        self.features = FeatureRegression(forgetting_rounds)
+        self.last_round = 0.0  # of the engine's
+
+
+class AcceptanceBeliefs:
+    """Learns from the verify rounds of one engine."""
+
+    def __init__(self, num_spec_tokens: int, settings: ControllerSettings) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.settings = settings
+        self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
+        self._num_seen = 0.0
+        """Rounds of the engine, as independent ones."""
+        self._workloads: dict[str, _Workload] = {}
+        self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
+        self._drift = DriftMonitor(num_spec_tokens, settings.drift)
+        self._context_effect: Floats = np.zeros(NUM_BUCKETS)
+        self._depths, self._lines = DepthCalibration(num_spec_tokens), DepthLines.none(num_spec_tokens)
+
+    def take_new_weights(self, version: str, is_swap: bool) -> None:
+        """Forget most of what the drafter's old weights taught, unless these are the same under a name."""
+        if is_swap:
+            self._counts.forget(_KEPT_AFTER_SWAP)
+            for workload in (*self._workloads.values(), self._others):
+                workload.counts.forget(_KEPT_AFTER_SWAP)
+                workload.requests.clear()
+                workload.contexts.forget(_KEPT_AFTER_SWAP)
+                workload.features = FeatureRegression(self.settings.forgetting_rounds)
+                workload.depths, workload.lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
+            self._depths, self._lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
+        self._drift.reset(version)
+
+    def observe(self, name: str, rounds: Rounds, now_s: float | None = None) -> list[Alarm]:
+        """Fold in rounds of a workload; return what drift was found.
+
+        Args:
+            now_s: when they were, by a clock on the wall; None: not known.
+        """
+        workload = self._workload(name)
+        columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
+        reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
+        verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
+        curve, shift = self._shift(self._curve(workload, self.engine_curve()), workload)
+        theta = workload.requests.theta(rounds.request, reached, accepted, curve, self._request_strength(workload))
+        design_effect = self._design_effect(workload)
+        for mine, shifted in shifted_curves(curve, shift, rounds.position):
+            predicted = scale_odds(shifted, theta[mine][:, None])
+            workload.calibration.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
+            counts = count_rounds(predicted, reached[mine], accepted[mine])
+            for depths in (workload.depths, self._depths):
+                depths.add(counts, len(predicted), design_effect)
+        if rounds.feature is not None:
+            workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
+        information = workload.requests.information(rounds.request, reached, workload.requests.strength())
+        workload.contexts.observe(rounds.position, reached, accepted, information)
+        self._counts.observe(*columns, weights=information, theta=theta)
+        workload.counts.observe(*columns, weights=information, theta=theta)
+        workload.requests.observe(rounds.request, reached, accepted)
+        self._num_seen += float(information.sum())
+        workload.last_round = self._num_seen
+        if workload is self._others:
+            return []
+        return self._drift.observe(name, *columns, design_effect=self._design_effect(workload), now_s=now_s)
+
+    def _workload(self, name: str) -> _Workload:
+        """What is believed of a workload, made for one that is new; `_others` while there is no room for it."""
+        found = self._workloads.pop(name, None)
+        if found is None:
+            if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
+                stalest = next(iter(self._workloads))
+                silence = self._num_seen - self._workloads[stalest].last_round
+                if silence < _SILENT_FORGETTINGS * self.settings.forgetting_rounds:
+                    return self._others
+                del self._workloads[stalest]
+                self._drift.forget(stalest)
+            found = _Workload(self.num_spec_tokens, self.settings.forgetting_rounds)
+        self._workloads[name] = found
+        return found
+
+    def priors(self) -> list[WorkloadPrior]:
+        """What the engine is to start requests from: the engine's own curve, then every workload's."""
+        engine = self.engine_curve()
+        strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
+        pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0
+        workloads = self._workloads.items()
+        self._context_effect = estimate_effect(
+            [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
+        )
+        around = self._depths.lines()
+        self._lines = around.rounded()
+        priors = [_prior("", pooled, *self._shift(engine), self._lines)]
+        for name, one in workloads:
+            one.lines = one.depths.lines(around).rounded()
+            priors.append(_prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.lines, one.features))
+        return priors
+
+    def describe_engine(self) -> dict[str, object]:
+        """Plain figures of the engine as a whole, for JSON."""
+        engine = self.engine_curve()
+        return describe(self._counts, self._lines.apply(engine), self._shift(engine)[1])
+
+    def describe_workloads(self) -> dict[str, dict[str, object]]:
+        """Plain figures of every workload, for JSON."""
+        engine = self.engine_curve()
+        return {
+            name: {
+                **describe(one.counts, one.lines.apply(self._curve(one, engine)), self._shift(engine, one)[1]),
+                "request_strength": round(self._request_strength(one), 2),
+                "design_effect": round(self._design_effect(one), 3),
+                "drift": self._drift.figures(name),
+                "calibration": {
+                    "expected_calibration_error": one.calibration.error,
+                    "bins": one.calibration.bins(),
+                    "by_depth": [] if one.lines.are_none else one.lines.rows(),
+                },
+            }
+            for name, one in self._workloads.items()
+        }
+
+    def engine_curve(self) -> Floats:
+        """Conditional acceptance over all workloads, [K]."""
+        return self._counts.estimate()
+
+    def typical_curve(self) -> Floats:
+        """What that is worth of a typical request, [K]."""
+        return self._lines.apply(self.engine_curve())
+
+    def _curve(self, workload: _Workload, engine: Floats) -> Floats:
+        strength = self.settings.workload_strength
+        return workload.counts.estimate(lambda trials, successes: shrunk_estimate(trials, successes, engine, strength))
+
+    def _shift(self, curve: Floats, workload: _Workload | None = None) -> tuple[Floats, list[float]]:
+        """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""
+        if not self._context_effect.any():
+            return curve, []
+        contexts = [one.contexts for one in ((*self._workloads.values(), self._others) if workload is None else [workload])]
+        shift = shift_for(self._context_effect, np.sum([one.weight for one in contexts], axis=0))
+        return (scale_odds(curve, tilt(shift, np.sum([one.recent for one in contexts], axis=0))) if shift else curve), shift
+
+    def _request_strength(self, workload: _Workload) -> float:
+        return self.settings.request_strength or workload.requests.strength()
+
+    def _design_effect(self, workload: _Workload) -> float:
+        return min(workload.requests.design_effect(workload.requests.strength()), _MOST_DESIGN_EFFECT)
+
+
+def _prior(
+    name: str, strength: float, curve: Floats, shift: list[float], lines: DepthLines, features: FeatureRegression | None = None
+) -> WorkloadPrior:
+    weight = round(features.weight, 3) if features is not None else 0.0
+    return WorkloadPrior(
+        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
+        context_shift=shift, feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
+        feature_weight=weight, depth_intercepts=[] if lines.are_none else lines.intercepts.tolist(),
+        depth_slopes=[] if lines.are_none else lines.slopes.tolist(),
+    )  # fmt: skip

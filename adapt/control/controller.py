@@ -1,0 +1,177 @@
+"""Turns an engine's event batches into what is believed of it, and that into its policy.
+
+`observe` folds a batch into what is believed of acceptance (`acceptance_beliefs`) and of steps (`step_beliefs`); `propose`
+makes the policy; `beliefs` explains both. Nothing here knows the time: `now_s` is an argument, and steps carry their own clock.
+
+A policy's generation grows only when something material changed: kind, limits, overrides, a conditional acceptance by more
+than 0.5 %, a predicted step time by more than 1 %. Otherwise the very same object is proposed again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from honed.adapt.acceptance.rounds import rounds_by_workload
+from honed.adapt.control.acceptance_beliefs import AcceptanceBeliefs
+from honed.adapt.control.explanation import Plans
+from honed.adapt.control.policy_change import what_changed
+from honed.adapt.control.settings import ControllerSettings, Override
+from honed.adapt.control.step_beliefs import StepBeliefs, step_rows
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol.wire import EventBatch, Policy
+
+Event = Alarm
+"""What `observe` may report."""
+
+_YOUNG_EXPLORING = 5.0
+"""By how much more is explored while the step-time model is young."""
+_CHANGES_KEPT = 32
+
+
+class EngineController:
+    """What is believed of one engine."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        num_spec_tokens: int,
+        max_num_seqs: int,
+        settings: ControllerSettings | None = None,
+    ) -> None:
+        self.engine_id = engine_id
+        self.num_spec_tokens = max(num_spec_tokens, 0)
+        self.max_num_seqs = max(max_num_seqs, 1)
+        self.settings = settings or ControllerSettings()
+        self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self.settings)
+        self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
+        self._drafter_version = ""  # as it was last named
+        self._turns: frozenset[str] = frozenset()
+        self._boot_id = ""
+        self._policy: Policy | None = None
+        self._changes: deque[tuple[int, str]] = deque(maxlen=_CHANGES_KEPT)
+        self._decisions: Counter[str] = Counter()
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def observe(self, batch: EventBatch) -> list[Event]:
+        """Fold in a batch, in the order of its sequence numbers; return what has to be told.
+
+        Raises ValueError, before anything was folded in, for a batch whose columns don't fit together.
+        """
+        by_workload = list(rounds_by_workload(batch))
+        steps = step_rows(batch.steps)
+        if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not named by the daemon yet
+            before, self._drafter_version = self._drafter_version, batch.drafter_version
+            if not {before, batch.drafter_version} <= self._turns:
+                self._acceptance.take_new_weights(batch.drafter_version, is_swap=before != "")
+        if batch.boot_id != self._boot_id:
+            self._boot_id = batch.boot_id
+            self._steps.new_clock()
+        self._steps.observe(steps)
+        self._decisions.update(batch.steps.decision)
+        events: list[Event] = []
+        for name, rounds in by_workload:
+            events += self._acceptance.observe(name, rounds, batch.sent_unix_ns / 1e9 or None)
+        return events
+
+    def take_turns(self, versions: Collection[str]) -> None:
+        """These versions take turns from now on: what is believed holds for both, so that both get the same lengths."""
+        self._turns = frozenset(versions)
+
+    def end_turns(self) -> None:
+        """One version is left: what differs from it is forgotten when it is seen; whether it drifts is asked anew."""
+        if self._turns:
+            self._turns = frozenset()
+            self._acceptance.take_new_weights(self._drafter_version, is_swap=False)
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def propose(self, now_s: float, override: Override | Sequence[Override] | None = None) -> Policy:
+        """Make the policy that is right now; the previous one, unchanged, while nothing material is different."""
+        overrides = [override] if isinstance(override, Override) else list(override or ())
+        policy = self._make_policy([one for one in overrides if one.until_s > now_s])
+        reason = what_changed(self._policy, policy, self.max_num_seqs)
+        if self._policy is not None and not reason:
+            return self._policy
+        self._changes.append((policy.generation, reason))
+        self._policy = policy
+        return policy
+
+    def _make_policy(self, overrides: Sequence[Override]) -> Policy:
+        settings, k = self.settings, self.num_spec_tokens
+        kind, static_k, capture_share = settings.mode, self._static_k(), settings.capture_share
+        max_k = limit = k if settings.max_k < 0 else min(settings.max_k, k)
+        for one in overrides:
+            if one.name == "capture_share":
+                capture_share = min(float(one.value), 1.0)
+            elif one.name == "policy":
+                kind, static_k, max_k = str(one.value), self._static_k(), limit
+            else:
+                kind, static_k = "static", min(int(one.value), k)
+                max_k = max(limit, static_k)
+        model = self._steps.model()
+        return Policy(
+            engine_id=self.engine_id,
+            generation=(self._policy.generation if self._policy else 0) + 1,
+            ttl_s=settings.policy_ttl_s,
+            kind=kind,
+            static_k=static_k,
+            max_k=max_k,
+            priors=self._acceptance.priors(),
+            step_seconds=[float(f"{value:.6g}") for value in model.parameters],
+            kind_effects=list(model.kinds),
+            draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],
+            captured_tokens=list(settings.captured_tokens),
+            hysteresis=settings.hysteresis,
+            explore_share=min(settings.explore_share * (_YOUNG_EXPLORING if self._steps.is_young else 1.0), 1.0),
+            request_ceiling=settings.request_ceiling,
+            capture_share=capture_share,
+            table=list(settings.table),
+            equal_lengths=settings.are_lengths_equal,
+            captured_lengths=list(settings.captured_lengths),
+            feeds_estimates=settings.feed_estimates,
+            override=",".join(sorted({one.name for one in overrides})),
+        )
+
+    def beliefs(self) -> dict[str, object]:
+        """Describe what is believed, in plain figures that JSON can carry."""
+        plans = self._plans()
+        sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
+        return {
+            "engine_id": self.engine_id,
+            "drafter_version": self._drafter_version,
+            "num_spec_tokens": self.num_spec_tokens,
+            "engine": self._acceptance.describe_engine(),
+            "workloads": self._acceptance.describe_workloads(),
+            "step_time": self._steps.describe(),
+            "step_ms": plans.prices(sizes),
+            "decisions": dict(self._decisions),
+            "changes": [{"generation": generation, "reason": reason} for generation, reason in self._changes],
+            "draft_tokens_by_batch": [plan for size in sizes if (plan := plans.plan(size))],
+            "speedup_estimate": self._speedup(plans),
+            "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
+        }
+
+    def headline(self) -> dict[str, float | None]:
+        """The few figures of `beliefs` that change all the time: seconds of a typical step, and the gain over not drafting."""
+        typical = self._steps.typical
+        return {
+            "predicted_seconds": typical.get("predicted_step_seconds"),
+            "measured_seconds": typical.get("step_seconds"),
+            "speedup": self._speedup(self._plans()),
+        }
+
+    def _plans(self) -> Plans:
+        context_tokens = self._steps.typical.get("context_tokens", 0.0)
+        return Plans(self._steps.model(), self._acceptance.typical_curve(), context_tokens, self._policy)
+
+    def _speedup(self, plans: Plans) -> float | None:
+        num_requests = max(1, min(round(self._steps.typical.get("num_requests", 1.0)), self.max_num_seqs))
+        return plans.plan(num_requests).get("speedup")
+
+    def _static_k(self) -> int:
+        k = self.settings.static_k
+        return self.num_spec_tokens if k < 0 else min(k, self.num_spec_tokens)

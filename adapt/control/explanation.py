@@ -1,0 +1,113 @@
+"""What a controller believes, as plain figures for people: curves, prices, and what would be drafted at which batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from honed.adapt.acceptance.context_shift import bucket_starts
+from honed.adapt.acceptance.estimate import Floats, acceptance_length, survival
+from honed.adapt.acceptance.forgetting import AdaptiveCounts
+from honed.adapt.lengths.block_size import choose_equal, latency_gains
+from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
+from honed.adapt.lengths.rules import CONTENDERS, make_contender
+from honed.adapt.lengths.rules_counted import Static
+from honed.adapt.protocol.wire import Policy
+from honed.adapt.steps.step_time import StepTimeModel
+
+
+def describe(counts: AdaptiveCounts, curve: Floats, shift: Sequence[float] = ()) -> dict[str, object]:
+    """A level of the acceptance hierarchy: its curve, how much it rests on, and what the length of the context makes of it.
+
+    `context_shift` is rows (from so many tokens of context on, factor on the failure odds); none where it makes no difference.
+    """
+    return {
+        "acceptance": [round(value, 4) for value in curve.tolist()],
+        "survival": [round(value, 4) for value in survival(curve).tolist()],
+        "acceptance_length": round(acceptance_length(curve), 4),
+        "rounds": counts.num_rounds,
+        "trials": [round(value, 1) for value in counts.trials.tolist()],
+        "context_shift": [list(row) for row in zip(bucket_starts(), shift, strict=False)],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """Prices batches of typical requests under a policy; everything is empty while there is no step-time model."""
+
+    model: StepTimeModel
+    acceptance: Floats  # [K] the engine's conditional acceptance
+    context_tokens: float
+    """Context of a typical request."""
+    policy: Policy | None
+    """The one in force; None: the engine drafts K."""
+
+    def prices(self, sizes: Sequence[int]) -> list[dict[str, object]]:
+        """Predicted milliseconds of a step by batch size and draft length (0 … K for everybody)."""
+        if not self.model.is_ready:
+            return []
+        lengths = range(len(self.acceptance) + 1)
+        return [{"num_requests": n, "by_length": [round(1e3 * self._seconds(n, n * k, k), 4) for k in lengths]} for n in sizes]
+
+    def plan(self, count: int) -> dict[str, float]:
+        """What would be drafted for so many requests, how long the step takes, and what that gains over k = 0.
+
+        Empty where lengths can't be told beforehand: the rule goes by what each request had accepted lately.
+        """
+        if not self.model.is_ready or not len(self.acceptance):
+            return {}
+        curve = survival(self.acceptance)
+        num_drafts = self._num_drafts(curve, count)
+        if num_drafts is None:
+            return {}
+        depth, rest = divmod(num_drafts, count)
+        block = depth + (rest > 0)
+        seconds = self._seconds(count, num_drafts, block)
+        goodput = (count + count * float(curve[:depth].sum()) + rest * float(curve[depth:block].sum())) / seconds
+        return {
+            "num_requests": count,
+            "draft_tokens_per_request": round(num_drafts / count, 3),
+            "block": block,
+            "predicted_step_seconds": seconds,
+            "predicted_tokens_per_s": goodput,
+            "speedup": goodput * self._seconds(count, 0, 0) / count,
+        }
+
+    def _num_drafts(self, curve: Floats, count: int) -> int | None:
+        """Draft tokens of a batch, as `adapt.lengths.decider` gives them; None: they can't be told."""
+        policy, k = self.policy, len(curve)
+        if policy is None or policy.kind == "off":
+            return count * k
+        limit = limit_of(policy, k)
+        if policy.kind in ("goodput", "latency"):
+            is_latency = policy.kind == "latency"
+            gains = (latency_gains(curve) if is_latency else curve)[:limit]
+            if not policy.equal_lengths:
+                return self._most_rewarding(gains, count, is_latency)
+            choice = choose_equal(
+                (count * gains).tolist(), count, self.model, is_latency=is_latency,
+                context_tokens=int(count * self.context_tokens), captured_lengths=policy.captured_lengths,
+            )  # fmt: skip
+            return count * choice.point.cap
+        rule = make_contender(policy.kind if policy.kind in CONTENDERS else "static", k)
+        if not isinstance(rule, Static):
+            return None
+        shared = () if "draft_tokens" in policy.override else shared_lengths_of(policy, limit)
+        rule.set_limits(limit, policy.static_k, policy.table, StepTimeModel(), shared)
+        return sum(rule.decide([""] * count, 0, 0, 0.0).num_draft_tokens)
+
+    def _most_rewarding(self, gains: Floats, count: int, is_latency: bool) -> int:
+        # What `block_size.choose` comes to where all requests are alike: they are filled depth by depth. Without what it is
+        # compiled by, which makes code at run time: the daemon may not.
+        num_drafts, context_tokens = np.arange(count * len(gains) + 1), int(count * self.context_tokens)
+        gained = np.concatenate([[0.0], np.cumsum(np.repeat(gains, count))])
+        seconds = self.model.fixed_seconds(count, context_tokens, 0) + self.model.token_seconds(count + num_drafts)
+        seconds += self.model.draft_seconds(count, len(gains), context_tokens)[-(-num_drafts // count)]
+        seconds *= [self.model.kind_factor(count, drafts) for drafts in num_drafts.tolist()]
+        rate = count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
+        return int(rate.argmax())
+
+    def _seconds(self, count: int, num_drafts: int, block: int) -> float:
+        return self.model.seconds(count, count + num_drafts, int(count * self.context_tokens), 0, block)

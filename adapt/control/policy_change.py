@@ -1,0 +1,118 @@
+"""Says in what a policy differs from the one in force, and whether that is worth a new generation."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from honed.adapt.acceptance.context_shift import NUM_BUCKETS, bucket_starts
+from honed.adapt.acceptance.depth_calibration import DepthLines
+from honed.adapt.protocol.wire import Policy, WorkloadPrior
+from honed.adapt.steps.step_time import StepTimeModel
+
+ACCEPTANCE_STEP = 0.005
+"""A conditional acceptance that moved by more is material."""
+FEATURE_STEP = 0.03
+"""A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
+SECONDS_STEP = 0.01
+"""A predicted step time that moved by more (relative) is material."""
+KIND_STEP = 0.02
+"""The same of one kind of steps: many of them are little seen."""
+SHIFT_STEP = 0.05
+"""A factor on the failure odds that moved by more (relative) is material."""
+LINE_STEP = 0.05
+"""A line's intercept or slope that moved by more is material."""
+_LIMITS = (
+    "override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share", "equal_lengths",
+    "captured_lengths", "feeds_estimates",
+)  # fmt: skip
+
+
+def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
+    """Name the first material difference in a few words; "" when there is none."""
+    if old is None:
+        return "first policy"
+    return _limits(old, new) or _acceptance(old, new) or _step_time(old, new, max_num_seqs)
+
+
+def _limits(old: Policy, new: Policy) -> str:
+    for name in _LIMITS:
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            return f"{name} {before!r} -> {after!r}"
+    as_old = msgspec.structs.replace(
+        new,
+        generation=old.generation,
+        priors=old.priors,
+        step_seconds=old.step_seconds,
+        draft_seconds=old.draft_seconds,
+        kind_effects=old.kind_effects,
+    )
+    return "settings" if as_old != old else ""
+
+
+def _acceptance(old: Policy, new: Policy) -> str:
+    curves = {prior.workload: prior for prior in old.priors}
+    gone = [name for name in curves if name not in {prior.workload for prior in new.priors}]
+    if gone:
+        return f"workload {gone[0]!r} is forgotten"
+    for prior in new.priors:
+        before, name = curves.get(prior.workload), f"workload {prior.workload!r}" if prior.workload else "the engine"
+        if before is None:
+            return f"{name} is new"
+        if reason := _context_shift(before.context_shift, prior.context_shift):
+            return f"failure odds of {name} {reason}"
+        moved = np.abs(np.subtract(before.acceptance, prior.acceptance))
+        if moved.max(initial=0.0) > ACCEPTANCE_STEP:
+            at = int(moved.argmax())
+            return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
+        if reason := _lines(before, prior):
+            return f"acceptance of {name} {reason}"
+        if not 0.8 <= prior.strength / before.strength <= 1.25:
+            return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
+        weights = before.feature_weight, prior.feature_weight
+        if abs(weights[0] - weights[1]) > FEATURE_STEP or (
+            weights[1] * abs(before.feature_mean - prior.feature_mean) > FEATURE_STEP
+        ):
+            return f"what drafts of {name} show: weight {weights[0]:.2f} -> {weights[1]:.2f}"
+    return ""
+
+
+def _lines(before: WorkloadPrior, after: WorkloadPrior) -> str:
+    depth = len(after.acceptance)
+    was, now = (DepthLines.usable(one.depth_intercepts, one.depth_slopes, depth) for one in (before, after))
+    for name, old, new in (("intercept", was.intercepts, now.intercepts), ("slope", was.slopes, now.slopes)):
+        moved = np.abs(new - old)
+        if moved.max(initial=0.0) > LINE_STEP:
+            at = int(moved.argmax())
+            return f"at depth {at + 1}: {name} of the line {old[at]:.2f} -> {new[at]:.2f}"
+    return ""
+
+
+def _context_shift(before: list[float], after: list[float]) -> str:
+    was, now = (shift or [1.0] * NUM_BUCKETS for shift in (before, after))
+    for tokens, old, new in zip(bucket_starts(), was, now, strict=False):
+        if abs(new / old - 1.0) > SHIFT_STEP:
+            return f"at {tokens} tokens of context and more: x {old:.2f} -> x {new:.2f}"
+    return ""
+
+
+def _step_time(old: Policy, new: Policy, max_num_seqs: int) -> str:
+    before, after = StepTimeModel.from_policy(old), StepTimeModel.from_policy(new)
+    if before.is_ready != after.is_ready:
+        return "step times are known" if after.is_ready else "step times are unknown again"
+    if not after.is_ready:
+        return ""
+    for count in (1, max(max_num_seqs // 8, 1), max_num_seqs):
+        for k in (0, new.max_k):
+            was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
+            if abs(was / now - 1.0) > SECONDS_STEP:
+                return f"step time of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
+    for batch, k in sorted({(batch, k) for batch, k, _ in (*before.kinds, *after.kinds)}):
+        count = math.ceil(2.0 ** (batch / 4.0))  # the smallest batch of the kind
+        was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
+        if abs(was / now - 1.0) > KIND_STEP:
+            return f"step time of {count} requests with {k} drafts each: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
+    return ""

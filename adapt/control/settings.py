@@ -1,0 +1,141 @@
+"""How an engine is steered: the settings, and what an operator may put over them for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from honed.adapt.lengths.rules import CONTENDERS
+from honed.adapt.monitor.drift import DriftSettings
+from honed.adapt.protocol.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges, check_ranges
+from honed.adapt.steps.step_time import StepTimeSettings
+
+MODES = ("goodput", "latency", "off", *CONTENDERS)
+_LEAST_STRENGTH = 0.1
+"""Of a prior, in pseudo-rounds: what weighs less is no guess any more where nothing was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """How an engine is steered."""
+
+    mode: str = "goodput"
+    """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only) or a rule
+    of adapt.lengths.rules ("static", …)."""
+    static_k: int = -1
+    """Draft tokens of mode "static" and of every fallback; −1: all the engine was configured for."""
+    max_k: int = -1
+    """Never draft more than this, unless an override of draft_tokens says so; −1: no limit but the engine's."""
+    request_ceiling: int = -1
+    """No request drafts more than this; −1: no limit."""
+    hysteresis: float = 0.02
+    """Relative gain that is predicted for other draft lengths before they are taken. To draft at all has to promise as much
+    over not drafting, and twice as much where nothing was drafted before; less where drafts add less than a fifth to a step's
+    time."""
+    explore_share: float = 0.02
+    """Of the steps, while others are about as good; fewer where nothing is drafted and drafts would be far from worth it, and
+    in small batches, which have trials of other lengths. 0 also keeps the step-time model from getting ready on an engine whose
+    draft lengths never vary."""
+    forgetting_rounds: float = 4000.0
+    """Rounds after which what was observed weighs 1/e, while nothing changes: independent ones, since those of a request repeat
+    each other. After a change what was observed before it counts less."""
+    request_strength: float = 0.0
+    """Pseudo-rounds of a workload's curve against a request's own, 0.1 or more; 0: estimated from how much requests differ."""
+    workload_strength: float = 24.0
+    """Pseudo-rounds of the engine's curve against a workload's own."""
+    policy_ttl_s: float = 10.0
+    """How long an engine follows a policy after it last heard from the daemon."""
+    capture_share: float = 0.25
+    """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
+    captured_tokens: tuple[int, ...] = ()
+    """Token counts of the captured CUDA graphs; empty: what the engine says, if it does."""
+    table: tuple[tuple[int, int], ...] = ()
+    """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
+    max_workloads: int = 64
+    """Workloads that have a curve and drift tests of their own; others share the engine's curve, until one of these has been
+    silent for long."""
+    equal_lengths: Literal["auto", "always", "never"] = "auto"
+    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2). "auto":
+    where the engine says that its graphs are of that kind."""
+    captured_lengths: tuple[int, ...] = ()
+    """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: what the engine says.
+    Where lengths are equal, only these are chosen, and none at all: what lies between two of them is rounded down."""
+    feed_estimates: bool = False
+    """Where vLLM's own adaptive verification is on, tell it step costs as they are and each workload's acceptance. In
+    simulation it gains where these differ from what vLLM measures at its start, and loses nearly nothing where they don't."""
+    drift: DriftSettings = field(default_factory=DriftSettings)
+    step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
+
+    RANGES: ClassVar[Ranges] = {
+        "mode": OneOf(MODES),
+        **dict.fromkeys(("static_k", "max_k", "request_ceiling"), DRAFT_TOKENS),
+        **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
+        **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
+        "captured_lengths": Range(0, 1024),
+        "request_strength": Range(0),
+        "workload_strength": Range(_LEAST_STRENGTH),
+        "policy_ttl_s": Range(3, 3600),
+    }
+
+    @property
+    def are_lengths_equal(self) -> bool:
+        """Whether all requests of a step are to get one length."""
+        return self.equal_lengths == "always" or (self.equal_lengths == "auto" and bool(self.captured_lengths))
+
+    def why_no_drafts(self, num_spec_tokens: int = -1) -> str:
+        """Why no captured length is short enough to be chosen, and what to do; empty where one is, or none is wanted.
+
+        Args:
+            num_spec_tokens: the engine's K; −1: not known.
+        """
+        limits = {"num_speculative_tokens": num_spec_tokens, "max_k": self.max_k, "request_ceiling": self.request_ceiling}
+        if self.mode == "static":
+            limits["static_k"] = self.static_k
+        name, most = min(((name, k) for name, k in limits.items() if k >= 0), key=lambda one: one[1], default=("", -1))
+        lengths = [k for k in self.captured_lengths if k > 0]
+        if not (self.are_lengths_equal and self.captured_lengths) or most == 0 or self.mode == "off":
+            return ""
+        if lengths and (most < 0 or min(lengths) <= most):
+            return ""
+        what = f"begins at {min(lengths)}, and {name} is {most}" if lengths else "has only 0"
+        usable = f"from 1 to {most}" if most > 0 else "above 0"
+        return (
+            f"captured_lengths {what}: nothing would ever be drafted; have graphs captured for a length {usable}, or set "
+            'equal_lengths to "never"'
+        )
+
+    def with_graphs(self, captured_tokens: Sequence[int], captured_lengths: Sequence[int]) -> ControllerSettings:
+        """These settings, with what an engine says of its CUDA graphs where they say nothing."""
+        tokens, lengths = self.captured_tokens or tuple(captured_tokens), self.captured_lengths or tuple(captured_lengths)
+        return replace(self, captured_tokens=tokens, captured_lengths=lengths)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.mode == "table" and not self.table:
+            raise ValueError('mode "table" needs a table: rows (largest batch in requests, draft tokens)')
+        if any(len(row) != 2 or row[0] < 1 or row[1] < 0 for row in self.table):
+            raise ValueError(f"table takes rows (largest batch >= 1, draft tokens >= 0), not {self.table!r}")
+        if any(row[0] >= following[0] for row, following in pairwise(self.table)):
+            raise ValueError(f"table takes rows in ascending order of their largest batch, each once, not {self.table!r}")
+        if 0 < self.request_strength < _LEAST_STRENGTH:
+            raise ValueError(f"request_strength must be 0 or at least {_LEAST_STRENGTH:g}, not {self.request_strength!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """An operator's order, in force until `until_s` on the clock of `propose`."""
+
+    name: str
+    """"draft_tokens" (that many for everybody), "capture_share" (0 … 1) or "policy" (a mode)."""
+    value: int | float | str
+    until_s: float
+
+    def __post_init__(self) -> None:
+        if self.name not in ("draft_tokens", "capture_share", "policy"):
+            raise ValueError(f"there is no override {self.name!r}")
+        if self.name == "policy" and self.value not in MODES:
+            raise ValueError(f"policy must be one of {', '.join(MODES)}, not {self.value!r}")
+        if self.name != "policy" and not (isinstance(self.value, int | float) and self.value >= 0):
+            raise ValueError(f"{self.name} must be a number ≥ 0, not {self.value!r}")

@@ -1,0 +1,505 @@
+"""What is done for every request between two engine steps, compiled by numba, which vLLM brings along.
+
+Between two steps the caches are somebody else's: some forty calls of numpy for 256 requests then took 2.7 times as long as in a
+tight loop; and many of them give up the interpreter's lock for a moment, which another thread of the process may take. Here
+each part is one call that reads a few kilobytes and keeps the lock.
+
+Compiling takes seconds, once for a machine where numba finds a place to keep the result (beside this file, the user's cache, or
+NUMBA_CACHE_DIR), else once for a process: `Decider.prepare` does it beforehand. What is kept is thrown away when this file
+changes: not when a constant does that it imports. Importing it imports numba, so that is done where it is needed; the daemon
+does without.
+
+Letters: N = requests asked about, S = slots, W = workloads of the policy, K = draft tokens, C = curves, L = levels, B = caps on
+the block that are tried, T = totals of scheduled tokens that are priced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from array import array
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import llvmlite.binding.ffi
+import numpy as np
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from honed.adapt.acceptance.context_shift import BITS
+from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.lengths.block_size import (
+    LEVEL_VALUES,
+    LEVELS,
+    MOST_ENTRIES,
+    NO_PREVIOUS,
+    PART_BITS,
+    PARTS,
+    Found,
+    Parts,
+    promised,
+)
+from honed.adapt.lengths.desk import DESK, Desk
+from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
+from honed.adapt.lengths.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
+from honed.adapt.steps.step_time import LEAST_SECONDS, PARAMETERS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# llvmlite's handle answers to any name with a function, to `__dict__` as well; vLLM's CPU build, which looks through all
+# modules whenever it starts an engine, takes that for a dict and fails.
+with contextlib.suppress(AttributeError, TypeError):
+    llvmlite.binding.ffi.lib._fntab.setdefault("__dict__", {})
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    try:
+        made: Callable[P, R] = njit(cache=True, error_model="numpy")(function)
+    except RuntimeError:  # nowhere to keep the result
+        made = njit(error_model="numpy")(function)
+    return made
+
+
+_promised = _compiled(promised)
+
+
+@_compiled
+def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, steps: Floats) -> Ints:
+    """Look up the curve of each request's theta, [N].
+
+    Args:
+        requests: what is known of each slot's, [S], see `request_beliefs.REQUEST`; its `shift` is set.
+        workloads: of each row, [W], see `policy_tables.WORKLOAD`.
+        has_shift: whether the length of the context makes a difference; then `steps` of theta by row and bucket,
+            [W, buckets], are looked up; see `adapt.acceptance.context_shift`.
+    """
+    found = np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        request = requests[slots[i]]
+        row = request["row"]
+        workload = workloads[row]
+        shift = 0.0
+        if has_shift:
+            bucket, rest = 0, request["context"] >> BITS
+            while rest > 0 and bucket < steps.shape[1] - 1:
+                bucket, rest = bucket + 1, rest >> 1
+            shift = steps[row, bucket]
+        request["shift"] = shift
+        constant, weight, tilt = workload["constant"], workload["feature_weight"], 1.0
+        if weight != 0.0:
+            seen = request["num_shown"]
+            tilt = math.exp(-0.5 * weight * (request["shown"] - seen * workload["feature_mean"]) / (seen + 1.0))
+        theta = (constant * tilt + request["failures"]) / (constant / tilt + request["successes"])
+        step = int(math.log(theta) * THETA_STEPS + shift + MIDDLE)
+        found[i] = row * NUM_THETAS + min(max(step, 0), NUM_THETAS - 1)
+    return found
+
+
+@_compiled
+def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats) -> None:
+    """Add rounds [N] to what is known of requests, [S]: their failures, successes and contexts; slot −1 says nothing.
+
+    Args:
+        on_failure: what a failure after n accepted drafts adds, [W, K+1]; `on_success`: what the n add.
+    """
+    most = on_failure.shape[1] - 1
+    for i in range(len(slots)):
+        slot, num_drafted = slots[i], min(max(drafted[i], 0), most)
+        if slot < 0:
+            continue
+        request, num_accepted = requests[slot], min(max(accepted[i], 0), num_drafted)
+        request["context"] += num_accepted + 1
+        if num_drafted == 0:
+            continue
+        row = request["row"]
+        failed = on_failure[row, num_accepted] if num_accepted < num_drafted else 0.0
+        root = math.exp(request["shift"] * HALF_STEP)
+        request["failures"] = request["failures"] * REQUEST_DECAY + failed / root
+        request["successes"] = request["successes"] * REQUEST_DECAY + on_success[row, num_accepted] * root
+
+
+@_compiled
+def rate_of(count: int, gained: float, seconds: float, is_latency: bool) -> float:
+    """What is maximised, from the sum of the gains that are admitted."""
+    return count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
+
+
+@_compiled
+def prices(
+    parameters: Floats, token_seconds: Floats, count: int, context_tokens: int, num_prefill_tokens: int
+) -> tuple[float, float, float]:
+    """Price a step but for its tokens: `StepTimeModel.fixed_seconds_of_rounds`, and a block: what it costs, and each depth."""
+    fixed = parameters[0] + parameters[1] * count + parameters[2] * context_tokens + LEAST_SECONDS
+    fixed -= token_seconds[count + num_prefill_tokens] - token_seconds[count]
+    drafting = parameters[4] + parameters[9] + (parameters[5] + parameters[10]) * count + parameters[8] * context_tokens
+    return fixed, drafting, parameters[6] + parameters[7] * count
+
+
+@_compiled
+def exact(
+    gains: Floats,
+    group: Ints,
+    ceilings: Ints,
+    parameters: Floats,
+    token_seconds: Floats,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """`search` for a small batch: every gain is a threshold that is tried, and every cap where a shorter block is cheaper."""
+    held_threshold, held_cap, hysteresis = hold
+    count, depth = len(group), 0
+    for i in range(count):
+        depth = max(depth, min(gains.shape[1], ceilings[i]))
+    is_block_priced = parameters[6] > 0.0 or parameters[7] > 0.0
+    base_tokens = count + num_prefill_tokens
+    fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, num_prefill_tokens)
+    seconds_without = fixed + token_seconds[base_tokens]
+    without = (1 if is_latency else count) / seconds_without
+    # Depth first: entry e is request e % N at depth e // N + 1, and a cap of b leaves the entries below b·N.
+    flat = np.full(depth * count, -1.0)
+    for i in range(count):
+        for j in range(min(depth, ceilings[i])):
+            flat[j * count + i] = gains[group[i], j]
+    order = np.argsort(-flat, kind="mergesort")
+    if held_cap > 0:
+        held_cap = min(held_cap, depth) if is_block_priced else depth
+    best, best_cap, best_num, best_threshold, held, held_num, drafting_rate = without, 0, 0, 1.0, -1.0, 0, 0.0
+    best_costs, held_costs = 0.0, 0.0
+    for cap in range(depth, 0 if is_block_priced else depth - 1, -1):
+        seconds = fixed + drafting + cap * per_block_token
+        got, num, value, top, top_num, top_threshold, top_costs, is_top = 0.0, 0, 1.0, -1.0, 0, 1.0, 0.0, False
+        for at in range(-1, len(order)):
+            if at >= 0:
+                value = flat[order[at]]
+                if value < 0.0:
+                    break
+                if order[at] >= cap * count:
+                    continue
+                if is_top:  # half-way to the next: a small change of either doesn't change what a held threshold admits
+                    top_threshold, is_top = 0.5 * (top_threshold + value), False
+                got, num = got + value, num + 1
+            taken = seconds + token_seconds[base_tokens + num]
+            rate = rate_of(count, got, taken, is_latency)
+            if rate > top:
+                top, top_num, top_threshold, is_top = rate, num, value, True
+                top_costs = taken / seconds_without - 1.0
+            if cap == held_cap and (at < 0 or value > held_threshold):
+                held, held_num, held_costs = rate, num, taken / seconds_without - 1.0
+        if is_top:
+            top_threshold *= 0.5
+        drafting_rate = max(drafting_rate, top)
+        if top > best:
+            best, best_cap, best_num, best_threshold, best_costs = top, cap, top_num, top_threshold, top_costs
+    lengths, is_held = np.zeros(count, np.int64), False
+    if hysteresis > 0.0 and held_cap != NO_PREVIOUS:
+        least_held = without * (1.0 + _promised(held_costs, True, hysteresis))
+        if best <= without * (1.0 + _promised(best_costs, held_num > 0, hysteresis)):
+            best_num = 0
+        elif held_num > 0 and held > least_held and best <= held * (1.0 + hysteresis):
+            best, best_cap, best_num, best_threshold, is_held = held, held_cap, held_num, held_threshold, True
+    if best_num == 0:
+        return lengths, 0, 1.0, 0, without, without, drafting_rate, False
+    for entry in order:
+        if entry < best_cap * count and best_num > 0:
+            lengths[entry % count] += 1
+            best_num -= 1
+    return lengths, lengths.max(), best_threshold, hold[1] if is_held else best_cap, best, without, drafting_rate, is_held
+
+
+@_compiled
+def _admit(
+    parts: Parts,
+    curve: int,
+    ceiling: int,
+    times: int,
+    is_block_priced: bool,
+    admitted: Ints,
+    gained: Floats,
+) -> None:
+    for j in range(ceiling):
+        row, part = (j if is_block_priced else 0), np.int64(parts[curve, j])
+        level = (PARTS - part) >> PART_BITS
+        admitted[row, level] += times
+        gained[row, level] += times * part / PARTS
+
+
+@_compiled
+def _least(level: int) -> int:
+    """The smallest gain of a level, in parts."""
+    return PARTS - ((level + 1) << PART_BITS) + 1
+
+
+@_compiled
+def by_levels(
+    gains: Floats,
+    parts: Parts,
+    group: Ints,
+    ceilings: Ints,
+    parameters: Floats,
+    token_seconds: Floats,
+    captured_below: Ints,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """`search` for a large batch: gains are rounded to levels."""
+    held_threshold, held_cap, hysteresis = hold
+    count, depth = len(group), parts.shape[1]
+    is_block_priced = depth > 1 and (parameters[6] > 0.0 or parameters[7] > 0.0)
+    num_caps = depth if is_block_priced else 1
+    base_tokens = count + num_prefill_tokens
+    fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, num_prefill_tokens)
+    seconds_without = fixed + token_seconds[base_tokens]
+    without = (1 if is_latency else count) / seconds_without
+    held_level, held_row = -1, 0
+    if held_cap > 0:  # the last level that was wholly admitted
+        held_level = min(int((1.0 - held_threshold + 1e-9) * LEVELS), LEVELS) - 1
+        held_row = min(held_cap, depth) - 1 if is_block_priced else 0
+    admitted = np.zeros((num_caps, LEVELS), np.int64)
+    gained = np.zeros((num_caps, LEVELS))
+    # Requests of one curve, which are many, count together: those of a lower ceiling apart.
+    alike, curves_seen, num_curves = np.zeros(len(parts), np.int64), np.empty(count, np.int64), 0
+    for i in range(count):
+        curve = group[i]
+        if ceilings[i] < depth:
+            _admit(parts, curve, max(ceilings[i], 0), 1, is_block_priced, admitted, gained)
+        else:
+            if alike[curve] == 0:
+                curves_seen[num_curves] = curve
+                num_curves += 1
+            alike[curve] += 1
+    for at in range(num_curves):
+        curve = curves_seen[at]
+        _admit(parts, curve, depth, alike[curve], is_block_priced, admitted, gained)
+    for row in range(num_caps):
+        for level in range(1, LEVELS):
+            admitted[row, level] += admitted[row, level - 1]
+            gained[row, level] += gained[row, level - 1]
+        if row > 0:
+            for level in range(LEVELS):
+                admitted[row, level] += admitted[row - 1, level]
+                gained[row, level] += gained[row - 1, level]
+    lengths = np.zeros(count, np.int64)
+    best, best_level, best_row, left_out, best_seconds, held, held_seconds = -1.0, -1, 0, 0, 0.0, -1.0, 0.0
+    for row in range(num_caps):
+        before = base_tokens
+        seconds = fixed + drafting + (row + 1 if is_block_priced else depth) * per_block_token
+        for level in range(LEVELS):
+            total = base_tokens + admitted[row, level]
+            taken = seconds + token_seconds[total]
+            got = gained[row, level]
+            rate = rate_of(count, got, taken, is_latency)
+            if rate > best:
+                best, best_level, best_row, left_out, best_seconds = rate, level, row, 0, taken
+            if level == held_level and row == held_row:
+                held, held_seconds = rate, taken
+            fitting = captured_below[total]
+            if before < fitting < total:  # as many of the level as fill a captured graph
+                taken = seconds + token_seconds[fitting]
+                got -= (total - fitting) * LEVEL_VALUES[level]
+                rate = rate_of(count, got, taken, is_latency)
+                if rate > best:
+                    best, best_level, best_row, left_out, best_seconds = rate, level, row, total - fitting, taken
+            before = total
+    is_held, drafting_rate = False, best
+    needed = hysteresis if held_cap != NO_PREVIOUS else 0.0
+    if best <= without * (1.0 + _promised(best_seconds / seconds_without - 1.0, held_level >= 0, needed)):
+        return lengths, 0, 1.0, 0, without, without, drafting_rate, False
+    least_held = without * (1.0 + _promised(held_seconds / seconds_without - 1.0, True, hysteresis))
+    if held_level >= 0 and held > least_held and best <= held * (1.0 + hysteresis):
+        best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
+    cap = best_row + 1 if is_block_priced else depth
+    below, least = _least(best_level), _least(best_level - 1 if left_out else best_level)
+    longest = np.full(len(parts), -1, np.int64)  # of each curve, once it was asked for
+    for i in range(count):
+        curve = group[i]
+        if longest[curve] < 0:
+            length = 0
+            while length < cap and parts[curve, length] >= least:
+                length += 1
+            longest[curve] = length
+        lengths[i] = max(min(longest[curve], ceilings[i]), 0)
+    if left_out:  # of the level itself all but its least likely; of equal ones the earlier depth, then the earlier request
+        entries = np.empty(count * cap, np.int64)
+        gain = np.empty(count * cap)
+        num = 0
+        for j in range(cap):
+            for i in range(count):
+                if longest[group[i]] <= j < ceilings[i] and parts[group[i], j] >= below:
+                    entries[num], gain[num] = i, -gains[group[i], j]
+                    num += 1
+        order = np.argsort(gain[:num], kind="mergesort")
+        for k in range(num - left_out):
+            lengths[entries[order[k]]] += 1
+    threshold = held_threshold if is_held else 1.0 - (best_level + 1) / LEVELS
+    return lengths, lengths.max(), threshold, cap, best, without, drafting_rate, is_held
+
+
+@_compiled
+def search(
+    gains: Floats,
+    parts: Parts,
+    group: Ints,
+    ceilings: Ints,
+    parameters: Floats,
+    token_seconds: Floats,
+    captured_below: Ints,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    is_latency: bool,
+    hold: tuple[float, int, float],
+) -> Found:
+    """Choose a threshold and a cap for `block_size.choose`, which says what is maximised.
+
+    Args:
+        gains: g(j) of each curve, [C, K]; `parts`: the same, rounded, [C, K].
+        group: curve of each request, [N]; `ceilings`: its most draft tokens, [N].
+        parameters: of the `StepTimeModel`, [P]; `token_seconds`: its price of totals of scheduled tokens, [T];
+            `captured_below`: largest captured size ≤ each, [T].
+        hold: threshold and cap of the previous choice (or NO_PREVIOUS), and how hard to hold on to it.
+    """
+    entries = len(group) * gains.shape[1]
+    if parameters[6] > 0.0 or parameters[7] > 0.0:
+        entries = entries * (gains.shape[1] + 1) // 2
+    if entries <= MOST_ENTRIES:
+        return exact(
+            gains, group, ceilings, parameters, token_seconds, context_tokens, num_prefill_tokens, is_latency, hold
+        )  # fmt: skip
+    return by_levels(
+        gains, parts, group, ceilings, parameters, token_seconds, captured_below, context_tokens, num_prefill_tokens,
+        is_latency, hold,
+    )  # fmt: skip
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@_compiled
+def _ints(address: int, size: int) -> Ints:
+    found: Ints = carray(_pointer(address), (size,), np.int64)
+    return found
+
+
+@_compiled
+def _floats(address: int, size: int) -> Floats:
+    found: Floats = carray(_pointer(address), (size,), np.float64)
+    return found
+
+
+@_compiled
+def _table(address: int, rows: int, columns: int) -> Floats:
+    found: Floats = carray(_pointer(address), (rows, columns), np.float64)
+    return found
+
+
+@_compiled
+def with_kinds(
+    token_seconds: Floats, rows: Ints, effects: Floats, count: int, depth: int, parameters: Floats, context_tokens: int
+) -> Floats:
+    """Add to the prices of totals what a batch's kinds of steps cost beside the formula: see `StepTimeModel.kind_table`.
+
+    Returns:
+        prices of the totals that a batch without prompts may have, [count · (depth + 1) + 1].
+    """
+    kind = int(4.0 * math.log2(count)) if count > 0 else -1
+    row = rows[kind] - 1 if 0 <= kind < len(rows) else -1
+    if row < 0:
+        return token_seconds
+    last = effects.shape[1] - 1
+    fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, 0)
+    made = token_seconds[: count * (depth + 1) + 1].copy()
+    made[count] += effects[row, 0] * (fixed + made[count])
+    for length in range(depth):  # and some of the requests one more
+        before = effects[row, min(max(length, 1), last)]  # fewer drafts than requests are the same kind of steps
+        slope = (effects[row, min(length + 1, last)] - before) / count
+        first, seconds = count * (length + 1), fixed + drafting + (length + 1) * per_block_token
+        for more in range(1, count + 1):
+            made[first + more] += (before + slope * more) * (seconds + made[first + more])
+    return made
+
+
+@_compiled
+def decide_at(address: int) -> None:
+    """`curves` and `search` in one, for what lies on the desk at an address (`desk.DESK`); what is found is put there."""
+    desk = carray(_pointer(address), (1,), DESK)[0]
+    count = desk["count"]
+    slots, contexts = _ints(desk["slots"], count), _ints(desk["contexts"], desk["num_contexts"])
+    known = carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST)
+    for i in range(len(contexts)):
+        at = desk["first"] + i * desk["every"]
+        if at < count:
+            known[slots[at]]["context"] = contexts[i]
+    group = curves(
+        slots, known, carray(_pointer(desk["workloads"]), (desk["num_rows"],), WORKLOAD),
+        desk["has_shift"] != 0 and desk["are_contexts_known"] != 0,
+        _table(desk["steps"], desk["num_rows"], desk["num_buckets"]),
+    )  # fmt: skip
+    ceilings, context_tokens = np.empty(count, np.int64), desk["context_tokens"]
+    noted = 0
+    for i in range(count):
+        request = known[slots[i]]
+        noted += request["context"]
+        ceilings[i] = request["ceiling"]
+    if context_tokens < 0:
+        context_tokens = noted
+    shape = desk["num_curves"], desk["depth"]
+    token_seconds = _floats(desk["token_seconds"], desk["num_totals"])
+    if desk["num_prefill_tokens"] == 0 and desk["num_kind_rows"] > 0:
+        token_seconds = with_kinds(
+            token_seconds, _ints(desk["kind_rows"], desk["num_batch_kinds"]),
+            _table(desk["kind_effects"], desk["num_kind_rows"], desk["num_kind_lengths"]), count, desk["depth"],
+            _floats(desk["parameters"], desk["num_parameters"]), context_tokens,
+        )  # fmt: skip
+    lengths, longest, threshold, cap, _, without, drafting, _ = search(
+        _table(desk["gains"], shape[0], shape[1]), carray(_pointer(desk["parts"]), shape, np.uint16), group, ceilings,
+        _floats(desk["parameters"], desk["num_parameters"]), token_seconds,
+        _ints(desk["captured_below"], desk["num_totals"]), context_tokens, desk["num_prefill_tokens"],
+        desk["is_latency"] != 0, (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
+    )  # fmt: skip
+    _ints(desk["lengths"], count)[:] = lengths
+    desk["longest"], desk["cap"], desk["threshold"], desk["margin"] = longest, cap, threshold, drafting / without - 1.0
+
+
+@_compiled
+def learn_at(address: int) -> None:
+    """`learn` from what lies on the desk at an address."""
+    desk = carray(_pointer(address), (1,), DESK)[0]
+    count, rows, outcomes = desk["count"], desk["num_rows"], desk["num_outcomes"]
+    learn(
+        _ints(desk["slots"], count), _ints(desk["drafted"], count), _ints(desk["accepted"], count),
+        carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST),
+        _table(desk["on_failure"], rows, outcomes), _table(desk["on_success"], rows, outcomes),
+    )  # fmt: skip
+
+
+def prepare() -> None:
+    """Compile everything, or load it from where it is kept."""
+    requests, workloads = np.zeros(1, REQUEST), np.ones(1, WORKLOAD)
+    slots, table = np.zeros(1, np.int64), np.full((1, 2), 0.5)
+    parts, seconds, captured = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64)
+    parameters = np.ones(len(PARAMETERS))
+    curves(slots, requests, workloads, True, table)
+    with_kinds(seconds, slots, table, 1, 2, parameters, 0)
+    search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
+    nobody, desk = array("q"), Desk()
+    desk.put(
+        known=requests, num_slots=1, workloads=workloads, num_rows=1, steps=table, num_buckets=2, gains=table, parts=parts,
+        num_curves=1, depth=2, on_failure=table, on_success=table, num_outcomes=2, parameters=parameters,
+        num_parameters=len(PARAMETERS), token_seconds=seconds, captured_below=captured, num_totals=8, lengths=slots,
+        kind_rows=slots, num_batch_kinds=1, kind_effects=table, num_kind_rows=1, num_kind_lengths=2,
+    )  # fmt: skip
+    desk.call(nobody)
+    desk.learn(nobody, nobody)
+    decide_at(desk.address)
+    learn_at(desk.address)

@@ -1,0 +1,310 @@
+"""Decides, inside the engine and every step, how many draft tokens each request gets.
+
+What is known of the requests is `adapt.lengths.request_beliefs`'. What it does when is a table:
+
+    policy             reason          draft lengths
+    none               no_policy       K for everybody
+    older than ttl_s   stale_policy    static_k
+    kind "off"         off             K (the attachment leaves vLLM alone)
+    kind "static"      static          static_k ("override" when an operator asked for it)
+    a contender        its name        adapt.lengths.rules
+    kind "goodput",    cold            static_k, until the policy carries a step-time model
+    or "latency"       policy          adapt.lengths.block_size.choose
+                       explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
+                                       ones: a neighbour of what the two rows above would give; and, where the choice is even or
+                                       little was seen, some steps in a row on the other side of drafting or not
+                                       (`explore.Trials`), or, in small batches, with other lengths (`explore.LengthTrials`)
+
+Where a policy wants equal lengths, all requests of a step get one that it allows: the table's, rounded down. Only K and an
+operator's override of `draft_tokens` stay as they are.
+
+Where the decider isn't asked, the attachment says why: "observe" (nothing can be decided on this engine), "off", "error" (it
+gave up, after too many errors) or "unplanned" (deciding this step failed).
+
+A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
+Nothing here raises on odd input: unknown requests start as workload "default", unusable figures of a policy are replaced.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from honed.adapt.lengths.block_size import OperatingPoint, choose_equal, rates_of, to_hold
+from honed.adapt.lengths.explore import MOST_EXPLORING, MOST_STARTING, LengthTrials, Trials, alone_share, neighbour
+from honed.adapt.lengths.length_policy import Decision, round_down
+from honed.adapt.lengths.policy_tables import PolicyTables
+from honed.adapt.lengths.request_beliefs import RequestBeliefs
+from honed.adapt.lengths.rules import CONTENDERS, make_contender
+from honed.adapt.lengths.rules_base import Contender
+from honed.adapt.protocol.wire import Policy
+
+_COLD_EXPLORE_SHARE = 0.25
+"""While there is no step-time model, unless exploring is switched off: not knowing costs more than finding out."""
+
+
+class Decider:
+    """Holds what one engine knows of its running requests, and turns it into draft lengths."""
+
+    def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0) -> None:
+        self.num_spec_tokens = max(int(num_spec_tokens), 0)
+        self._random = random.Random(seed)
+        self._policy_at_s = 0.0
+        self._fallback = "no_policy"
+        self._point: OperatingPoint | None = None
+        self._rule: Contender | None = None
+        self._most_tokens = 0  # that a step might have had so far
+        self._trials, self._length_trials = Trials(), LengthTrials()
+        self._tables = PolicyTables.of(None, self.num_spec_tokens)
+        self._model = self._tables.model
+        self.requests = RequestBeliefs(self.num_spec_tokens, max_num_seqs, self._tables)
+
+    # --- policy -------------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that arrived last, stale or not."""
+        return self._tables.policy
+
+    @property
+    def fallback(self) -> str:
+        """What was fallen back to when last asked: "" (nothing), "no_policy" or "stale_policy"."""
+        return self._fallback
+
+    def set_policy(self, policy: Policy | None, now_s: float) -> None:
+        """Put a policy in force from now on; its time to live starts again."""
+        self.use(self.tabulate(policy), now_s)
+
+    def tabulate(self, policy: Policy | None) -> PolicyTables:
+        """Any thread: do the part of `set_policy` that takes time. The tables in force are given back for the same policy."""
+        now = self._tables
+        if policy is not None and policy == now.policy:
+            return replace(now, policy=policy)
+        return PolicyTables.of(policy, self.num_spec_tokens, self._most_tokens)
+
+    def use(self, tables: PolicyTables, now_s: float) -> None:
+        """Put a tabulated policy in force from now on; its time to live starts again."""
+        self._policy_at_s = now_s
+        if tables.curves is not self._tables.curves:
+            self._use(tables)
+        self._refresh_fallback(now_s)
+
+    def policy_age(self, now_s: float) -> float:
+        """Return the seconds since the policy arrived, −1 when there is none."""
+        self._refresh_fallback(now_s)
+        return -1.0 if self._tables.policy is None else max(now_s - self._policy_at_s, 0.0)
+
+    def _refresh_fallback(self, now_s: float) -> None:
+        policy = self._tables.policy
+        if policy is None:
+            self._fallback = "no_policy"
+        elif now_s - self._policy_at_s > policy.ttl_s:
+            self._fallback = "stale_policy"
+        else:
+            self._fallback = ""
+
+    def _use(self, tables: PolicyTables) -> None:
+        self._tables, self._model = tables, tables.model
+        self.requests.use(tables)
+        self._use_rule(tables.policy)
+
+    def _use_rule(self, policy: Policy | None) -> None:
+        if policy is None or policy.kind not in CONTENDERS or policy.kind == "static":
+            self._rule = None
+            return
+        if self._rule is None or self._rule.name != policy.kind:
+            self._rule = make_contender(policy.kind, self.num_spec_tokens)
+            for request_id, slot in self.requests.slot_of.items():
+                self._rule.start(request_id, ceiling=int(self.requests.ceiling[slot]))
+        tables = self._tables
+        self._rule.set_limits(tables.limit, policy.static_k, policy.table, self._model, tables.shared_lengths)
+
+    def prepare(self) -> None:
+        """Compile now what deciding needs, which takes seconds where it was never done before."""
+        from honed.adapt.lengths import compiled
+
+        compiled.prepare()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
+        """Take up a request; a second time changes nothing."""
+        if request_id in self.requests.slot_of:
+            return
+        self.requests.start(request_id, workload, ceiling)
+        if self._rule is not None:
+            self._rule.start(request_id, workload, ceiling)
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request; an unknown one is fine."""
+        self.requests.finish(request_id)
+        if self._rule is not None:
+            self._rule.finish(request_id)
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
+    ) -> None:
+        """Learn from finished rounds; see `RequestBeliefs.observe`."""
+        if not request_ids:
+            return
+        self.requests.observe(request_ids, num_draft_tokens, num_accepted_tokens, features)
+        if self._rule is not None:
+            self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def decide(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        contexts: Sequence[int] | None = None,
+        first: int = 0,
+        every: int = 1,
+    ) -> Decision:
+        """Choose the draft lengths of the decoding requests of a step.
+
+        Args:
+            request_ids: who decodes.
+            context_tokens: sum of their contexts; −1: they are as they were noted, here or by `requests.note_context`.
+            num_prefill_tokens: prompt tokens in the same step.
+            now_s: a monotonic time.
+            contexts: of every so many-th of them from the first on, to be noted; None: not told.
+        """
+        self._refresh_fallback(now_s)
+        tables = self._tables
+        policy, static_k = tables.policy, tables.static_k
+        if policy is None:
+            return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
+        if policy.kind == "off" and self._fallback != "stale_policy":
+            return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
+        if self._fallback == "stale_policy":
+            return self._uniform(request_ids, static_k, "stale_policy")
+        if self._rule is not None:
+            if context_tokens < 0:
+                if contexts is not None:
+                    self.requests.note_contexts(request_ids, contexts, first, every)
+                context_tokens = self.requests.noted_tokens(request_ids)
+            return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
+        if policy.kind not in ("goodput", "latency"):
+            is_ordered = "draft_tokens" in policy.override
+            return self._uniform(request_ids, static_k, "override" if policy.override else "static", is_exact=is_ordered)
+        share, chance = policy.explore_share, self._random.random()
+        if not self._model.is_ready:
+            if chance >= (max(share, _COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
+                return self._uniform(request_ids, static_k, "cold")
+            lengths = self._explore(request_ids, [static_k] * len(request_ids), static_k, policy)
+        elif not request_ids:
+            return Decision([], 0, "policy")
+        else:
+            noted = contexts, first, every
+            lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
+            count = len(lengths)
+            is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
+            has_trials = count <= MOST_EXPLORING and not policy.equal_lengths  # of other lengths
+            moved = lengths
+            if has_trials and block and not is_trial:
+                # The same draw: what is left of it when it is known to be neither a step alone nor the other side's.
+                begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
+                moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
+            is_exploring = is_trial or chance < alone_share(share, margin, block > 0, has_trials) or moved is not lengths
+            if is_trial and block:
+                lengths = [0] * count
+            elif moved is not lengths:
+                lengths = moved
+            elif is_exploring:
+                lengths = self._explore(request_ids, lengths, None, policy)
+            self._trials.note(count, any(lengths))
+            if has_trials:
+                self._length_trials.note(count, sum(lengths) / count)
+            if not is_exploring:
+                return Decision(lengths, block, "policy")
+        return Decision(lengths, max(lengths, default=0), "explore")
+
+    def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None, policy: Policy) -> list[int]:
+        ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None
+        if not policy.equal_lengths:
+            lengths = neighbour(self._random, lengths, self._tables.limit, cold_length=cold_length)
+            return lengths if ceilings is None else np.minimum(lengths, ceilings).tolist()
+        allowed = self._tables.shared_lengths
+        cold = None if cold_length is None else bisect_right(allowed, cold_length) - 1
+        now = bisect_right(allowed, max(lengths, default=0)) - 1
+        length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
+        return [length] * len(lengths) if ceilings is None else np.minimum(ceilings, length).tolist()
+
+    def _moved(self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float) -> list[int]:
+        """The same list, or what a trial of other lengths makes of it, which begins perhaps where `begins` is below 1."""
+        limit, requests = self._tables.limit, self.requests
+        moves = self._length_trials.go_on()
+        if not moves and begins >= 1.0:
+            return lengths
+        now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+        if not moves:
+            longest = max(lengths)
+            ways = range(1 - longest, limit - longest + 1)
+            moved = np.clip(now + np.array(ways)[:, None], 0, ceilings)
+            rates = rates_of(
+                moved, requests.gains_of(request_ids, limit, are_contexts_known=True), self._model,
+                is_latency=self._tables.is_latency, context_tokens=requests.noted_tokens(request_ids),
+                num_prefill_tokens=num_prefill_tokens,
+            )  # fmt: skip
+            options = zip(ways, moved.mean(axis=1).tolist(), rates.tolist(), strict=True)
+            self._length_trials.begin(begins, len(lengths), {way: (length, rate) for way, length, rate in options})
+            moves = self._length_trials.go_on()
+        found: list[int] = np.clip(now + moves, 0, ceilings).tolist()
+        return found if found != lengths else lengths
+
+    def _best(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        policy: Policy,
+        noted: tuple[Sequence[int] | None, int, int],
+    ) -> tuple[list[int], int, float]:
+        """Draft lengths, the longest of them, and the margin of drafting."""
+        requests, limit, hysteresis = self.requests, self._tables.limit, self._tables.hysteresis
+        are_contexts_known = context_tokens < 0 or noted[0] is not None
+        most_tokens = len(request_ids) * (limit + 1) + num_prefill_tokens
+        if most_tokens > self._most_tokens:
+            self._most_tokens = most_tokens
+        if not policy.equal_lengths:
+            lengths, longest, threshold, cap, margin = requests.search(
+                request_ids, context_tokens, num_prefill_tokens, to_hold(self._point, hysteresis), *noted,
+                are_contexts_known=are_contexts_known,
+            )  # fmt: skip
+            self._point = OperatingPoint(threshold, cap)
+            return lengths, longest, margin
+        contexts, first, every = noted
+        if contexts is not None:
+            requests.note_contexts(request_ids, contexts, first, every)
+        gains = requests.sums_of(request_ids, limit, are_contexts_known=are_contexts_known)
+        if context_tokens < 0:
+            context_tokens = requests.noted_tokens(request_ids)
+        choice = choose_equal(
+            gains, len(request_ids), self._model, is_latency=self._tables.is_latency, context_tokens=context_tokens,
+            num_prefill_tokens=num_prefill_tokens, previous=self._point, hysteresis=hysteresis,
+            captured_lengths=policy.captured_lengths,
+            ceilings=requests.ceiling[requests.slots_of(request_ids)] if requests.num_ceilings else None,
+        )  # fmt: skip
+        self._point = choice.point
+        return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0), choice.margin
+
+    def _uniform(self, request_ids: Sequence[str], length: int, reason: str, *, is_exact: bool = False) -> Decision:
+        """Give everybody so much, as far as ceilings go; `is_exact`: even where no graph was captured for that length."""
+        lengths = self._tables.shared_lengths
+        if lengths and not is_exact:
+            length = round_down(length, lengths)
+        if self.requests.num_ceilings and request_ids:
+            chosen = np.minimum(self.requests.ceiling[self.requests.slots_of(request_ids)], length).tolist()
+            return Decision(chosen, max(chosen), reason)
+        return Decision([length] * len(request_ids), length if request_ids else 0, reason)

@@ -1,0 +1,324 @@
+"""What the engine's side knows of its running requests, in arrays over slots.
+
+A request's failure odds relative to its workload's, theta, are estimated by Mantel-Haenszel sums over its own recent rounds,
+drawn to 1 by `constant` (what the workload's curve weighs), tilted by what its drafts showed (`adapt.acceptance.draft_features`). Where
+acceptance depends on the length of the context, theta is times the factor of that (`adapt.acceptance.context_shift`), and the request's
+own is measured against the curve of its context.
+
+What is done for every request is compiled, see `adapt.lengths.compiled`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS
+from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.lengths.desk import Desk
+from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
+
+REQUEST_FORGETTING_ROUNDS = 128.0
+_MOST_SLOTS = 1 << 20
+_MOST_LABELS = 1024
+MIDDLE = NUM_THETAS // 2 + 0.5
+HALF_STEP = 0.5 / THETA_STEPS
+REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)
+REQUEST = np.dtype(
+    [
+        ("failures", np.float64),
+        ("successes", np.float64),
+        ("context", np.int64),  # tokens, when it was last noted
+        ("ceiling", np.int64),  # most draft tokens
+        ("row", np.int64),  # of the tables, for its workload
+        ("shift", np.float64),  # steps of theta, for the length of the context
+        ("shown", np.float64),  # sum of what earlier rounds' drafts showed
+        ("num_shown", np.float64),
+    ]
+)
+"""What is known of a request: 64 bytes, a line of the caches."""
+
+
+class RequestBeliefs:
+    """The running requests of one engine. Letters: n = requests asked about, K = draft tokens."""
+
+    def __init__(self, num_spec_tokens: int, max_num_seqs: int, tables: PolicyTables) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.num_ceilings = 0
+        """Requests with a ceiling below K."""
+        size = max(int(max_num_seqs), 1)
+        self._desk, self._tables, self._num_priced = Desk(), tables, 0
+        self.slot_of: dict[str, int] = {}
+        self.free: list[int] = []
+        self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64))
+        self._labels: dict[str, int] = {"default": 0}
+        self._last_ids: list[str] = []
+        """The last batch that `slots_of` was asked about, its slots, and the slots of those that are over since then."""
+        self._last_slots = array("q")
+        self._left: list[int] = []
+        self._is_left_retaken = False
+        self._compiled: ModuleType | None = None  # imported when it is needed
+        self.use(tables)
+
+    def _keep(self, known: Records, label: Ints) -> None:
+        self.known, self._label = known, label
+        """What is known by slot, [S] of REQUEST."""
+        self.ceiling: Ints = known["ceiling"]
+        self.context: Ints = known["context"]
+        self._lengths = array("q", bytes(8 * len(known)))
+        """Room for the draft lengths of all."""
+        self._desk.put(known=known, num_slots=len(known), lengths=self._lengths.buffer_info()[0])
+
+    def use(self, tables: PolicyTables) -> None:
+        """Measure and predict with these tables from now on."""
+        self._tables, self._num_priced = tables, 0
+        curves = tables.curves
+        self._desk.put(
+            workloads=tables.workloads, num_rows=len(tables.workloads), steps=tables.shift, num_buckets=tables.shift.shape[1],
+            has_shift=int(tables.has_shift), gains=curves.gains, parts=curves.parts, num_curves=len(curves.gains),
+            depth=curves.gains.shape[1], is_latency=int(tables.is_latency), on_failure=tables.on_failure,
+            on_success=tables.on_success, num_outcomes=tables.on_failure.shape[1],
+        )  # fmt: skip
+        self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
+        self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
+        if not tables.has_shift:
+            self.known["shift"] = 0.0
+
+    def _load(self) -> ModuleType:
+        from honed.adapt.lengths import compiled
+
+        self._compiled = compiled
+        return compiled
+
+    def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
+        """Take up a request; a second time changes nothing."""
+        if request_id in self.slot_of:
+            return
+        slot = self._take_slot()
+        self.slot_of[request_id] = slot
+        self._is_left_retaken |= slot in self._left
+        label = self._label_of(workload)
+        limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
+        self._label[slot] = label
+        self.known[slot] = (0.0, 0.0, 0, limit, self._rows[label], 0.0, 0.0, 0.0)
+        self.num_ceilings += limit < self.num_spec_tokens
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request; an unknown one is fine."""
+        slot = self.slot_of.pop(request_id, -1)
+        if slot >= 0:
+            self.num_ceilings -= int(self.ceiling[slot]) < self.num_spec_tokens
+            self.free.append(slot)
+            self._left.append(slot)
+            if len(self._left) > len(self._last_ids):  # nobody asks
+                self._forget_batch()
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        num_draft_tokens: Sequence[int],
+        num_accepted_tokens: Sequence[int],
+        features: Sequence[float] | None = None,
+    ) -> None:
+        """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out.
+
+        Rounds of requests that are unknown, or over, teach nothing.
+
+        `features` is what each round's drafts showed, see `RoundColumns.feature`; NaN where unknown.
+        """
+        compiled = self._compiled or self._load()
+        slots = self._running_slots(request_ids)
+        drafted, accepted = array("q", num_draft_tokens), array("q", num_accepted_tokens)
+        if not len(slots) == len(drafted) == len(accepted):
+            raise ValueError(f"{len(slots)} requests, {len(drafted)} lengths of drafts, {len(accepted)} of what was accepted")
+        if features is not None:
+            self._note_features(slots.tolist(), features)
+        desk = self._desk
+        desk.call(slots)
+        desk.learn(drafted, accepted)
+        compiled.learn_at(desk.address)
+
+    def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
+        shown, num_shown = self.known["shown"], self.known["num_shown"]
+        for slot, feature in zip(slots, features, strict=False):
+            if slot >= 0 and math.isfinite(feature):
+                shown[slot] += min(max(feature, -MOST_LOG_ODDS), MOST_LOG_ODDS)
+                num_shown[slot] += 1.0
+
+    def note_context(self, request_id: str, num_tokens: int) -> None:
+        """Note the length of a request's context; an unknown one is fine."""
+        slot = self.slot_of.get(request_id, -1)
+        if slot >= 0:
+            self.context[slot] = num_tokens
+
+    def note_contexts(self, request_ids: Sequence[str], contexts: Sequence[int], first: int = 0, every: int = 1) -> None:
+        """Note the lengths of contexts: of every so many-th request of a batch from the first on."""
+        self.context[self.slots_of(request_ids)[first::every]] = contexts
+
+    def noted_tokens(self, request_ids: Sequence[str]) -> int:
+        """Sum of a batch's contexts as they were last noted."""
+        slots = self.slots_of(request_ids)
+        return int(self.context[slots].sum())
+
+    def search(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        hold: tuple[float, int, float],
+        contexts: Sequence[int] | None = None,
+        first: int = 0,
+        every: int = 1,
+        *,
+        are_contexts_known: bool,
+    ) -> tuple[list[int], int, float, int, float]:
+        """Choose the draft lengths of a batch by `compiled.decide_at`: them, the longest, threshold, cap and margin.
+
+        Args:
+            context_tokens: sum of its contexts; −1: of what is noted.
+            hold: see `block_size.to_hold`.
+            contexts: to be noted, as `note_contexts` has them.
+            are_contexts_known: whether those that are noted say how likely the drafts are.
+        """
+        compiled = self._compiled or self._load()
+        slots, desk = self._slots_of(request_ids), self._desk
+        count = len(slots)
+        most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
+        if most_tokens >= self._num_priced:
+            self._price(most_tokens)
+        if count > len(self._lengths):  # somebody was asked about twice
+            self._lengths = array("q", bytes(8 * count))
+            desk.put(lengths=self._lengths.buffer_info()[0])
+        noted = array("q", contexts) if contexts is not None else None
+        desk.call(slots, noted, first, every, context_tokens, num_prefill_tokens, are_contexts_known, hold)
+        compiled.decide_at(desk.address)
+        longest, cap, threshold, margin = desk.found()
+        return self._lengths[:count].tolist(), longest, threshold, cap, margin
+
+    def _price(self, num_tokens: int) -> None:
+        """Lay out the prices of steps of so many tokens."""
+        model = self._tables.model
+        seconds, captured_below = model.price_tables(num_tokens)
+        self._kinds = kind_rows, effects = model.kind_table()  # held: the desk knows but where they are
+        self._num_priced = len(seconds)
+        self._desk.put(
+            parameters=model.parameter_array, num_parameters=len(model.parameters), token_seconds=seconds,
+            captured_below=captured_below, num_totals=len(seconds), kind_rows=kind_rows, num_batch_kinds=len(kind_rows),
+            kind_effects=effects, num_kind_rows=len(effects), num_kind_lengths=effects.shape[1],
+        )  # fmt: skip
+
+    def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
+        """Add up the requests' gains by depth, as far as their ceilings go, [at most `limit`]."""
+        gains = self.gains_of(request_ids, limit, are_contexts_known=are_contexts_known)
+        sums: list[float] = gains.sum(axis=0).tolist()
+        return sums
+
+    def gains_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> Floats:
+        """Look up the requests' gains by depth, 0 beyond their ceilings, [n, at most `limit`]."""
+        compiled = self._compiled or self._load()
+        tables, slots = self._tables, self.slots_of(request_ids)
+        curve = compiled.curves(
+            slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift
+        )  # fmt: skip
+        gains: Floats = tables.curves.gains[curve, :limit]
+        if self.num_ceilings:
+            gains = np.where(np.arange(gains.shape[1]) < self.ceiling[slots][:, None], gains, 0.0)
+        return gains
+
+    def slots_of(self, request_ids: Sequence[str]) -> Ints:
+        """Look up slots [n]; unknown requests are taken up."""
+        return np.frombuffer(self._slots_of(request_ids), np.int64)
+
+    def _slots_of(self, request_ids: Sequence[str]) -> array[int]:
+        """Look up slots, [n].
+
+        A batch is as a rule the one before, less those that are over, and then new ones. To tell so by identity takes no look
+        at the ids themselves, which have left the caches.
+        """
+        ids, slots = self._last_ids, self._last_slots
+        if self._left:
+            slots = slots[:]  # somebody may look at the other
+            for slot in self._left:
+                try:
+                    at = slots.index(slot)
+                except ValueError:  # wasn't in the batch
+                    continue
+                del ids[at], slots[at]
+            self._none_left()
+        count = len(ids)
+        more = request_ids[count:]
+        ids += more
+        if ids == request_ids:
+            if more:
+                slots = slots + array("q", self.slot_list(more))
+        else:
+            del ids[count:]
+            self._last_slots = slots
+            followed = self._follow(request_ids)
+            slots = array("q", followed + self.slot_list(request_ids[len(followed) :]))
+            self._last_ids = list(request_ids)
+        self._last_slots = slots
+        return slots
+
+    def _running_slots(self, request_ids: Sequence[str]) -> array[int]:
+        """Look up slots [n] for learning: −1, or one that is nobody's, for requests that are unknown or over."""
+        count, slots = len(request_ids), list[int]()
+        if not self._is_left_retaken:
+            if self._last_ids[:count] == request_ids:
+                return self._last_slots[:count]
+            slots = self._follow(request_ids)
+        return array("q", slots + [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]])
+
+    def _none_left(self) -> None:
+        self._left.clear()
+        self._is_left_retaken = False
+
+    def _forget_batch(self) -> None:
+        self._last_ids, self._last_slots = [], array("q")
+        self._none_left()
+
+    def _follow(self, request_ids: Sequence[str]) -> list[int]:
+        """Look up the slots of those at the beginning that were in the last batch, in its order."""
+        before, slots_before, at, count = self._last_ids, self._last_slots.tolist(), 0, len(self._last_ids)
+        slots: list[int] = []
+        for request_id in request_ids:
+            while at < count and before[at] is not request_id:
+                at += 1
+            if at == count:
+                break
+            slots.append(slots_before[at])
+            at += 1
+        return slots
+
+    def slot_list(self, request_ids: Sequence[str]) -> list[int]:
+        """Look up slots; unknown requests are taken up."""
+        try:
+            return [self.slot_of[request_id] for request_id in request_ids]
+        except KeyError:
+            for request_id in request_ids:
+                self.start(request_id)
+            return [self.slot_of.get(request_id, 0) for request_id in request_ids]
+
+    def _take_slot(self) -> int:
+        if self.free:
+            return self.free.pop()
+        used = len(self.slot_of)
+        if used >= _MOST_SLOTS:  # somebody never finishes requests: forget the oldest rather than grow for ever
+            self.finish(next(iter(self.slot_of)))
+            return self.free.pop()
+        if used == len(self._label):
+            self._keep(*(np.concatenate([array, np.zeros_like(array)]) for array in (self.known, self._label)))
+        return used
+
+    def _label_of(self, workload: str) -> int:
+        label = self._labels.get(workload)
+        if label is None:
+            if len(self._labels) >= _MOST_LABELS:
+                return 0
+            label = self._labels[workload] = len(self._labels)
+            self._rows.append(self._tables.row_of_workload.get(workload, 0))
+        return label

@@ -1,0 +1,35 @@
+"""The rules for draft lengths that users know, by name: what the default, adapt.lengths.decider, is compared with.
+
+    name        looks at                                      draft lengths
+    static      nothing                                       static_k
+    table       batch size                                    k of the first row that is large enough, as vLLM's own table
+    threshold   accepted / drafted in a request's window      one less below 60 %, one more above 90 %, from K on
+    ema         EMA of the engine's accepted tokens           tier 1, 3, 7, … K, with hysteresis, as SGLang's
+    kelly       EMA of accepted / drafted, step times         argmax of expected tokens over a linear cost, as mirror-sd's
+    tide        acceptance, step times                        max_k while the expected speed-up is above 1, else none
+
+They are kept as their authors have them, known weaknesses included; where they differ, their docstrings say so. Each gives
+min(rule, max_k, the request's ceiling). Where all requests of a step have to get the same length, out of some, the rule's is
+rounded down to one of these; but a rule that never chooses 0, and would never leave it, chooses the shortest of these then.
+"""
+
+from __future__ import annotations
+
+from honed.adapt.lengths.rules_base import Contender
+from honed.adapt.lengths.rules_counted import EmaTiers, Static, Table, Threshold
+from honed.adapt.lengths.rules_priced import Kelly, Tide
+
+_RULES: dict[str, type[Contender]] = {rule.name: rule for rule in (Static, Table, Threshold, EmaTiers, Kelly, Tide)}
+CONTENDERS: tuple[str, ...] = tuple(_RULES)
+"""Names that `make_contender` knows; a decision's `reason` is the name of its rule."""
+
+
+def make_contender(name: str, num_spec_tokens: int, seed: int = 0) -> Contender:
+    """Make a rule by name.
+
+    Raises:
+        ValueError: no such rule; the message names the known ones.
+    """
+    if name not in _RULES:
+        raise ValueError(f"unknown length policy {name!r}, known are {', '.join(CONTENDERS)}")
+    return _RULES[name](num_spec_tokens, seed)

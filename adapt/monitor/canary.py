@@ -1,0 +1,272 @@
+"""A new drafter version against the old one, in turns on live traffic: promote, roll back, or say that nothing is proven.
+
+The two serve in short windows. Windows come in pairs, a coin says which version begins; after each pair the evidence grows
+(`evidence` has the test and why it holds at every look). It is gathered for all traffic together and for every workload:
+
+    worse   as soon as e ≥ 1/α somewhere: with 0.94·α on all traffic, with 0.06·α / (i·(i+1)) on the i-th workload that was seen
+    better  likewise, unless some workload looks bad
+
+and after `max_rounds` nothing was proven. Batches are told apart by their drafter version, so it makes no difference when
+exactly an engine swapped; of other versions than the two they are ignored. Nothing here knows the time or tosses the coin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from honed.adapt.acceptance.estimate import Floats, count_trials
+from honed.adapt.acceptance.rounds import Rounds, rounds_by_workload
+from honed.adapt.monitor.evidence import Evidence
+from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, Range, Ranges, check_ranges
+from honed.adapt.protocol.wire import EventBatch
+
+Decision = Literal["undecided", "better", "worse", "unproven"]
+
+ALL = ""
+"""Name of all traffic together, beside the workloads'."""
+MAX_WORKLOADS = 32
+"""Further ones only count in all traffic."""
+_SHARE_OF_ALL = 0.94
+_DOUBT = math.log(10.0)
+"""A workload with so much evidence of a loss stands in the way of a promotion."""
+_LOG10 = math.log(10.0)
+_WORSE, _BETTER = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySettings:
+    """How sure a verdict has to be, and how long it may take."""
+
+    false_roll_back: float = 0.01
+    """Probability of calling a version worse that accepts no less."""
+    false_promotion: float = 0.01
+    """Probability of calling a version better that accepts no more."""
+    window_rounds: int = 12
+    """Verify rounds after which a window is over, if it has lasted `window_s`. A pair of windows can at most double the
+    evidence, so windows ought to be short."""
+    window_s: float = 0.5
+    """Shortest window."""
+    max_window_s: float = 30.0
+    """A window with fewer rounds ends then, unless it has none at all."""
+    reset_window_s: float = 30.0
+    """Shortest window where a swap has to drop cached keys and values (scope "full"): each preempts what runs."""
+    max_rounds: int = 20_000
+    """Without a verdict after so many, nothing is proven."""
+    max_s: float = 3600.0
+    """Without a verdict after so much time with traffic, nothing is proven."""
+
+    RANGES: ClassVar[Ranges] = {
+        **dict.fromkeys(("false_roll_back", "false_promotion"), PROBABILITY),
+        **dict.fromkeys(("window_rounds", "max_rounds"), COUNT),
+        "window_s": Range(0, 3600),
+        **dict.fromkeys(("max_window_s", "reset_window_s", "max_s"), SECONDS),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def log_bar(self, decision: Literal["worse", "better"], number: int = 0) -> float:
+        """ln of the e-value that decides, for all traffic (0) or for the workload that was seen as the `number`-th (from 1).
+
+        The allowances add up to the probability of the settings however many workloads there are.
+        """
+        allowed = self.false_roll_back if decision == "worse" else self.false_promotion
+        share = _SHARE_OF_ALL if number == 0 else (1.0 - _SHARE_OF_ALL) / (number * (number + 1))
+        return -math.log(allowed * share)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known so far of a new version."""
+
+    decision: Decision
+    workload: str = ALL
+    """Where it was decided, or looks worst; "" for all traffic."""
+    evidence_worse: float = 0.0
+    """log₁₀ of the e-value against the new version, there."""
+    evidence_better: float = 0.0
+    """log₁₀ of the e-value for it, there."""
+    change: float = 0.0
+    """Estimated relative change of conditional acceptance, there."""
+    rounds: int = 0
+    """Rounds of complete pairs, both versions together."""
+    pairs: int = 0
+    text: str = ""
+
+
+class _Counts:
+    """Trials and successes of one version in the open pair, by workload; both [K]."""
+
+    def __init__(self, num_spec_tokens: int) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.rounds = 0
+        self.by_workload: dict[str, tuple[Floats, Floats]] = {}
+
+    def add(self, workload: str, rounds: Rounds) -> None:
+        counted = count_trials(
+            rounds.num_draft_tokens, rounds.num_accepted_tokens, self.num_spec_tokens, rounds.num_invalid_tokens
+        )
+        trials, successes = self.of(workload)
+        self.by_workload[workload] = (trials + counted[0], successes + counted[1])
+        self.rounds += len(rounds)
+
+    def of(self, workload: str) -> tuple[Floats, Floats]:
+        zeros = np.zeros(self.num_spec_tokens)
+        return self.by_workload.get(workload, (zeros, zeros))
+
+
+class Canary:
+    """One comparison of two versions.
+
+    Args:
+        old: version that has proven itself.
+        new: version that is on trial.
+        num_spec_tokens: K, the most of all engines.
+        old_begins: the coin for the first pair.
+    """
+
+    def __init__(self, settings: CanarySettings, old: str, new: str, num_spec_tokens: int, *, old_begins: bool) -> None:
+        self.settings, self.old, self.new, self.num_spec_tokens = settings, old, new, num_spec_tokens
+        self.pairs = self.rounds = 0
+        self._evidence: dict[str, Evidence] = {ALL: Evidence(num_spec_tokens)}
+        self._order: tuple[str, str] = (old, new)
+        self._place = 0
+        self._verdict = Verdict("undecided", text="nothing was compared yet")
+        self._open(old_begins)
+
+    # --- windows ------------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> str:
+        """The version whose window it is."""
+        return self._order[self._place]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is known so far; a decision stays."""
+        return self._verdict
+
+    def is_window_over(self, age_s: float) -> bool:
+        """Whether it is the other version's turn, or the pair is complete."""
+        rounds, settings = self._counts[self.serving].rounds, self.settings
+        if rounds >= settings.window_rounds:
+            return age_s >= settings.window_s
+        return rounds > 0 and age_s >= settings.max_window_s
+
+    def observe(self, batch: EventBatch) -> bool:
+        """Count a batch if it is of either version. Returns whether it is. Raises ValueError for unequal columns."""
+        counts = self._counts.get(batch.drafter_version)
+        if counts is not None:
+            for workload, rounds in rounds_by_workload(batch):
+                counts.add(workload, rounds)
+        return counts is not None
+
+    def turn(self, *, old_begins: bool) -> Verdict:
+        """End the window; after a pair's second one weigh the pair and open the next, in which `old_begins` or not."""
+        if self._place == 0:
+            self._place = 1
+        elif self._verdict.decision == "undecided":
+            self._close()
+            self._open(old_begins)
+        return self._verdict
+
+    def give_up(self, why: str) -> Verdict:
+        """No more time: what isn't decided is unproven."""
+        if self._verdict.decision == "undecided":
+            self._verdict = self._say("unproven", self._verdict.workload, why)
+        return self._verdict
+
+    # --- for people and for the disk ----------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """All traffic ("") and every workload, in plain figures."""
+        return {
+            name: {
+                "evidence_worse": round(float(one.log_e[_WORSE]) / _LOG10, 3),
+                "evidence_better": round(float(one.log_e[_BETTER]) / _LOG10, 3),
+                "change": round(float(one.change), 4),
+            }
+            for name, one in self._evidence.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What is needed to go on after a restart; the open pair isn't part of it."""
+        return {
+            "old": self.old,
+            "new": self.new,
+            "num_spec_tokens": self.num_spec_tokens,
+            "pairs": self.pairs,
+            "rounds": self.rounds,
+            "evidence": {name: one.state() for name, one in self._evidence.items()},
+        }
+
+    @classmethod
+    def restored(cls, settings: CanarySettings, state: dict[str, Any], *, old_begins: bool) -> Canary:
+        """Go on from a `state`. Raises KeyError, TypeError, ValueError for what isn't one."""
+        made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), old_begins=old_begins)
+        made.pairs, made.rounds = int(state["pairs"]), int(state["rounds"])
+        made._evidence = {name: Evidence.restored(one) for name, one in state["evidence"].items()}
+        made._verdict = made._judge()
+        return made
+
+    # --- how it works -------------------------------------------------------------------------------------------------
+
+    def _open(self, old_begins: bool) -> None:
+        self._order = (self.old, self.new) if old_begins else (self.new, self.old)
+        self._place = 0
+        self._counts = {version: _Counts(self.num_spec_tokens) for version in self._order}
+
+    def _close(self) -> None:
+        """Weigh the pair: every workload by itself, and the sum of their scores for all traffic."""
+        old, new = self._counts[self.old], self._counts[self.new]
+        total: tuple[Floats, Floats] = (np.zeros(()), np.zeros(()))
+        rest = Evidence(self.num_spec_tokens)
+        for workload in dict.fromkeys((*old.by_workload, *new.by_workload)):
+            one = self._of(workload)
+            score, information = (one or rest).weigh(*old.of(workload), *new.of(workload))
+            if one is not None:
+                one.add(score, information)
+            total = (total[0] + score, total[1] + information)
+        self._evidence[ALL].add(*total)
+        self.pairs += 1
+        self.rounds += old.rounds + new.rounds
+        self._verdict = self._judge()
+
+    def _of(self, workload: str) -> Evidence | None:
+        name = workload or "(unnamed)"  # "" is all traffic
+        if name not in self._evidence and len(self._evidence) <= MAX_WORKLOADS:
+            self._evidence[name] = Evidence(self.num_spec_tokens)
+        return self._evidence.get(name)
+
+    def _judge(self) -> Verdict:
+        worst, above_bar = self._farthest("worse")
+        if above_bar >= 0.0:
+            return self._say("worse", worst, "accepts fewer of the new version's drafts")
+        best, above_bar = self._farthest("better")
+        is_doubtful = any(float(one.log_e[_WORSE]) >= _DOUBT for one in self._evidence.values())
+        if above_bar >= 0.0 and not is_doubtful:
+            return self._say("better", best, "accepts more of the new version's drafts")
+        if self.rounds >= self.settings.max_rounds:
+            return self._say("unproven", worst, f"shows no proven difference after {self.rounds} rounds")
+        return self._say("undecided", worst, "looks worst so far")
+
+    def _farthest(self, decision: Literal["worse", "better"]) -> tuple[str, float]:
+        """Where the evidence is farthest above its bar (or least below), and by how much."""
+        which = _WORSE if decision == "worse" else _BETTER
+        above = {
+            name: float(one.log_e[which]) - self.settings.log_bar(decision, number)
+            for number, (name, one) in enumerate(self._evidence.items())
+        }
+        return max(above.items(), key=lambda item: item[1])
+
+    def _say(self, decision: Decision, workload: str, why: str) -> Verdict:
+        one = self._evidence[workload]
+        worse, better = (float(value) / _LOG10 for value in one.log_e)
+        where = f"workload {workload!r}" if workload else "all traffic"
+        change = float(one.change)
+        text = f"{where}: {why}: change {change:+.1%}, e-value 10^{worse:.1f} against, 10^{better:.1f} for"
+        return Verdict(decision, workload, worse, better, change, self.rounds, self.pairs, text)

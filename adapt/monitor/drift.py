@@ -1,0 +1,369 @@
+"""Notices when a workload's drafts are accepted less often than they were, or than other workloads' are.
+
+Every workload has a reference curve: its conditional acceptance over a long horizon, less `reference_z` standard errors, so
+that a young reference promises less. Against it run three tests on each batch's trials and successes:
+
+- An e-process by betting, against "acceptance ≥ (1 − tolerated_loss) · reference at every position". A batch multiplies the
+  wealth by the likelihood ratio Π_j (p₁/p₀)^s_j · ((1−p₁)/(1−p₀))^f_j of a worse p₁ < p₀; its mean is ≤ 1 while acceptance is
+  ≥ p₀. As the moment of change is unknown, wealth is added up over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
+  R − (batches so far) is a supermartingale, so an alarm at R ≥ A comes falsely at most once in A batches on average, whatever
+  the traffic does and however often one looks. Alarms of kind "regressed" come from this test alone.
+- Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound; it makes the state
+  "suspect" and stops the reference from learning what may be the new normal.
+- The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload": an alarm of
+  kind "low_for_new_workload", falsely with probability ≤ `false_low` per workload.
+
+A workload's state is the first of these that holds:
+
+    drifted    it regressed less than `rearm_rounds` ago, by age: the reference is being learned anew, at the new level
+    suspect    Page–Hinkley's statistic is high, for `rearm_rounds` at most; then the new level is the normal one
+    low        it was found low; until it is surely within `low_gap` of the best other one, or for `new_workload_rounds`
+    learning   it had fewer than `min_reference_rounds` rounds
+    stable
+
+A busy engine has `reference_rounds` in a second, and would call what it did a second ago its long horizon: a decline over a
+minute, or a week, would take the reference along. So horizons are in rounds of *age*, of which there are no more than
+`reference_rounds` in `reference_s`. Only whether enough was seen to test at all is in rounds as they come.
+
+Rounds of one request resemble each other; evidence is therefore divided by the design effect (an e-value's power < 1 is one).
+
+Source: Shin, Ramdas, Rinaldo, arXiv 2203.03532, "E-detectors"; Page, Biometrika 41 (1954).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from honed.adapt.acceptance.estimate import (
+    EDGE,
+    AcceptanceCounts,
+    Floats,
+    IntsLike,
+    acceptance_length,
+    chain_estimate,
+    count_trials,
+)
+from honed.adapt.protocol.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
+
+_LOSSES = np.array([0.1, 0.25, 0.5])
+"""Relative losses below the tolerated level that are bet on, in equal parts."""
+_LOG10 = math.log(10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DriftSettings:
+    """What counts as drift, and how sure one has to be."""
+
+    tolerated_loss: float = 0.03
+    """A relative loss of conditional acceptance that isn't worth an alarm."""
+    batches_per_false_alarm: float = 1e6
+    """Batches between two false alarms, on average, for each workload."""
+    min_reference_rounds: int = 400
+    """Before that many rounds a workload is its own reference's pupil: nothing is tested."""
+    reference_rounds: float = 50_000.0
+    """Horizon of the reference, as exponential forgetting. It is no shorter than `reference_s`."""
+    reference_s: float = 86_400.0
+    """In so much time no more than `reference_rounds` count as age, for the reference as for `rearm_rounds` and
+    `new_workload_rounds`: else a busy engine would forget within seconds what is normal."""
+    recent_rounds: float = 200.0
+    """Horizon, in rounds, of the recent acceptance that an alarm names."""
+    reference_z: float = 2.0
+    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm; and those that recent
+    acceptance has to be above the low one, to end state "low"."""
+    rearm_rounds: int = 4000
+    """After an alarm the reference is learned anew; no second alarm sooner than this, in rounds of age."""
+    suspect_slack: float = 0.5
+    """Of the Page–Hinkley test that tells where a loss may have begun; see below."""
+    suspect_level: float = 15.0
+    """Page–Hinkley's δ and λ, in standard deviations of a batch."""
+    low_gap: float = 0.25
+    """A new workload is low when its conditional acceptance is this much (relative) below the best other one's."""
+    false_low: float = 1e-3
+    """Probability of calling a new workload low that isn't."""
+    min_low_rounds: int = 100
+    """Rounds before a new workload can be called low."""
+    new_workload_rounds: int = 20_000
+    """A workload is new for this many rounds of age, and called low for no longer than this."""
+
+    RANGES: ClassVar[Ranges] = {
+        "tolerated_loss": Range(0, 1, excludes_high=True),
+        "low_gap": Range(0, 1, excludes_high=True),
+        "false_low": PROBABILITY,
+        **dict.fromkeys(("min_reference_rounds", "rearm_rounds", "min_low_rounds", "new_workload_rounds"), Range(0)),
+        **dict.fromkeys(("batches_per_false_alarm", "reference_rounds", "recent_rounds"), COUNT),
+        **dict.fromkeys(("reference_z", "suspect_slack"), Range(0)),
+        **dict.fromkeys(("suspect_level", "reference_s"), Range(0, excludes_low=True)),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A workload does worse than it should; carries what speaks for it."""
+
+    kind: str
+    """"regressed" or "low_for_new_workload"."""
+    workload: str
+    drafter_version: str
+    positions: tuple[int, ...]
+    """Positions (from 1) that show it by themselves; the one that shows it most when none does."""
+    evidence: float
+    """log₁₀ of the e-value."""
+    rounds: int
+    """Rounds of the workload seen with this drafter version."""
+    acceptance_length: float
+    reference_length: float
+    text: str
+
+
+class Bet:
+    """Wealth of betting that acceptance lies below p₀, at all positions or at one, and, if asked, from any starting point."""
+
+    def __init__(self, num_spec_tokens: int, is_restarting: bool) -> None:
+        self._is_restarting = is_restarting
+        self._num_starts = 0 if is_restarting else 1
+        self._log_wealth: Floats = np.full(len(_LOSSES), -np.inf if is_restarting else 0.0)
+        self._log_positions: Floats = np.full((len(_LOSSES), num_spec_tokens), -np.inf if is_restarting else 0.0)
+
+    def observe(self, trials: Floats, successes: Floats, null: Floats, design_effect: float) -> None:
+        """Settle a batch's bets against the curve `null`, which earlier batches determined."""
+        worse = null * (1.0 - _LOSSES[:, None])
+        gain = successes * np.log(worse / null) + (trials - successes) * np.log((1.0 - worse) / (1.0 - null))
+        gain /= max(design_effect, 1.0)
+        if self._is_restarting:
+            self._num_starts += 1
+            self._log_wealth = np.logaddexp(self._log_wealth, 0.0)
+            self._log_positions = np.logaddexp(self._log_positions, 0.0)
+        self._log_wealth = self._log_wealth + gain.sum(axis=1)
+        self._log_positions = self._log_positions + gain
+
+    @property
+    def log_e(self) -> float:
+        """Natural logarithm of the e-value: three quarters bet on all positions, one quarter on a single one each."""
+        everywhere = float(np.logaddexp.reduce(self._log_wealth)) - math.log(len(_LOSSES))
+        somewhere = float(np.logaddexp.reduce(self._log_positions, axis=None)) - math.log(self._log_positions.size)
+        return float(np.logaddexp(everywhere + math.log(0.75), somewhere + math.log(0.25)))
+
+    def positions(self) -> tuple[int, ...]:
+        """Name the positions (from 0) whose own e-value is at least 20 a starting point, else the one with the largest."""
+        log_e = np.logaddexp.reduce(self._log_positions, axis=0) - math.log(len(_LOSSES))
+        strong = np.flatnonzero(log_e >= math.log(20.0 * max(self._num_starts, 1)))
+        return tuple(strong.tolist()) or (int(log_e.argmax()),)
+
+
+class PageHinkley:
+    """Cumulative sum of downward deviations, in standard deviations, less a slack: Σ(−z − δ) above its minimum so far."""
+
+    def __init__(self, slack: float) -> None:
+        self._slack = slack
+        self.statistic = 0.0
+
+    def observe(self, deviation: float) -> None:
+        """Fold in one batch's standardised deviation (negative: worse than the reference)."""
+        self.statistic = max(self.statistic - deviation - self._slack, 0.0)
+
+
+class _Workload:
+    """What is known of one workload with one drafter version."""
+
+    def __init__(self, num_spec_tokens: int, settings: DriftSettings) -> None:
+        self.reference = AcceptanceCounts(num_spec_tokens, math.inf)
+        self.recent = AcceptanceCounts(num_spec_tokens, settings.recent_rounds)
+        self.regressed = Bet(num_spec_tokens, is_restarting=True)
+        self.low = Bet(num_spec_tokens, is_restarting=False)
+        self._settings = settings
+        self.page_hinkley = PageHinkley(settings.suspect_slack)
+        self.rounds = 0
+        self.age = 0.0
+        self.alarmed_at = self.suspect_since = self.low_since = -1.0
+        """By age; below 0: never, or no longer."""
+        self._last_s: float | None = None
+        self.was_low = False
+        self.alarm = ""
+
+    def grow(self, num_rounds: int, now_s: float | None) -> None:
+        """Become so many rounds older, or what there may be of them in the time since the last."""
+        settings, older = self._settings, float(num_rounds)
+        if now_s is not None:
+            elapsed_s = max(now_s - self._last_s, 0.0) if self._last_s is not None else 0.0
+            self._last_s = now_s
+            older = min(older, settings.reference_rounds * elapsed_s / settings.reference_s)
+        self.rounds += num_rounds
+        self.age += older
+        if self.suspect_since < 0.0:
+            self.reference.scale(math.exp(-older / settings.reference_rounds))
+
+    @property
+    def state(self) -> str:
+        """The first that holds of those that the module's docstring names."""
+        settings = self._settings
+        if self.is_drifted:
+            return "drifted"
+        if self.suspect_since >= 0.0:
+            return "suspect"
+        if self.low_since >= 0.0:
+            return "low"
+        return "learning" if self.rounds < settings.min_reference_rounds else "stable"
+
+    @property
+    def is_drifted(self) -> bool:
+        """Whether the reference is still being learned anew after an alarm."""
+        return self.alarmed_at >= 0.0 and self.age - self.alarmed_at < self._settings.rearm_rounds
+
+
+class DriftMonitor:
+    """Watches all workloads of one engine; values in, alarms out."""
+
+    def __init__(self, num_spec_tokens: int, settings: DriftSettings = DriftSettings()) -> None:
+        self.settings = settings
+        self._num_spec_tokens = num_spec_tokens
+        self._workloads: dict[str, _Workload] = {}
+        self._drafter_version = ""
+
+    def reset(self, drafter_version: str) -> None:
+        """Start over: other weights have other acceptance."""
+        self._workloads.clear()
+        self._drafter_version = drafter_version
+
+    def forget(self, workload: str) -> None:
+        """Drop one workload."""
+        self._workloads.pop(workload, None)
+
+    def observe(
+        self,
+        workload: str,
+        num_draft_tokens: IntsLike,
+        num_accepted_tokens: IntsLike,
+        num_invalid_tokens: IntsLike | None = None,
+        design_effect: float = 1.0,
+        now_s: float | None = None,
+    ) -> list[Alarm]:
+        """Fold in one batch's rounds of a workload; return the alarms that they raise.
+
+        Args:
+            now_s: when they were; None: all of them count as age.
+        """
+        if not len(num_draft_tokens) or not self._num_spec_tokens:
+            return []
+        held = self._workloads.get(workload)
+        if held is None:
+            held = self._workloads[workload] = _Workload(self._num_spec_tokens, self.settings)
+        trials, successes = count_trials(num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens)
+        held.recent.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+        alarms = []
+        if held.rounds >= self.settings.min_reference_rounds:
+            alarms += self._test_regression(workload, held, trials, successes, design_effect)
+        alarms += self._test_low(workload, held, trials, successes, design_effect)
+        held.grow(len(num_draft_tokens), now_s)
+        if held.suspect_since < 0.0:
+            held.reference.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+        return alarms
+
+    def figures(self, workload: str) -> dict[str, object]:
+        """Describe a workload for people: state, evidence, and the text of the alarm that the state began with."""
+        held = self._workloads.get(workload)
+        if held is None:
+            return {"state": "learning", "alarm": "", "evidence": 0.0, "page_hinkley": 0.0, "reference_length": 0.0}
+        return {
+            "state": held.state,
+            "alarm": held.alarm if held.state in ("drifted", "low") else "",
+            "evidence": round(max(held.regressed.log_e / _LOG10, -99.0), 3),
+            "page_hinkley": round(held.page_hinkley.statistic, 3),
+            "reference_length": round(_length(held.reference), 4),
+        }
+
+    def _test_regression(
+        self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float
+    ) -> list[Alarm]:
+        settings = self.settings
+        null = lower_curve(held.reference, settings.reference_z, design_effect) * (1.0 - settings.tolerated_loss)
+        held.regressed.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
+        curve = chain_estimate(held.reference.trials, held.reference.successes) * (1.0 - settings.tolerated_loss)
+        variance = float(trials @ (curve * (1.0 - curve))) * max(design_effect, 1.0)
+        held.page_hinkley.observe(float((successes - trials * curve).sum()) / math.sqrt(max(variance, 1e-9)))
+        if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
+            is_armed = not held.is_drifted
+            alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
+            if is_armed:
+                held.alarmed_at, held.alarm = held.age, alarm.text
+            held.suspect_since = -1.0
+            held.reference = AcceptanceCounts(self._num_spec_tokens, math.inf)
+            held.reference.trials += held.recent.trials
+            held.reference.successes += held.recent.successes
+            held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
+            held.page_hinkley = PageHinkley(settings.suspect_slack)
+            return [alarm] if is_armed else []
+        if held.is_drifted:  # what the reference hasn't learned yet makes nothing suspect afterwards
+            held.page_hinkley = PageHinkley(settings.suspect_slack)
+            return []
+        if held.page_hinkley.statistic <= settings.suspect_level:
+            held.suspect_since = -1.0
+        elif held.suspect_since < 0.0:
+            held.suspect_since = held.age
+        elif held.age - held.suspect_since >= settings.rearm_rounds:
+            # Suspicion never became proof: the change is too small for an alarm, and is the new normal.
+            held.page_hinkley, held.suspect_since = PageHinkley(settings.suspect_slack), -1.0
+        return []
+
+    def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
+        settings = self.settings
+        if held.low_since >= 0.0 and held.age - held.low_since >= settings.new_workload_rounds:
+            held.low_since = -1.0  # that is how this workload is
+        if held.low_since < 0.0 and (held.was_low or held.age > settings.new_workload_rounds):
+            return []
+        others = [
+            other.reference
+            for name, other in self._workloads.items()
+            if name != workload and other.rounds >= settings.min_reference_rounds
+        ]
+        if not others:
+            return []
+        best = max(others, key=_length)
+        if held.low_since >= 0.0:
+            if _is_near(held.recent, best, settings, design_effect):
+                held.low_since = -1.0
+            return []
+        null = lower_curve(best, settings.reference_z, design_effect) * (1.0 - settings.low_gap)
+        held.low.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
+        seen = held.rounds + trials[0]
+        if held.low.log_e < math.log(1.0 / settings.false_low) or seen < settings.min_low_rounds:
+            return []
+        held.was_low, held.low_since = True, held.age
+        alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best))
+        held.alarm = alarm.text
+        return [alarm]
+
+    def _alarm(self, kind: str, workload: str, held: _Workload, bet: Bet, reference_length: float) -> Alarm:
+        length, evidence = _length(held.recent), bet.log_e / _LOG10
+        positions = tuple(position + 1 for position in bet.positions())
+        what = "fell below its reference" if kind == "regressed" else "is far below the best other workload's"
+        where = f"position{'s' if len(positions) > 1 else ''} {', '.join(map(str, positions))}"
+        text = (
+            f"acceptance of workload {workload!r} {what}: acceptance length {length:.2f} against {reference_length:.2f}, "
+            f"most at draft {where}, e-value 10^{evidence:.1f}"
+        )
+        return Alarm(kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text)
+
+
+def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Floats:
+    """Compute the curve less z standard errors, [K]; near 0 where there is next to no data, which then proves nothing."""
+    trials = counts.trials / max(design_effect, 1.0) + 1.0
+    mean = (counts.successes / max(design_effect, 1.0) + 0.5) / trials
+    return np.clip(mean - z * np.sqrt(mean * (1.0 - mean) / trials), EDGE, 1.0 - EDGE)
+
+
+def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings, design_effect: float) -> bool:
+    """Whether recent acceptance is above what counts as low by more than its noise."""
+    low = chain_estimate(best.trials, best.successes) * (1.0 - settings.low_gap)
+    noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))) * max(design_effect, 1.0))
+    return float(recent.successes.sum() - recent.trials @ low) > settings.reference_z * noise
+
+
+def _length(counts: AcceptanceCounts) -> float:
+    return acceptance_length(chain_estimate(counts.trials, counts.successes))

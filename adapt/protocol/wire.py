@@ -1,0 +1,477 @@
+"""What honed's processes say to each other, and nothing else.
+
+Every message is one ZeroMQ frame: msgpack of one of the structs below, told apart by its tag (the class name). The law of
+this file: fields are only ever added, at the end, with a default; a field's type and meaning never change; a message that is
+no longer sent is kept until no supported release sends it. A receiver ignores fields that it doesn't know and counts and
+drops frames that it can't decode. Nothing here is ever pickled.
+
+Letters: K = the engine's configured number of draft tokens, R = verify rounds in a batch, S = engine steps in a batch.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+WIRE_VERSION = 1
+"""Raised only when an older peer could misread a newer one; fields added with defaults don't raise it."""
+
+LOST_DRAFTER = "lost"
+"""Instead of a drafter's version: vLLM threw its weights away in its sleep, and what is in their place isn't known."""
+FOREIGN_DRAFTER = "foreign"
+"""Instead of a drafter's version: weights came through vLLM's own endpoints, from somebody who isn't honed."""
+
+
+class WireError(ValueError):
+    """A frame that isn't a message of this wire version; the text says what was wrong with it."""
+
+
+class _Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True, gc=False, kw_only=True):
+    """Base of all messages: tagged by class name, encoded as a map."""
+
+
+# --- engine -> daemon -------------------------------------------------------------------------------------------------
+
+
+class EngineHello(_Message, frozen=True):
+    """An engine introduces itself; sent at start and again after every reconnect.
+
+    `capabilities` lists what the attachment can do on this engine: "events", "draft_length" (per-request k), "capture",
+    "swap", "estimates" (what vLLM's adaptive verification goes by is fed). What is missing is explained in `limits` (one
+    sentence each).
+    """
+
+    wire_version: int
+    engine_id: str
+    boot_id: str
+    """Random per engine process: sequence numbers are only comparable within one boot."""
+    pid: int
+    model_name: str
+    target_path: str
+    drafter_path: str
+    drafter_version: str
+    """Version that is live: "" until the daemon has told the engine which registry version its checkpoint is."""
+    vllm_version: str
+    honed_version: str
+    runner: str
+    """"v1" or "v2": which of vLLM's model runners executes."""
+    method: str
+    """vLLM's speculative method, for example "dflash"; "" when the engine doesn't speculate."""
+    num_spec_tokens: int
+    """K: draft tokens per round that the engine was configured for (anchor excluded)."""
+    max_num_seqs: int
+    max_model_len: int
+    capabilities: list[str] = []
+    limits: list[str] = []
+    capture_path: str = ""
+    """File of the shared-memory sample ring, "" when capture is off."""
+    last_seq: int = 0
+    """Highest batch sequence number produced so far in this boot."""
+    features: str = ""
+    """What a captured row holds: "fused" or "layers"; "": an older attachment, which didn't say."""
+    captured_tokens: list[int] = []
+    """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
+    captured_lengths: list[int] = []
+    """Draft lengths they are for, the same for all requests of a step; empty: any mix."""
+
+
+class StepColumns(_Message, frozen=True):
+    """Engine steps of a batch, one list per figure, each of length S."""
+
+    step: list[int] = []
+    """Step number within the boot, from 1."""
+    end_ns: list[int] = []
+    """Engine's monotonic clock when the step's output was processed."""
+    duration_us: list[int] = []
+    """From schedule() to update_from_output() of the same step."""
+    num_requests: list[int] = []
+    num_tokens: list[int] = []
+    """All tokens that the step computed: decode, draft and prefill."""
+    num_prefill_tokens: list[int] = []
+    num_draft_tokens: list[int] = []
+    """Without those that vLLM's own adaptive verification trimmed."""
+    context_tokens: list[int] = []
+    """Sum of the context lengths of the requests in the step."""
+    num_drafting: list[int] = []
+    """Block length asked of the drafter in this step (0: drafter skipped)."""
+    decision: list[str] = []
+    """Why this step's draft lengths are what they are: "policy", "override", "cold", "off", …; see `adapt.lengths.decider`."""
+
+
+class RoundColumns(_Message, frozen=True):
+    """Verify rounds of a batch: a request's decode rows of one step. One list per figure, each of length R, but the
+    flattened token lists.
+
+    A round with `num_draft_tokens` 0 is a plain decode step of that request: it is logged, but it is not a draft in
+    vLLM's counters (`vllm:spec_decode_num_drafts` counts rounds with at least one scheduled draft token).
+    """
+
+    step: list[int] = []
+    request: list[int] = []
+    """64-bit keyed hash of the request id (unsigned): equal within a boot, meaningless outside it."""
+    workload: list[int] = []
+    """Index into the batch's `workloads`."""
+    position: list[int] = []
+    """Sequence position of the round's anchor (its last verified token)."""
+    num_draft_tokens: list[int] = []
+    num_accepted_tokens: list[int] = []
+    """Bonus token excluded; 0 ≤ accepted ≤ drafted."""
+    num_invalid_tokens: list[int] = []
+    """Scheduled drafts that a grammar struck out beforehand; vLLM doesn't count them as drafted."""
+    temperature: list[float] = []
+    num_emitted: list[int] = []
+    emitted: list[int] = []
+    """Token ids emitted, concatenated; empty unless the engine is told to log token ids."""
+    draft: list[int] = []
+    """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
+    feature: list[float] = []
+    """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known. No
+    engine tells it yet, since vLLM's drafters hand out tokens and not what they thought of them; synthetic traffic does."""
+    num_trimmed_tokens: list[int] = []
+    """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, beyond the invalid ones; vLLM
+    counts them as drafted. Empty: none."""
+
+
+class EventBatch(_Message, frozen=True):
+    """Everything that happened in an engine since its previous batch, in order.
+
+    (engine_id, boot_id, seq) identifies it; seq counts from 1 without gaps. The losses are totals of this boot: what the
+    engine's bounded queue had to drop, so `stored + lost` equals vLLM's own counters. Batches that were dropped are
+    stood for by one empty batch that says from which number on it does (`first_seq`).
+
+    The daemon takes a batch only when it follows directly on what it has committed (`first_seq` or `seq` is at most the
+    committed number + 1, and `seq` is above it); anything else it answers with an `Ack` of what it has, and forgets.
+    """
+
+    engine_id: str
+    boot_id: str
+    seq: int
+    sent_unix_ns: int
+    sent_mono_ns: int
+    """Both clocks read at the same moment, so that steps' `end_ns` can be placed in wall time."""
+    drafter_version: str
+    workloads: list[str]
+    steps: StepColumns
+    rounds: RoundColumns
+    lost_rounds: int = 0
+    """Rounds with at least one draft token in batches dropped so far."""
+    lost_draft_tokens: int = 0
+    lost_accepted_tokens: int = 0
+    lost_batches: int = 0
+    first_seq: int = 0
+    """First number that this batch stands for; 0: only `seq`."""
+
+
+class EngineStatus(_Message, frozen=True):
+    """A heartbeat, about once a second, also while the engine is idle."""
+
+    engine_id: str
+    boot_id: str
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    policy_generation: int
+    policy_age_s: float
+    """Seconds since the policy in force arrived; negative when there is none."""
+    fallback: str
+    """"" while the policy is in force; else "no_policy", "stale_policy", "observe_only" or "error"."""
+    drafter_version: str
+    drafter_generation: int
+    """Swaps applied in this boot."""
+    queue_bytes: int
+    queue_batches: int
+    errors: int
+    """Exceptions caught at our boundary inside vLLM."""
+    log_us_p50: float = 0.0
+    log_us_p99: float = 0.0
+    decide_us_p50: float = 0.0
+    decide_us_p99: float = 0.0
+    captured_rows: int = 0
+    captured_bytes: int = 0
+    capture_skipped_rows: int = 0
+    step: int = 0
+    is_asleep: bool = False
+    """vLLM's sleep mode: the weights aren't on the device."""
+    target_updates: int = 0
+    """How often vLLM was given other weights of the target in this boot, without being started anew."""
+
+
+class CommandResult(_Message, frozen=True):
+    """The answer to a `Command`; `figures` are numbers (for a swap: pause_ms, stage_ms), `detail` is text."""
+
+    engine_id: str
+    boot_id: str
+    command_id: str
+    ok: bool
+    error: str = ""
+    figures: dict[str, float] = {}
+    detail: dict[str, str] = {}
+
+
+# --- daemon -> engine -------------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message, frozen=True):
+    """The daemon's answer to `EngineHello`: from where to resend, and which registry version the engine is running."""
+
+    wire_version: int
+    daemon_id: str
+    boot_id: str
+    committed_seq: int
+    """Highest sequence number of this boot that is committed; the engine forgets up to it and resends what follows."""
+    drafter_version: str = ""
+    """Registry version of the checkpoint that the engine said it loaded; "" when it isn't known."""
+    log_token_ids: bool = False
+
+
+class Ack(_Message, frozen=True):
+    """All batches up to `seq` of this boot are committed to the store."""
+
+    boot_id: str
+    seq: int
+
+
+class WorkloadPrior(_Message, frozen=True):
+    """What the controller believes of a workload before a request of it has shown anything itself."""
+
+    workload: str
+    acceptance: list[float]
+    """[K] conditional acceptance a_j: P(draft j accepted | drafts < j accepted)."""
+    strength: float = 8.0
+    """Pseudo-rounds that this prior weighs against the request's own rounds."""
+    context_shift: list[float] = []
+    """[B] factor on the failure odds by context length, in the buckets of adapt.acceptance.context_shift; empty: no difference."""
+    depth_intercepts: list[float] = []
+    """[K] α_j of adapt.acceptance.depth_calibration, which says what a request's acceptance is worth at each depth; empty: as it is."""
+    depth_slopes: list[float] = []
+    """[K] β_j of the same."""
+    feature_mean: float = 0.0
+    """What rounds of this workload show on average, see `RoundColumns.feature`."""
+    feature_weight: float = 0.0
+    """By how much a request's log-odds of acceptance are above its workload's per unit that its rounds show above the mean."""
+
+
+class StepTimePoint(_Message, frozen=True):
+    """Predicted step time at one total number of tokens, for one batch size class."""
+
+    num_tokens: int
+    seconds: float
+
+
+class Policy(_Message, frozen=True):
+    """How an engine is to choose draft lengths until the next policy or until `ttl_s` after arrival.
+
+    The engine decides every step itself, from this and from its own requests' finished rounds.
+    """
+
+    engine_id: str
+    generation: int
+    ttl_s: float
+    kind: str
+    """"goodput", "off" (observe only: leave vLLM alone) or a rule of adapt.lengths.rules; an unknown one is "static"."""
+    static_k: int
+    """Draft tokens for kind "static", and the fallback of the others."""
+    max_k: int
+    priors: list[WorkloadPrior] = []
+    """The first is the engine-wide one, used for workloads that aren't named."""
+    step_seconds: list[float] = []
+    """Step-time model, see adapt.steps.step_time.StepTimeModel.from_policy: its parameters in its documented order."""
+    draft_seconds: list[float] = []
+    """[K+1] cost of drafting a block of length j for one request batch, index 0 for a skipped drafter; empty: unknown."""
+    captured_tokens: list[int] = []
+    """Token counts for which a CUDA graph was captured; empty: none."""
+    hysteresis: float = 0.02
+    """Relative predicted gain below which draft lengths are left as they are."""
+    explore_share: float = 0.02
+    """Share of steps that try a neighbouring draft length, so that the model keeps learning."""
+    request_ceiling: int = -1
+    """No request gets more draft tokens than this; -1: no ceiling."""
+    capture_share: float = 0.0
+    """Share of requests whose context features are captured for training."""
+    override: str = ""
+    """Name of the operator override that made this policy what it is, "" when none did."""
+    table: list[tuple[int, int]] = []
+    """For kind "table": (largest batch in requests, draft tokens), ascending."""
+    equal_lengths: bool = False
+    """Every request of a step gets the same length: lengths that differ would lose the captured CUDA graph."""
+    captured_lengths: list[int] = []
+    """With `equal_lengths`: the only ones, and none at all, that are chosen; empty: all are."""
+    feeds_estimates: bool = False
+    """Where vLLM's own adaptive verification is on, it is told step costs and each workload's acceptance."""
+    kind_effects: list[tuple[int, int, float]] = []
+    """What `step_seconds` doesn't say of kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
+
+
+class Command(_Message, frozen=True):
+    """Something to be done between two engine steps, also while the engine is idle.
+
+    kind "swap": args version, path (folder in the registry), sha256 of its model.safetensors.
+    kind "checksum": no args; detail.sha256 of the live drafter weights in checkpoint order.
+    """
+
+    command_id: str
+    kind: str
+    args: dict[str, str] = {}
+
+
+# --- trainer <-> daemon -----------------------------------------------------------------------------------------------
+
+
+class TrainerHello(_Message, frozen=True):
+    """A trainer process introduces itself; sent at start and after every reconnect."""
+
+    wire_version: int
+    trainer_id: str
+    pid: int
+    device: str
+    honed_version: str
+    operation_id: str = ""
+    """Operation that it is working on, "" when idle."""
+    yields_to: list[str] = []
+    """Engines whose work it waits for, see `trainer.yields_to`."""
+
+
+class TrainRequest(_Message, frozen=True):
+    """daemon -> trainer: make a candidate."""
+
+    operation_id: str
+    engine_id: str
+    capture_path: str
+    target_path: str
+    parent_version: str
+    parent_path: str
+    scope: str = "kv-frozen"
+    workloads: list[str] = []
+    """Workloads that must gain; empty: any gain overall."""
+    max_seconds: float = 600.0
+    max_steps: int = 0
+    """0: the trainer's own setting."""
+    reason: str = ""
+    dry_run: bool = False
+    vllm_version: str = ""
+    """Of the engine."""
+
+
+class TrainCancel(_Message, frozen=True):
+    """daemon -> trainer: give up the operation; nothing of it is kept."""
+
+    operation_id: str
+    reason: str = ""
+
+
+class TrainPause(_Message, frozen=True):
+    """daemon -> trainer: stop (or go on) working between two micro-steps."""
+
+    paused: bool
+
+
+class GateFigures(_Message, frozen=True):
+    """Expected acceptance length on held-out sessions, one workload."""
+
+    workload: str
+    sessions: int
+    parent: float
+    candidate: float
+    gain_low: float
+    """Lower end of the 95 % paired-bootstrap interval of candidate / parent."""
+    gain_high: float
+    passed: bool
+    must_gain: bool = False
+
+
+class TrainerStatus(_Message, frozen=True):
+    """trainer -> daemon, about once a second and at each change: what it is doing."""
+
+    trainer_id: str
+    state: str
+    """"idle", "collecting", "training", "waiting" (engine busy), "gating", "paused"."""
+    operation_id: str = ""
+    samples: int = 0
+    samples_bytes: int = 0
+    sessions: int = 0
+    steps: int = 0
+    max_steps: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    train_seconds: float = 0.0
+    elapsed_s: float = 0.0
+    preemptions: int = 0
+    idle_ratio: float = 0.0
+    ring_lost_records: int = 0
+    gate: list[GateFigures] = []
+    preemption_delays_s: list[float] = []
+    """Of each pre-emption since the previous status: from work's arrival until the trainer had stopped."""
+    preemption_computing_s: list[float] = []
+    """What it computed at most in each of them; the rest of the delay it waited for a core."""
+    memory_bytes: int = 0
+    """What the training was estimated to take on its device; 0 before it is known."""
+    spilled_bytes: int = 0
+    """Samples on disk."""
+
+
+class TrainResult(_Message, frozen=True):
+    """trainer -> daemon: an operation's end. `version` names the candidate in the registry when one was made and passed."""
+
+    operation_id: str
+    ok: bool
+    version: str = ""
+    error: str = ""
+    gate: list[GateFigures] = []
+    steps: int = 0
+    tokens: int = 0
+    train_seconds: float = 0.0
+    elapsed_s: float = 0.0
+
+
+class Purge(_Message, frozen=True):
+    """daemon -> trainer: forget all samples, the ring's included."""
+
+    operation_id: str = ""
+
+
+class Purged(_Message, frozen=True):
+    """trainer -> daemon: all samples are forgotten, but for those that `problems` are about."""
+
+    operation_id: str
+    problems: list[str] = []
+
+
+ToDaemon = EngineHello | EventBatch | EngineStatus | CommandResult | TrainerHello | TrainerStatus | TrainResult | Purged
+ToEngine = Welcome | Ack | Policy | Command
+ToTrainer = Welcome | TrainRequest | TrainCancel | TrainPause | Purge
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+
+
+def encode(message: _Message) -> bytes:
+    """Turn a message into the bytes of its frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_daemon(frame: bytes) -> ToDaemon:
+    """Read a frame that an engine or a trainer sent. Raises WireError, with the cause, for anything else."""
+    return _decode(_to_daemon, frame)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    """Read a frame that the daemon sent to an engine. Raises WireError, with the cause, for anything else."""
+    return _decode(_to_engine, frame)
+
+
+def decode_to_trainer(frame: bytes) -> ToTrainer:
+    """Read a frame that the daemon sent to a trainer. Raises WireError, with the cause, for anything else."""
+    return _decode(_to_trainer, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    try:
+        message: T = decoder.decode(frame)
+        return message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise WireError(f"not a honed message of wire version {WIRE_VERSION}: {error}") from error

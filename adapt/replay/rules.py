@@ -1,0 +1,183 @@
+"""The rules that can be replayed, by name, and what each would have drafted on a log.
+
+    static:K           K draft tokens for everybody
+    table:B=K,B=K      by batch size: K up to B requests, as vLLM's own table; "table" alone: the settings' one
+    goodput, latency   honed's own decision, with the log's acceptance and step times as its policy
+    threshold …        the others of `adapt.lengths.rules`
+
+All but static:K obey the limits of the engine's settings and its graphs, and honed's own hysteresis and exploring as well.
+
+A rule learns as it goes: after each step it is told what its drafts would have come to, sampled where the log doesn't say.
+What `goodput`, `latency` and the priced contenders know in advance, the averages of the whole log, the engine learns as well,
+a little later: in a log shorter than a few hundred steps they look better here than they would have done. Ceilings that
+requests bring along aren't logged, and don't hold here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from honed.adapt.acceptance.estimate import Ints, scale_odds
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.lengths.decider import Decider
+from honed.adapt.lengths.length_policy import LengthPolicy
+from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
+from honed.adapt.protocol.wire import Policy, WorkloadPrior
+from honed.adapt.replay.acceptance import Beliefs
+from honed.adapt.replay.log import Log
+from honed.adapt.steps.step_time import StepTimeModel
+
+OWN = ("goodput", "latency")
+_FOREVER_S = 1e12
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and its figures."""
+
+    text: str
+    name: str
+    static_k: int = -1
+    table: tuple[tuple[int, int], ...] = ()
+
+
+def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]] = ()) -> Rule:
+    """Read a rule's name and figures.
+
+    Args:
+        num_spec_tokens: K, the most that a rule may draft.
+        table: what "table" without figures means; empty: nothing.
+
+    Raises:
+        ValueError: it can't be replayed; the message says why, and names what there is.
+    """
+    from honed.adapt.lengths.rules import CONTENDERS
+
+    name, _, figures = text.partition(":")
+    others = [*OWN, *sorted(set(CONTENDERS) - {"static", "table"})]
+    try:
+        if name in others:
+            if figures:
+                raise ValueError(f"{name} takes no figures")
+            return Rule(text, name)
+        if name == "static":
+            return Rule(text, name, _length(figures, num_spec_tokens))
+        if name == "table":
+            rows = _rows(figures, num_spec_tokens) if figures else tuple(table)
+            if not rows:
+                example = f"table:4={num_spec_tokens},16={min(num_spec_tokens, 2)}"
+                raise ValueError(f"controller.table isn't set: write the rows, as in {example}")
+            return Rule(text, name, table=rows)
+        if name == "off":
+            raise ValueError(f"it leaves lengths to vLLM, which drafts static:{num_spec_tokens} unless told otherwise")
+        raise ValueError("there is none of that name")
+    except ValueError as error:
+        raise ValueError(
+            f"policy {text!r} can't be replayed: {error}. There are static:0 … static:{num_spec_tokens}, "
+            f"table:BATCH=K,BATCH=K (K at most {num_spec_tokens}), {', '.join(others)}"
+        ) from error
+
+
+def _length(text: str, most: int) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is no draft length")
+    if int(text) > most:
+        raise ValueError(f"{int(text)} draft tokens are more than the engine's {most}")
+    return int(text)
+
+
+def _rows(text: str, most: int) -> tuple[tuple[int, int], ...]:
+    rows, last = [], 0
+    for row in text.split(","):
+        batch, _, length = row.partition("=")
+        if not batch.isdecimal() or int(batch) <= last:
+            raise ValueError(f"{row!r} is no row: each is BATCH=K, batches at least 1 and ascending")
+        last = int(batch)
+        rows.append((last, _length(length, most)))
+    return tuple(rows)
+
+
+def lengths_of(
+    rule: Rule,
+    log: Log,
+    num_spec_tokens: int,
+    beliefs: Beliefs,
+    model: StepTimeModel,
+    settings: ControllerSettings,
+    seed: int,
+) -> Ints:
+    """Say how many tokens the rule would have drafted in each round, [R]."""
+    if rule.name == "static":
+        return np.full(len(log.step), rule.static_k)
+    policy = _policy(rule, log, num_spec_tokens, beliefs, model, settings)
+    if rule.name in OWN:
+        decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
+        decider.set_policy(policy, now_s=0.0)
+        return play(log, decider, num_spec_tokens, beliefs, seed)
+    from honed.adapt.lengths.rules import make_contender
+
+    contender, limit = make_contender(rule.name, num_spec_tokens, seed), limit_of(policy, num_spec_tokens)
+    contender.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
+    return play(log, contender, num_spec_tokens, beliefs, seed)
+
+
+def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeModel, settings: ControllerSettings) -> Policy:
+    """What the daemon would send: limits as the settings say, the log's step times and acceptance."""
+    order = np.argsort(-np.bincount(log.cell, minlength=len(log.cells)), kind="stable")  # the first serves as engine-wide one
+    priors = [
+        WorkloadPrior(workload=str(cell), acceptance=beliefs.curves[cell].tolist(), strength=float(beliefs.strengths[cell]))
+        for cell in order.tolist()
+    ]
+    return Policy(
+        engine_id="", generation=1, ttl_s=_FOREVER_S, kind=rule.name,
+        static_k=most if settings.static_k < 0 else min(settings.static_k, most),
+        max_k=most if settings.max_k < 0 else min(settings.max_k, most),
+        priors=priors, step_seconds=list(model.parameters), kind_effects=list(model.kinds),
+        captured_tokens=list(model.captured_tokens),
+        hysteresis=settings.hysteresis, explore_share=settings.explore_share, request_ceiling=settings.request_ceiling,
+        table=list(rule.table), equal_lengths=settings.are_lengths_equal, captured_lengths=list(settings.captured_lengths),
+    )  # fmt: skip
+
+
+def play(log: Log, policy: LengthPolicy, num_spec_tokens: int, beliefs: Beliefs, seed: int) -> Ints:
+    """Let a rule choose at every logged step, and tell it what came of it; what it drafts in each round, [R]."""
+    draw = random.Random(seed)
+    names = [str(number) for number in range(len(log.cell))]
+    cells = [str(number) for number in log.cell.tolist()]
+    request, drafted, accepted = log.request.tolist(), log.drafted.tolist(), log.accepted.tolist()
+    struck, position, theta = log.is_struck.tolist(), log.position, beliefs.theta.tolist()
+    last = np.zeros(len(cells), dtype=np.int64)
+    last[log.request] = np.arange(len(request))
+    chosen = np.zeros(len(request), dtype=np.int64)
+    started: set[int] = set()
+    edges = np.flatnonzero(np.diff(log.step, prepend=-1, append=len(log.seconds))).tolist()
+    for begin, end in pairwise(edges):
+        mine = request[begin:end]
+        for number in mine:
+            if number not in started:
+                started.add(number)
+                policy.start(names[number], cells[number])
+        step = int(log.step[begin])
+        ids = [names[number] for number in mine]
+        context = int(position[begin:end].sum()) + end - begin
+        decision = policy.decide(ids, context, int(log.num_prefill_tokens[step]), float(step))
+        lengths = [min(max(k, 0), num_spec_tokens) for k in decision.num_draft_tokens]
+        outcome = []
+        for i, k in enumerate(lengths, begin):
+            result = min(accepted[i], k)
+            if k > drafted[i] <= accepted[i] and not struck[i]:
+                curve = beliefs.curves[log.cell[request[i]]]
+                while result < k and draw.random() < scale_odds(curve[result], theta[request[i]]):
+                    result += 1
+            outcome.append(result)
+        policy.observe(ids, lengths, outcome)
+        chosen[begin:end] = lengths
+        for i in range(begin, end):
+            if last[request[i]] == i:
+                policy.finish(names[request[i]])
+    return chosen

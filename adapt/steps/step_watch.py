@@ -1,0 +1,109 @@
+"""Notices that steps take longer, or shorter, than they did: another process on the GPU, new weights, other clocks.
+
+A step is compared with what such steps usually took, not with what the model of step times makes of it: that fits some kinds of
+steps better than others, and its misfit shows whenever the batch becomes another one. The model only says what a longer context
+adds within a kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from honed.adapt.steps.spells import SPELL_STEPS
+from honed.adapt.steps.step_time import Step, StepTimeModel
+
+WINDOWS = ((16, 0.45), (64, 0.15))
+"""(steps, smallest relative change that counts, as a logarithm): the greater a change, the fewer steps prove it."""
+_MANY_SPELLS = 4.0
+"""Standard deviations of a machine's spells (`adapt.steps.spells`) that a change has to exceed: what one of them does is none."""
+_MOST_DEMANDED = 3.0
+"""Times the smallest change: on a machine of many spells no more than that has to be shown."""
+MIN_AGREEING = 0.8
+"""Share of a window's steps that must be off in the same direction by at least half of the change."""
+_FEWEST_STEPS = 3
+"""Of a kind, before others are compared with them."""
+_QUICK_STEPS, _MEMORY_STEPS = 8.0, 256.0
+_MOST_KINDS = 512
+
+
+class StepWatch:
+    """Compares measured step times with expected ones over windows of steps; a few odd steps don't matter."""
+
+    def __init__(self) -> None:
+        self._errors: deque[float] = deque(maxlen=WINDOWS[-1][0])
+        self.factor = 1.0
+        """How much longer steps took after the last change that was noticed."""
+
+    def observe(self, measured_s: float, expected_s: float, spell: float = 0.0) -> int:
+        """Fold in a step; the number of latest steps that show the world to have changed, 0 when it hasn't.
+
+        Args:
+            spell: standard deviation of what the steps of a spell have in common, relative.
+        """
+        if measured_s <= 0.0 or expected_s <= 0.0:
+            return 0
+        self._errors.append(math.log(measured_s / expected_s))
+        if len(self._errors) < WINDOWS[0][0]:
+            return 0
+        every = np.array(self._errors)
+        for window, least in WINDOWS:
+            if len(every) < window:
+                return 0
+            errors = every[-window:]
+            middle = float(np.median(errors))
+            demanded = _MANY_SPELLS * spell * math.sqrt(SPELL_STEPS / window)
+            least = max(least, min(demanded, _MOST_DEMANDED * least))
+            if abs(middle) >= least and float(np.mean(errors * math.copysign(1.0, middle) > abs(middle) / 2)) >= MIN_AGREEING:
+                self._errors.clear()
+                self.factor = math.exp(middle)
+                return window
+        return 0
+
+
+@dataclass(slots=True)
+class _Usual:
+    step: Step
+    """The first of its kind, in terms of which the others are told."""
+    log_seconds: float = 0.0
+    num_steps: int = 0
+    model: StepTimeModel | None = None
+    predicted_s: float = 0.0
+    """What that model makes of the first step."""
+
+
+class UsualSteps:
+    """What steps of each kind usually take, with a memory of some hundred of them."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Usual] = {}
+
+    def observe(self, kind: Hashable, step: Step, seconds: float, model: StepTimeModel, predicted_s: float) -> float:
+        """Fold in a step; what such a step took so far, in seconds; 0 while too few of its kind were seen.
+
+        Args:
+            model: says what the step takes beside the first of its kind, which had another context.
+            predicted_s: what it says of this one.
+        """
+        if seconds <= 0.0 or predicted_s <= 0.0:
+            return 0.0
+        held = self._kinds.pop(kind, None) or _Usual(step)
+        if len(self._kinds) >= _MOST_KINDS:  # the kind that was seen longest ago makes room
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[kind] = held
+        if held.model is not model:
+            held.model, held.predicted_s = model, model.seconds(*held.step)
+        ratio = predicted_s / held.predicted_s
+        expected_s = ratio * math.exp(held.log_seconds) if held.num_steps >= _FEWEST_STEPS else 0.0
+        rate = max(1.0 / (held.num_steps + _QUICK_STEPS), 1.0 / _MEMORY_STEPS) if held.num_steps else 1.0
+        held.log_seconds += rate * (math.log(seconds / ratio) - held.log_seconds)
+        held.num_steps += 1
+        return expected_s
+
+    def forget(self) -> None:
+        """The world has changed: what was usual isn't."""
+        self._kinds.clear()

@@ -1,0 +1,25 @@
+import msgspec
+import pytest
+
+from honed.adapt.acceptance.rounds import rounds_by_workload
+from tests.adapt.simulate import make_batch
+
+
+def test_rounds_come_apart_by_workload_without_those_that_verified_nothing():
+    batch = make_batch([3, 0, 2, 4], [1, 0, 2, 0], requests=[1, 2, 3, 2**64 - 1])
+    rounds = msgspec.structs.replace(batch.rounds, workload=[0, 0, 1, 1], num_invalid_tokens=[0, 0, 0, 4])
+    found = dict(rounds_by_workload(msgspec.structs.replace(batch, workloads=["a", "b", "idle"], rounds=rounds)))
+    assert list(found) == ["a", "b"]
+    assert found["a"].num_draft_tokens.tolist() == [3]
+    assert found["b"].num_accepted_tokens.tolist() == [2]  # the last round's drafts were all struck out
+    assert found["b"].request.tolist() == [3]
+
+
+def test_drafts_that_vllm_trimmed_were_never_verified():
+    batch = make_batch([3, 3, 2], [1, 0, 2], requests=[1, 2, 3])
+    rounds = msgspec.structs.replace(batch.rounds, num_invalid_tokens=[1, 1, 0], num_trimmed_tokens=[0, 2, 0])
+    ((_, found),) = rounds_by_workload(msgspec.structs.replace(batch, rounds=rounds))
+    assert found.num_draft_tokens.tolist() == [3, 2]
+    assert found.num_invalid_tokens.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="num_trimmed_tokens has 1 entries"):
+        list(rounds_by_workload(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, num_trimmed_tokens=[1]))))

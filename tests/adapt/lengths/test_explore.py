@@ -1,0 +1,159 @@
+"""What is tried beside the lengths that were chosen, and by how many requests of a step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from honed.adapt.lengths.explore import (
+    ENOUGH_STEPS,
+    MOST_EXPLORING,
+    TRIAL_STEPS,
+    LengthTrials,
+    Trials,
+    alone_share,
+    neighbour,
+    trial_share,
+)
+
+
+def tried(lengths: list[int], **options: object) -> list[list[int]]:
+    rng = random.Random(1)
+    return [neighbour(rng, list(lengths), 7, **options) for _ in range(200)]  # type: ignore[arg-type]
+
+
+def test_where_nobody_drafts_only_a_few_try_one_token() -> None:
+    for found in tried([0] * 40):
+        assert sum(k > 0 for k in found) == MOST_EXPLORING
+        assert max(found) == 1
+    assert all(all(found) for found in tried([0] * MOST_EXPLORING))
+
+
+@pytest.mark.parametrize("options", [{"cold_length": 5}, {"is_equal": True}])
+def test_all_do_while_prices_are_unknown_and_where_lengths_have_to_be_equal(options: dict[str, object]) -> None:
+    for found in tried([0] * 32, **options):
+        assert len(set(found)) == 1
+        assert found[0] > 0
+    assert {found[0] for found in tried([0] * 32, **options)} == ({1, 2, 5} if "cold_length" in options else {1})
+
+
+def test_of_a_large_batch_that_drafts_some_move_by_little() -> None:
+    lengths = [3] * 64
+    for found in tried(lengths):
+        changed = [k for k, before in zip(found, lengths, strict=True) if k != before]
+        assert len(changed) in (MOST_EXPLORING, 64)
+        assert found == [0] * 64 or len(changed) == MOST_EXPLORING
+        assert set(changed) <= {0, 1, 2, 4}
+
+
+def test_nothing_is_tried_beyond_the_limit() -> None:
+    rng = random.Random(1)
+    assert all(max(neighbour(rng, [2] * 8, 2)) <= 2 for _ in range(200))
+
+
+def test_the_other_side_is_tried_most_where_the_choice_is_even_and_never_without_exploring() -> None:
+    shares = [trial_share(0.02, margin) for margin in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    assert shares[0] == shares[1] > shares[2] > shares[3] > shares[4] > 0.0
+    assert shares == [trial_share(0.02, -margin) for margin in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    assert shares[0] < 0.05
+    assert trial_share(1.0, 0.0) < 0.05
+    assert trial_share(0.0, 0.0) == 0.0
+
+
+def test_a_side_that_was_little_seen_is_tried_though_it_is_believed_to_be_worse() -> None:
+    assert trial_share(0.02, -0.2, 0.0) == trial_share(0.02, 0.0) > 5.0 * trial_share(0.02, -0.2)
+    assert trial_share(0.02, -0.9, 0.0) < 0.1 * trial_share(0.02, -0.2, 0.0)
+
+
+def test_the_more_was_seen_of_the_other_side_the_closer_it_has_to_be() -> None:
+    shares = [trial_share(0.02, -0.05, seen) for seen in (ENOUGH_STEPS, 4 * ENOUGH_STEPS, 100 * ENOUGH_STEPS)]
+    assert shares[0] > 3.0 * shares[1] > 9.0 * shares[2] > 0.0
+    assert trial_share(0.02, -0.005, 1e6) == shares[0]
+
+
+@pytest.mark.parametrize("has_trials", [False, True])
+def test_where_drafting_is_far_worse_less_is_tried_in_steps_alone(has_trials: bool) -> None:
+    even, worse, far_worse = (alone_share(0.02, margin, False, has_trials) for margin in (-0.03, -0.1, -0.5))
+    assert 0.02 == even > worse > far_worse > 0.004
+    assert alone_share(0.0, -0.5, False, has_trials) == 0.0
+
+
+def test_where_lengths_have_trials_of_their_own_less_is_tried_in_steps_alone() -> None:
+    assert 0.02 == alone_share(0.02, 0.5, True, False) > alone_share(0.02, 0.5, True, True) > 0.004
+
+
+@pytest.mark.parametrize("is_drafting", [False, True])
+def test_trials_last_some_steps_and_become_rare_once_enough_was_seen_at_that_batch_size(is_drafting: bool) -> None:
+    rng, trials, margin = random.Random(1), Trials(), 0.15 if is_drafting else -0.15
+
+    def tried(num_requests: int, num_steps: int) -> list[bool]:
+        on = []
+        for _ in range(num_steps):
+            on.append(trials.is_on(rng.random(), 0.02, margin, num_requests, is_drafting))
+            trials.note(num_requests, is_drafting != on[-1])
+        return on
+
+    first, later, other = tried(4, 500), tried(5, 2000), tried(8, 500)
+    assert ENOUGH_STEPS <= sum(first) < 3 * ENOUGH_STEPS
+    assert sum(later) / 2000 < 0.3 * sum(first) / 500
+    assert sum(other) >= ENOUGH_STEPS
+    spells = [len(list(run)) for is_on, run in itertools.groupby(first) if is_on]
+    assert min(spells[:-1]) >= TRIAL_STEPS
+
+
+def test_a_trial_ends_when_it_turns_out_to_be_what_is_best() -> None:
+    trials = Trials()
+    assert trials.is_on(0.02, 0.02, 0.0, 4, False)
+    assert not trials.is_on(0.9, 0.02, 0.0, 4, True)
+
+
+RATES = {-1: (2.0, 0.97), 0: (3.0, 1.0), 1: (4.0, 0.9), 2: (5.0, 0.985), 4: (7.0, 0.5)}
+"""By how much lengths move -> (drafts per request, what is believed of them)."""
+
+
+def tried_lengths(trials: LengthTrials, num_steps: int, seed: int = 1) -> dict[int, int]:
+    """Steps of each move, where a trial may begin at any time."""
+    rng, steps = random.Random(seed), dict.fromkeys(RATES, 0)
+    for _ in range(num_steps):
+        moves = trials.go_on()
+        if not moves:
+            trials.begin(rng.random(), 1, RATES)
+            moves = trials.go_on()
+        trials.note(1, RATES[moves][0])
+        steps[moves] += 1
+    return steps
+
+
+def test_lengths_that_are_nearly_as_good_are_tried_until_they_are_known() -> None:
+    steps = tried_lengths(LengthTrials(), 1000)
+    assert min(steps[-1], steps[2]) > 2 * ENOUGH_STEPS
+    assert steps[4] < 0.5 * ENOUGH_STEPS
+    assert steps[2] > steps[-1] > steps[1]
+    assert all(num % TRIAL_STEPS == 0 for move, num in steps.items() if move)
+
+
+def test_what_was_tried_long_ago_is_tried_anew() -> None:
+    trials = LengthTrials()
+    first = tried_lengths(trials, 500)[1]
+    for _ in range(20_000):
+        trials.note(1, 3.0)
+    again = tried_lengths(trials, 500, seed=2)[1]
+    assert again > 0.5 * first > 0
+
+
+def test_other_batch_sizes_have_trials_of_their_own() -> None:
+    trials = LengthTrials()
+    for _ in range(1000):
+        trials.note(1, 5.0)
+    trials.begin(0.9, 1, {0: (3.0, 1.0), 2: (5.0, 0.96)})
+    assert trials.go_on() == 0
+    trials.begin(0.9, 4, {0: (3.0, 1.0), 2: (5.0, 0.96)})
+    assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [2] * TRIAL_STEPS + [0]
+
+
+def test_where_there_is_no_other_length_nothing_is_tried() -> None:
+    trials = LengthTrials()
+    trials.begin(0.0, 1, {0: (1.0, 1.0)})
+    assert trials.go_on() == 0

@@ -1,0 +1,170 @@
+"""Two versions in turns: what decides, what doesn't, and what survives a restart."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from honed.adapt.monitor.canary import MAX_WORKLOADS, Canary, CanarySettings, Verdict
+from tests.adapt.simulate import make_batch, simulate_rounds
+
+K = 7
+CURVE = np.array([0.75, 0.72, 0.7, 0.7, 0.68, 0.68, 0.65])
+FAST = CanarySettings(window_rounds=50, window_s=0.0)
+
+
+def make_canary(settings=FAST, old_begins=True):
+    return Canary(settings, "v1", "v2", K, old_begins=old_begins)
+
+
+def window(canary, rng, curves, workloads=("a",), size=50):
+    """One window of the version whose turn it is; `curves` by version, or by (version, workload)."""
+    for workload in workloads:
+        curve = curves.get((canary.serving, workload), curves.get(canary.serving, CURVE))
+        lengths = rng.integers(1, K + 1, size)
+        canary.observe(make_batch(lengths, simulate_rounds(rng, curve, lengths), workload, canary.serving))
+    assert canary.is_window_over(1.0)
+    return canary.turn(old_begins=bool(rng.integers(2)))
+
+
+def run(canary, rng, curves, workloads=("a",), max_windows=1000):
+    for _ in range(max_windows):
+        if window(canary, rng, curves, workloads).decision != "undecided":
+            break
+    return canary.verdict
+
+
+@pytest.mark.parametrize(("factor", "decision"), [(0.9, "worse"), (1.1, "better"), (0.02, "worse")])
+def test_a_difference_is_found_and_the_decision_stays(factor, decision):
+    canary = make_canary()
+    verdict = run(canary, np.random.default_rng(1), {"v2": CURVE * factor})
+    assert verdict.decision == decision
+    assert verdict.change == pytest.approx(factor - 1.0, abs=0.06)
+    assert verdict.rounds <= 4000
+    assert run(canary, np.random.default_rng(2), {"v2": CURVE}, max_windows=20) is verdict
+
+
+def test_ruined_weights_are_gone_after_some_ten_pairs():
+    verdict = run(make_canary(), np.random.default_rng(3), {"v2": np.full(K, 0.02)})
+    assert verdict.pairs <= 12
+
+
+def test_equal_versions_end_without_proof():
+    verdict = run(make_canary(CanarySettings(window_rounds=50, window_s=0.0, max_rounds=2000)), np.random.default_rng(4), {})
+    assert verdict.decision == "unproven"
+    assert 2000 <= verdict.rounds < 2100
+    assert "no proven difference" in verdict.text
+
+
+def test_traffic_that_gets_harder_meanwhile_decides_nothing():
+    # Acceptance falls by half while the two take turns: a comparison with what was before would blame the new version.
+    rng, canary = np.random.default_rng(5), make_canary()
+    for number in range(200):
+        curve = CURVE * (1.0 - 0.5 * number / 200)
+        window(canary, rng, {"v1": curve, "v2": curve})
+    assert canary.verdict.decision == "undecided"
+
+
+def test_rounds_that_repeat_each_other_decide_nothing():
+    # Every window is one request: all of its rounds share a mood. Counted as independent, 200 windows would decide every time.
+    decided = 0
+    for seed in range(40):
+        rng, canary = np.random.default_rng(seed), make_canary()
+        for _ in range(200):
+            curve = np.clip(CURVE + rng.choice([-0.3, 0.25]), 0.0, 0.99)
+            if window(canary, rng, {"v1": curve, "v2": curve}).decision != "undecided":
+                decided += 1
+                break
+    assert decided <= 3
+
+
+def test_the_workload_that_loses_is_named_though_another_gains():
+    curves = {("v2", "a"): np.minimum(CURVE * 1.2, 0.98), ("v2", "b"): CURVE * 0.8}
+    verdict = run(make_canary(), np.random.default_rng(6), curves, ("a", "b"))
+    assert (verdict.decision, verdict.workload) == ("worse", "b")
+
+
+def test_a_gain_on_one_workload_is_enough_when_none_loses():
+    verdict = run(make_canary(), np.random.default_rng(7), {("v2", "b"): CURVE * 1.3}, ("a", "b"))
+    assert verdict.decision == "better"
+
+
+def test_different_lengths_for_the_two_are_no_difference():
+    rng, canary = np.random.default_rng(8), make_canary()
+    for _ in range(200):
+        lengths = np.full(50, 7 if canary.serving == "v1" else 2)
+        canary.observe(make_batch(lengths, simulate_rounds(rng, CURVE, lengths), "a", canary.serving))
+        canary.turn(old_begins=bool(rng.integers(2)))
+    assert canary.verdict.decision == "undecided"
+    assert abs(canary.verdict.change) < 0.05
+
+
+def test_a_window_wants_rounds_and_time_but_an_idle_engine_keeps_its_version():
+    canary = make_canary(CanarySettings(window_rounds=50, window_s=1.0, max_window_s=30.0))
+    batch = make_batch([3] * 30, [1] * 30, "a", "v1")
+    assert not canary.is_window_over(1000.0)  # nothing came: swapping would be for nothing
+    canary.observe(batch)
+    assert not canary.is_window_over(2.0)
+    assert canary.is_window_over(30.0)
+    canary.observe(batch)
+    assert not canary.is_window_over(0.5)
+    assert canary.is_window_over(1.0)
+
+
+def test_late_batches_count_for_their_version_and_strangers_for_none():
+    canary = make_canary()
+    canary.observe(make_batch([3] * 60, [1] * 60, "a", "v1"))
+    canary.turn(old_begins=True)
+    assert canary.serving == "v2"
+    canary.observe(make_batch([3] * 40, [1] * 40, "a", "v1"))
+    canary.observe(make_batch([3] * 40, [1] * 40, "a", "v0"))
+    assert not canary.is_window_over(100.0)
+    canary.observe(make_batch([3] * 50, [1] * 50, "a", "v2"))
+    canary.turn(old_begins=False)
+    assert (canary.rounds, canary.pairs, canary.serving) == (150, 1, "v2")
+
+
+def test_giving_up_is_no_verdict_against_anyone():
+    canary = make_canary()
+    window(canary, np.random.default_rng(9), {})
+    assert canary.give_up("shows nothing in 60 s").decision == "unproven"
+    assert "shows nothing in 60 s" in canary.verdict.text
+
+
+def test_it_goes_on_after_a_restart_as_if_there_had_been_none():
+    rng, canary = np.random.default_rng(10), make_canary()
+    for _ in range(10):
+        window(canary, rng, {"v2": CURVE * 0.9})
+    again = Canary.restored(FAST, json.loads(json.dumps(canary.state())), old_begins=True)
+    assert (again.pairs, again.rounds, again.figures()) == (canary.pairs, canary.rounds, canary.figures())
+    assert run(again, rng, {"v2": CURVE * 0.9}).decision == "worse"
+    assert again.pairs > canary.pairs
+
+
+@pytest.mark.parametrize("damage", [{"evidence": {"": {}}}, {"pairs": None}, {"evidence": {}}])
+def test_a_state_that_is_none_is_refused(damage):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Canary.restored(FAST, make_canary().state() | damage, old_begins=True)
+
+
+def test_workloads_are_bounded_and_their_allowances_add_up():
+    rng, canary = np.random.default_rng(11), make_canary()
+    names = [f"w{number}" for number in range(MAX_WORKLOADS + 5)]
+    window(canary, rng, {}, names)
+    window(canary, rng, {}, names)
+    assert len(canary.figures()) == MAX_WORKLOADS + 1
+    allowed = sum(np.exp(-FAST.log_bar("worse", number)) for number in range(MAX_WORKLOADS + 1))
+    assert allowed <= FAST.false_roll_back
+
+
+def test_an_unlabelled_workload_is_not_taken_for_all_traffic():
+    canary = make_canary()
+    window(canary, np.random.default_rng(12), {}, ("",))
+    window(canary, np.random.default_rng(12), {}, ("",))
+    assert len(canary.figures()) == 2
+
+
+def test_before_the_first_pair_nothing_is_known():
+    assert make_canary().verdict == Verdict("undecided", text="nothing was compared yet")

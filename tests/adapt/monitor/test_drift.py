@@ -1,0 +1,227 @@
+import math
+
+import numpy as np
+import pytest
+
+from honed.adapt.acceptance.estimate import AcceptanceCounts, count_trials
+from honed.adapt.monitor.drift import Bet, DriftMonitor, DriftSettings, PageHinkley, lower_curve
+from tests.adapt.simulate import run_drift, simulate_rounds
+
+K = 7
+GOOD = np.array([0.85, 0.8, 0.8, 0.8, 0.75, 0.75, 0.75])
+POOR = np.array([0.3, 0.3, 0.25, 0.25, 0.25, 0.25, 0.25])
+
+
+def feed(monitor, rng, workload, curve, batches, size=60):
+    alarms = []
+    for _ in range(batches):
+        lengths = rng.integers(1, K + 1, size)
+        alarms += monitor.observe(workload, lengths, simulate_rounds(rng, curve, lengths))
+    return alarms
+
+
+def test_steady_acceptance_raises_no_alarm():
+    # 20 runs of 12,000 rounds. By design one alarm in 10^6 batches: the chance of any here is below 20·200/10^6 = 0.4 %.
+    rng = np.random.default_rng(0)
+    assert [run_drift(rng, curve, 200)[0] for curve in (GOOD, POOR) * 10] == [-1] * 20
+
+
+def test_a_loss_that_is_found_is_named_with_its_positions_and_its_evidence():
+    rng, monitor = np.random.default_rng(1), DriftMonitor(K)
+    monitor.reset("v7")
+    assert feed(monitor, rng, "code", GOOD, 60) == []
+    worse = GOOD.copy()
+    worse[1] *= 0.6
+    (alarm,) = feed(monitor, rng, "code", worse, 20)
+    assert (alarm.kind, alarm.workload, alarm.drafter_version, alarm.positions) == ("regressed", "code", "v7", (2,))
+    assert "most at draft position 2, e-value" in alarm.text
+    assert monitor.figures("code")["alarm"] == alarm.text
+    assert alarm.evidence >= 6.0
+    assert alarm.acceptance_length < alarm.reference_length
+    assert monitor.figures("code")["state"] == "drifted"
+
+
+@pytest.mark.parametrize(("factor", "most_rounds"), [(0.85, 1800), (0.7, 600), (0.4, 240)])
+def test_larger_losses_are_found_sooner(factor, most_rounds):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        _, monitor = run_drift(rng, GOOD, 60)
+        batch, _ = run_drift(rng, GOOD * factor, 200, monitor=monitor)
+        assert 0 <= batch * 60 <= most_rounds
+
+
+def test_a_change_of_draft_length_is_no_drift():
+    rng, monitor = np.random.default_rng(2), DriftMonitor(K)
+    alarms = []
+    for length in (7, 2, 5, 1, 7):
+        for _ in range(30):
+            lengths = np.full(60, length)
+            alarms += monitor.observe("w", lengths, simulate_rounds(rng, GOOD, lengths))
+    assert alarms == []
+
+
+def test_an_improvement_is_no_drift():
+    rng, monitor = np.random.default_rng(3), DriftMonitor(K)
+    assert feed(monitor, rng, "w", POOR, 60) + feed(monitor, rng, "w", GOOD, 60) == []
+
+
+def test_a_new_workload_far_below_the_best_is_reported_once():
+    rng, monitor = np.random.default_rng(4), DriftMonitor(K)
+    feed(monitor, rng, "a", GOOD, 30)
+    alarms = feed(monitor, rng, "b", POOR, 40)
+    assert [(alarm.kind, alarm.workload) for alarm in alarms] == [("low_for_new_workload", "b")]
+    assert alarms[0].rounds <= 300
+    assert f"most at draft positions {', '.join(map(str, alarms[0].positions))}, e-value" in alarms[0].text
+    assert monitor.figures("b")["state"] == "low"
+    monitor.reset("v2")
+    feed(monitor, rng, "a", GOOD, 30)
+    assert [alarm.kind for alarm in feed(monitor, rng, "b", POOR, 10)] == ["low_for_new_workload"]
+
+
+def test_a_low_workload_that_recovers_is_watched_like_any_other():
+    rng, monitor = np.random.default_rng(4), DriftMonitor(K, DriftSettings(rearm_rounds=1000))
+    feed(monitor, rng, "a", GOOD, 30)
+    feed(monitor, rng, "b", POOR, 40)
+    assert monitor.figures("b")["state"] == "low"
+    assert feed(monitor, rng, "b", GOOD, 30) == []
+    assert monitor.figures("b")["state"] == "stable"
+    assert [alarm.kind for alarm in feed(monitor, rng, "b", POOR, 16)] == ["regressed"]
+    assert monitor.figures("b")["state"] == "drifted"
+    assert feed(monitor, rng, "b", POOR, 60) == []  # low, but that was told
+    assert monitor.figures("b")["state"] == "stable"
+
+
+def test_a_workload_is_called_low_for_as_long_as_it_may_be_new():
+    rng, monitor = np.random.default_rng(12), DriftMonitor(K, DriftSettings(new_workload_rounds=3000))
+    feed(monitor, rng, "a", GOOD, 30)
+    (alarm,) = feed(monitor, rng, "b", POOR, 45)
+    assert monitor.figures("b")["state"] == "low"
+    assert feed(monitor, rng, "b", POOR, (alarm.rounds + 3000) // 60 - 45 + 2) == []
+    assert monitor.figures("b")["state"] == "stable"
+
+
+def test_a_workload_near_the_border_of_low_is_not_called_fine_by_chance():
+    rng, monitor = np.random.default_rng(13), DriftMonitor(K)
+    feed(monitor, rng, "a", GOOD, 30)
+    feed(monitor, rng, "b", GOOD * 0.65, 40)
+    assert monitor.figures("b")["state"] == "low"
+    feed(monitor, rng, "b", GOOD * 0.73, 100)
+    assert monitor.figures("b")["state"] == "low"
+
+
+def test_a_low_workload_that_gets_worse_is_suspect_and_its_reference_waits():
+    rng, monitor = np.random.default_rng(14), DriftMonitor(K, DriftSettings(batches_per_false_alarm=1e12))
+    feed(monitor, rng, "a", GOOD, 30)
+    feed(monitor, rng, "b", GOOD * 0.5, 60)
+    assert monitor.figures("b")["state"] == "low"
+    for _ in range(30):
+        assert feed(monitor, rng, "b", GOOD * 0.42, 1) == []
+        if monitor.figures("b")["state"] == "suspect":
+            break
+    assert monitor.figures("b")["state"] == "suspect"
+    reference = monitor.figures("b")["reference_length"]
+    feed(monitor, rng, "b", GOOD * 0.42, 2)
+    assert monitor.figures("b")["reference_length"] == reference
+    feed(monitor, rng, "b", GOOD * 0.5, 30)
+    assert monitor.figures("b")["state"] == "low"
+
+
+def test_a_new_workload_a_little_below_is_fine():
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        monitor = DriftMonitor(K)
+        feed(monitor, rng, "a", GOOD, 30)
+        assert feed(monitor, rng, "b", GOOD * 0.85, 40) == []
+
+
+def test_the_first_workload_has_nothing_to_be_low_against():
+    assert feed(DriftMonitor(K), np.random.default_rng(6), "only", POOR, 60) == []
+
+
+def test_after_an_alarm_the_new_level_becomes_the_reference():
+    rng, monitor = np.random.default_rng(7), DriftMonitor(K, DriftSettings(rearm_rounds=1000))
+    feed(monitor, rng, "w", GOOD, 60)
+    assert len(feed(monitor, rng, "w", GOOD * 0.7, 60)) == 1
+    assert feed(monitor, rng, "w", GOOD * 0.7, 60) == []
+    assert (monitor.figures("w")["state"], monitor.figures("w")["alarm"]) == ("stable", "")
+    assert len(feed(monitor, rng, "w", GOOD * 0.4, 60)) == 1
+
+
+@pytest.mark.parametrize(("rounds_per_s", "fall_s"), [(50_000, 30.0), (50_000, 600.0), (400, 3600.0)])
+def test_a_busy_engine_remembers_what_was_normal(rounds_per_s, fall_s):
+    """Its rounds are so many that a reference which forgot by them would follow any decline that isn't abrupt."""
+    rng, monitor, batches = np.random.default_rng(10), DriftMonitor(K), 150
+
+    def watch(since_s, until_s, first, last):
+        alarms, size = [], 2000
+        for now_s, factor in zip(np.linspace(since_s, until_s, batches), np.linspace(first, last, batches), strict=True):
+            lengths = rng.integers(1, K + 1, size)
+            alarms += monitor.observe("w", lengths, simulate_rounds(rng, GOOD * factor, lengths), now_s=float(now_s))
+        return alarms
+
+    steady_s = batches * 2000 / rounds_per_s
+    assert watch(0.0, steady_s, 1.0, 1.0) == []
+    (alarm,) = watch(steady_s, steady_s + fall_s, 1.0, 0.65)
+    assert alarm.kind == "regressed"
+    assert monitor.figures("w")["state"] == "drifted"
+    watch(steady_s + fall_s, steady_s + fall_s + 10_000.0, 0.65, 0.65)
+    assert monitor.figures("w")["state"] == "stable"
+
+
+def test_a_small_lasting_loss_becomes_normal_in_the_end():
+    rng, monitor = np.random.default_rng(8), DriftMonitor(K, DriftSettings(rearm_rounds=2000))
+    feed(monitor, rng, "w", GOOD, 300)
+    feed(monitor, rng, "w", GOOD * 0.97, 600)
+    assert monitor.figures("w")["state"] in ("stable", "drifted")
+
+
+def test_rounds_that_repeat_each_other_weigh_less():
+    trials, successes = np.array([100.0]), np.array([40.0])
+    plain, repeated = Bet(1, is_restarting=False), Bet(1, is_restarting=False)
+    plain.observe(trials, successes, np.array([0.6]), 1.0)
+    repeated.observe(trials, successes, np.array([0.6]), 4.0)
+    assert 0.0 < repeated.log_e < plain.log_e
+
+
+def test_the_bet_is_fair_at_its_null():
+    rng, wealth = np.random.default_rng(9), []
+    for _ in range(4000):
+        bet = Bet(2, is_restarting=False)
+        lengths = np.full(5, 2)
+        bet.observe(*count_trials(lengths, simulate_rounds(rng, [0.6, 0.5], lengths), 2), np.array([0.6, 0.5]), 1.0)
+        wealth.append(math.exp(bet.log_e))
+    assert np.mean(wealth) == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_position_that_says_nothing_is_not_named_for_having_been_watched_long():
+    bet, null = Bet(2, is_restarting=True), np.array([0.6, 0.6])
+    for _ in range(200):
+        bet.observe(np.array([10.0, 0.0]), np.array([6.0, 0.0]), null, 1.0)
+    for _ in range(10):
+        bet.observe(np.array([10.0, 0.0]), np.array([1.0, 0.0]), null, 1.0)
+    assert bet.positions() == (0,)
+
+
+def test_page_hinkley_forgives_noise_and_adds_up_a_shift():
+    rng, detector = np.random.default_rng(10), PageHinkley(0.5)
+    for deviation in rng.normal(size=1000):
+        detector.observe(deviation)
+    assert detector.statistic < 12.0
+    for _ in range(20):
+        detector.observe(-2.0)
+    assert detector.statistic > 15.0
+
+
+def test_a_young_reference_promises_less():
+    young, old = AcceptanceCounts(2, 1e9), AcceptanceCounts(2, 1e9)
+    young.observe([2] * 30, [1] * 30)
+    old.observe([2] * 3000, [1] * 3000)
+    assert lower_curve(young, 2.0, 1.0)[0] < lower_curve(old, 2.0, 1.0)[0]
+    assert lower_curve(old, 2.0, 1.0)[1] < 0.01
+
+
+def test_odd_input_is_no_error():
+    monitor = DriftMonitor(0)
+    assert monitor.observe("w", [1], [1]) == []
+    assert DriftMonitor(3).observe("w", [], []) == []
+    assert monitor.figures("unknown")["state"] == "learning"

@@ -1,0 +1,65 @@
+"""What kinds of steps cost beside the smooth price is told from noise, and from the machine's spells."""
+
+import numpy as np
+import pytest
+
+from honed.adapt.steps.kind_effects import kind_effects
+from honed.adapt.steps.spells import SPELL_STEPS
+
+
+def draw(rng, effects, num_runs, spells=0.1, own=0.06, run_steps=40):
+    """Steps in runs of one kind each, as when a setting stays for some seconds; spells of the machine come and go beside."""
+    kind = np.repeat(rng.integers(0, len(effects), num_runs), run_steps)
+    kind[: len(effects)] = np.arange(len(effects))
+    numbers = np.arange(len(kind), dtype=np.float64)
+    spell = (numbers // SPELL_STEPS).astype(np.int64)
+    of_spells = spells * rng.standard_normal(int(spell.max()) + 1)
+    return effects[kind] + of_spells[spell] + own * rng.standard_normal(len(kind)), kind, numbers
+
+
+def spread_of(residuals):
+    return 1.4826 * float(np.median(np.abs(residuals)))
+
+
+@pytest.mark.parametrize("spells", [0.0, 0.1])
+def test_effects_are_found_beside_spells(spells):
+    rng = np.random.default_rng(1)
+    effects = 0.08 * rng.standard_normal(24)
+    residuals, kind, numbers = draw(rng, effects, 400, spells)
+    found = kind_effects(residuals, kind, numbers, spread_of(residuals))
+    assert np.abs(found - (effects - effects[kind].mean())).mean() < (0.012 if spells else 0.004)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_there_are_none_next_to_nothing_is_found(seed):
+    rng = np.random.default_rng(seed)
+    residuals, kind, numbers = draw(rng, np.zeros(24), 60, spells=0.15)
+    assert np.abs(kind_effects(residuals, kind, numbers, spread_of(residuals))).max() < 0.03
+
+
+def test_a_kind_that_was_only_seen_in_a_slow_spell_is_hardly_blamed():
+    rng = np.random.default_rng(3)
+    effects = 0.02 * rng.standard_normal(12)
+    residuals, kind, numbers = draw(rng, effects, 200)
+    slow = np.full(SPELL_STEPS, 0.25) + 0.06 * rng.standard_normal(SPELL_STEPS)
+    residuals, kind = np.append(residuals, slow), np.append(kind, np.full(SPELL_STEPS, 12))
+    first = SPELL_STEPS * (numbers[-1] // SPELL_STEPS + 1)
+    found = kind_effects(residuals, kind, np.append(numbers, first + np.arange(SPELL_STEPS)), spread_of(residuals))
+    assert abs(found[12]) < 0.05
+
+
+def test_outliers_are_no_effect():
+    rng = np.random.default_rng(4)
+    residuals, kind, numbers = draw(rng, 0.05 * rng.standard_normal(12), 200)
+    wild = residuals.copy()
+    wild[::97] += 30.0
+    spread = spread_of(residuals)
+    before, after = (kind_effects(one, kind, numbers, spread) for one in (residuals, wild))
+    assert np.abs(after - before).max() < 0.015
+
+
+@pytest.mark.parametrize("kinds", [[], [0], [0, 0, 0], [0, 1]])
+def test_too_little_says_nothing(kinds):
+    count = len(kinds)
+    found = kind_effects(np.full(count, 0.3), np.array(kinds, dtype=np.int64), np.arange(count, dtype=np.float64), 0.1)
+    assert found.tolist() == [0.0] * (max(kinds) + 1 if kinds else 0)
