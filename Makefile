@@ -103,12 +103,12 @@ dashboards: setup
 reference: setup
 	@echo "== writing docs/reference.md, docs/compatibility.md and daemon/openapi.json anew"
 	@$(BIN)/python -m honed.daemon.reference .
-	@$(BIN)/python -m honed.attach.contract_page .
+	@$(BIN)/python -m docs.make.contract_page .
 
 contract: setup
 	@echo "== fetching the sources of every supported vLLM release, and holding what honed relies on against them (some 700 MB)"
-	@folders=$$($(BIN)/python tests/attach/fetch_vllm.py) && $(BIN)/python -m honed.attach.contract_page . $$folders
-	@$(BIN)/python -m pytest tests/attach/test_contract.py
+	@folders=$$($(BIN)/python tests/attach/fetch_vllm.py) && $(BIN)/python -m docs.make.contract_page . $$folders
+	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
 bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-swap \
        bench-capture bench-yield bench-overhead bench-recalib bench-adapt

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from honed.attach.environment import RUNTIME_DIR
+from honed.attach.engine.environment import RUNTIME_DIR
 
 
 def register() -> None:
     """Prepare this process for an attachment; does nothing, and imports nothing, when honed isn't switched on."""
     if os.environ.get(RUNTIME_DIR, "").strip():
-        from honed.attach import engine_hook
+        from honed.attach.engine import engine_hook
 
         engine_hook.install()

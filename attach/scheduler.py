@@ -16,10 +16,10 @@ import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from honed.attach.attachment import Attachment
-from honed.attach.compatibility import Findings, check
-from honed.attach.environment import AttachSettings, from_environment, unknown_variables
-from honed.attach.step_log import Verified
+from honed.attach.contract.compatibility import Findings, check
+from honed.attach.engine.attachment import Attachment
+from honed.attach.engine.environment import AttachSettings, from_environment, unknown_variables
+from honed.attach.events.step_log import Verified
 
 logger = logging.getLogger("honed.attach")
 

@@ -16,16 +16,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from honed.adapt.steps.vllm_costs import Curve
-from honed.attach.arriving_weights import take_updates
-from honed.attach.capture import Capturer
-from honed.attach.engine_hook import RANK_ERROR
-from honed.attach.fed_verification import FedVerification
-from honed.attach.graphs import captured
-from honed.attach.idle_drafts import skip_idle_drafts
-from honed.attach.ring import RingWriter
-from honed.attach.runner import Runner, runner_of
-from honed.attach.swap import Swapper
-from honed.attach.verified_drafts import VerifiedDrafts
+from honed.attach.capture.capture import Capturer
+from honed.attach.capture.ring import RingWriter
+from honed.attach.engine.engine_hook import RANK_ERROR
+from honed.attach.engine.graphs import captured
+from honed.attach.runner.fed_verification import FedVerification
+from honed.attach.runner.idle_drafts import skip_idle_drafts
+from honed.attach.runner.runner import Runner, runner_of
+from honed.attach.runner.verified_drafts import VerifiedDrafts
+from honed.attach.swap.arriving_weights import take_updates
+from honed.attach.swap.swap import Swapper
 
 logger = logging.getLogger("honed.attach")
 P = ParamSpec("P")

@@ -195,7 +195,7 @@ def main() -> None:
 def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
     """One that only serves, and one that has everything honed needs, but not honed; they share the target's weights."""
     from honed.adapt.lengths import compiled
-    from honed.attach import engine_hook
+    from honed.attach.engine import engine_hook
 
     compiled.prepare()
     plain = load_engine(target)
@@ -269,7 +269,8 @@ def contend(engine: Any, name: str, runtime_dir: str, core: int, address: str) -
 
 def attach(engine: Any, clock: Clock) -> None:
     """Give the engine a scheduler with honed attached, whose clock is `clock`."""
-    from honed.attach import attachment, publisher, step_recorder
+    from honed.attach.engine import attachment
+    from honed.attach.events import publisher, step_recorder
     from honed.attach.scheduler import make_scheduler
 
     attachment.time = step_recorder.time = clock

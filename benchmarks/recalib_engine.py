@@ -58,7 +58,7 @@ class Engine:
         )
         from vllm import LLM
 
-        from honed.attach import engine_hook
+        from honed.attach.engine import engine_hook
 
         engine_hook.install()  # vLLM loads plugins once in a process, maybe before honed was switched on
         mend_vllm_cpu()

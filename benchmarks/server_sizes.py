@@ -159,7 +159,7 @@ def play_engine(
     from vllm import LLM
 
     if runtime_dir is not None:
-        from honed.attach import engine_hook
+        from honed.attach.engine import engine_hook
 
         engine_hook.install()
     if is_small:

@@ -49,8 +49,8 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (  # noqa: E402
     build_cost_tables_from_curves,
 )
 
-from honed.attach.fed_levels import FedLevels  # noqa: E402
-from honed.attach.request_book import MAX_WORKLOADS  # noqa: E402
+from honed.attach.events.request_book import MAX_WORKLOADS  # noqa: E402
+from honed.attach.runner.fed_levels import FedLevels  # noqa: E402
 
 MOST_LOG_ODDS = 40.0
 _CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ class AdaptiveVerification:
 
 
 class FedVerification(AdaptiveVerification):
-    """The same, fed as by `attach.fed_verification`: honed's costs once a second, estimates at each workload's level."""
+    """The same, fed as by `attach.runner.fed_verification`: honed's costs once a second, estimates at each workload's level."""
 
     def __init__(self, traffic: Traffic, seed: int = 0) -> None:
         super().__init__(traffic, seed)

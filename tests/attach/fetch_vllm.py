@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from honed.attach.compatibility import is_supported
+from honed.attach.contract.compatibility import is_supported
 
 WHEEL = ("--only-binary=:all:", "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_31_x86_64")
 """Any machine can read the Python in a wheel for Linux. A source distribution would be built first, for its metadata."""

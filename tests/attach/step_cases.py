@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from honed.attach.request_book import Tracked
-from honed.attach.step_log import Started, Step, Verified
+from honed.attach.events.request_book import Tracked
+from honed.attach.events.step_log import Started, Step, Verified
 
 
 def started(request_id: str = "r", workload: str = "a", prompt: int = 40, temperature: float = 0.5) -> Started:

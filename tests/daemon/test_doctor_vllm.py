@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from honed.attach import compatibility
+from honed.attach.contract import compatibility
 from honed.daemon import doctor_vllm, vllm_processes
 from honed.daemon.diagnose import read_config
 from honed.daemon.doctor import Check

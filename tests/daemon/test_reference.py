@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from honed.attach import environment
+from honed.attach.engine import environment
 from honed.daemon import reference, variables
 from honed.daemon.settings import Settings
 from tests.tools import ROOT

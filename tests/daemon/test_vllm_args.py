@@ -118,7 +118,7 @@ def test_json_is_the_whole_of_it() -> None:
 
 
 def test_the_environment_is_what_the_attachment_reads() -> None:
-    environment = pytest.importorskip("honed.attach.environment")
+    environment = pytest.importorskip("honed.attach.engine.environment")
     made = vllm_args.make(RUNTIME_DIR, engine_id="left")
     settings = environment.from_environment(made.environment, data_parallel_index=2)
     assert settings is not None

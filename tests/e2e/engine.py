@@ -158,7 +158,7 @@ def engine(
         schedule_ahead()
     from vllm import LLM
 
-    from honed.attach import engine_hook
+    from honed.attach.engine import engine_hook
 
     if runtime_dir is not None:
         # vLLM loads plugins once in a process, which may have been before honed was switched on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from honed.adapt.protocol import wire
-from honed.attach.request_book import key_of
+from honed.attach.events.request_book import key_of
 from tests.e2e.engine import K, TestEngine
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.attach.idle_drafts import skip_idle_drafts
-from honed.attach.runner import runner_of
+from honed.attach.runner.idle_drafts import skip_idle_drafts
+from honed.attach.runner.runner import runner_of
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.drafter import DFlashDrafter
 from tests.tools import ROOT

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from honed.attach.guard import MAX_ERRORS
+from honed.attach.engine.guard import MAX_ERRORS
 from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_ASYNC, IS_CUDA, IS_SLOW, IS_V2, TARGET, K, TestEngine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import wait_until_compiled, wait_until_written

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from honed.attach.fed_verification import FedVerification
-from honed.attach.graphs import captured
-from honed.attach.request_book import key_of
+from honed.attach.engine.graphs import captured
+from honed.attach.events.request_book import key_of
+from honed.attach.runner.fed_verification import FedVerification
 from honed.daemon.vllm_args import table_for
 from tests.e2e.engine import K, TestEngine
 from tests.e2e.logged import counted, keys_of, rounds, set_policy, take_batches

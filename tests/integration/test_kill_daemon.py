@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from honed.adapt.protocol import wire
-from honed.attach.outbox import Losses, Outbox
+from honed.attach.events.outbox import Losses, Outbox
 from honed.daemon.database import connect
 from tests.daemon.conftest import DaemonProcess, wait_for
 from tests.daemon.fake_engine import FakeEngine, make_batch

@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.busy_flag import BusyFlag
-from honed.attach.ring import RingWriter
+from honed.attach.capture.ring import RingWriter
+from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.registry import Registry
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
 

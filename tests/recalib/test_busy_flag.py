@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from honed.attach.busy_flag import BusyFlag as Writer
+from honed.attach.engine.busy_flag import BusyFlag as Writer
 from honed.recalib.busy_flag import BusyFlag, BusyFlags, Idleness, Preemptions
 
 
@@ -32,7 +32,7 @@ def test_follows_the_engine_through_its_life(tmp_path):
 def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
     path = tmp_path / "busy"
     script = (
-        "from pathlib import Path; from honed.attach.busy_flag import BusyFlag\n"
+        "from pathlib import Path; from honed.attach.engine.busy_flag import BusyFlag\n"
         f"flag = BusyFlag(Path({str(path)!r})); flag.set(True); print(1, flush=True); input()"
     )
     engine = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

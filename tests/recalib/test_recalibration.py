@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from honed.adapt.protocol import wire
-from honed.attach.ring import RingWriter
+from honed.attach.capture.ring import RingWriter
 from honed.recalib.checkpoint import load_drafter
 from honed.recalib.gate import GateSettings, judge
 from honed.recalib.hold_out import HoldOut

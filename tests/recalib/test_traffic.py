@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from honed.attach.ring import RingWriter
+from honed.attach.capture.ring import RingWriter
 from honed.recalib.hold_out import HoldOut
 from honed.recalib.traffic import Traffic
 from honed.recalib.trainer_settings import SampleSettings

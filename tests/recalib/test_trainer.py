@@ -15,8 +15,8 @@ import torch
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.busy_flag import BusyFlag
-from honed.attach.ring import RingWriter
+from honed.attach.capture.ring import RingWriter
+from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut
 from honed.recalib.registry import Registry

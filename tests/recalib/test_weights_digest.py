@@ -10,7 +10,7 @@ from honed.recalib.weights_digest import weights_digests
 
 
 def as_the_engine_does(tensors):
-    """attach.swap.Swapper.checksum, on tensors at hand."""
+    """attach.swap.swap.Swapper.checksum, on tensors at hand."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{list(tensor.shape)}".encode())

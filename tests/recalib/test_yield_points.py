@@ -13,8 +13,8 @@ import torch
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.busy_flag import BusyFlag
-from honed.attach.ring import RingWriter
+from honed.attach.capture.ring import RingWriter
+from honed.attach.engine.busy_flag import BusyFlag
 from honed.kernels.block_loss import block_loss, top_tokens
 from honed.kernels.training_sizes import TILE
 from honed.recalib.drafter import DFlashDrafter

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.attach import environment
+from honed.attach.engine import environment
 from honed.daemon import vllm_args
 from honed.daemon.settings import Settings, load
 from tests.tools import ROOT

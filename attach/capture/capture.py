@@ -1,0 +1,222 @@
+"""Training samples from live traffic: the committed rows of a share of the requests, brought to the sample ring.
+
+Hazards, and what is done about each (all of them would teach the drafter something false, silently):
+- Rejected drafts have rows too, at the end of a request's slice: `num_rejected` of them are cut off. That count is on the
+  device, so a step's rows are committed when its copy has arrived, one step later on CUDA.
+- The runner's buffers are overwritten by the next step: rows are gathered on the main stream before control returns.
+- Prefix-cache hits, preemption and late sampling leave holes: a record whose first position isn't the one expected carries
+  FLAG_GAP.
+- Token ids and positions are taken from the same rows as the features, never reconstructed.
+
+The kernel that gathers rows is compiled by a thread, from when the engine is attached to: no step waits for a compiler, and
+requests that come before it is ready aren't captured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
+from honed.attach.capture.ring import RingWriter
+from honed.attach.events.request_book import key_of, read_labels
+from honed.attach.runner.runner import StepView
+from honed.kernels.context_features import context_features
+
+logger = logging.getLogger("honed.attach")
+
+RETRY_S = 600.0
+"""After a ring couldn't be made."""
+
+
+class Capturer:
+    """Decides which requests are captured and moves their rows.
+
+    Args:
+        make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
+        norm: () -> (weight [H], eps) of the drafter's `hidden_norm`.
+        feature_kind: "fused" or "layers".
+        secret: key of this boot's request keys; request ids never reach the ring themselves.
+    """
+
+    def __init__(
+        self,
+        make_ring: Callable[[int, str], RingWriter],
+        norm: Callable[[], tuple[torch.Tensor, float]],
+        feature_kind: str,
+        secret: bytes,
+    ) -> None:
+        self._norm = norm
+        self._kind = feature_kind
+        self._secret = secret
+        self.writer = RowWriter(make_ring)
+        self.share = 0.0
+        self._retry_at_s = 0.0
+        self._drafter_version = ""
+        self._requests: dict[str, CapturedRequest] = {}
+        self._ended: list[CapturedRequest] = []
+        self._pending: list[CapturedRows] = []
+        self._side: Any = None
+        self._compiling: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """Begin to compile what a step needs on a GPU."""
+        if self._kind != "fused":
+            return
+        weight, eps = self._norm()
+        if weight.is_cuda:
+            self._compiling = threading.Thread(target=_compile, args=(weight, eps), name="honed-compile", daemon=True)
+            self._compiling.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether that is done."""
+        return self._compiling is None or not self._compiling.is_alive()
+
+    def set_share(self, share: float, drafter_version: str) -> None:
+        """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
+        self.share = min(max(share, 0.0), 1.0) if time.monotonic() >= self._retry_at_s else 0.0
+        if self.share:
+            self.writer.retry()
+        self._drafter_version = drafter_version
+
+    def on_schedule(self, scheduler_output: Any) -> None:
+        """See requests come and go; runs before each step."""
+        for request_id in scheduler_output.finished_req_ids:
+            ended = self._requests.pop(request_id, None)
+            if ended is not None:
+                self._ended.append(ended)
+        if self.share > 0.0 and self.is_ready:
+            for new in scheduler_output.scheduled_new_reqs:
+                self._consider(new)
+        self._tell_ends()
+
+    def _consider(self, new: Any) -> None:
+        params = new.sampling_params
+        labels = read_labels(params)
+        if not labels.is_captured or not new.prompt_token_ids:
+            return
+        if new.req_id in self._requests:  # back after a preemption
+            return
+        digest = key_of(new.req_id, self._secret)
+        if int.from_bytes(digest) / 2.0**64 >= self.share:
+            return
+        self._requests[new.req_id] = CapturedRequest(
+            key=digest.hex(),
+            # Not keyed: which sessions are held out must be the same after a restart.
+            session=hashlib.blake2b(labels.session.encode(), digest_size=8).hexdigest() if labels.session else "",
+            workload=labels.workload,
+            prompt_tokens=len(new.prompt_token_ids),
+            temperature=float(params.temperature) if params is not None else 0.0,
+        )
+
+    def on_step(self, view: StepView) -> None:
+        """Take the captured requests' rows of a step; runs right after the draft pass, doesn't wait for the device."""
+        try:
+            self._take(view)
+        finally:  # what a device computed a step ago has arrived
+            self._commit()
+
+    def _take(self, view: StepView) -> None:
+        if not self._requests:
+            return
+        chosen = [(i, c) for i, r in enumerate(view.req_ids) if (c := self._requests.get(r)) is not None]
+        if not chosen:
+            return
+        starts, ends = view.row_starts[:-1], view.row_starts[1:]
+        rows = np.concatenate([np.arange(starts[i], ends[i]) for i, _ in chosen])
+        device = view.positions.device
+        index, batch = (_moved(torch.from_numpy(ids), device) for ids in (rows, np.array([i for i, _ in chosen])))
+        self._pending.append(
+            self._to_host(
+                [c for _, c in chosen],
+                [int(ends[i] - starts[i]) for i, _ in chosen],
+                self._features(view, index),
+                view.token_ids.index_select(0, index),
+                view.positions.index_select(0, index),
+                view.num_rejected.index_select(0, batch) if view.num_rejected is not None else None,
+            )
+        )
+
+    def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
+        if self._kind == "fused":
+            states, (weight, eps) = view.states(), self._norm()
+            return context_features(states, index, weight, eps, states.dtype)
+        aux = view.aux
+        if isinstance(aux, torch.Tensor):
+            return aux.index_select(0, index)
+        if not aux:
+            raise ValueError("this drafter is given no aux hidden states: set HONED_FEATURES=fused")
+        return torch.cat([layer.index_select(0, index) for layer in aux], dim=-1)
+
+    def _to_host(
+        self,
+        requests: list[CapturedRequest],
+        counts: list[int],
+        features: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_rejected: torch.Tensor | None,
+    ) -> CapturedRows:
+        version = self._drafter_version
+        if features.device.type != "cuda":
+            return CapturedRows(requests, counts, features, token_ids, positions, num_rejected, None, version)
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            tensors = [features, token_ids, positions] + ([num_rejected] if num_rejected is not None else [])
+            host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            for tensor in tensors:
+                tensor.record_stream(self._side)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        rejected = host[3] if num_rejected is not None else None
+        return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version)
+
+    def _commit(self) -> None:
+        try:
+            while self._pending and (self._pending[0].arrived is None or self._pending[0].arrived.query()):
+                self.writer.take(self._pending.pop(0))
+            self.writer.raise_failure()
+        except Exception:
+            if not self.writer.has_ring:
+                self._give_up()
+            raise
+        self._tell_ends()
+
+    def _tell_ends(self) -> None:
+        if self._ended and not self._pending:
+            for ended in self._ended:
+                self.writer.take_end(ended)
+            self._ended = []
+
+    def _give_up(self) -> None:
+        """No ring can be made, for want of room as a rule: capture nothing for a while."""
+        self._retry_at_s, self.share = time.monotonic() + RETRY_S, 0.0
+        self._requests.clear()
+        self._ended.clear()
+        self._pending.clear()
+
+
+def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device: from pinned memory, since a copy from any other waits for it."""
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+
+def _compile(weight: torch.Tensor, eps: float) -> None:
+    """Run the kernel once, on a row of its own and beside what the engine does."""
+    side: Any = torch.cuda.Stream(weight.device)  # type: ignore[no-untyped-call]
+    try:
+        with torch.inference_mode(), torch.cuda.stream(side):
+            row = torch.zeros(1, dtype=torch.int64, device=weight.device)
+            context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)
+    except Exception as error:  # the first step that is captured will fail as well
+        logger.warning("honed: the kernel that captures rows can't be compiled: %s: %s", type(error).__name__, error)

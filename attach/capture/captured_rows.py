@@ -1,0 +1,228 @@
+"""Rows that were captured, and the way into the sample ring: beside the steps where they come from a GPU.
+
+A long prompt's rows are tens of megabytes, and making a ring allocates all of its memory: done in a step, either would keep the
+engine's thread from launching the next one. Copies and checksums let go of the interpreter's lock. On a CPU rows are written at
+once: there is no core to spare.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.attach.capture.ring import RingWriter
+
+MOST_BYTES = 256 << 20
+"""Of rows that have arrived and wait to be written, in pinned memory; more are left out."""
+IDLE_S = 10.0
+"""After which the thread ends; the next rows start one."""
+_RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(slots=True)
+class CapturedRequest:
+    """A request whose rows are captured."""
+
+    key: str
+    session: str
+    workload: str
+    prompt_tokens: int
+    temperature: float
+    next_position: int = 0
+    """The writer's alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """Rows of one step on their way to the host, or there."""
+
+    requests: list[CapturedRequest]
+    counts: list[int]
+    features: torch.Tensor  # [N, F]
+    token_ids: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N]
+    num_rejected: torch.Tensor | None  # [R']
+    arrived: Any  # torch.cuda.Event | None
+    drafter_version: str
+    """Whose weights the features were computed with."""
+
+
+class RowWriter:
+    """Takes rows in the order in which they were computed.
+
+    Args:
+        make_ring: (feature_size, feature_dtype) -> the ring; called for the first rows, and for later ones after `retry`.
+    """
+
+    def __init__(self, make_ring: Callable[[int, str], RingWriter]) -> None:
+        self._make_ring = make_ring
+        self._ring: RingWriter | None = None
+        self._is_refused = False
+        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[CapturedRows | CapturedRequest] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_waiting = self._waiting_bytes = 0
+        self._failure: Exception | None = None
+        self.num_rows = 0
+        self.num_bytes = 0
+        self.num_skipped = 0
+        """Rows that couldn't be written."""
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether there is one to write to."""
+        return self._ring is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was taken is written."""
+        return self._num_waiting == 0
+
+    def retry(self) -> None:
+        """Make a ring again when rows come, though the last time there was no room."""
+        self._is_refused = False
+
+    def take(self, rows: CapturedRows, is_apart: bool | None = None) -> None:
+        """Write rows that have arrived.
+
+        Args:
+            is_apart: on the thread; None: where they came from a GPU.
+
+        Raises:
+            ValueError, OSError: they couldn't be written; on the thread, `raise_failure` tells.
+        """
+        if not (rows.arrived is not None if is_apart is None else is_apart):
+            self._write(rows)
+            return
+        if self._waiting_bytes and self._waiting_bytes + rows.features.nbytes > MOST_BYTES:
+            self._skip(len(rows.features))
+        else:
+            self._put(rows)
+
+    def take_end(self, request: CapturedRequest) -> None:
+        """A request is over, and its rows were taken."""
+        if self.is_done:
+            self._write_end(request)
+        else:
+            self._put(request)
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong on the thread since the last call."""
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _put(self, item: CapturedRows | CapturedRequest) -> None:
+        with self._lock:
+            self._num_waiting += 1
+            self._waiting_bytes += _bytes_of(item)
+            self._queue.put(item)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="honed-capture", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._num_waiting:
+                        continue
+                    self._thread = None
+                    return
+            try:
+                if isinstance(item, CapturedRequest):
+                    self._write_end(item)
+                else:
+                    self._write(item)
+            except Exception as error:
+                with self._lock:
+                    self._failure = error.with_traceback(None)  # whose frames hold pinned memory
+            finally:
+                with self._lock:
+                    self._num_waiting -= 1
+                    self._waiting_bytes -= _bytes_of(item)
+                del item
+
+    def _skip(self, num_rows: int) -> None:
+        with self._lock:
+            self.num_skipped += num_rows
+
+    def _write_end(self, request: CapturedRequest) -> None:
+        if self._ring is not None:
+            self._ring.write_end(request.key, request.workload)
+
+    def _write(self, rows: CapturedRows) -> None:
+        features = _to_numpy(rows.features)
+        if self._ring is None:
+            if self._is_refused:
+                self._skip(len(features))
+                return
+            try:
+                self._ring = self._make_ring(features.shape[1], _RING_DTYPES[rows.features.dtype])
+            except Exception:
+                self._skip(len(features))
+                self._is_refused = True
+                raise
+        token_ids = rows.token_ids.numpy().astype(np.int32)
+        positions = rows.positions.numpy()
+        rejected = rows.num_rejected.tolist() if rows.num_rejected is not None else [0] * len(rows.counts)
+        start = 0
+        refused: ValueError | None = None
+        for request, count, num_rejected in zip(rows.requests, rows.counts, rejected, strict=True):
+            part = slice(start, start + count - num_rejected)
+            start += count
+            try:
+                flags = FLAG_REJECTED if num_rejected else 0
+                self._write_request(request, rows.drafter_version, token_ids[part], positions[part], features[part], flags)
+            except ValueError as error:
+                self._skip(count - num_rejected)
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _write_request(
+        self,
+        request: CapturedRequest,
+        drafter_version: str,
+        token_ids: npt.NDArray[np.int32],  # [n]
+        positions: npt.NDArray[np.int64],  # [n]
+        features: npt.NDArray[Any],  # [n, F]
+        flags: int,
+    ) -> None:
+        count = len(token_ids)
+        if not count:
+            return
+        first = int(positions[0])
+        if int(positions[-1]) - first != count - 1:
+            raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")
+        flags |= FLAG_PREFILL if first < request.prompt_tokens else 0
+        if first != request.next_position:
+            flags |= FLAG_GAP
+        request.next_position = first + count
+        assert self._ring is not None
+        self._ring.write_rows(
+            request.key, request.workload, drafter_version, first, token_ids, features, flags, request.temperature,
+            request.session,
+        )  # fmt: skip
+        self.num_rows += count
+        self.num_bytes += features.nbytes
+
+
+def _bytes_of(item: CapturedRows | CapturedRequest) -> int:
+    return item.features.nbytes if isinstance(item, CapturedRows) else 0
+
+
+def _to_numpy(features: torch.Tensor) -> npt.NDArray[Any]:
+    # numpy has no bfloat16: its bits travel as uint16.
+    return features.view(torch.uint16).numpy() if features.dtype == torch.bfloat16 else features.numpy()

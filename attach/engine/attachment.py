@@ -1,0 +1,424 @@
+"""Everything of honed that lives on the engine's thread, in one object that the scheduler class calls into.
+
+The law of this file: no call blocks, and none raises. Each public method catches what goes wrong, counts it, says it once,
+and leaves vLLM as if honed weren't there; after `MAX_ERRORS` the attachment stops deciding and only observes.
+
+Non-anticipating by construction: `decide` reads the requests' finished rounds (`observe` runs after a step's verification),
+never the draft tokens that it is about to cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from honed.adapt.lengths.decider import Decider
+from honed.adapt.lengths.policy_tables import PolicyTables
+from honed.adapt.protocol import wire
+from honed.adapt.steps.step_time import StepTimeModel
+from honed.adapt.steps.vllm_costs import cost_curves
+from honed.attach.contract.compatibility import Findings, can_shorten_block, can_skip_draft_pass, has_worker_extension
+from honed.attach.engine.busy_flag import BusyFlag
+from honed.attach.engine.commands import CommandRunner
+from honed.attach.engine.environment import AttachSettings
+from honed.attach.engine.graphs import LengthTable
+from honed.attach.engine.guard import Errors, guarded
+from honed.attach.engine.introduction import introduce
+from honed.attach.engine.latency import Latency
+from honed.attach.engine.worker_link import WorkerLink
+from honed.attach.events.model_wait import Lull
+from honed.attach.events.publisher import Callbacks, Publisher
+from honed.attach.events.request_book import RequestBook
+from honed.attach.events.step_log import StepLog, Verified
+from honed.attach.events.step_recorder import Plan, StepRecorder
+
+logger = logging.getLogger("honed.attach")
+
+MOST_NOTED = 8
+"""Requests of a step that are asked how long they are: it takes the caches long to find one. The others are as long as they
+were then, and what they got since."""
+
+
+class Attachment:
+    """The engine thread's side of honed for one scheduler.
+
+    Args:
+        scheduler: vLLM's scheduler; only counters and `requests` are read.
+        vllm_config: vLLM's configuration.
+        settings: from the environment.
+        findings: what this engine allows.
+    """
+
+    def __init__(self, scheduler: Any, vllm_config: Any, settings: AttachSettings, findings: Findings) -> None:
+        self._scheduler = scheduler
+        self._config = vllm_config
+        self._settings = settings
+        self._boot_id = secrets.token_hex(8)
+        self._num_spec_tokens: int = scheduler.num_spec_tokens
+        self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
+        self._is_block_open = can_shorten_block(vllm_config)
+        self._can_shorten = self._can_decide and self._is_block_open
+        self._can_skip = self._can_decide and can_skip_draft_pass(vllm_config)
+        self.errors = Errors()
+        self.log_latency = Latency()
+        self.decide_latency = Latency()
+        self._requests = RequestBook()
+        self._decider = Decider(self._num_spec_tokens, vllm_config.scheduler_config.max_num_seqs)
+        self._pending_policy: PolicyTables | None = None
+        self._policy: wire.Policy | None = None
+        self._drafter_version = ""
+        self._drafting_version = ""
+        """Version whose drafts the next step verifies: a swap comes between a draft pass and its verification."""
+        self._drafter_generation = 0
+        self._target_updates = 0
+        self._is_drafter_here = True
+        """False while vLLM sleeps, until somebody brings the drafter other weights."""
+        self._step = 0
+        self._began_ns = 0
+        self._decide_ns = 0
+        self._decided: tuple[list[str], list[int]] | None = None
+        self._in_prompt: set[str] = set()
+        """Requests whose prompt isn't computed yet, or not any more."""
+        self._with_stale_steps: set[str] = set()
+        self._plan: Plan | None = None
+        self._busy = BusyFlag(settings.busy_path)
+        self._log = StepLog()
+        self._lull = Lull()
+        self._recorder = StepRecorder(self._log)
+        self._workers = WorkerLink(
+            settings, findings, self._requests.secret, vllm_config.use_v2_model_runner, has_worker_extension(vllm_config)
+        )
+        self._table = LengthTable(scheduler, self._num_spec_tokens)
+        self._block = self._num_spec_tokens
+        if self._can_shorten and not vllm_config.scheduler_config.async_scheduling:  # else it is asked for an earlier step
+            self._workers.skip_draft_fetch(lambda: self._block > 0)
+        self._publisher = Publisher(
+            settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks(),
+            self._lull,
+        )  # fmt: skip
+        self.commands = CommandRunner(
+            (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake,
+            lambda: len(self._requests) > 0,
+        )  # fmt: skip
+        self._workers.watch_sleep(self.fell_asleep, self.woke_up)
+        self._workers.watch_weights(self._take_news, self.weights_came)  # the workers have to be attached by then
+        if self._can_decide:
+            self._decider.prepare()
+        self._publisher.start()
+
+    # --- called by the scheduler class, on the engine's thread --------------------------------------------------------
+
+    @guarded
+    def request_added(self, request: Any) -> None:
+        """A request came in: the engine is busy from here on."""
+        self._busy.set(True)
+        labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
+        self._recorder.started(request.request_id, tracked)
+        self._decider.start(request.request_id, labels.workload, labels.max_draft_tokens)
+        self._in_prompt.add(request.request_id)
+
+    @guarded
+    def request_freed(self, request_id: str) -> None:
+        """A request is over, however it ended; after the last one the engine is idle."""
+        self._requests.remove(request_id)
+        self._recorder.over(request_id)
+        self._set_busy()
+        self._in_prompt.discard(request_id)
+        self._decider.finish(request_id)
+
+    @guarded
+    def request_preempted(self, request: Any) -> None:
+        """A request lost its cache; when vLLM schedules ahead, a step of it may be under way whose tokens it will drop."""
+        self._in_prompt.add(request.request_id)
+        if request.drop_stale_output and request.num_stale_output_tokens > 0:
+            self._with_stale_steps.add(request.request_id)
+
+    @guarded
+    def before_schedule(self) -> None:
+        """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
+        self._lull.end()
+        self._take_news()
+        self._began_ns = time.monotonic_ns()
+
+    @guarded
+    def without_requests(self) -> None:
+        """There is nothing to schedule, and yet the engine may be at work: with experts spread over replicas, all of them step
+        as long as one has something to do."""
+        if self._pending_policy is not None or self.commands.is_pending:
+            self._take_news()
+
+    @guarded
+    def _take_news(self) -> None:
+        if self._workers.attach():
+            self._publisher.reintroduce()
+        self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
+        if self._pending_policy is not None:
+            self._apply_policy()
+        if self.commands.is_pending:
+            self.commands.run()
+
+    @guarded
+    def choose_lengths(self, output: Any) -> None:
+        """Choose the draft length of each request in the step that was just scheduled; they hold for its next round.
+
+        Where the runner can, also shorten the block that is drafted in this step to the longest that will be verified; or leave
+        the draft pass out where none will be.
+        """
+        began_ns = time.perf_counter_ns()
+        self._step += 1
+        self._block, self._decided = self._num_spec_tokens, None  # should anything below go wrong
+        requests = self._scheduler.requests
+        scheduled = output.num_scheduled_tokens
+        ids, num_prefill, padded = list(scheduled), 0, []
+        if self._in_prompt and (in_prompt := self._in_prompt & scheduled.keys()):
+            padded = [request_id for request_id in in_prompt if request_id in output.scheduled_spec_decode_tokens]
+            for request_id in list(in_prompt):
+                request, num_tokens = requests[request_id], scheduled[request_id]
+                # A request in the middle of its prompt drafts nothing; one that ends it in this step does.
+                if request.num_computed_tokens + num_tokens >= request.num_tokens:
+                    in_prompt.remove(request_id)
+                    self._in_prompt.remove(request_id)
+                    self._decider.requests.note_context(request_id, request.num_tokens)
+                else:
+                    num_prefill += num_tokens
+            if in_prompt:
+                ids = [request_id for request_id in ids if request_id not in in_prompt]
+        reason, block, lengths = self._why_undecided(), self._num_spec_tokens, None
+        if not reason:
+            every = max(-(-len(ids) // MOST_NOTED), 1)
+            first = self._step % every
+            contexts = [requests[request_id].num_tokens for request_id in ids[first::every]]
+            decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
+            reason, lengths = decision.reason, decision.num_draft_tokens
+            if self._can_shorten:
+                block = min(decision.block, output.num_spec_tokens_to_schedule)
+                output.num_spec_tokens_to_schedule = block
+            elif self._can_skip and not decision.block:
+                block = output.num_spec_tokens_to_schedule = 0
+        elif self._is_block_open:  # vLLM's own table by batch size may be in force
+            block = getattr(output, "num_spec_tokens_to_schedule", block)
+        if lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths):
+            self._decided = ids, lengths
+        self._block = block
+        drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by, padded)
+        self._decide_ns = time.perf_counter_ns() - began_ns
+
+    @guarded
+    def after_schedule(self) -> None:
+        """The step is on its way to the model."""
+        self._lull.begin()
+
+    def decided(self) -> Iterable[tuple[str, int]]:
+        """Whom a length was chosen for, and how many drafts the next round may verify; empty when it is K for everybody."""
+        return zip(*self._decided, strict=True) if self._decided is not None else ()
+
+    @guarded
+    def cut(self, request_ids: Sequence[str], drafts: list[list[int]]) -> None:
+        """Cut drafts to the lengths that were chosen."""
+        if self._decided is None:
+            return
+        ids, lengths = self._decided
+        if request_ids == ids:
+            drafts[:] = [row[:length] for row, length in zip(drafts, lengths, strict=True)]
+        else:  # the runner has an order of its own
+            length_of = dict(zip(ids, lengths, strict=True)).get
+            drafts[:] = [row[: length_of(request_id)] for request_id, row in zip(request_ids, drafts, strict=True)]
+
+    @guarded
+    def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
+        """A step's results are about to be taken in; where vLLM's verify rounds are to be noted as it counts them."""
+        self._lull.end()
+        self._plan = getattr(output, "honed_plan", None)
+        recorder = self._recorder
+        recorder.begin(output, runner_output, self._dropped(output) if self._with_stale_steps else ())
+        return recorder.verified.append
+
+    @guarded
+    def after_update(self) -> None:
+        """The step is over: log it, learn from it."""
+        recorder = self._recorder
+        verified, invalid = recorder.verified, recorder.invalid
+        unplanned = Plan(self._step, self._began_ns, "unplanned", self._num_spec_tokens, self._drafting_version)
+        plan = self._plan or unplanned
+        recorder.end(plan)
+        self.log_latency.record(recorder.spent_ns)
+        began_ns = time.perf_counter_ns()
+        if plan.padded:
+            verified = [one for one in verified if one[0] not in plan.padded]
+        if verified and self._can_decide:
+            request_ids, drafts, accepted = map(list, zip(*verified, strict=True))
+            if invalid:  # what a grammar struck out says nothing of the drafter
+                drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
+            self._decider.observe(request_ids, drafts, accepted)
+        self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
+        if not self._requests:
+            self._lull.rest()
+
+    @guarded
+    def fell_asleep(self) -> None:
+        """vLLM's sleep mode: the device's memory is somebody else's until it wakes up. The trainer is to keep off it, too."""
+        self.commands.is_asleep, self._is_drafter_here = True, False
+        self._set_busy()
+        self.commands.run()
+        self._workers.rest(True)
+
+    @guarded
+    def woke_up(self, are_weights_lost: bool) -> None:
+        """All of the device's memory is back. A drafter that was thrown away has no version: the daemon brings it to one.
+
+        Unless somebody else has brought it one meanwhile.
+        """
+        self.commands.is_asleep = False
+        self._set_busy()
+        if are_weights_lost and self._can_swap and not self._is_drafter_here:
+            logger.warning("honed: vLLM threw the drafter's weights away in its sleep; the daemon has to bring them back")
+            self._note_drafter(wire.LOST_DRAFTER)
+            self._drafting_version = wire.LOST_DRAFTER
+            self.commands.take_over()
+        self._workers.rest(False)
+
+    @guarded
+    def weights_came(self, is_draft: bool) -> None:
+        """Through vLLM's own endpoints, for the target or for the drafter: that is honed's no longer, until it is told so."""
+        if not is_draft:
+            self._target_updates += 1
+        elif self._can_swap:
+            logger.warning("honed: the drafter's weights came through vLLM's endpoint: left alone until a version is promoted")
+            self.commands.give_way()
+            self._is_drafter_here = True
+            self._note_drafter(wire.FOREIGN_DRAFTER)
+
+    @guarded
+    def stop(self) -> None:
+        """The engine shuts down: send what is left, lower the busy flag, let go of vLLM."""
+        self._publisher.stop()
+        self._busy.close()
+        self._workers.close()
+
+    # --- helpers on the engine's thread -------------------------------------------------------------------------------
+
+    @property
+    def _can_swap(self) -> bool:
+        return "swap" in self._workers.findings.capabilities
+
+    def _set_busy(self) -> None:
+        self._busy.set(self.commands.is_asleep or len(self._requests) > 0)
+
+    def _note_drafter(self, version: str) -> None:
+        self._drafter_version = version
+        self._drafter_generation += 1
+        self._workers.label(version)
+
+    def _dropped(self, output: Any) -> set[str]:
+        """Requests whose tokens of this step vLLM is about to drop: it has taken them up anew since the step was scheduled."""
+        requests = self._scheduler.requests
+        stale = {r for r in self._with_stale_steps if r in requests and requests[r].num_stale_output_tokens > 0}
+        self._with_stale_steps = stale
+        return {r for r in stale if r in output.num_scheduled_tokens}
+
+    def _why_undecided(self) -> str:
+        """Why draft lengths are left to vLLM; empty where they aren't."""
+        if not self._can_decide:
+            return "observe"
+        if not self._is_off():
+            return ""
+        return "error" if self.errors.is_too_many else "off"
+
+    def _is_off(self) -> bool:
+        return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")
+
+    def _apply_policy(self) -> None:
+        tables, self._pending_policy = self._pending_policy, None
+        if tables is None or tables.policy is None:
+            return
+        policy = self._policy = tables.policy
+        self._table.set_aside(not self._why_undecided())
+        self._decider.use(tables, time.monotonic())
+        if "estimates" in self._workers.findings.capabilities:
+            self._feed(policy, tables.model)
+        idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
+        self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
+
+    def _feed(self, policy: wire.Policy, model: StepTimeModel) -> None:
+        is_on, running, config = policy.feeds_estimates and not self._is_off(), self._scheduler.running, self._config
+        curves = None
+        if is_on and model.is_ready and running:
+            curves = cost_curves(
+                model, num_requests=len(running), context_tokens=sum(request.num_tokens for request in running),
+                num_spec_tokens=self._num_spec_tokens, max_num_seqs=config.scheduler_config.max_num_seqs,
+                max_tokens=config.scheduler_config.max_num_batched_tokens, captured_tokens=self._workers.graphs.token_counts,
+            )  # fmt: skip
+        self._workers.feed(is_on, curves)
+
+    def _on_swapped(self, drafter_version: str, needs_cache_reset: bool) -> None:
+        self._drafter_version = drafter_version
+        self._drafter_generation += 1
+        if needs_cache_reset:
+            # Context K/V of the old weights would be read by the new ones: prefix hits never recompute them.
+            try:
+                self._scheduler.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError as error:  # somebody who isn't running holds blocks: a session that waits, a KV transfer
+                logger.warning("honed: context K/V of the old weights stay cached, and cost acceptance where hit: %s", error)
+
+    # --- called on the publisher's thread -----------------------------------------------------------------------------
+
+    def _callbacks(self) -> Callbacks:
+        return Callbacks(self._hello, self._status, self._on_welcome, self._on_policy, self._on_command, self._on_tick)
+
+    def _hello(self, last_seq: int) -> wire.EngineHello:
+        return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version, last_seq)
+
+    def _status(self, queue_bytes: int, queue_batches: int) -> wire.EngineStatus:
+        running, waiting = self._scheduler.get_request_counts()
+        log_p50, log_p99 = self.log_latency.quantiles_us()
+        decide_p50, decide_p99 = self.decide_latency.quantiles_us()
+        policy = self._policy
+        fallback = "error" if self.errors.is_too_many else self._decider.fallback
+        return wire.EngineStatus(
+            engine_id=self._settings.engine_id,
+            boot_id=self._boot_id,
+            num_running=running,
+            num_waiting=waiting,
+            kv_cache_usage=float(self._scheduler.kv_cache_manager.usage),
+            policy_generation=policy.generation if policy is not None else 0,
+            policy_age_s=self._decider.policy_age(time.monotonic()),
+            fallback=fallback if self._can_decide else "observe_only",
+            drafter_version=self._drafter_version,
+            drafter_generation=self._drafter_generation,
+            queue_bytes=queue_bytes,
+            queue_batches=queue_batches,
+            errors=self.errors.count,
+            log_us_p50=log_p50,
+            log_us_p99=log_p99,
+            decide_us_p50=decide_p50,
+            decide_us_p99=decide_p99,
+            captured_rows=int(self._workers.captured.get("rows", 0)),
+            captured_bytes=int(self._workers.captured.get("bytes", 0)),
+            capture_skipped_rows=int(self._workers.captured.get("skipped", 0)),
+            step=self._step,
+            is_asleep=self.commands.is_asleep,
+            target_updates=self._target_updates,
+        )
+
+    def _on_welcome(self, welcome: wire.Welcome) -> None:
+        self._recorder.is_logging_token_ids = welcome.log_token_ids
+        if welcome.drafter_version and not self._drafter_generation:
+            self._drafter_version = self._drafting_version = welcome.drafter_version
+
+    def _on_policy(self, policy: wire.Policy) -> None:
+        self._pending_policy = self._decider.tabulate(policy)
+        self._wake()
+
+    def _on_command(self, command: wire.Command) -> None:
+        self.commands.put(command)
+
+    def _on_tick(self) -> None:
+        if self.commands.is_pending:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._workers.wake(self._take_news)

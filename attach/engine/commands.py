@@ -1,0 +1,277 @@
+"""Commands of the daemon, carried out on the engine's thread between two steps, also while the engine is idle.
+
+A swap has two halves. Staging reads and checks the file and brings it to the device; it runs on a thread in each worker and
+may take as long as it likes. Applying copies in place; only this holds the engine up. A command that fails changes nothing
+and is answered with the reason.
+
+Two versions may take turns (a canary): both are staged, and stay so. Such a swap is on a lease: should the daemon go silent,
+the engine goes back by itself to the version that it ran before the turns began.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from honed.adapt.protocol import wire
+from honed.attach.engine.engine_hook import RankError
+
+logger = logging.getLogger("honed.attach")
+
+ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the device: wake it up, or wait until it is"
+FOREIGN = "the drafter's weights came through vLLM's own endpoint; they are left alone until a version is promoted"
+STAGE_TIMEOUT_S = 300.0
+CHECKSUM_TIMEOUT_S = 50.0
+MOST_UNHASHED = 4
+"""Tensors that may wait in host memory to be hashed."""
+POLL_S, BUSY_POLL_S = 0.02, 0.2
+"""Between two questions to the workers, while the engine is idle and while it serves: they answer once the steps that are under
+way are over, and an engine that schedules ahead loses its lead each time."""
+
+
+class CommandRunner:
+    """The queue between publisher thread and engine thread, and the swap under way, if any.
+
+    Args:
+        identity: (engine_id, boot_id), for the answers.
+        rpc: (method, *args) -> one result a rank; engine thread only.
+        report: takes the answers.
+        on_swapped: called on the engine thread with (version, needs_cache_reset) right after the copy.
+        wake: asks that `run` be called soon, even if the engine is idle.
+        is_busy: whether the engine has requests.
+    """
+
+    def __init__(
+        self,
+        identity: tuple[str, str],
+        rpc: Callable[..., list[Any]],
+        report: Callable[[wire.CommandResult], None],
+        on_swapped: Callable[[str, bool], None],
+        wake: Callable[[], None],
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._identity = identity
+        self._rpc = rpc
+        self._report = report
+        self._on_swapped = on_swapped
+        self._wake = wake
+        self._is_busy = is_busy
+        self._queue: deque[wire.Command] = deque()
+        self._staging: tuple[wire.Command, float] | None = None
+        self._hashing: tuple[wire.Command, float] | None = None
+        self._num_sent = 0
+        """Tensors of the checksum that is under way."""
+        self._next_poll_s = 0.0
+        self._answered: dict[str, wire.CommandResult] = {}
+        self._lease: _Lease | None = None
+        self._is_foreign = False
+        self.is_asleep = False
+        """Engine thread: the device's memory isn't there. Commands are refused until it is back, a lease is overstayed."""
+
+    def put(self, command: wire.Command) -> None:
+        """Publisher thread: take a command in."""
+        self._queue.append(command)
+        self._wake()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `run` has anything to do."""
+        return bool(self._queue) or self._is_under_way or self._is_lease_over()
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._staging is not None or self._hashing is not None
+
+    def run(self) -> None:
+        """Engine thread: do what can be done without waiting. Cheap when there is nothing."""
+        if self.is_asleep:
+            self._refuse_all()
+            return
+        if self._staging is not None:
+            self._poll_staging()
+        elif self._hashing is not None:
+            self._poll_checksum()
+        while not self._is_under_way and self._queue:
+            self._start(self._queue.popleft())
+        if not self._is_under_way and self._is_lease_over():
+            self._go_back()
+
+    def _refuse_all(self) -> None:
+        for under_way in (self._staging, self._hashing):
+            if under_way is not None:
+                self._queue.appendleft(under_way[0])
+        self._staging = self._hashing = None
+        while self._queue:
+            self._answer(self._queue.popleft(), error=ASLEEP, detail={"asleep": "1"})
+
+    def give_way(self) -> None:
+        """Engine thread: the drafter's weights are somebody else's now, and only a swap that knows that may overwrite them."""
+        self._is_foreign, self._lease = True, None
+        if self._staging is not None:
+            self._refuse_foreign(self._staging[0])
+            self._staging = None
+        if self._hashing is not None:
+            self._abandon(self._hashing[0], "new weights came through vLLM's own endpoint while the old ones were hashed")
+
+    def take_over(self) -> None:
+        """Engine thread: they are gone."""
+        self._is_foreign = False
+
+    def _refuse_foreign(self, command: wire.Command) -> None:
+        self._answer(command, error=FOREIGN, detail={"foreign": "1"})
+
+    def _start(self, command: wire.Command) -> None:
+        if command.command_id in self._answered:  # sent again after a reconnect
+            self._report(self._answered[command.command_id])
+            return
+        try:
+            if command.kind == "swap" and self._is_foreign and command.args.get("takes_over") != "1":
+                self._refuse_foreign(command)
+            elif command.kind == "swap":
+                answers = self._rpc("honed_stage", _versions(command.args))
+                self._staging = (command, time.monotonic())
+                self._next_poll_s = 0.0
+                if not any(answers):  # held from an earlier turn
+                    self._apply(command, 0.0)
+            elif command.kind == "checksum":
+                self._hashing, self._next_poll_s, self._num_sent = (command, time.monotonic()), 0.0, 0
+                self._poll_checksum()
+            else:
+                self._answer(command, error=f"unknown command {command.kind!r}: daemon and attachment differ in version")
+        except Exception as error:
+            self._abandon(command, _one_line(error))
+
+    def _poll_staging(self) -> None:
+        assert self._staging is not None
+        command, since_s = self._staging
+        now_s = time.monotonic()
+        if now_s < self._next_poll_s:
+            return
+        self._next_poll_s = now_s + (BUSY_POLL_S if self._is_busy() else POLL_S)
+        try:
+            answers: list[str] = self._rpc("honed_staged", command.args["version"])
+            failed = [text for text in answers if text not in ("", "staging")]
+            if failed:
+                self._abandon(command, failed[0])
+            elif "staging" not in answers:
+                self._apply(command, now_s - since_s)
+            elif now_s - since_s > STAGE_TIMEOUT_S:
+                self._abandon(command, f"the weights were not read within {STAGE_TIMEOUT_S:.0f} s: is the disk slow?")
+        except Exception as error:
+            self._abandon(command, _one_line(error))
+
+    def _poll_checksum(self) -> None:
+        """Send a few tensors more on their way, on all ranks alike."""
+        assert self._hashing is not None
+        command, since_s = self._hashing
+        now_s = time.monotonic()
+        if now_s < self._next_poll_s:
+            return
+        self._next_poll_s = now_s + (BUSY_POLL_S if self._is_busy() else POLL_S)
+        try:
+            answers = self._take(0 if self._num_sent == 0 else -1)
+            for _ in range(MOST_UNHASHED - 1):
+                if self._num_sent < answers[0][2] and max(waiting for _, waiting, _ in answers) < MOST_UNHASHED:
+                    answers = self._take(self._num_sent)
+            sums = [found for found, _, _ in answers]
+            if all(sums):
+                self._hashing = None
+                self._answer(command, detail={"sha256": sums[0]} | {f"rank{i}": s for i, s in enumerate(sums)})
+            elif now_s - since_s > CHECKSUM_TIMEOUT_S:
+                self._abandon(command, f"the weights were not hashed within {CHECKSUM_TIMEOUT_S:.0f} s")
+        except Exception as error:
+            self._abandon(command, _one_line(error))
+
+    def _take(self, part: int) -> list[tuple[str, int, int]]:
+        self._num_sent += part >= 0
+        return self._rpc("honed_checksum", part)
+
+    def _apply(self, command: wire.Command, staged_s: float) -> None:
+        args = command.args
+        beside, drops_cache = args.get("beside_version", ""), _drops_cache(args)
+        began_ns = time.monotonic_ns()
+        figures: list[dict[str, float]] = self._rpc("honed_apply", args["version"], bool(beside))
+        pause_ms = (time.monotonic_ns() - began_ns) / 1e6
+        self._staging, self._lease, self._is_foreign = None, None, False
+        if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
+            self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
+        self._on_swapped(args["version"], drops_cache)
+        steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
+        logger.info("honed: drafter version %s serves; steps of each rank before it: %s", args["version"], " ".join(steps))
+        copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
+        torn = f"ranks swapped at different steps ({', '.join(steps)}): drafts between them were of both versions' weights"
+        self._answer(
+            command,
+            error=torn if len(set(steps)) > 1 else "",
+            figures={"pause_ms": pause_ms, "stage_ms": staged_s * 1e3, "copy_ms": copy_ms, "ranks": float(len(figures))},
+            detail={"version": args["version"], "steps": " ".join(steps)},
+        )
+
+    def _is_lease_over(self) -> bool:
+        return self._lease is not None and not self.is_asleep and time.monotonic() >= self._lease.until_s
+
+    def _go_back(self) -> None:
+        """The daemon has been silent for too long: back to what served before the turns."""
+        assert self._lease is not None
+        lease, self._lease = self._lease, None
+        try:
+            self._rpc("honed_apply", lease.home_version, False)
+        except Exception as error:
+            logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
+        else:
+            self._on_swapped(lease.home_version, lease.drops_cache)
+            logger.warning("honed: no word from the daemon: back to drafter version %s", lease.home_version)
+
+    def _abandon(self, command: wire.Command, error: str) -> None:
+        self._staging = self._hashing = None
+        self._answer(command, error=error)
+
+    def _answer(
+        self,
+        command: wire.Command,
+        error: str = "",
+        figures: dict[str, float] | None = None,
+        detail: dict[str, str] | None = None,
+    ) -> None:
+        result = wire.CommandResult(
+            engine_id=self._identity[0],
+            boot_id=self._identity[1],
+            command_id=command.command_id,
+            ok=not error,
+            error=error,
+            figures=figures or {},
+            detail=detail or {},
+        )
+        self._answered[command.command_id] = result
+        while len(self._answered) > 64:
+            self._answered.pop(next(iter(self._answered)))
+        self._report(result)
+
+
+class _Lease(NamedTuple):
+    """Until when a version on trial may serve without further word from the daemon."""
+
+    until_s: float
+    home_version: str
+    drops_cache: bool
+
+
+def _versions(args: dict[str, str]) -> list[tuple[str, str, str]]:
+    """What a swap command wants staged: its version, and the one that it takes turns with, if any."""
+    wanted = [(args["version"], args["path"], args.get("sha256", ""))]
+    if args.get("beside_version"):
+        wanted.append((args["beside_version"], args["beside_path"], args.get("beside_sha256", "")))
+    return wanted
+
+
+def _drops_cache(args: dict[str, str]) -> bool:
+    """Whether cached context keys and values are of no use to the new weights."""
+    return args["drops_cache"] == "1" if "drops_cache" in args else args.get("scope", "") == "full"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no text"
+    return (text if isinstance(error, RankError) else f"{type(error).__name__}: {text}")[:500]

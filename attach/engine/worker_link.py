@@ -1,0 +1,192 @@
+"""The engine thread's line to the worker extension on every rank: attach it, set the share to capture, carry out commands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from honed.adapt.steps.vllm_costs import Curve, are_alike
+from honed.attach.contract.compatibility import Findings
+from honed.attach.engine import engine_hook
+from honed.attach.engine.environment import AttachSettings
+from honed.attach.engine.graphs import Captured
+
+logger = logging.getLogger("honed.attach")
+
+EXTENSION = "honed.attach.worker.HonedWorkerExtension"
+
+
+class WorkerLink:
+    """What can be asked of the workers; all methods but `wake` run on the engine's thread.
+
+    Args:
+        secret: key of this boot's request keys.
+        are_drafts_on_device: vLLM's scheduler isn't told the drafts (V2).
+        has_extension: the workers have honed's methods.
+    """
+
+    def __init__(
+        self,
+        settings: AttachSettings,
+        findings: Findings,
+        secret: bytes,
+        are_drafts_on_device: bool = False,
+        has_extension: bool = True,
+    ) -> None:
+        self.findings = findings
+        self._settings = settings
+        self._secret = secret
+        self._are_drafts_on_device = are_drafts_on_device and findings.is_known
+        self._engine = engine_hook.current()
+        self._has_extension = has_extension
+        self._is_attached = False
+        self._is_wake_pending = False
+        self._share = -1.0
+        self._are_ids_wanted = False
+        self._counted_step = 0
+        self._is_feeding = False
+        self._fed_curves: tuple[Curve, Curve] | None = None
+        self.graphs = Captured([], [])
+        self.captured: dict[str, float] = {}
+        """rows, bytes, skipped rows and errors of what was captured, as of the last time anything was asked."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether samples can be had from this engine."""
+        return "capture" in self.findings.capabilities and self._settings.is_capture_on
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Run a method of the worker extension between two steps; one result a rank. Raises RuntimeError when it can't."""
+        if self._engine is None or not self._can_ask:
+            raise RuntimeError(f"{self._why_mute}: capture and swap are off")
+        return self._engine.rpc(method, *args)
+
+    def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:
+        """Spare steps without drafts the question for them."""
+        if self._engine is not None:
+            self._engine.skip_draft_fetch(is_needed)
+
+    def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
+        """See `engine_hook.Engine.watch_sleep`; an engine of a release that isn't known is left alone."""
+        if self._engine is not None and self.findings.is_known:
+            self._engine.watch_sleep(on_sleep, on_wake)
+
+    def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
+        """See `engine_hook.Engine.watch_weights`; an engine of a release that isn't known is left alone."""
+        if self._engine is not None and self.findings.is_known:
+            self._engine.watch_weights(on_begin, on_change)
+
+    def attach(self) -> bool:
+        """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason.
+
+        Returns:
+            whether more is known of the engine than before.
+        """
+        if self._is_attached:
+            return False
+        self._is_attached = True
+        before = self.findings, self.graphs
+        self._attach()
+        return (self.findings, self.graphs) != before
+
+    def _attach(self) -> None:
+        of_workers = ("capture", "swap", "estimates")
+        wanted = [name for name in of_workers if name in self.findings.capabilities]
+        if wanted and not self._can_ask:
+            self._drop(of_workers, f"{' and '.join(wanted)} are off: {self._why_mute}")
+        if not self._can_ask or not (wanted or self._are_drafts_on_device):
+            return
+        settings = {
+            "ring_path": str(self._settings.ring_path) if self.can_capture else "",
+            "ring_bytes": self._settings.ring_bytes,
+            "feature_kind": self._settings.feature_kind,
+            "secret": self._secret.hex(),
+            "wanted": wanted,
+        }
+        try:
+            answers: list[dict[str, Any]] = self.rpc("honed_attach", settings)
+            self.graphs = Captured(*answers[0]["graphs"])
+            for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
+                self._drop(names, limit)
+            if "swap" in self.findings.capabilities:
+                self.rpc("honed_begin")
+        except RuntimeError as error:
+            self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
+
+    @property
+    def _can_ask(self) -> bool:
+        return not self._why_mute
+
+    @property
+    def _why_mute(self) -> str:
+        """Why the workers can't be asked anything; empty where they can."""
+        if self._engine is None:
+            return "this vLLM process has no EngineCore that honed knows"
+        return "" if self._has_extension else f"vLLM was started without --worker-extension-cls {EXTENSION}"
+
+    def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
+        """Capture this share of the requests to come.
+
+        Calling the workers takes a millisecond, and afterwards vLLM's message queue spins for a second in each of them. So it
+        is done when it changes something, and once when the engine has become idle, to bring the counts up to date.
+
+        Args:
+            idle_since_step: number of the last step when the engine is idle, -1 when it isn't.
+        """
+        is_news = share != self._share or idle_since_step not in (-1, self._counted_step)
+        if self.can_capture and is_news:
+            self._share, self._counted_step = share, idle_since_step
+            self.captured = self.rpc("honed_capture", share, drafter_version)[0]
+
+    def rest(self, is_asleep: bool) -> None:
+        """vLLM falls asleep, or is awake again: nothing may wait on the device meanwhile."""
+        if self._is_attached and "swap" in self.findings.capabilities:
+            self.rpc("honed_rest", is_asleep)
+
+    def label(self, drafter_version: str) -> None:
+        """Samples from now on were computed with these weights, which didn't come by a swap."""
+        if self.can_capture and self._share >= 0.0:
+            self.captured = self.rpc("honed_capture", self._share, drafter_version)[0]
+
+    def want_draft_ids(self, are_wanted: bool) -> None:
+        """Have draft token ids brought to the host, or no longer; the workers are called only when that changes."""
+        if are_wanted != self._are_ids_wanted:
+            self._are_ids_wanted = are_wanted
+            if self._are_drafts_on_device and self._can_ask:
+                self.rpc("honed_draft_ids", are_wanted)
+
+    def feed(self, is_on: bool, curves: tuple[Curve, Curve] | None) -> None:
+        """Feed vLLM's adaptive verification, or no longer; the workers are called only when something has changed.
+
+        Args:
+            curves: step costs as they are now; None: not known.
+        """
+        is_news = is_on and curves is not None and (self._fed_curves is None or not are_alike(self._fed_curves, curves))
+        if is_news or is_on != self._is_feeding:
+            self._is_feeding = is_on
+            self._fed_curves = curves if is_news else None
+            self.rpc("honed_feed", is_on, *(curves if is_news and curves is not None else ([], [])))
+
+    def wake(self, callback: Callable[[], None]) -> None:
+        """Any thread: have `callback` run on the engine's thread once it is idle; at most one is under way."""
+
+        def woken() -> None:
+            # Lowered first: a wake-up that comes while the callback runs must not get lost.
+            self._is_wake_pending = False
+            callback()
+
+        if self._engine is not None and not self._is_wake_pending:
+            self._is_wake_pending = True
+            if not self._engine.call_when_idle(woken):
+                self._is_wake_pending = False
+
+    def close(self) -> None:
+        """Let go of vLLM."""
+        self._engine = None
+
+    def _drop(self, names: Collection[str], limit: str) -> None:
+        logger.warning("honed: %s", limit)
+        kept = tuple(c for c in self.findings.capabilities if c not in names)
+        self.findings = replace(self.findings, capabilities=kept, limits=(*self.findings.limits, limit))

@@ -1,0 +1,170 @@
+"""From the log's entries to the columns of an `EventBatch`, on the publisher's thread.
+
+A step at a time on purpose: this runs while the engine's thread may be waiting for the interpreter's lock, and what is done
+in one go holds it up for that long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from honed.adapt.protocol.wire import RoundColumns, StepColumns
+from honed.attach.events.outbox import Losses
+from honed.attach.events.request_book import Tracked
+from honed.attach.events.step_log import Over, Started, Step, Verified, losses_of
+
+
+class Batch(NamedTuple):
+    """What was gathered, and what it holds as vLLM counts it."""
+
+    drafter_version: str
+    workloads: list[str]
+    steps: StepColumns
+    rounds: RoundColumns
+    holds: Losses
+
+
+class BatchBuilder:
+    """Follows the requests and gathers finished steps as the wire's columns."""
+
+    MAX_ROUNDS = 4096
+    MAX_STEPS = 256
+
+    def __init__(self) -> None:
+        self._running: dict[str, Tracked] = {}
+        self.lost = Losses()
+        """Rounds of requests that the log knows nothing of: it refused to take in their start."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.drafter_version, self._has_token_ids = "", False
+        self.num_steps = 0
+        self._holds = Losses()
+        self._workloads: dict[str, int] = {}
+        self._steps: dict[str, list[Any]] = {name: [] for name in StepColumns.__struct_fields__}
+        self._rounds: dict[str, list[Any]] = {name: [] for name in RoundColumns.__struct_fields__}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch should go now."""
+        return self.num_steps >= self.MAX_STEPS or len(self._rounds["step"]) >= self.MAX_ROUNDS
+
+    def fits(self, step: Step) -> bool:
+        """Whether the step may join: a batch was run by one drafter version, has token ids for all rounds or none, is bounded.
+
+        A lone step always fits.
+        """
+        if not self.num_steps:
+            return True
+        if step.has_token_ids != self._has_token_ids:
+            return False
+        is_small = len(self._rounds["step"]) + len(step.scheduled) <= self.MAX_ROUNDS and self.num_steps < self.MAX_STEPS
+        return is_small and step.drafter_version == self.drafter_version
+
+    def note(self, change: Started | Over) -> None:
+        """A request came or went."""
+        if isinstance(change, Over):
+            self._running.pop(change.request_id, None)
+        elif (session := self._running.get(change.request_id)) is not None:  # more input for a request that waits for it
+            session.num_prompt_tokens = session.num_tokens = session.num_tokens + change.request.num_tokens
+        else:
+            self._running[change.request_id] = change.request
+
+    def add(self, step: Step) -> None:
+        """Append a step's figures to the columns."""
+        self.drafter_version, self._has_token_ids = step.drafter_version, step.has_token_ids
+        self.num_steps += 1
+        context_tokens = self._context_tokens(step)
+        verified = self._known(step)
+        plain = self._plain_rounds(step) if len(step.verified) < len(step.scheduled) else []
+        self._holds += losses_of(verified, step.invalid)
+        rows = [*verified, *plain]
+        num_drafts = sum(map(len, step.drafts.values()))
+        num_prefill = max(step.num_tokens - num_drafts - len(rows), 0)
+        trimmed = _trimmed(step, rows)
+        num_trimmed = sum(trimmed)
+        if step.padded:  # the target did compute them
+            trimmed = [
+                k - step.invalid.get(r, 0) - n if r in step.padded else t for (r, k, n), t in zip(rows, trimmed, strict=True)
+            ]
+        for name, value in (
+            ("step", step.step),
+            ("end_ns", step.end_ns),
+            ("duration_us", step.duration_us),
+            ("num_requests", len(step.scheduled)),
+            ("num_tokens", step.num_tokens - num_trimmed),
+            ("num_prefill_tokens", num_prefill),
+            ("num_draft_tokens", num_drafts - num_trimmed),
+            ("context_tokens", context_tokens),
+            ("num_drafting", step.num_drafting),
+            ("decision", step.decision),
+        ):
+            self._steps[name].append(value)
+        self._add_rounds(step, rows)
+        self._rounds["num_trimmed_tokens"] += trimmed
+
+    def _context_tokens(self, step: Step) -> int:
+        # Prompt and output of everybody in the step, as they were before it; whose prompt isn't computed yet counts whole.
+        running = self._running
+        return sum(running[request_id].num_tokens for request_id in step.scheduled if request_id in running)
+
+    def _known(self, step: Step) -> list[Verified]:
+        known = [one for one in step.verified if one[0] in self._running]
+        if len(known) < len(step.verified):
+            self.lost += losses_of((one for one in step.verified if one[0] not in self._running), step.invalid)
+        return known
+
+    def _plain_rounds(self, step: Step) -> list[Verified]:
+        # Decode steps without drafts (k = 0). A request's first token comes from its prompt: that is no decode step.
+        rows: list[Verified] = []
+        for request_id, num_tokens in step.scheduled.items():
+            if request_id in step.drafts:
+                continue
+            request, index = self._running.get(request_id), step.row_of.get(request_id, len(step.sampled))
+            if request is None or index >= len(step.sampled) or not len(step.sampled[index]):
+                continue
+            if num_tokens == 1 and request.num_tokens > request.num_prompt_tokens:
+                rows.append((request_id, 0, 0))
+            else:
+                request.num_tokens += 1
+        return rows
+
+    def _add_rounds(self, step: Step, rows: list[Verified]) -> None:
+        requests = [self._running[row[0]] for row in rows]
+        names, columns = self._workloads, self._rounds
+        columns["step"] += [step.step] * len(rows)
+        columns["request"] += [request.key for request in requests]
+        columns["workload"] += [names.setdefault(request.workload, len(names)) for request in requests]
+        columns["temperature"] += [request.temperature for request in requests]
+        columns["position"] += [request.num_tokens - 1 for request in requests]
+        columns["num_draft_tokens"] += [row[1] for row in rows]
+        columns["num_accepted_tokens"] += [row[2] for row in rows]
+        columns["num_invalid_tokens"] += [step.invalid.get(row[0], 0) for row in rows] if step.invalid else [0] * len(rows)
+        if step.has_token_ids:
+            emitted = [step.sampled[step.row_of[row[0]]] for row in rows]
+            columns["num_emitted"] += map(len, emitted)
+            for row, tokens in zip(rows, emitted, strict=True):
+                columns["emitted"] += tokens
+                columns["draft"] += step.drafts.get(row[0], ())
+        else:
+            columns["num_emitted"] += [row[2] + 1 for row in rows]
+        for request, row in zip(requests, rows, strict=True):
+            request.num_tokens += row[2] + 1
+
+    def take(self) -> Batch:
+        """What was gathered; the builder is empty afterwards, and still knows the requests."""
+        if not any(self._rounds["num_trimmed_tokens"]):
+            self._rounds["num_trimmed_tokens"] = []
+        steps, rounds = StepColumns(**self._steps), RoundColumns(**self._rounds)
+        made = Batch(self.drafter_version, list(self._workloads), steps, rounds, self._holds)
+        self._clear()
+        return made
+
+
+def _trimmed(step: Step, rows: Sequence[Verified]) -> list[int]:
+    """Drafts of each round that the device left unverified, beyond those that a grammar struck out."""
+    if step.num_verified is None:
+        return [0] * len(rows)
+    verified, row_of, invalid = step.num_verified, step.row_of, step.invalid
+    return [max(0, k - invalid.get(name, 0) - int(verified[row_of[name]])) for name, k, _ in rows]

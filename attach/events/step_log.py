@@ -1,0 +1,105 @@
+"""What the engine thread writes down, handed over to the publisher's thread.
+
+A `deque` is the hand-over: its append and popleft are atomic. Entries are in the order in which things happened, so that the
+publisher can follow which requests run and how long they have become without a look at vLLM's own, which go on changing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from honed.attach.events.outbox import Losses
+from honed.attach.events.request_book import Tracked
+
+Verified: TypeAlias = tuple[str, int, int]
+"""A verify round: (request id, draft tokens, accepted tokens), as vLLM counts them."""
+
+DRAFT_IDS = "honed_draft_ids"
+"""Attribute of a `ModelRunnerOutput`: draft token ids [R, K] in the order of its `req_ids`, where the scheduler has none."""
+NUM_VERIFIED = "honed_num_verified"
+"""Attribute of a `ModelRunnerOutput`: drafts that were verified [R], in that order, where vLLM trims them on the device."""
+
+
+class Step(NamedTuple):
+    """One engine step. What it refers to is vLLM's, and no longer changed when the step is over."""
+
+    step: int
+    end_ns: int
+    duration_us: int
+    num_tokens: int
+    num_drafting: int
+    decision: str
+    drafter_version: str
+    verified: Sequence[Verified]
+    scheduled: Mapping[str, int]
+    """Tokens of each request in the step."""
+    drafts: Mapping[str, Sequence[int]]
+    sampled: Sequence[Sequence[int]]
+    """Tokens that came out, a row a request (`row_of`); cut where a request stopped, unless `has_token_ids`."""
+    row_of: Mapping[str, int]
+    invalid: Mapping[str, int]
+    """Drafts that a grammar struck out, by request."""
+    num_verified: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
+    """Drafts that the device verified, a row a request (`row_of`); None: all."""
+    has_token_ids: bool = False
+    """Whether token ids are to be logged: `drafts` and `sampled` are copies then."""
+    padded: Collection[str] = ()
+    """Requests whose drafts were padding: vLLM counts them, and they say nothing of the drafter."""
+
+
+class Started(NamedTuple):
+    """A request came in."""
+
+    request_id: str
+    request: Tracked
+
+
+class Over(NamedTuple):
+    """A request is over."""
+
+    request_id: str
+
+
+Entry: TypeAlias = Step | Started | Over
+
+
+class StepLog:
+    """The hand-over from engine thread to publisher thread, bounded in entries.
+
+    When the publisher falls behind, the newest steps are refused and counted: the queue is only as long as the publisher's
+    nap, so this means that its thread is dead or starved.
+    """
+
+    def __init__(self, max_entries: int = 100_000) -> None:
+        self._entries: deque[Entry] = deque()
+        self._max_entries = max_entries
+        self.lost = Losses()
+
+    def append(self, entry: Entry) -> None:
+        """Engine thread: add what happened."""
+        if len(self._entries) < self._max_entries:
+            self._entries.append(entry)
+        elif isinstance(entry, Step):
+            self.lost += losses_of(entry.verified, entry.invalid)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def take(self) -> Entry | None:
+        """Publisher thread: remove the oldest entry; None when there is none."""
+        return self._entries.popleft() if self._entries else None
+
+
+def losses_of(verified: Iterable[Verified], invalid: Mapping[str, int]) -> Losses:
+    """What vLLM has counted for these rounds, should they get lost."""
+    rounds = draft_tokens = accepted_tokens = 0
+    for request_id, num_draft, num_accepted in verified:
+        rounds += 1
+        draft_tokens += num_draft - invalid.get(request_id, 0)
+        accepted_tokens += num_accepted
+    return Losses(rounds=rounds, draft_tokens=draft_tokens, accepted_tokens=accepted_tokens)

@@ -1,0 +1,115 @@
+"""Writes down, on the engine's thread, what a step did: its verify rounds as vLLM counts them, its size, its time.
+
+Counts come from the one call where vLLM makes its own (`make_spec_decoding_stats`), so that the two can't differ. Only
+references are kept here; whatever takes time by the request (rows, positions, columns) is done on the publisher's thread, from
+what vLLM leaves alone once a step is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from honed.attach.events.request_book import Tracked
+from honed.attach.events.step_log import DRAFT_IDS, NUM_VERIFIED, Over, Started, Step, StepLog, Verified
+
+_NOTHING: dict[str, int] = {}
+
+
+class Plan(NamedTuple):
+    """What was decided when a step was scheduled; needed again when its results are there."""
+
+    step: int
+    began_ns: int
+    reason: str
+    block: int
+    drafter_version: str = ""
+    """Whose drafts the step verifies."""
+    padded: Collection[str] = ()
+    """Requests that are new to the batch, or back in it: what they verify is nobody's drafts. vLLM pads their step where they
+    have but one token left to compute, so that all rows are alike."""
+
+
+class StepRecorder:
+    """One step at a time: `begin`; `verified.append` for each request that had drafts; `end`.
+
+    Args:
+        log: where finished steps go, and which requests came and went between them.
+    """
+
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
+        self.is_logging_token_ids = False
+        self.verified: list[Verified] = []
+        """The current step's rounds with drafts: (request id, drafts, accepted)."""
+        self.invalid: Mapping[str, int] = _NOTHING
+        """Drafts of the current step that a grammar struck out, by request."""
+        self._output: Any = None
+        self._row_of: Mapping[str, int] = _NOTHING
+        self._sampled: Any = ()
+        self._drafts: Any = _NOTHING
+        self._num_verified: Any = None
+        self._has_token_ids = False
+        self._over: list[str] = []
+        self._ended_ns = 0
+        self.spent_ns = 0
+        """Time that the calls for the current step took so far."""
+
+    def started(self, request_id: str, request: Tracked) -> None:
+        """A request came in."""
+        self._log.append(Started(request_id, request))
+
+    def over(self, request_id: str) -> None:
+        """A request ended, perhaps in the very step whose results are being taken in: that is logged first."""
+        if self._output is None:
+            self._log.append(Over(request_id))
+        else:
+            self._over.append(request_id)
+
+    def begin(self, output: Any, runner_output: Any, dropped: Collection[str] = ()) -> None:
+        """A step's results are about to be taken in, but for those of the requests `dropped`."""
+        began_ns = time.perf_counter_ns()
+        self.verified, self.invalid = [], output.num_invalid_spec_tokens or _NOTHING
+        self._sampled, self._drafts = runner_output.sampled_token_ids, output.scheduled_spec_decode_tokens
+        self._num_verified = getattr(runner_output, NUM_VERIFIED, None)
+        self._has_token_ids = self.is_logging_token_ids
+        if self._has_token_ids:  # copied: vLLM cuts the first lists at a stop, and may still change the second
+            self._sampled = list(map(list, self._sampled))
+            self._drafts = _draft_ids(self._drafts, runner_output)
+        self._output, self._row_of = output, runner_output.req_id_to_index
+        if dropped:
+            self._row_of = {request_id: row for request_id, row in self._row_of.items() if request_id not in dropped}
+        self.spent_ns = time.perf_counter_ns() - began_ns
+
+    def end(self, plan: Plan) -> None:
+        """The step is over: log it. A step without tokens isn't one."""
+        began_ns = time.perf_counter_ns()
+        output = self._output
+        if output.total_num_scheduled_tokens:
+            now_ns = time.monotonic_ns()
+            # Under async scheduling steps overlap: a step's own time begins when the one before it ended.
+            duration_us = (now_ns - max(plan.began_ns, self._ended_ns)) // 1000
+            self._ended_ns = now_ns
+            self._log.append(
+                Step(
+                    plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.block,
+                    plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
+                    self._row_of, self.invalid, self._num_verified, self._has_token_ids, plan.padded,
+                )
+            )  # fmt: skip
+        self._output = None
+        if self._over:
+            for request_id in self._over:
+                self._log.append(Over(request_id))
+            self._over.clear()
+        self.spent_ns += time.perf_counter_ns() - began_ns
+
+
+def _draft_ids(drafts: Mapping[str, Sequence[int]], runner_output: Any) -> dict[str, list[int]]:
+    """A copy of the scheduler's draft token ids, or of the runner's, which are brought where the scheduler has placeholders."""
+    rows = getattr(runner_output, DRAFT_IDS, None)
+    if rows is None:
+        return {request_id: list(tokens) for request_id, tokens in drafts.items()}
+    row_of = runner_output.req_id_to_index
+    return {request_id: rows[row_of[request_id], : len(tokens)].tolist() for request_id, tokens in drafts.items()}

@@ -1,0 +1,117 @@
+"""vLLM's adaptive verification, fed with what honed knows: step costs as they are now, acceptance at each workload's level.
+
+vLLM's rule goes on deciding, on the device and with the drafts in sight. Its two inputs are changed where it takes them in,
+outside of any CUDA graph: `record_confidences` gets estimates that `FedLevels` has set right, and `set_cost_curves` is called
+anew when prices have moved. Only which drafts are verified depends on it, as on vLLM's own estimates: no token does.
+
+Source: `vllm/v1/worker/gpu/spec_decode/adaptive_verification.py`, `AdaptiveVerificationManager`; `speculator.py`,
+`observe_verification`. What would replace it: a supported way to set costs, and a hook for estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from honed.adapt.steps.vllm_costs import Curve
+from honed.attach.events.request_book import MAX_WORKLOADS, read_labels
+from honed.attach.runner.fed_levels import FedLevels
+
+
+class FedVerification:
+    """One rank's; every rank does the same with the same inputs.
+
+    Args:
+        model_runner: vLLM's V2 `GPUModelRunner`, with adaptive verification on.
+
+    Raises:
+        TypeError: it isn't on, or works otherwise.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        manager, speculator = model_runner.adaptive_verification, model_runner.speculator
+        needed = ((manager, ("record_confidences", "set_cost_curves", "cost_tables")), (speculator, ("observe_verification",)))
+        for owner, names in needed:
+            if missing := [name for name in names if not hasattr(owner, name)]:
+                raise TypeError(f"{type(owner).__name__} has no {missing[0]}: vLLM's adaptive verification can't be fed")
+        states = model_runner.req_states
+        self._runner, self._manager, self._speculator = model_runner, manager, speculator
+        self._device = states.draft_tokens.device
+        self._slot_of = states.req_id_to_index
+        self._shape = tuple(states.draft_tokens.shape)
+        self.levels = self._make_levels()
+        self._numbers: dict[str, int] = {}
+        self._measured = manager.cost_tables
+        self.is_on = False
+
+    def _make_levels(self) -> FedLevels:
+        slots, num_spec_tokens = self._shape
+        return FedLevels(slots, num_spec_tokens, MAX_WORKLOADS, self._device)
+
+    def turn(self, is_on: bool) -> None:
+        """Feed from now on, or leave vLLM to itself: with the costs that it measured at its start."""
+        if is_on and not self.is_on:
+            self._measured = self._manager.cost_tables
+            self.levels = self._make_levels()  # nothing was graded meanwhile
+        elif self.is_on and not is_on:
+            self._manager.cost_tables = self._measured
+        self.is_on = is_on
+
+    def set_costs(self, draft: Curve, verify: Curve) -> None:
+        """Prices from the next step on."""
+        if self.is_on:
+            self._manager.set_cost_curves(draft, verify)
+
+    def wrap(self, on_error: Callable[[str], None]) -> None:
+        """From now on look at new requests and at estimates; what goes wrong is told to `on_error`, and vLLM's own count."""
+        execute, record = self._runner.execute_model, self._manager.record_confidences
+        observe = self._speculator.observe_verification
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            output = execute(scheduler_output, *args, **kwargs)
+            if scheduler_output.scheduled_new_reqs and not kwargs.get("dummy_run"):
+                try:
+                    self._take_in(scheduler_output.scheduled_new_reqs)
+                except Exception:
+                    on_error("fed_verification")
+            return output
+
+        def observe_verification(slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Any:
+            if self.is_on:
+                try:
+                    self.levels.observe(slots, num_sampled, num_rejected)
+                except Exception:
+                    on_error("fed_verification")
+            return observe(slots, num_sampled, num_rejected)
+
+        def record_confidences(predicted: torch.Tensor, input_batch: Any) -> Any:
+            if self.is_on:
+                try:
+                    predicted = self.levels.apply(input_batch.idx_mapping, predicted[: input_batch.num_reqs])
+                except Exception:
+                    on_error("fed_verification")
+            return record(predicted, input_batch)
+
+        self._runner.execute_model = execute_model
+        self._manager.record_confidences = record_confidences
+        self._speculator.observe_verification = observe_verification
+
+    def _take_in(self, requests: Any) -> None:
+        slots, numbers = [], []
+        for new in requests:
+            if (slot := self._slot_of.get(new.req_id)) is None:
+                continue
+            name = read_labels(new.sampling_params).workload
+            # 0 is for what isn't named, and for all beyond the limit.
+            number = self._numbers.get(name, 0)
+            if not number and len(self._numbers) < MAX_WORKLOADS - 1:
+                number = self._numbers[name] = len(self._numbers) + 1
+            slots.append(slot)
+            numbers.append(number)
+        if slots:
+            both = torch.tensor([slots, numbers])
+            if self._device.type == "cuda":
+                both = both.pin_memory().to(self._device, non_blocking=True)
+            self.levels.set_workloads(both[0], both[1])

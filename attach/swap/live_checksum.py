@@ -1,0 +1,96 @@
+"""A checksum of the weights that serve, a tensor at a time: no step waits while gigabytes come to the host and are hashed.
+
+SHA-256 over name, shape and float32 bytes of every tensor, whole, in the order of the names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from honed.attach.swap.shard import AllGather, Shard
+from honed.attach.swap.staging import use_device
+
+
+class LiveChecksum:
+    """One checksum under way.
+
+    Args:
+        parts: name, this rank's part of the tensor and how it was cut; views are read when their turn comes.
+        all_gather: joins the ranks' parts.
+        device: where they are.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, torch.Tensor, Shard]], all_gather: AllGather, device: torch.device) -> None:
+        self._parts = sorted(parts, key=lambda part: part[0])
+        self._all_gather, self._device = all_gather, device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
+        self._num_parts, self._num_taken, self._num_hashed = len(self._parts), 0, 0
+        self._digest = hashlib.sha256()
+        self._result = self._error = ""
+        self._thread = threading.Thread(target=self._hash, name="honed-checksum", daemon=True)
+        self._thread.start()
+
+    @torch.inference_mode()
+    def take(self, part: int) -> tuple[str, int, int]:
+        """Send a tensor on its way to the host: in order, and under tensor parallelism on all ranks at once; −1: none.
+
+        Returns:
+            the checksum, "" until it is there; how many tensors wait to be hashed; how many there are in all.
+
+        Raises:
+            RuntimeError: hashing failed on this rank, which has taken part in joining the tensor like all others.
+        """
+        if part >= 0:
+            name, tensor, shard = self._parts[part]
+            self._num_taken += 1
+            self._coming.put(_Coming(name, shard.join(tensor, self._all_gather), self._side))
+            if self._num_taken == self._num_parts:
+                self._coming.put(None)
+                self._parts = []
+        if self._error:
+            raise RuntimeError(self._error)
+        return self._result, self._num_taken - self._num_hashed, self._num_parts
+
+    def stop(self) -> None:
+        """Leave it at that."""
+        self._coming.put(None)
+
+    def _hash(self) -> None:
+        try:
+            use_device(self._device)
+            while (coming := self._coming.get()) is not None:
+                name, tensor = coming.arrived()
+                self._digest.update(f"{name}{list(tensor.shape)}".encode())
+                self._digest.update(tensor.float().reshape(-1).numpy().data.cast("B"))
+                self._num_hashed += 1
+            self._result = self._digest.hexdigest()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+
+class _Coming:
+    """A tensor on its way to the host."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, side: torch.cuda.Stream | None) -> None:
+        self._name = name
+        self._source = tensor  # must not be freed before it is there
+        self._event: torch.cuda.Event | None = None
+        if side is None:
+            self._tensor = tensor.detach()
+            return
+        side.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(side):
+            self._tensor = tensor.detach().to("cpu", non_blocking=True)
+            self._event = side.record_event()
+
+    def arrived(self) -> tuple[str, torch.Tensor]:
+        """Name and tensor, once it is on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._name, self._tensor

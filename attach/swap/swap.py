@@ -1,0 +1,279 @@
+"""New drafter weights into a running server: staged beside it, then copied in place between two steps.
+
+What vLLM's own reload path breaks for DFlash, and what is done here instead: parameters keep their storage (captured CUDA
+graphs hold its address), so does the fused context-K/V projection that vLLM builds at load; the target's `embed_tokens` and
+`lm_head`, which the drafter shares, are never touched. On a CPU vLLM packs linear weights away; they are made anew and packed
+again.
+
+Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies. A rank stages its own
+part of each tensor. Several versions can be held on the device at once: two that take turns are read once and swapped as often
+as one likes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from honed.attach.swap.checkpoint_file import load_file
+from honed.attach.swap.live_checksum import LiveChecksum
+from honed.attach.swap.shard import Shard, shard_of
+from honed.attach.swap.staging import Staging, num_bytes, use_device
+
+_SHARED = ("embed_tokens", "lm_head")
+
+
+class SwapError(ValueError):
+    """Weights that can't be used; the text says why and what to do."""
+
+
+class Swapper:
+    """Swaps the weights of one rank's drafter.
+
+    Args:
+        draft_model: vLLM's `DFlashQwen3ForCausalLM` (or a like class).
+        device: where its weights live.
+    """
+
+    def __init__(self, draft_model: Any, device: torch.device) -> None:
+        self._model = draft_model
+        self._device = device
+        self._staging = Staging(device)
+        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._state = ""
+        self._thread: threading.Thread | None = None
+        self._checksum: LiveChecksum | None = None
+        self._shards: dict[str, Shard] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        with torch.inference_mode():
+            for name, part, shard in self._live():
+                self._shards[name], self._shapes[name] = shard, shard.whole_shape(part.shape)
+                self._dtypes[name] = part.dtype
+
+    def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
+        """Begin to read, check and bring to the device what isn't held yet, and let go of all others; returns at once.
+
+        Args:
+            wanted: (version, path, sha256) of each.
+
+        Returns:
+            as `staged`: "" when all of them are held already.
+
+        Raises:
+            SwapError: other versions are still on their way.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise SwapError("another version is still being staged: wait for it")
+        names = {version for version, _, _ in wanted}
+        self._held = {version: tensors for version, tensors in self._held.items() if version in names}
+        missing = [one for one in wanted if one[0] not in self._held]
+        self._state = "staging" if missing else ""
+        if missing:
+            self._thread = threading.Thread(target=self._stage, args=(missing,), name="honed-stage", daemon=True)
+            self._thread.start()
+        return self._state
+
+    def rest(self, is_asleep: bool) -> None:
+        """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so that it finds its memory free."""
+        self._staging.is_device_away = is_asleep
+        if is_asleep and self._device.type == "cuda":
+            for version, tensors in list(self._held.items()):
+                self._held[version] = {name: tensor.cpu().pin_memory() for name, tensor in tensors.items()}
+
+    def staged(self, version: str) -> str:
+        """ "" when `version` is ready to apply, "staging" while it is on its way, else what went wrong."""
+        if self._state or version in self._held:
+            return self._state
+        return f"version {version} was never staged"
+
+    def _stage(self, wanted: Sequence[tuple[str, str, str]]) -> None:
+        try:
+            use_device(self._device)
+            for version, path, sha256 in wanted:
+                self._held[version] = self._read(Path(path), sha256)
+            self._state = ""
+        except Exception as error:
+            self._state = " ".join(str(error).split())[:400] or type(error).__name__
+
+    def _read(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
+        file = path / "model.safetensors" if path.is_dir() else path
+        found, whole = load_file(file)
+        if sha256 and found != sha256:
+            raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
+        tensors = {n: t for n, t in whole.items() if not any(s in n for s in _SHARED)}
+        self._check(tensors)
+        tensors = {n: self._shards[n].cut(tensor).to(self._dtypes[n]).contiguous() for n, tensor in tensors.items()}
+        held = sum(num_bytes(one) for one in self._held.values())
+        return self._staging.bring(tensors, held)
+
+    def _check(self, tensors: dict[str, torch.Tensor]) -> None:
+        live = self._shapes
+        missing, unknown = sorted(live.keys() - tensors.keys()), sorted(tensors.keys() - live.keys())
+        if missing or unknown:
+            what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the running drafter lacks"
+            raise SwapError(f"the checkpoint {what}: it is for another drafter architecture")
+        for name, tensor in tensors.items():
+            self._check_tensor(name, tensor)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.shape != self._shapes[name]:
+            raise SwapError(
+                f"{name} is {list(tensor.shape)} in the checkpoint, {list(self._shapes[name])} in the running drafter: "
+                "it was trained for another drafter"
+            )
+        if not torch.isfinite(tensor).all():
+            raise SwapError(f"{name} holds NaN or infinity: the training run was broken")
+
+    @torch.inference_mode()
+    def apply(self, version: str, is_held_on: bool = False) -> dict[str, float]:
+        """Copy a staged version into the live parameters; the caller makes sure that no step is running.
+
+        Args:
+            is_held_on: keep what is staged, for the next swap; it takes a drafter's memory for each version.
+
+        Returns:
+            copy_ms: time the copy took, the device's part included.
+        """
+        tensors = self._held.get(version)
+        if tensors is None or self._state:
+            raise SwapError(f"version {version} is not staged")
+        began = time.perf_counter()
+        self._copy(tensors)
+        if not is_held_on:
+            self._held = {}
+        return {"copy_ms": (time.perf_counter() - began) * 1e3}
+
+    @torch.inference_mode()
+    def part_of(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This rank's part of a tensor that comes some other way, in host memory, by its name; empty for what is the target's.
+
+        Raises:
+            SwapError: it isn't one of this drafter's.
+        """
+        if any(s in name for s in _SHARED):
+            return {}
+        if name not in self._shapes:
+            raise SwapError(f"the running drafter has no {name}: it was trained for another drafter")
+        self._check_tensor(name, whole)
+        part = self._shards[name].cut(whole)
+        return {name: torch.empty(part.shape, dtype=self._dtypes[name]).copy_(part)}
+
+    @torch.inference_mode()
+    def overwrite(self, parts: dict[str, torch.Tensor]) -> None:
+        """Copy such parts into the live parameters; the caller makes sure that no step is running. The others stay."""
+        kept = {}
+        if any(_packed_linears(self._model.model)):  # those are made anew
+            kept = {name: live.clone() for name, live, _ in self._live() if name not in parts}
+        self._copy(parts | kept)
+
+    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._drop_checksum()
+        inner = self._model.model
+        unpacked = list(_packed_linears(inner))
+        for layer in unpacked:
+            _unpack(layer)
+        for name, live, _ in self._live():
+            if name in tensors:
+                live.copy_(tensors[name], non_blocking=True)  # they are kept until all is there
+        self._refresh_fused(inner)
+        for layer in unpacked:
+            layer.quant_method.process_weights_after_loading(layer)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    @staticmethod
+    def _refresh_fused(inner: Any) -> None:
+        """Bring vLLM's fused context-K/V projection up to date, in place: captured graphs hold its address.
+
+        Layer by layer: what needed memory for it could fail here, with half of the weights new.
+        """
+        attention = [layer.self_attn for layer in inner.layers]
+        for name, fused in (("weight", inner._fused_kv_weight), ("bias", inner._fused_kv_bias)):
+            if fused is not None:
+                for part, a in zip(fused.chunk(len(attention)), attention, strict=True):
+                    part.copy_(getattr(a.qkv_proj, name)[a.q_size :])
+        for part, a in zip(inner._k_norm_weights, attention, strict=True):
+            part.copy_(a.k_norm.weight.data)
+
+    def _live(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
+        """This rank's part of each live tensor under its checkpoint name, as a view of the parameter that holds it.
+
+        Linear layers that a CPU build packed away are recovered by multiplying with the identity: exact, and no view.
+        """
+        inner = self._model.model
+        packed = {id(layer) for layer in _packed_linears(inner)}
+        for module_name, module in inner.named_modules():
+            if any(s in module_name for s in _SHARED):
+                continue
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                name = f"{module_name}.{parameter_name}" if module_name else parameter_name
+                if name == "mask_embedding" and not inner.has_separate_mask_embedding:
+                    continue
+                value = _dense_weight(module) if id(module) in packed and parameter_name == "weight" else parameter.data
+                yield from _split(name, parameter_name, value, module)
+
+    @torch.inference_mode()
+    def checksum(self, part: int) -> tuple[str, int, int]:
+        """SHA-256 of the live weights, whole: begin (part 0), take in the part of that number, or only look (−1).
+
+        A swap ends it. See `LiveChecksum.take` for what is returned.
+
+        Raises:
+            RuntimeError: none was begun, or it failed.
+        """
+        if part == 0:
+            from vllm.distributed import tensor_model_parallel_all_gather
+
+            self._drop_checksum()
+            self._checksum = LiveChecksum(self._live(), tensor_model_parallel_all_gather, self._device)
+        if self._checksum is None:
+            raise RuntimeError("no checksum is under way: new weights have come meanwhile")
+        return self._checksum.take(part)
+
+    def _drop_checksum(self) -> None:
+        if self._checksum is not None:
+            self._checksum.stop()
+            self._checksum = None
+
+
+def _packed_linears(inner: Any) -> Iterator[Any]:
+    """Linear layers whose weight a CPU build packed away."""
+    for module in inner.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.numel() == 0 and hasattr(module, "quant_method"):
+            yield module
+
+
+def _dense_weight(layer: Any) -> torch.Tensor:  # [out, in]
+    identity = torch.eye(layer.input_size_per_partition if hasattr(layer, "input_size_per_partition") else layer.input_size)
+    dtype = getattr(layer, "params_dtype", torch.float32)
+    return layer.quant_method.apply(layer, identity.to(dtype), None).t().contiguous()  # type: ignore[no-any-return]
+
+
+def _unpack(layer: Any) -> None:
+    """Give a packed linear layer an ordinary weight again, to be filled.
+
+    Every name was checked to be in the checkpoint, so all of it is overwritten: what was packed needn't be recovered.
+    """
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    outputs = getattr(layer, "output_size_per_partition", layer.output_size)
+    layer.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=layer.params_dtype), requires_grad=False)
+
+
+def _split(name: str, parameter: str, value: torch.Tensor, module: Any) -> Iterator[tuple[str, torch.Tensor, Shard]]:
+    """Undo vLLM's stacking: qkv_proj -> q, k, v; gate_up_proj -> gate, up."""
+    if ".qkv_proj." in name:
+        sizes = [module.num_heads * module.head_size, *[module.num_kv_heads * module.head_size] * 2]
+        stack, parts = "qkv_proj", dict(zip(("q_proj", "k_proj", "v_proj"), torch.split_with_sizes(value, sizes), strict=True))
+    elif ".gate_up_proj." in name:
+        stack, parts = "gate_up_proj", dict(zip(("gate_proj", "up_proj"), value.chunk(2), strict=True))
+    else:
+        stack, parts = "", {"": value}
+    for one, part in parts.items():
+        yield name.replace(stack, one) if stack else name, part, shard_of(module, parameter, one)

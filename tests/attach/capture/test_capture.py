@@ -1,0 +1,223 @@
+"""Which rows of a step become samples: committed ones, of chosen requests, in place, marked where there is a hole."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.attach.capture.capture import Capturer
+from honed.attach.capture.ring import RingWriter
+from honed.attach.runner.runner import StepView
+from honed.kernels.reference import context_features
+
+H = 8
+
+
+class Recorder:
+    """Stands where the ring is; the ring itself has tests of its own."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.ended: list[str] = []
+
+    def write_rows(
+        self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, *rest: Any
+    ) -> None:
+        row = {"request": request, "workload": workload, "version": version, "first": first, "tokens": tokens.tolist()}
+        self.rows.append(row | {"features": features, "flags": flags})
+
+    def write_end(self, request: str, workload: str) -> None:
+        self.ended.append(request)
+
+
+@pytest.fixture
+def ring() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def capturer(ring: Recorder) -> Capturer:
+    made = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    made.set_share(1.0, "v1")
+    return made
+
+
+def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] = (), **extra: Any) -> SimpleNamespace:
+    params = SimpleNamespace(temperature=0.5, extra_args=extra or None)
+    requests = [SimpleNamespace(req_id=r, prompt_token_ids=tokens, sampling_params=params) for r, tokens in (new or {}).items()]
+    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished))
+
+
+def view(requests: dict[str, list[tuple[int, int]]], rejected: list[int] | None = None, seed: int = 0) -> StepView:
+    """requests: id -> rows (position, token)."""
+    rows = [row for each in requests.values() for row in each]
+    states = torch.randn(len(rows), H, generator=torch.Generator().manual_seed(seed))
+    return StepView(
+        req_ids=list(requests),
+        row_starts=np.cumsum([0] + [len(each) for each in requests.values()]),
+        token_ids=torch.tensor([t for _, t in rows]),
+        positions=torch.tensor([p for p, _ in rows]),
+        states=lambda: states,
+        aux=None,
+        num_rejected=torch.tensor(rejected, dtype=torch.int32) if rejected is not None else None,
+    )
+
+
+def test_rejected_rows_are_cut_off_and_features_belong_to_their_rows(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6], "y": [7]}))
+    step = view({"x": [(0, 5), (1, 6)], "y": [(0, 7)]})
+    capturer.on_step(step)
+    capturer.on_step(view({"x": [(2, 9), (3, 8), (4, 3)], "y": [(1, 4), (2, 4)]}, rejected=[1, 1]))
+    assert [(r["first"], r["tokens"]) for r in ring.rows] == [(0, [5, 6]), (0, [7]), (2, [9, 8]), (1, [4])]
+    expected = context_features(step.states(), torch.tensor([2]), torch.ones(H), 1e-6)
+    np.testing.assert_allclose(ring.rows[1]["features"], expected.numpy())
+
+
+def test_rounds_whose_drafts_were_rejected_are_marked_however_many_there_were(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5], "y": [7]}))
+    capturer.on_step(view({"x": [(0, 5)], "y": [(0, 7)]}))
+    capturer.on_step(view({"x": [(1, 9), (2, 8)], "y": [(1, 4), (2, 4)]}, rejected=[0, 1]))
+    capturer.on_step(view({"x": [(3, 9)], "y": [(2, 6)]}))  # nothing was drafted
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL, FLAG_PREFILL, 0, FLAG_REJECTED, 0, 0]
+
+
+def test_prompt_rows_are_marked(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
+    capturer.on_step(view({"x": [(2, 9)]}))
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL, 0]
+
+
+def test_a_hole_is_marked(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6, 7, 8]}))
+    capturer.on_step(view({"x": [(2, 7), (3, 8)]}))  # a prefix-cache hit: rows 0 and 1 were never computed
+    capturer.on_step(view({"x": [(4, 1)]}))
+    capturer.on_step(view({"x": [(6, 1)]}))
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL | FLAG_GAP, 0, FLAG_GAP]
+
+
+def test_rows_that_are_not_consecutive_are_refused_and_counted(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"x": [5, 6], "y": [7]}))
+    with pytest.raises(ValueError, match="not consecutive"):
+        capturer.on_step(view({"x": [(0, 5), (2, 6)], "y": [(0, 7)]}))
+    assert (capturer.writer.num_skipped, capturer.writer.num_rows) == (2, 1)
+    assert [row["tokens"] for row in ring.rows] == [[7]], "others' rows are"
+
+
+@pytest.mark.parametrize("value", [0, "0", False])
+def test_opting_out(capturer: Capturer, ring: Recorder, value: Any) -> None:
+    capturer.on_schedule(schedule({"x": [5]}, honed_capture=value))
+    capturer.on_step(view({"x": [(0, 5)]}))
+    assert ring.rows == []
+
+
+def test_the_share_of_requests_is_about_what_was_asked(capturer: Capturer) -> None:
+    capturer.set_share(0.25, "v1")
+    capturer.on_schedule(schedule({f"r{i}": [1] for i in range(2000)}))
+    assert 400 < len(capturer._requests) < 600
+
+
+def test_names_are_hashed_and_the_end_is_said(capturer: Capturer, ring: Recorder) -> None:
+    capturer.on_schedule(schedule({"secret-id": [5]}, honed_session="secret-session"))
+    capturer.on_step(view({"secret-id": [(0, 5)]}))
+    capturer.on_schedule(schedule(finished=("secret-id",)))
+    assert ring.ended == [ring.rows[0]["request"]]
+    assert "secret" not in ring.rows[0]["request"]
+    assert capturer._requests == {}
+
+
+def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
+    capturer = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "layers", b"key")  # type: ignore[arg-type, return-value]
+    capturer.set_share(1.0, "v1")
+    capturer.on_schedule(schedule({"x": [5]}))
+    plain = view({"x": [(0, 5)]})
+    layers = [torch.full((1, 2), float(i)) for i in range(3)]
+    capturer.on_step(StepView(plain.req_ids, plain.row_starts, plain.token_ids, plain.positions, plain.states, layers, None))
+    assert ring.rows[0]["features"].tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]]
+
+
+def test_rows_bear_the_version_that_computed_them(capturer: Capturer, ring: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they arrive when another one serves already."""
+    capturer.on_schedule(schedule({"r": [5, 6]}))
+    with monkeypatch.context() as patch:
+        patch.setattr(capturer, "_commit", lambda: None)  # the copy is under way
+        capturer.on_step(view({"r": [(0, 5), (1, 6)]}))
+    capturer.set_share(1.0, "v2")
+    capturer.on_step(view({"r": [(2, 7)]}))
+    assert [row["version"] for row in ring.rows] == ["v1", "v2"]
+
+
+def test_where_no_ring_can_be_made_nothing_is_captured_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def make(size: int, dtype: str) -> Any:
+        tries.append(size)
+        raise OSError("no space left on device")
+
+    made = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key")
+    made.set_share(1.0, "v1")
+    made.on_schedule(schedule({"r": [5], "s": [6]}))
+    with pytest.raises(OSError, match="no space"):
+        made.on_step(view({"r": [(0, 5)], "s": [(0, 6)]}))
+    made.set_share(1.0, "v1")
+    for number in range(3):
+        made.on_schedule(schedule({f"t{number}": [5]}, finished=("r", "s")))
+        made.on_step(view({f"t{number}": [(0, 5)]}))
+    assert (len(tries), made.share, made._requests, made._ended, made._pending) == (1, 0.0, {}, [], [])
+    assert made.writer.num_skipped == 2
+    monkeypatch.setattr("honed.attach.capture.capture.time.monotonic", lambda: 1e12)
+    made.set_share(1.0, "v1")
+    made.on_schedule(schedule({"u": [5]}))
+    with pytest.raises(OSError, match="no space"):
+        made.on_step(view({"u": [(0, 5)]}))
+
+
+def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
+    made: list[RingWriter] = []
+
+    def make(size: int, dtype: str) -> RingWriter:
+        made.append(RingWriter(tmp_path / "ring", 1 << 20, size, dtype))
+        return made[0]
+
+    capturer = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key")
+    capturer.set_share(1.0, "v1")
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
+    assert made[0].num_records == 1
+    assert capturer.writer.num_rows == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_nothing_is_captured_before_the_kernel_is_compiled(
+    ring: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(H, device="cuda")
+    capturer = Capturer(lambda size, dtype: ring, lambda: (weight, 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    capturer.prepare()
+    capturer.set_share(1.0, "v1")
+    with monkeypatch.context() as compiling:
+        compiling.setattr(Capturer, "is_ready", False)
+        capturer.on_schedule(schedule({"early": [5]}))
+    assert capturer._compiling is not None
+    capturer._compiling.join(120)
+    assert capturer.is_ready
+    assert caplog.text == "", "it can't be compiled"
+    capturer.on_schedule(schedule({"late": [5]}))
+    seen = view({"early": [(0, 5)], "late": [(0, 5)]})
+    moved = [tensor.cuda() for tensor in (seen.token_ids, seen.positions, seen.states())]
+    capturer.on_step(StepView(seen.req_ids, seen.row_starts, moved[0], moved[1], lambda: moved[2], None, None))
+    torch.cuda.synchronize()
+    capturer.on_schedule(schedule())
+    capturer.on_step(StepView([], np.array([0]), moved[0], moved[1], lambda: moved[2], None, None))
+    deadline_s = time.monotonic() + 30
+    while not capturer.writer.is_done:
+        assert time.monotonic() < deadline_s, "never written"
+    assert [row["tokens"] for row in ring.rows] == [[5]]

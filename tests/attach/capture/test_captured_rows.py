@@ -1,0 +1,141 @@
+"""The way of captured rows into the ring: at once, or on a thread, in order, within a bound, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from honed.attach.capture import captured_rows
+from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
+
+H = 4
+
+
+class Ring:
+    """Stands where the ring is: it notes what comes, and can be made to wait or to refuse."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def write_rows(self, key: str, workload: str, version: str, first: int, tokens: Any, *_: Any) -> None:
+        assert self.may_go.wait(30)
+        if version == "bad":
+            raise ValueError("refused")
+        self.seen += [f"{key}@{first + i}" for i in range(len(tokens))]
+
+    def write_end(self, key: str, workload: str) -> None:
+        self.seen.append(f"end of {key}")
+
+
+def request(key: str) -> CapturedRequest:
+    return CapturedRequest(key, "s", "w", 1, 0.0)
+
+
+def rows(of: CapturedRequest, first: int, count: int, version: str = "v1") -> CapturedRows:
+    positions = torch.arange(first, first + count)
+    return CapturedRows([of], [count], torch.zeros(count, H), positions.int(), positions, None, None, version)
+
+
+def wait(writer: RowWriter) -> None:
+    deadline_s = time.monotonic() + 30
+    while not writer.is_done:
+        assert time.monotonic() < deadline_s, "never written"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_rows_and_ends_come_in_order(is_apart: bool) -> None:
+    ring, a, b = Ring(), request("a"), request("b")
+    writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
+    for written in (rows(a, 0, 2), rows(b, 0, 1), rows(a, 2, 1)):
+        writer.take(written, is_apart)
+    writer.take_end(a)
+    writer.take(rows(b, 1, 1), is_apart)
+    writer.take_end(b)
+    wait(writer)
+    assert ring.seen == ["a@0", "a@1", "b@0", "a@2", "end of a", "b@1", "end of b"]
+    assert (writer.num_rows, writer.num_bytes, writer.num_skipped) == (5, 5 * H * 4, 0)
+
+
+def test_nobody_waits_for_the_ring() -> None:
+    ring, a = Ring(), request("a")
+    writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
+    ring.may_go.clear()
+    for first in range(50):
+        writer.take(rows(a, first, 1), is_apart=True)
+    assert ring.seen == []
+    assert not writer.is_done
+    ring.may_go.set()
+    wait(writer)
+    assert len(ring.seen) == 50
+
+
+def test_more_than_may_wait_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_rows, "MOST_BYTES", 10 * H * 4)
+    ring, a = Ring(), request("a")
+    writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
+    ring.may_go.clear()
+    writer.take(rows(a, 0, 12), is_apart=True)  # a step by itself is taken, however large
+    writer.take(rows(a, 12, 3), is_apart=True)
+    assert writer.num_skipped == 3
+    ring.may_go.set()
+    wait(writer)
+    writer.take(rows(a, 15, 3), is_apart=True)
+    wait(writer)
+    assert ring.seen == [f"a@{i}" for i in (*range(12), *range(15, 18))]
+
+
+def test_what_goes_wrong_on_the_thread_is_told_once_and_stops_nothing() -> None:
+    ring, a = Ring(), request("a")
+    writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
+    writer.take(rows(a, 0, 2, "bad"), is_apart=True)
+    writer.take(rows(a, 2, 1), is_apart=True)
+    wait(writer)
+    with pytest.raises(ValueError, match="refused"):
+        writer.raise_failure()
+    writer.raise_failure()
+    assert ring.seen == ["a@2"]
+    assert (writer.num_rows, writer.num_skipped) == (1, 2)
+
+
+def test_without_room_for_a_ring_none_is_tried_until_told_to() -> None:
+    tries, a = [], request("a")
+
+    def make(size: int, dtype: str) -> Any:
+        tries.append((size, dtype))
+        raise OSError("no space left on device")
+
+    writer = RowWriter(make)
+    for first in range(3):
+        writer.take(rows(a, first, 1), is_apart=True)
+    writer.take_end(a)
+    wait(writer)
+    with pytest.raises(OSError, match="no space"):
+        writer.raise_failure()
+    assert (tries, writer.num_skipped, writer.has_ring) == ([(H, "float32")], 3, False)
+    writer.retry()
+    with pytest.raises(OSError, match="no space"):
+        writer.take(rows(a, 3, 1), is_apart=False)
+    assert len(tries) == 2
+
+
+def test_an_idle_thread_ends_and_another_one_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_rows, "IDLE_S", 0.01)
+    ring, a = Ring(), request("a")
+    writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
+    threads = set()
+    for first in range(3):
+        writer.take(rows(a, first, 1), is_apart=True)
+        assert writer._thread is not None
+        threads.add(thread := writer._thread)
+        thread.join(30)
+        assert not thread.is_alive()
+    writer.take_end(a)
+    assert ring.seen == ["a@0", "a@1", "a@2", "end of a"]
+    assert len(threads) == 3

@@ -1,0 +1,279 @@
+"""The sample ring, writer and reader together: what comes out is what went in, or is counted as missing."""
+
+import multiprocessing
+import os
+import stat
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, HEADER_BYTES, KIND_END, RECORD_BYTES, unpack_header
+from honed.attach.capture.ring import RingWriter
+from honed.recalib.ring_reader import RingReader
+
+F = 6
+
+
+def make(path, capacity=1 << 18, dtype="float32"):
+    return RingWriter(path, capacity, F, dtype, "fused")
+
+
+def rows(first, count, dtype=np.float32):
+    """Rows whose every value tells which position it belongs to."""
+    ids = np.arange(first, first + count, dtype=np.int32)
+    return ids, (ids[:, None] * 10 + np.arange(F)).astype(dtype)
+
+
+def write(ring, first, count, request="r", **more):
+    ids, features = rows(first, count)
+    ring.write_rows(request, "w", "v0001-00000000", first, ids, features, **more)
+
+
+def drain(reader):
+    records = []
+    while news := reader.poll().records:
+        records += news
+    return records
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ring"
+
+
+@pytest.mark.parametrize(("dtype", "row_dtype"), [("float32", np.float32), ("float16", np.float16), ("bfloat16", np.uint16)])
+def test_rows_come_out_as_they_went_in(path, dtype, row_dtype):
+    ring = make(path, dtype=dtype)
+    ids, features = rows(7, 5, row_dtype)
+    ring.write_rows("req", "code", "v0002-aaaaaaaa", 7, ids, features, FLAG_PREFILL, 0.7, session="s")
+    ring.write_end("req", "code")
+    first, end = drain(RingReader(path))
+    assert (first.request, first.session, first.workload) == ("req", "s", "code")
+    assert first.drafter_version == "v0002-aaaaaaaa"
+    assert (first.flags, first.first_position, first.temperature) == (FLAG_PREFILL, 7, 0.7)
+    np.testing.assert_array_equal(first.token_ids, ids)
+    np.testing.assert_array_equal(first.features, features)
+    assert (end.kind, end.request, len(end.token_ids)) == (KIND_END, "req", 0)
+
+
+def test_session_is_the_request_when_there_is_none(path):
+    write(make(path), 0, 3, request="only")
+    assert drain(RingReader(path))[0].session == "only"
+
+
+def test_file_is_private_and_wholly_allocated(path):
+    make(path, 1 << 16)
+    status = os.stat(path)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == HEADER_BYTES + (1 << 16)
+    assert status.st_blocks * 512 >= status.st_size
+    assert unpack_header(path.read_bytes()).capacity_bytes == 1 << 16
+
+
+@pytest.mark.parametrize(("dtype", "kind", "capacity"), [("int8", "fused", 1 << 16), ("float32", "x", 1 << 16)])
+def test_unknown_kinds_are_refused(path, dtype, kind, capacity):
+    with pytest.raises(ValueError, match="is none of"):
+        RingWriter(path, capacity, F, dtype, kind)
+
+
+def test_too_small_a_ring_is_refused_and_leaves_no_file(path):
+    with pytest.raises(ValueError, match="too small"):
+        make(path, 4096)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_misaligned_rows_are_refused(path):
+    ring = make(path)
+    ids, features = rows(0, 4)
+    for bad in (features[:3], features[:, :2], features.astype(np.float16)):
+        with pytest.raises(ValueError, match="the ring holds"):
+            ring.write_rows("r", "w", "", 0, ids, bad)
+    assert drain(RingReader(path)) == []
+
+
+def test_long_stretch_is_split_and_only_its_beginning_is_a_gap(path):
+    write(make(path), 100, 2000, flags=FLAG_GAP | FLAG_PREFILL)
+    records = drain(RingReader(path))
+    assert len(records) > 1
+    assert [r.flags for r in records] == [FLAG_GAP | FLAG_PREFILL] + [FLAG_PREFILL] * (len(records) - 1)
+    np.testing.assert_array_equal(np.concatenate([r.token_ids for r in records]), np.arange(100, 2100))
+    assert [r.first_position for r in records] == [int(r.token_ids[0]) for r in records]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=150),
+    polls=st.lists(st.booleans(), min_size=150, max_size=150),
+    capacity=st.integers(1 << 15, 1 << 16),
+)
+def test_everything_is_read_or_counted_as_lost(tmp_path_factory, sizes, polls, capacity):
+    """For any sizes, any wrap, any slowness: read + lost = written, in order, and every row is whole."""
+    path = tmp_path_factory.mktemp("ring") / "ring"
+    ring, position, got = make(path, capacity), 0, []
+    reader = RingReader(path)
+    reader.poll(0)
+    for size, is_polling in zip(sizes, polls, strict=False):
+        write(ring, position, size)
+        position += size
+        if is_polling:
+            got += reader.poll(1).records
+    got += drain(reader)
+    assert reader.bad_records == 0
+    assert len(got) + reader.lost_records == ring.num_records
+    positions = [r.first_position for r in got]
+    assert positions == sorted(set(positions))
+    for record in got:
+        ids, features = rows(record.first_position, len(record.token_ids))
+        np.testing.assert_array_equal(record.token_ids, ids)
+        np.testing.assert_array_equal(record.features, features)
+    assert got[-1].first_position + len(got[-1].token_ids) == position
+
+
+def test_reader_that_comes_late_gets_what_is_still_there(path):
+    ring = make(path, 1 << 16)
+    for i in range(500):
+        write(ring, 20 * i, 20)
+    records = drain(RingReader(path))
+    row_bytes = 20 * (4 + 4 * F) + RECORD_BYTES + 24
+    assert len(records) > 0.8 * (1 << 16) / row_bytes  # not only the lap that was begun last
+    assert records[-1].first_position == 20 * 499
+
+
+@pytest.mark.parametrize("capacity", [1 << 15, 40_000, 50_016])
+def test_reader_that_comes_at_any_moment_never_meets_rows_of_an_earlier_lap(path, capacity):
+    """What lay under a PAD record was a sound record once: a reader that looked for its place there found it again."""
+    ring, rng, position = make(path, capacity), np.random.default_rng(0), 0
+    for _ in range(600):
+        size = int(rng.integers(1, 60))
+        write(ring, position, size)
+        position += size
+        ends = [(r.first_position, r.first_position + len(r.token_ids)) for r in drain(RingReader(path))]
+        assert [first for first, _ in ends[1:]] == [end for _, end in ends[:-1]]
+        assert ends[-1][1] == position
+
+
+def test_slow_reader_is_overtaken_and_counts_it(path):
+    ring = make(path, 1 << 16)
+    write(ring, 0, 20)
+    reader = RingReader(path)
+    assert len(drain(reader)) == 1
+    for i in range(1, 400):
+        write(ring, 20 * i, 20)
+    got = drain(reader)
+    assert reader.lost_records == 399 - len(got) > 0
+    assert reader.bad_records == 0
+
+
+def test_reader_waits_for_a_ring_and_follows_one_that_is_replaced(path):
+    reader = RingReader(path)
+    assert reader.poll().records == []
+    old = make(path)
+    write(old, 0, 2)
+    news = reader.poll()
+    assert news.is_new_ring
+    assert len(news.records) == 1
+    write(old, 2, 2)
+    new = make(path)
+    write(new, 500, 3)
+    assert [r.first_position for r in reader.poll().records] == [2]  # what the old engine left
+    news = reader.poll()
+    assert news.is_new_ring
+    assert [r.first_position for r in news.records] == [500]
+    os.unlink(path)
+    write(new, 503, 1)
+    assert [r.first_position for r in reader.poll().records] == [503]
+
+
+def test_purge_by_the_writer_is_noticed_and_leaves_no_bytes(path):
+    ring = make(path)
+    write(ring, 0, 50, request="secret")
+    reader = RingReader(path)
+    reader.poll(0)
+    ring.purge()
+    write(ring, 50, 2, request="later")
+    news = reader.poll()
+    assert news.is_purged
+    assert [r.request for r in news.records] == ["later"]
+    assert b"secret" not in path.read_bytes()
+    assert [r.request for r in drain(RingReader(path))] == ["later"]
+
+
+def test_erasing_by_the_reader_leaves_no_bytes_and_the_writer_goes_on(path):
+    ring = make(path)
+    write(ring, 0, 50, request="secret")
+    reader, other = RingReader(path), RingReader(path)
+    other.poll(0)
+    assert reader.erase() == ""
+    assert b"secret" not in path.read_bytes()
+    write(ring, 50, 2, request="later")
+    assert [r.request for r in drain(reader)] == ["later"]
+    assert other.poll().is_purged
+    assert (reader.lost_records, reader.bad_records) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["magic", "payload", "sizes"])
+def test_damaged_record_is_counted_and_the_next_ones_are_read(path, where):
+    ring = make(path)
+    for i in range(4):
+        write(ring, 10 * i, 10)
+    size = (unpack_header(path.read_bytes()).written) // 4
+    with path.open("r+b") as file:
+        at = HEADER_BYTES + size + {"magic": 0, "payload": RECORD_BYTES + 40, "sizes": 16}[where]
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x55]))
+    reader = RingReader(path)
+    assert [r.first_position for r in drain(reader)] == [0, 20, 30]
+    assert reader.bad_records == 1
+
+
+@pytest.mark.parametrize("length", [0, 100, HEADER_BYTES + 100])
+def test_file_that_is_cut_off_is_an_error_not_a_crash(path, length):
+    make(path)
+    os.truncate(path, length)
+    reader = RingReader(path)
+    assert reader.poll().records == []
+    assert "cut off" in reader.error
+    make(path)
+    assert reader.poll().is_new_ring
+    assert reader.error == ""
+
+
+def _write_many(path, count, capacity):
+    ring = make(path, capacity)
+    rng = np.random.default_rng(0)
+    position = 0
+    for _ in range(count):
+        size = int(rng.integers(1, 80))
+        write(ring, position, size)
+        position += size
+    ring.write_end("r", "w")
+
+
+def test_two_processes_never_see_a_torn_row(path):
+    """A writer at full speed laps the reader again and again; whatever the reader hands out is whole and in order."""
+    context = multiprocessing.get_context("spawn")
+    count = 20_000
+    child = context.Process(target=_write_many, args=(path, count, 1 << 17))
+    child.start()
+    reader, got, last, is_over = RingReader(path), 0, -1, False
+    while not is_over:
+        if not child.is_alive() and not path.exists():
+            pytest.fail("the writer died")
+        for record in reader.poll().records:
+            got += 1
+            if record.kind == KIND_END:
+                is_over = True
+                continue
+            assert record.first_position > last
+            last = record.first_position
+            ids, features = rows(last, len(record.token_ids))
+            assert np.array_equal(record.token_ids, ids)
+            assert np.array_equal(record.features, features)
+    child.join()
+    assert reader.bad_records == 0
+    # What was overwritten before the reader had met its first record can't be counted, only what follows it.
+    assert count + 1 >= got + reader.lost_records > 0

@@ -1,0 +1,155 @@
+"""What is relied on in vLLM is checked against what is there; a misfit is one sentence, never an exception."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from honed.attach.contract.compatibility import can_shorten_block, can_skip_draft_pass, check, check_features, check_scheduler
+
+
+class Fits:
+    def __init__(self, vllm_config: Any) -> None: ...
+    def schedule(self, throttle_prefills: bool = False) -> None: ...
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,
+        request_id: str,
+    ) -> None: ...
+    def add_request(self, request: Any) -> None: ...
+    def _free_request(self, request: Any) -> None: ...
+    def _preempt_request(self, request: Any, timestamp: float) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def get_request_counts(self) -> tuple[int, int]: ...
+    def _update_after_schedule(self, scheduler_output: Any) -> None: ...
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+def test_a_scheduler_that_fits_gets_everything() -> None:
+    findings = check_scheduler(Fits, "0.32.0+cpu")
+    assert findings.capabilities == ("events", "draft_length")
+    assert findings.limits == ()
+
+
+def test_vllms_own_schedulers_fit() -> None:
+    pytest.importorskip("vllm")
+    import vllm
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for base in (Scheduler, AsyncScheduler):
+        assert check_scheduler(base, vllm.__version__).limits == ()
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "dev", ""])
+def test_an_unknown_version_is_only_observed(version: str) -> None:
+    findings = check_scheduler(Fits, version)
+    assert findings.capabilities == ("events",)
+    assert "0.32" in findings.limits[0]
+
+
+def test_a_renamed_method_takes_only_what_needs_it() -> None:
+    renamed = type("Renamed", (Fits,), {"update_draft_token_ids": None})
+    findings = check_scheduler(renamed, "0.32.0")
+    assert findings.capabilities == ("events",)
+    assert findings.limits == ("draft_length is off: Renamed.update_draft_token_ids is missing",)
+
+
+def test_a_renamed_parameter_is_named() -> None:
+    class Other(Fits):
+        def _free_request(self, req: Any) -> None: ...
+
+    findings = check_scheduler(Other, "0.33.1")
+    assert findings.capabilities == ("draft_length",)
+    assert "Other._free_request has no parameter request" in findings.limits[0]
+
+
+def config(method: str = "dflash", pipeline: int = 1, tensor: int = 1, **speculative: Any) -> Any:
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, **speculative),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor),
+    )
+
+
+def test_dflash_can_be_captured_and_swapped() -> None:
+    assert check_features(config()).capabilities == ("capture", "swap")
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (config("eagle3"), "eagle3"),
+        (config(pipeline=2), "pipeline"),
+        (SimpleNamespace(speculative_config=None), "--speculative-config"),
+    ],
+)
+def test_what_cannot_be_is_said(given: Any, word: str) -> None:
+    findings = check_features(given)
+    assert findings.capabilities == ()
+    assert word in findings.limits[0]
+
+
+def test_of_an_unknown_vllm_nothing_but_events_is_touched() -> None:
+    known, unknown = check(Fits, config(), "0.32.0"), check(Fits, config(), "0.34.0")
+    assert known.capabilities == ("events", "draft_length", "capture", "swap")
+    assert known.limits == ()
+    assert unknown.capabilities == ("events",)
+    assert (known.is_known, unknown.is_known) == (True, False)
+    assert "only observing" in unknown.limits[0]
+
+
+def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
+    findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
+    assert findings.capabilities == ("events", "swap", "estimates")
+    assert [limit.split(" is off")[0] for limit in findings.limits] == ["draft_length", "capture"]
+    eagle = check(Fits, config("eagle3", enable_adaptive_verification=True), "0.33.0")
+    assert (eagle.capabilities, eagle.is_known) == (("events", "estimates"), True)
+
+
+def test_ranks_that_have_to_choose_alike_are_fed_nothing() -> None:
+    findings = check(Fits, config(tensor=2, enable_adaptive_verification=True), "0.33.0")
+    assert findings.capabilities == ("events", "swap")
+    assert "estimates are off: under tensor parallelism" in findings.limits[-1]
+
+
+def test_schedulers_that_nobody_keeps_in_step_are_left_alone() -> None:
+    scheduler = pytest.importorskip("honed.attach.scheduler")
+    scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="mp", world_size=2))
+    scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=1))
+    with pytest.raises(RuntimeError, match="--distributed-executor-backend mp"):
+        scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2))
+
+
+def test_of_a_target_with_positions_in_three_dimensions_nothing_is_captured() -> None:
+    mrope = config()
+    mrope.model_config = SimpleNamespace(uses_mrope=True)
+    findings = check_features(mrope)
+    assert findings.capabilities == ("swap",)
+    assert "M-RoPE" in findings.limits[0]
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "replicas", "stages", "can"),
+    [(False, 1, 1, True), (True, 1, 1, False), (False, 2, 1, False), (False, 1, 2, False)],
+)
+def test_a_block_is_shortened_where_it_saves_time_and_stalls_nobody(is_v2: bool, replicas: int, stages: int, can: bool) -> None:
+    parallel = SimpleNamespace(data_parallel_size=replicas, pipeline_parallel_size=stages)
+    assert can_shorten_block(SimpleNamespace(use_v2_model_runner=is_v2, parallel_config=parallel)) == can
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "method", "data_parallel_size", "can"),
+    [(True, "dflash", 1, True), (False, "dflash", 1, False), (True, "eagle3", 1, False), (True, "dflash", 2, False)],
+)
+def test_on_v2_a_step_without_drafts_needs_no_draft_pass(is_v2: bool, method: str, data_parallel_size: int, can: bool) -> None:
+    vllm_config = config(method)
+    vllm_config.use_v2_model_runner, vllm_config.parallel_config.data_parallel_size = is_v2, data_parallel_size
+    assert can_skip_draft_pass(vllm_config) == can

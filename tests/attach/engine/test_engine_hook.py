@@ -1,0 +1,122 @@
+"""What honed hears of new weights that come through vLLM's own endpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from honed.attach.engine.engine_hook import RANK_ERROR, Engine, RankError
+from honed.attach.worker import HonedWorkerExtension
+
+START, UPDATE, FINISH = "start_weight_update", "update_weights", "finish_weight_update"
+TARGET, DRAFTER = False, True
+
+
+class Core:
+    """The part of vLLM's EngineCore that calls of the workers come through."""
+
+    def __init__(self) -> None:
+        self.failing = ""
+        self.model_executor: Any = None
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if method == self.failing:
+            raise RuntimeError("half way")
+        return [(method, timeout, args, kwargs)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "heard"),
+    [
+        ([START, UPDATE, UPDATE, FINISH], [TARGET]),
+        (["start_draft_weight_update", UPDATE, FINISH], [DRAFTER]),
+        (["start_draft_weight_update", UPDATE, FINISH, START, UPDATE, FINISH], [DRAFTER, TARGET]),
+        (["start_draft_weight_update", "reload_weights", FINISH], [TARGET, DRAFTER]),
+        (["reload_weights"], [TARGET]),
+        ([START, UPDATE], []),
+        (["save_sharded_state", print, "honed_apply"], []),
+    ],
+)
+def test_an_update_is_heard_of_when_it_is_over(methods: list[Any], heard: list[bool]) -> None:
+    core, found = Core(), list[bool]()
+    Engine(core).watch_weights(lambda: None, found.append)
+    for method in methods:
+        core.collective_rpc(method)
+    assert found == heard
+
+
+@pytest.mark.parametrize(("start", "heard"), [(START, [TARGET]), ("start_draft_weight_update", [])])
+@pytest.mark.parametrize("failing", [UPDATE, FINISH])
+def test_a_target_may_have_got_half_of_its_weights_a_drafter_gets_all_or_none(
+    start: str, heard: list[bool], failing: str
+) -> None:
+    core, found = Core(), list[bool]()
+    Engine(core).watch_weights(lambda: None, found.append)
+    core.failing = failing
+    core.collective_rpc(start)
+    if failing == FINISH:
+        core.collective_rpc(UPDATE)
+    with pytest.raises(RuntimeError, match="half way"):
+        core.collective_rpc(failing)
+    assert found == heard
+
+
+def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
+    core, answers = Core(), [{"rows": 1}, {RANK_ERROR: "SwapError: not staged"}, ""]
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, args: answers)
+    with pytest.raises(RankError, match=r"^SwapError: not staged$"):
+        Engine(core).rpc("honed_apply", "v2", False)
+    del answers[1]
+    assert Engine(core).rpc("honed_apply", "v2", False) == [{"rows": 1}, ""]
+
+
+def test_no_method_of_a_worker_raises() -> None:
+    """VLLM's executor would leave the other ranks' answers unread, and take them for the next call's."""
+    bare: Any = HonedWorkerExtension()
+    arguments = {"honed_attach": ({},), "honed_stage": ([],), "honed_staged": ("v",), "honed_apply": ("v", False)}
+    answers = {name: getattr(bare, name)(*given) for name, given in arguments.items()}
+    answers |= {"honed_checksum": bare.honed_checksum(0), "honed_begin": bare.honed_begin()}
+    assert all(set(answer) == {RANK_ERROR} for answer in answers.values()), answers
+    methods = [name for name in vars(HonedWorkerExtension) if name.startswith("honed_")]
+    assert all(hasattr(getattr(HonedWorkerExtension, name), "__wrapped__") for name in methods), methods
+
+
+def test_it_is_heard_of_before_anything_arrives() -> None:
+    core, begun = Core(), list[str]()
+    Engine(core).watch_weights(lambda: begun.append("begun"), lambda is_draft: begun.append("changed"))
+    core.failing = UPDATE
+    core.collective_rpc("start_draft_weight_update")
+    with pytest.raises(RuntimeError, match="half way"):
+        core.collective_rpc(UPDATE)
+    core.failing = ""
+    core.collective_rpc(START)
+    core.collective_rpc(FINISH)
+    assert begun == ["begun", "begun", "changed"]
+
+
+def test_an_update_that_never_began_is_none() -> None:
+    core, found = Core(), list[bool]()
+    Engine(core).watch_weights(lambda: None, found.append)
+    core.failing = START
+    with pytest.raises(RuntimeError, match="half way"):
+        core.collective_rpc(START)
+    assert found == []
+
+
+def test_vllm_gets_its_answer_as_before() -> None:
+    core = Core()
+    signature = inspect.signature(core.collective_rpc)
+    Engine(core).watch_weights(lambda: None, lambda is_draft: None)
+    assert inspect.signature(core.collective_rpc) == signature, "vLLM decodes arguments by it"
+    assert core.collective_rpc(UPDATE, 1.0, (2,), {"three": 3}) == [(UPDATE, 1.0, (2,), {"three": 3})]
+    assert core.collective_rpc(FINISH, timeout=1.0) == [(FINISH, 1.0, (), None)]

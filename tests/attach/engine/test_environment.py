@@ -1,0 +1,69 @@
+"""The switches of the half inside vLLM: off unless asked for, and a wrong value says which variable and what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from honed.attach.engine.environment import OF_THE_DAEMON, VARIABLES, from_environment, unknown_variables
+from honed.daemon import variables
+
+
+def test_without_the_runtime_directory_honed_is_off() -> None:
+    assert from_environment({}) is None
+    assert from_environment({"HONED_RUNTIME_DIR": " ", "HONED_ENGINE_ID": "x"}) is None
+
+
+def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
+    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_ENGINE_ID": "chat"}, data_parallel_index=2)
+    assert settings is not None
+    assert settings.engine_id == "chat-2"
+    assert settings.socket_endpoint == "ipc:///run/honed/engine.sock"
+    assert settings.ring_path == Path("/run/honed/engines/chat-2/ring")
+    assert settings.busy_path == Path("/run/honed/engines/chat-2/busy")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HONED_ENGINE_ID", "../etc"),
+        ("HONED_ENGINE_ID", ".hidden"),
+        ("HONED_RING_BYTES", "64M"),
+        ("HONED_RING_BYTES", "12"),
+        ("HONED_FEATURES", "all"),
+    ],
+)
+def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        from_environment({"HONED_RUNTIME_DIR": "/run/honed", name: value})
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest_one() -> None:
+    environ = {"HONED_ENGIN_ID": "a", "HONED_RING_BITES": "1", "HONED_XYZZY_PLUGH": "1", "HONED_STORE__ANYTHING": "1"}
+    assert unknown_variables(environ | dict.fromkeys((*VARIABLES, *OF_THE_DAEMON), "1")) == [
+        "unknown variable HONED_ENGIN_ID is ignored; did you mean HONED_ENGINE_ID?",
+        "unknown variable HONED_RING_BITES is ignored; did you mean HONED_RING_BYTES?",
+        "unknown variable HONED_XYZZY_PLUGH is ignored",
+    ]
+
+
+def test_both_sides_know_the_same_variables() -> None:
+    assert set(VARIABLES) == variables.ATTACHMENT
+    assert set(OF_THE_DAEMON) == {*variables.PATHS, *variables.OTHERS} - {"HONED_RUNTIME_DIR"}
+
+
+def test_plugin_is_inert_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from honed.attach import plugin
+
+    monkeypatch.delenv("HONED_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("builtins.__import__", _no_vllm(__import__))
+    plugin.register()
+
+
+def _no_vllm(real: object) -> object:
+    def guarded(name: str, *args: object, **kwargs: object) -> object:
+        assert not name.startswith(("vllm", "torch", "honed.attach.engine.engine_hook")), f"{name} was imported"
+        return real(name, *args, **kwargs)  # type: ignore[operator]
+
+    return guarded

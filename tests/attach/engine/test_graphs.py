@@ -1,0 +1,62 @@
+"""Which draft lengths keep a step in a captured graph, and vLLM's own table, which stands aside while honed decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from honed.attach.engine.graphs import Captured, LengthTable, captured
+
+
+class Shape(NamedTuple):
+    """What is read of vLLM's `BatchExecutionDescriptor`."""
+
+    num_tokens: int
+    uniform_token_count: int | None = None
+    num_active_loras: int = 0
+    num_ubatches: int = 1
+
+
+def runner(*shapes: Shape) -> Any:
+    return SimpleNamespace(cudagraph_manager=SimpleNamespace(graphs=dict.fromkeys(shapes)))
+
+
+def test_lengths_are_those_that_all_requests_of_a_graph_have() -> None:
+    found = captured(
+        runner(
+            Shape(8, 8), Shape(16, 8), Shape(4, 4), Shape(1, 1), Shape(32, 4, num_active_loras=2), Shape(64, 8, num_ubatches=2)
+        )
+    )
+    assert found == Captured([1, 4, 8, 16], [0, 3, 7])
+
+
+def test_graphs_that_take_any_mix_leave_the_lengths_open() -> None:
+    assert captured(runner(Shape(8), Shape(16), Shape(4, 4))) == Captured([4, 8, 16], [])
+
+
+@pytest.mark.parametrize(
+    "without",
+    [SimpleNamespace(), SimpleNamespace(cudagraph_manager=None), SimpleNamespace(cudagraph_manager=SimpleNamespace())],
+)
+def test_without_graphs_there_are_none(without: Any) -> None:
+    assert captured(without) == Captured([], [])
+
+
+def test_vllms_table_stands_aside_and_comes_back() -> None:
+    lookup = [0, 7, 3, 3, 1]
+    scheduler = SimpleNamespace(dynamic_sd_lookup=lookup)
+    table = LengthTable(scheduler, 7)
+    table.set_aside(True)
+    assert lookup == [7] * 5
+    assert scheduler.dynamic_sd_lookup is lookup
+    table.set_aside(True)
+    table.set_aside(False)
+    assert lookup == [0, 7, 3, 3, 1]
+
+
+@pytest.mark.parametrize("scheduler", [SimpleNamespace(), SimpleNamespace(dynamic_sd_lookup=None)])
+def test_no_table_is_fine(scheduler: Any) -> None:
+    LengthTable(scheduler, 7).set_aside(True)
+    assert getattr(scheduler, "dynamic_sd_lookup", None) is None

@@ -1,0 +1,128 @@
+"""What the engine's thread asks of the workers, and what it makes of their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from honed.attach.contract.compatibility import Findings
+from honed.attach.engine import engine_hook
+from honed.attach.engine.environment import from_environment
+from honed.attach.engine.graphs import Captured
+from honed.attach.engine.worker_link import WorkerLink
+
+CURVES = ([(1, 1.0)], [(1, 2.0), (64, 4.0)])
+
+
+class Engine:
+    """Ranks that answer as they are told to."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers = list(answers) or [{"graphs": ([], []), "dropped": []}]
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.failing = ""
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        self.asked.append((method, args))
+        if method == self.failing:
+            raise engine_hook.RankError("AttributeError: no such layer")
+        return self.answers
+
+
+def link(engine: Engine | None, monkeypatch: pytest.MonkeyPatch, *capabilities: str, **more: Any) -> WorkerLink:
+    monkeypatch.setattr(engine_hook, "current", lambda: engine)
+    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed"}, 0)
+    assert settings is not None
+    findings = Findings(("events", *capabilities), (), is_known=more.pop("is_known", True))
+    return WorkerLink(settings, findings, b"s" * 16, **more)
+
+
+def test_what_the_workers_tell_is_news_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine({"graphs": ([1, 8], [0, 7]), "dropped": []}, {"graphs": ([], []), "dropped": []})
+    made = link(engine, monkeypatch, "capture", "swap")
+    assert made.attach()
+    assert made.graphs == Captured([1, 8], [0, 7])
+    assert engine.asked[0][1][0]["wanted"] == ["capture", "swap"]
+    assert not made.attach()
+    assert [method for method, _ in engine.asked] == ["honed_attach", "honed_begin"]
+
+
+def test_what_one_rank_cannot_do_is_dropped_for_all_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"graphs": ([], []), "dropped": [(("capture", "swap"), "capture and swap are off: no drafter")]}
+    engine = Engine({"graphs": ([], []), "dropped": []}, refused, refused)
+    made = link(engine, monkeypatch, "capture", "swap", "estimates")
+    assert made.attach()
+    assert made.findings.capabilities == ("events", "estimates")
+    assert made.findings.limits == ("capture and swap are off: no drafter",)
+    assert not made.can_capture
+    # Nor does the rank that could leave draft passes out, in which the others would wait for it.
+    assert [method for method, _ in engine.asked] == ["honed_attach"]
+
+
+@pytest.mark.parametrize("failing", ["honed_attach", "honed_begin"])
+def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    engine = Engine()
+    engine.failing = failing
+    made = link(engine, monkeypatch, "draft_length", "capture", "swap", "estimates")
+    assert made.attach()
+    assert made.findings.capabilities == ("events", "draft_length")
+    assert "no such layer" in made.findings.limits[0]
+    assert not made.can_capture
+
+
+def test_without_capture_no_ring_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    link(engine, monkeypatch, "swap", "estimates").attach()
+    assert engine.asked[0][1][0]["ring_path"] == ""
+
+
+@pytest.mark.parametrize(
+    ("are_drafts_on_device", "is_known", "is_asked"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_workers_of_other_methods_are_asked_for_drafts_on_the_device_only(
+    monkeypatch: pytest.MonkeyPatch, are_drafts_on_device: bool, is_known: bool, is_asked: bool
+) -> None:
+    engine = Engine()
+    made = link(engine, monkeypatch, are_drafts_on_device=are_drafts_on_device, is_known=is_known)
+    assert not made.attach()
+    made.want_draft_ids(True)
+    assert [method for method, _ in engine.asked] == (["honed_attach", "honed_draft_ids"] if is_asked else [])
+
+
+def test_without_the_extension_no_worker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    made = link(engine, monkeypatch, "draft_length", "capture", "swap", are_drafts_on_device=True, has_extension=False)
+    assert made.attach()
+    assert made.findings.capabilities == ("events", "draft_length")
+    assert "--worker-extension-cls honed.attach.worker.HonedWorkerExtension" in made.findings.limits[0]
+    made.want_draft_ids(True)
+    made.set_capture_share(1.0, "v1", -1)
+    made.rest(True)
+    with pytest.raises(RuntimeError, match="without --worker-extension-cls"):
+        made.rpc("honed_checksum", 0)
+    assert engine.asked == []
+
+
+def test_without_an_engine_everything_of_the_workers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = link(None, monkeypatch, "draft_length", "swap", "estimates", are_drafts_on_device=True)
+    assert made.attach()
+    assert made.findings.capabilities == ("events", "draft_length")
+    made.want_draft_ids(True)
+
+
+def test_vllms_rule_is_fed_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    made = link(engine, monkeypatch, "estimates")
+    made.feed(False, None)
+    assert engine.asked == []
+    made.feed(True, None)
+    made.feed(True, CURVES)
+    made.feed(True, (CURVES[0], [(1, 2.01), (64, 4.0)]))  # hardly any different
+    made.feed(True, (CURVES[0], [(1, 2.5), (64, 4.0)]))
+    made.feed(False, CURVES)
+    made.feed(True, CURVES)
+    empty: tuple[list[Any], list[Any]] = ([], [])
+    assert [args for _, args in engine.asked] == [
+        (True, *empty), (True, *CURVES), (True, CURVES[0], [(1, 2.5), (64, 4.0)]), (False, *empty), (True, *CURVES),
+    ]  # fmt: skip

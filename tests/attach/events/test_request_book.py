@@ -1,0 +1,61 @@
+"""Labels that clients send are taken with care: bounded, harmless, and a keyed hash instead of the request's name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from honed.attach.events.request_book import DEFAULT_WORKLOAD, MAX_WORKLOADS, Labels, RequestBook, read_labels
+
+
+def params(**extra: Any) -> Any:
+    return SimpleNamespace(temperature=0.7, extra_args=extra or None)
+
+
+@pytest.mark.parametrize("nothing", [None, params(), params(honed_workload=""), params(other=1)])
+def test_no_label_means_the_default(nothing: Any) -> None:
+    assert read_labels(nothing) == Labels()
+
+
+def test_labels_are_read() -> None:
+    labels = read_labels(params(honed_workload="chat", honed_max_draft_tokens=3, honed_session=17, honed_capture=0))
+    assert labels == Labels("chat", 3, "17", is_captured=False)
+
+
+@pytest.mark.parametrize("ceiling", ["three", None, [1], {}, float("nan"), float("inf"), -5])
+def test_a_ceiling_that_is_no_number_is_none(ceiling: Any) -> None:
+    assert read_labels(params(honed_max_draft_tokens=ceiling)).max_draft_tokens == -1
+
+
+def test_a_ceiling_may_come_as_text() -> None:
+    assert read_labels(params(honed_max_draft_tokens="3")).max_draft_tokens == 3
+
+
+def test_workloads_are_bounded_and_short() -> None:
+    book = RequestBook()
+    added = [book.add(f"r{i}", params(honed_workload=f"w{i}" + "x" * 200)) for i in range(500)]
+    names = {labels.workload for labels, _ in added}
+    assert [tracked.workload for _, tracked in added] == [labels.workload for labels, _ in added]
+    assert len(names) == MAX_WORKLOADS
+    assert DEFAULT_WORKLOAD in names
+    assert max(map(len, names)) <= 64
+
+
+def test_keys_are_stable_within_a_boot_and_differ_between_boots() -> None:
+    first, second = RequestBook(), RequestBook()
+    (_, tracked), (_, other) = (book.add("r", params(), 17) for book in (first, second))
+    assert first.add("r", params(), 17)[1] == tracked
+    assert tracked.key != other.key
+    assert (tracked.num_prompt_tokens, tracked.num_tokens, tracked.temperature) == (17, 17, 0.7)
+
+
+def test_requests_are_counted_while_they_run() -> None:
+    book = RequestBook()
+    for name in ("r", "s", "r"):
+        book.add(name, params())
+    assert len(book) == 2
+    for name in ("r", "r", "unknown"):
+        book.remove(name)
+    assert len(book) == 1

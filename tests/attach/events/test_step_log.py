@@ -1,0 +1,32 @@
+"""What the engine's thread writes down is handed over in order, or counted as lost."""
+
+from __future__ import annotations
+
+from honed.attach.events.outbox import Losses
+from honed.attach.events.step_log import Over, StepLog, losses_of
+from tests.attach.step_cases import a_step, started
+
+
+def test_entries_come_out_in_the_order_in_which_things_happened() -> None:
+    log = StepLog()
+    entries = [started(), a_step(1), Over("r"), a_step(2, [])]
+    for entry in entries:
+        log.append(entry)
+    assert len(log) == 4
+    assert [log.take() for _ in entries] == entries
+    assert log.take() is None
+
+
+def test_a_full_log_counts_what_it_refuses() -> None:
+    log = StepLog(max_entries=1)
+    log.append(a_step(1))
+    log.append(a_step(2, [("r", 3, 2)], plain={"s": 1}))
+    log.append(Over("r"))
+    assert log.lost == Losses(rounds=1, draft_tokens=3, accepted_tokens=2)
+    assert log.take() == a_step(1)
+    assert log.take() is None
+
+
+def test_what_is_lost_is_counted_as_vllm_counts() -> None:
+    assert losses_of([("r", 3, 2), ("s", 3, 1)], {"s": 2}) == Losses(rounds=2, draft_tokens=4, accepted_tokens=3)
+    assert losses_of([], {}) == Losses()

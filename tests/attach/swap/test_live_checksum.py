@@ -1,0 +1,82 @@
+"""A checksum that is taken a tensor at a time is that of all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+import torch
+
+from honed.attach.swap.live_checksum import LiveChecksum
+from honed.attach.swap.shard import Shard
+
+TENSORS = {
+    "norm.weight": torch.arange(5.0),
+    "layers.0.weight": torch.randn(7, 3, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
+    "layers.0.bias": torch.tensor(2.5),
+    "layers.1.weight": torch.randn(4, 6, generator=torch.Generator().manual_seed(2)).t(),
+}
+CPU = torch.device("cpu")
+
+
+def expected() -> str:
+    digest = hashlib.sha256()
+    for name in sorted(TENSORS):
+        tensor = TENSORS[name]
+        digest.update(f"{name}{list(tensor.shape)}".encode() + tensor.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def alone(part: torch.Tensor, dim: int) -> torch.Tensor:
+    raise AssertionError("a whole tensor has nothing to be joined with")
+
+
+def finish(running: LiveChecksum) -> str:
+    deadline_s = time.monotonic() + 30
+    while not (found := running.take(-1)[0]):
+        assert time.monotonic() < deadline_s
+    return found
+
+
+def test_it_is_the_checksum_of_all_in_the_order_of_their_names() -> None:
+    running = LiveChecksum(((name, tensor, Shard()) for name, tensor in TENSORS.items()), alone, CPU)
+    for part in range(len(TENSORS)):
+        found, num_waiting, num_parts = running.take(part)
+        assert (num_parts, num_waiting <= part + 1) == (4, True)
+        assert not found or part == 3
+    assert finish(running) == expected()
+    assert running.take(-1) == (expected(), 0, 4)
+
+
+def test_parts_are_joined() -> None:
+    """Each of two ranks has half of the rows; here the other's are the negative of ours."""
+    whole = torch.cat([TENSORS["norm.weight"], -TENSORS["norm.weight"]])
+    joined = LiveChecksum([("w", TENSORS["norm.weight"], Shard(0, 2, 0))], lambda part, dim: torch.cat([part, -part], dim), CPU)
+    joined.take(0)
+    direct = LiveChecksum([("w", whole, Shard())], alone, CPU)
+    direct.take(0)
+    assert finish(joined) == finish(direct)
+
+
+def test_what_can_not_be_hashed_is_said() -> None:
+    running = LiveChecksum([("w", torch.zeros(2, dtype=torch.complex64).to_sparse(), Shard())], alone, CPU)
+    running.take(0)
+    with pytest.raises(RuntimeError):
+        finish(running)
+
+
+def test_a_rank_on_which_hashing_failed_still_takes_part_in_joining() -> None:
+    """The others wait for it."""
+    joined: list[int] = []
+
+    def all_gather(part: torch.Tensor, dim: int) -> torch.Tensor:
+        joined.append(dim)
+        return part
+
+    running = LiveChecksum([(name, TENSORS["norm.weight"], Shard(0, 2, 0)) for name in "ab"], all_gather, CPU)
+    running.take(0)
+    running._error = "no memory"
+    with pytest.raises(RuntimeError, match="no memory"):
+        running.take(1)
+    assert len(joined) == 2
