@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.kernel_case import Case, Goal, Run, Work
-from honed.kernels import reference_trees as reference
-from honed.kernels.reference_trees import AttendedPrefix, PagedPrefix, pack_bits
-from honed.kernels.tree_attention import tree_attention
+from honed.kernels.trees import reference
+from honed.kernels.trees.reference import AttendedPrefix, PagedPrefix, pack_bits
+from honed.kernels.trees.tree_attention import tree_attention
 
 PAGE = 16
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128

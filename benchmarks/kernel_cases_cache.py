@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.kernel_case import Case, Goal, Run, Work
-from honed.kernels import reference_kv as reference
-from honed.kernels.compact_kv import KvPlanes, compact_kv
-from honed.kernels.gather_kv import gather_kv, hadamard_unrotation
-from honed.kernels.reference_kv import PagedPlane
+from honed.kernels.cache import reference
+from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
+from honed.kernels.cache.gather_kv import gather_kv, hadamard_unrotation
+from honed.kernels.cache.reference import PagedPlane
 
 KV_BLOCK_SIZE = 16
 Format = Literal["bf16", "fp8", "int4"]

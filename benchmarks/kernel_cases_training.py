@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernel_case import Case, Goal, Run, Work
-from honed.kernels import reference_training as reference
-from honed.kernels.anchor_attention import Visible, anchor_attention
-from honed.kernels.block_loss import block_loss
+from honed.kernels.training import reference
+from honed.kernels.training.anchor_attention import Visible, anchor_attention
+from honed.kernels.training.block_loss import block_loss
 
 QWEN_VOCABULARY = 151_936
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.kernel_case import Case, Goal, Run, Work
 from honed.adapt.trees.draft_tree import build_tree
-from honed.kernels import reference_trees as reference
-from honed.kernels.top_candidates import top_candidates
-from honed.kernels.tree_build import allocate, tree_build
+from honed.kernels.trees import reference
+from honed.kernels.trees.top_candidates import top_candidates
+from honed.kernels.trees.tree_build import allocate, tree_build
 
 QWEN_VOCABULARY = 151_936
 

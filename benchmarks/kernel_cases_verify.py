@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_case import Case, Goal, Run, Work
-from honed.kernels import reference_verify as reference
-from honed.kernels.event_layout import EventLayout
-from honed.kernels.pack_events import EventBuffer, pack_events
-from honed.kernels.verify_chain import verify_chain
-from honed.kernels.verify_tree import verify_tree
+from honed.kernels.events.layout import EventLayout
+from honed.kernels.events.pack_events import EventBuffer, pack_events
+from honed.kernels.verify import reference
+from honed.kernels.verify.verify_chain import verify_chain
+from honed.kernels.verify.verify_tree import verify_tree
 
 QWEN_VOCABULARY = 151_936
 CERTAIN = 40.0

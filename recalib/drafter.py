@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from honed.kernels.anchor_attention import Visible, anchor_attention
+from honed.kernels.training.anchor_attention import Visible, anchor_attention
 from honed.recalib.drafter_config import DrafterConfig
 from honed.recalib.rope_scaling import RopeScaling, scale_frequencies
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from honed.kernels.block_loss import top_tokens
+from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.blocks import block_labels, eligible_anchors
 from honed.recalib.denoising import ONE_PASS, Denoising, draft_in_steps
 from honed.recalib.drafter import DFlashDrafter

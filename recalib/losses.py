@@ -1,6 +1,6 @@
 """Losses for a block drafter, and its figures as sums and counts.
 
-Losses of every token, `[N, K]`, come from `kernels.block_loss` (its formulas are in `kernels/reference_training.py`); here they
+Losses of every token, `[N, K]`, come from `kernels.training.block_loss` (its formulas are in `kernels/training/reference.py`); here they
 are weighted. Position j of a block matters only when all before it were accepted, so weights fall with j.
 """
 

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from honed.kernels.training_sizes import BUFFER_BYTES, CACHED_BYTES, PART_QUERIES, ROWS, TILE
+from honed.kernels.training.sizes import BUFFER_BYTES, CACHED_BYTES, PART_QUERIES, ROWS, TILE
 from honed.recalib.drafter_config import DrafterConfig
 from honed.recalib.training_settings import Precision, TrainingSettings
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from honed.kernels.block_loss import block_loss
+from honed.kernels.training.block_loss import block_loss
 from honed.recalib import losses
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.sample import PackedSamples

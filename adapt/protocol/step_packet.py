@@ -1,6 +1,6 @@
 """Reads a step's verify events as the device packed them: one buffer in, arrays out.
 
-The layout is that of kernels/event_layout.py, version 1; offsets are in the buffer's header, so only the header's words and the
+The layout is that of kernels/events/layout.py, version 1; offsets are in the buffer's header, so only the header's words and the
 columns' types are known here. A reader never looks past the buffer, whatever the header says.
 
 Letters: B = requests in the step, K = draft tokens that there is room for, P = path, D = depths, m = candidates.

@@ -28,7 +28,7 @@ from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, Ro
 from honed.attach.capture.ring import RingWriter
 from honed.attach.events.request_book import key_of, read_labels
 from honed.attach.runner.runner import StepView
-from honed.kernels.context_features import context_features
+from honed.kernels.capture.context_features import context_features
 
 logger = logging.getLogger("honed.attach")
 

@@ -7,9 +7,8 @@ import os
 import pytest
 import torch
 
-from honed.kernels import block_loss as op
-from honed.kernels import block_loss_goal, block_loss_labels
-from honed.kernels import reference_training as reference
+from honed.kernels.training import block_loss as op
+from honed.kernels.training import block_loss_goal, block_loss_labels, reference
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 KINDS = ["ce", "kl", "tv", "hybrid"]

@@ -11,9 +11,9 @@ import os
 import pytest
 import torch
 
-from honed.kernels import compact_kv as kernel
-from honed.kernels import reference_kv as reference
-from honed.kernels.compact_kv import KvPlanes
+from honed.kernels.cache import compact_kv as kernel
+from honed.kernels.cache import reference
+from honed.kernels.cache.compact_kv import KvPlanes
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"

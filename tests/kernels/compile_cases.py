@@ -14,16 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from honed.kernels import (
-    block_loss_goal,
-    block_loss_labels,
-    context_features,
-    reference_trees,
-    top_candidates,
-    tree_attention,
-    tree_build,
-)
-from honed.kernels.tree_attention_plan import Device, choose_plan
+from honed.kernels.capture import context_features
+from honed.kernels.training import block_loss_goal, block_loss_labels
+from honed.kernels.trees import reference as reference_trees
+from honed.kernels.trees import top_candidates, tree_attention, tree_build
+from honed.kernels.trees.tree_attention_plan import Device, choose_plan
 
 HALF = torch.bfloat16
 

@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
-from honed.kernels import context_features as kernel
-from honed.kernels import reference
+from honed.kernels.capture import context_features as kernel
+from honed.kernels.capture import reference
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 EPS = 1e-6

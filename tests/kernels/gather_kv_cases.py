@@ -11,9 +11,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from honed.kernels import gather_kv as kernel
-from honed.kernels import reference_kv as reference
-from honed.kernels.reference_kv import PagedPlane
+from honed.kernels.cache import gather_kv as kernel
+from honed.kernels.cache import reference
+from honed.kernels.cache.reference import PagedPlane
 from tests.kernels.quantised_cache import four_bits, four_bits_with_minimum, fp8, signed_hadamard
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")

@@ -10,10 +10,10 @@ import os
 import pytest
 import torch
 
-from honed.kernels import pack_events as kernel
-from honed.kernels import reference_events as reference
-from honed.kernels.event_layout import EventLayout
-from honed.kernels.pack_events import EventBuffer
+from honed.kernels.events import pack_events as kernel
+from honed.kernels.events import reference
+from honed.kernels.events.layout import EventLayout
+from honed.kernels.events.pack_events import EventBuffer
 from tests.kernels.packed_steps import LAYOUTS, step_inputs
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")

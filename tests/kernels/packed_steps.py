@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from honed.kernels.event_layout import EventLayout
+from honed.kernels.events.layout import EventLayout
 
 LAYOUTS = [
     EventLayout(0, 3), EventLayout(1, 0), EventLayout(5, 3), EventLayout(4, 7, depths=3, candidates=5),

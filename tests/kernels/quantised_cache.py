@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from honed.kernels.gather_kv import hadamard_unrotation
-from honed.kernels.reference_kv import PagedPlane
+from honed.kernels.cache.gather_kv import hadamard_unrotation
+from honed.kernels.cache.reference import PagedPlane
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from honed.kernels import compact_kv, gather_kv, pack_events, verify_chain, verify_tree
-from honed.kernels.compact_kv import KvPlanes
-from honed.kernels.pack_events import EventBuffer
-from honed.kernels.reference_kv import PagedPlane
-from honed.kernels.verify_chain import ChainVerdict
-from honed.kernels.verify_tree import TreeVerdict
+from honed.kernels.cache import compact_kv, gather_kv
+from honed.kernels.cache.compact_kv import KvPlanes
+from honed.kernels.cache.reference import PagedPlane
+from honed.kernels.events import pack_events
+from honed.kernels.events.pack_events import EventBuffer
+from honed.kernels.verify import verify_chain, verify_tree
+from honed.kernels.verify.verify_chain import ChainVerdict
+from honed.kernels.verify.verify_tree import TreeVerdict
 from tests.kernels.packed_steps import LAYOUTS, step_inputs
 
 HALF = torch.bfloat16

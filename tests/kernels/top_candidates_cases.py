@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 
-from honed.kernels import reference_trees as reference
-from honed.kernels import top_candidates as kernel
+from honed.kernels.trees import reference
+from honed.kernels.trees import top_candidates as kernel
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 

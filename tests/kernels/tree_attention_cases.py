@@ -11,10 +11,10 @@ import os
 import pytest
 import torch
 
-from honed.kernels import reference_trees as reference
-from honed.kernels import tree_attention as kernel
-from honed.kernels.reference_trees import AttendedPrefix, PagedPrefix
-from honed.kernels.tree_attention_plan import Plan
+from honed.kernels.trees import reference
+from honed.kernels.trees import tree_attention as kernel
+from honed.kernels.trees.reference import AttendedPrefix, PagedPrefix
+from honed.kernels.trees.tree_attention_plan import Plan
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 TOLERANCE = {torch.float32: 4e-6 if DEVICE == "cpu" else 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -10,9 +10,9 @@ import os
 import pytest
 import torch
 
-from honed.kernels import reference_trees as reference
-from honed.kernels import tree_build as kernel
-from honed.kernels.reference_trees import DraftTrees
+from honed.kernels.trees import reference
+from honed.kernels.trees import tree_build as kernel
+from honed.kernels.trees.reference import DraftTrees
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
 INFINITY = float("inf")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from honed.kernels import reference_verify as reference
-from honed.kernels import verify_chain as kernel
-from honed.kernels.verify_chain import ChainVerdict
+from honed.kernels.verify import reference
+from honed.kernels.verify import verify_chain as kernel
+from honed.kernels.verify.verify_chain import ChainVerdict
 from tests.kernels.verify_oracle import FALSE_ALARM, chain_law, outcomes, p_value, softmax
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")

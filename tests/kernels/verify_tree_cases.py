@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from honed.kernels import reference_verify as reference
-from honed.kernels import verify_tree as kernel
-from honed.kernels.verify_tree import TreeVerdict
+from honed.kernels.verify import reference
+from honed.kernels.verify import verify_tree as kernel
+from honed.kernels.verify.verify_tree import TreeVerdict
 from tests.kernels.verify_oracle import FALSE_ALARM, outcomes, p_value, softmax, tree_law
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")

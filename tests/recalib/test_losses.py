@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.kernels import reference_training
+from honed.kernels.training import reference as reference_training
 from honed.recalib import losses
 
 

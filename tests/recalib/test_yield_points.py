@@ -15,8 +15,8 @@ import zmq
 from honed.adapt.protocol import wire
 from honed.attach.capture.ring import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
-from honed.kernels.block_loss import block_loss, top_tokens
-from honed.kernels.training_sizes import TILE
+from honed.kernels.training.block_loss import block_loss, top_tokens
+from honed.kernels.training.sizes import TILE
 from honed.recalib.drafter import DFlashDrafter
 from honed.recalib.gate import GateSettings
 from honed.recalib.hold_out import HoldOut

@@ -1,6 +1,6 @@
 """step_packet: what it refuses, and that nothing else comes out of a bad buffer.
 
-That it reads what was packed is in tests/kernels/test_pack_events.py.
+That it reads what was packed is in tests/kernels/events/test_pack_events.py.
 """
 
 from __future__ import annotations

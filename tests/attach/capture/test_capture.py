@@ -15,7 +15,7 @@ from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECT
 from honed.attach.capture.capture import Capturer
 from honed.attach.capture.ring import RingWriter
 from honed.attach.runner.runner import StepView
-from honed.kernels.reference import context_features
+from honed.kernels.capture.reference import context_features
 
 H = 8
 

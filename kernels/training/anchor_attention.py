@@ -1,0 +1,260 @@
+"""Attention of packed anchor blocks over a shared context, forward and backward.
+
+Computes: reference_training.anchor_attention. Block n sees the context rows begins[n] … ends[n] − 1 (an interval: from its
+    sample's first row, or a window's, to just before its anchor) and itself, both ways; blocks don't see each other.
+Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the
+    matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
+Layout: contiguous, heads before width as the projections leave them; on a GPU context and blocks become one K/V sequence, the
+    context padded to whole tiles.
+On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal, so which tiles
+    are empty, full or partial is arithmetic on [N] numbers: no [N·B, T + N·B] mask is evaluated (`create_block_mask` would).
+    What is wasted are the partial tiles: one on each interval's end and the diagonal's. A kernel of our own could save those
+    and little else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context); so FlexAttention it is, with its
+    backward pass, kept up by PyTorch. Values and gradients are the twin's on an H200; its time there was not measured.
+On a CPU: PyTorch's masked attention (FlexAttention has no backward pass there) on parts of PART_QUERIES queries, each with the
+    rows that its blocks see: packed samples cost nothing against each other, of the diagonal little is wasted, and no part's
+    scores are kept. One to four times as fast as the plain twin here, forward and backward.
+Source: arXiv 2602.06036, section 3 (the packed blocks); FlexAttention, arXiv 2412.05496.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from honed.kernels.training import reference as reference_training
+from honed.kernels.training.sizes import PART_QUERIES
+
+TILE = 128
+FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
+MOST_KERNELS = 64
+"""That FlexAttention may be compiled to in a process."""
+
+
+class Part(NamedTuple):
+    """Blocks that are computed together on a CPU, and what they see."""
+
+    blocks: torch.Tensor  # [P]
+    rows: slice
+    mask: torch.Tensor  # [P·B, rows + P·B], 0 or −inf
+
+
+class Visible:
+    """Which context rows each block sees; made once a step, since what follows from it is the same in every layer.
+
+    Args:
+        begins: [N] the first row that a block sees.
+        ends: [N] one past the last, at most T; begins ≥ ends: the block sees itself only.
+    """
+
+    def __init__(self, begins: torch.Tensor, ends: torch.Tensor) -> None:
+        if begins.shape != ends.shape or begins.dim() != 1:
+            raise ValueError(f"anchor_attention: begins {list(begins.shape)} and ends {list(ends.shape)} must both be [N]")
+        self.begins, self.ends = begins, ends
+        self._parts: dict[tuple[int, torch.dtype], list[Part]] = {}
+        self._block_masks: dict[tuple[int, int], BlockMask] = {}
+
+    def parts(self, block_tokens: int, dtype: torch.dtype) -> list[Part]:
+        """Parts of at most PART_QUERIES queries; looks at the values, so a GPU would be waited for."""
+        key = (block_tokens, dtype)
+        if key not in self._parts:
+            cuts = parts_of(self.begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // block_tokens))
+            self._parts[key] = [self._part(blocks, rows, block_tokens, dtype) for blocks, rows in cuts]
+        return self._parts[key]
+
+    def block_mask(self, block_tokens: int, context_rows: int) -> BlockMask:
+        """FlexAttention's mask; see the function of the same name."""
+        key = (block_tokens, context_rows)
+        if key not in self._block_masks:
+            self._block_masks[key] = block_mask(self.begins, self.ends, *key)
+        return self._block_masks[key]
+
+    def _part(self, blocks: list[int], rows: slice, block_tokens: int, dtype: torch.dtype) -> Part:
+        device = self.begins.device
+        some = torch.tensor(blocks, device=device)
+        of_query = torch.arange(len(blocks), device=device).repeat_interleave(block_tokens)
+        row = torch.arange(rows.start, rows.stop, device=device)
+        in_context = (row >= self.begins[some, None]) & (row < self.ends[some, None])  # [P, rows]
+        is_seen = torch.cat((in_context[of_query], of_query[:, None] == of_query), dim=1)
+        return Part(some, rows, torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, float("-inf")))
+
+
+def anchor_attention(
+    q: torch.Tensor,  # [N, B, Q, D]
+    own_k: torch.Tensor,  # [N, B, G, D]
+    own_v: torch.Tensor,  # [N, B, G, D]
+    context_k: torch.Tensor,  # [T, G, D]
+    context_v: torch.Tensor,  # [T, G, D]
+    visible: Visible,
+    scale: float | None = None,  # 1 / √D
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Every token of a block attends to the block's context rows and to the whole block.
+
+    Sorted anchors are not needed, but make for fewer tiles on a GPU.
+
+    Raises:
+        ValueError: shapes don't fit each other.
+    """
+    _check(q, own_k, own_v, context_k, context_v, visible)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not q.numel():
+        return q.clone()
+    if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
+        return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
+    if torch.compiler.is_compiling():  # parts depend on values: what is traced is the whole
+        return reference_training.anchor_attention(q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale)
+    return _in_parts(q, own_k, own_v, context_k, context_v, visible, scale)
+
+
+def by_flex(
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    visible: Visible,
+    scale: float,
+    attend: Callable[..., Any] = flex_attention,
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Run FlexAttention: compiled on a GPU; as it is on any device, for tests (its dense form, forward only on a CPU)."""
+    n, b, num_heads, d = q.shape
+    padding = context_k.new_zeros((-len(context_k) % TILE, *context_k.shape[1:]))
+    k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
+    v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
+    out: torch.Tensor = attend(
+        q.reshape(1, n * b, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
+        block_mask=visible.block_mask(b, len(context_k) + len(padding)), scale=scale, enable_gqa=num_heads != own_k.shape[2],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # for under 128 queries PyTorch would take its decoding kernel
+    )  # fmt: skip
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+def block_mask(begins: torch.Tensor, ends: torch.Tensor, block_tokens: int, context_rows: int) -> BlockMask:
+    """Which tiles of [N·B queries, context rows + N·B own rows] are empty, full or partial, without evaluating the mask.
+
+    Args:
+        context_rows: a whole number of tiles.
+    """
+    assert context_rows % TILE == 0, "pad the context to whole tiles"
+    num_queries = len(begins) * block_tokens
+    starts = torch.arange(0, num_queries, TILE, device=begins.device)  # [tiles of queries]
+    first = starts // block_tokens
+    last = (starts + TILE - 1).clamp(max=num_queries - 1) // block_tokens
+    span = (TILE - 1) // block_tokens + 2  # blocks that a tile of queries can touch
+    members = torch.minimum(first[:, None] + torch.arange(span, device=first.device), last[:, None])
+    low, high = begins[members], ends[members]  # [tiles, span]; the last block may be repeated
+    is_blind = high <= low
+    outer_low = low.masked_fill(is_blind, context_rows).amin(1, keepdim=True)
+    outer_high = high.masked_fill(is_blind, 0).amax(1, keepdim=True)
+    column = torch.arange(0, context_rows, TILE, device=first.device)
+    is_touched = (column < outer_high) & (column + TILE > outer_low)
+    is_full = (column >= low.amax(1, keepdim=True)) & (column + TILE <= high.amin(1, keepdim=True))
+    own = (first[:, None] <= last) & (first <= last[:, None])  # tiles that share a block
+    partial = torch.cat((is_touched & ~is_full, own), dim=1)
+    full = torch.cat((is_full, torch.zeros_like(own)), dim=1)
+
+    def is_visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        block = query // block_tokens
+        in_context = (row >= begins[block]) & (row < ends[block])
+        return in_context | ((row >= context_rows) & ((row - context_rows) // block_tokens == block))
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=is_visible,
+        seq_lengths=(num_queries, context_rows + num_queries),
+    )  # fmt: skip
+
+
+def _ordered(is_set: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [1, 1, rows], [1, 1, rows, columns], int32
+    """How many columns of each row are set, and which, those first."""
+    order = is_set.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return is_set.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    allow_recompiles()
+    return torch.compile(flex_attention)
+
+
+def allow_recompiles() -> None:
+    """Units of work differ in blocks and rows, with gradients and without: some ten kernels serve them all.
+
+    PyTorch allows a function eight, and then computes attention with all its scores in memory, without a word.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_KERNELS)
+
+
+def _in_parts(
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    visible: Visible,
+    scale: float,
+) -> torch.Tensor:  # [N, B, Q, D]
+    """Run PyTorch's masked attention on parts of the blocks, each on the context rows that its blocks see."""
+    _, b, num_heads, d = q.shape
+    parts = visible.parts(b, q.dtype)
+    outs = []
+    for some, rows, mask in parts:
+        k, v = (torch.cat((c[rows], own[some].flatten(0, 1))) for c, own in ((context_k, own_k), (context_v, own_v)))
+        out = F.scaled_dot_product_attention(
+            q[some].reshape(1, -1, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
+            attn_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
+        )  # fmt: skip
+        outs.append(out.transpose(1, 2).reshape(-1, b, num_heads, d))
+    return torch.cat(outs)[torch.cat([part.blocks for part in parts]).argsort()]
+
+
+def parts_of(begins: list[int], ends: list[int], size: int) -> Iterator[tuple[list[int], slice]]:
+    """Blocks that are computed together, at most `size`, and the context rows that they see among them.
+
+    Blocks go by the end of what they see. A part also ends where the next block sees none of its rows: so packed samples
+    aren't computed against each other.
+    """
+    blocks: list[int] = []
+    low = high = 0
+    for i in sorted(range(len(ends)), key=ends.__getitem__):
+        begin, end = (begins[i], ends[i]) if begins[i] < ends[i] else (low, high)
+        outer = min(low, begin) if high > low else begin
+        if blocks and (begin >= high > low or len(blocks) == size):
+            yield blocks, slice(low, high)
+            blocks, outer = [], begin
+        blocks.append(i)
+        low, high = outer, end
+    if blocks:
+        yield blocks, slice(low, high)
+
+
+def _check(
+    q: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    context_k: torch.Tensor,
+    context_v: torch.Tensor,
+    visible: Visible,
+) -> None:
+    is_right = (
+        q.dim() == own_k.dim() == 4
+        and own_k.shape == own_v.shape
+        and context_k.shape == context_v.shape
+        and own_k.shape[:2] == q.shape[:2]
+        and context_k.shape[1:] == own_k.shape[2:]
+        and q.shape[3] == own_k.shape[3]
+        and q.shape[2] % max(1, own_k.shape[2]) == 0
+        and visible.begins.shape == q.shape[:1]
+    )
+    if not is_right:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, own_k, own_v, context_k, context_v, visible.begins))
+        raise ValueError(
+            f"anchor_attention: {shapes} don't fit: they are q [N, B, Q, D], own K and V [N, B, G, D], context K and V "
+            "[T, G, D], begins and ends [N], with Q a multiple of G"
+        )

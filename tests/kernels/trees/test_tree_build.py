@@ -1,0 +1,144 @@
+"""The twin against `adapt.trees.draft_tree`; the kernel itself under Triton's interpreter, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from honed.adapt.trees.draft_tree import ROOT, build_tree
+from honed.kernels.trees import reference
+from honed.kernels.trees import top_candidates as candidates
+from honed.kernels.trees import tree_build as kernel
+from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
+
+VALUES = [0.0, -0.25, -0.5, -1.0 / 3.0, -1.0, -7.5, -np.inf]
+
+
+@needs_triton
+def test_the_kernel_equals_its_twin_under_the_interpreter() -> None:
+    run_cases("tree_build", "cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
+    run_cases("tree_build", "cuda")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray | None]:
+    """Sorted log-probabilities [B, D, m], perhaps others off the chain; of few values, so that ties abound, or of many."""
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 16)), draw(st.integers(1, 16)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    is_coarse = draw(st.booleans())
+    both = []
+    for _ in range(2):
+        drawn = (
+            rng.choice(VALUES, shape) if is_coarse else np.log(rng.dirichlet(np.full(shape[2] + 1, 0.5), shape[:2])[..., :-1])
+        )
+        both.append(np.sort(drawn, axis=2)[..., ::-1].copy())
+    return both[0], both[1] if draw(st.booleans()) else None
+
+
+@settings(deadline=None, max_examples=60)
+@given(tables(), st.lists(st.integers(-1, 70), min_size=3, max_size=3), st.integers(1, 60), st.booleans())
+def test_it_is_the_tree_of_adapt_ties_included(
+    pair: tuple[np.ndarray, np.ndarray | None], budgets: list[int], max_nodes: int, is_chain_first: bool
+) -> None:
+    log_probs, off_chain = pair
+    num_requests = len(log_probs)
+    ids = torch.arange(log_probs.size).view(log_probs.shape)
+    made = kernel.tree_build(
+        torch.tensor(log_probs), ids, torch.tensor(budgets[:num_requests]), max_nodes,
+        off_chain=None if off_chain is None else torch.tensor(off_chain), is_chain_first=is_chain_first,
+    )  # fmt: skip
+    attends = reference.unpack_bits(made.row_masks).numpy()
+    for b in range(num_requests):
+        off = None if off_chain is None else off_chain[b]
+        wanted = build_tree(log_probs[b], min(budgets[b], max_nodes), off_chain=off, is_chain_first=is_chain_first)
+        num = len(wanted)
+        assert int(made.num_nodes[b]) == num
+        for got, want in ((made.ranks, wanted.rank), (made.parents, wanted.parent), (made.depths, wanted.depth)):
+            assert got[b, :num].tolist() == want.tolist()
+        assert (made.scores[b, :num].numpy() == wanted.score).all()
+        assert made.tokens[b, :num].tolist() == ids[b, wanted.depth - 1, wanted.rank].tolist()
+        for node, path in enumerate(wanted.ancestors()):
+            assert np.flatnonzero(attends[b, node + 1]).tolist() == [0, *(step + 1 for step in path)]
+        assert np.flatnonzero(attends[b, 0]).tolist() == [0]
+        assert not attends[b, num + 1 :].any()
+        assert (made.parents[b, num:] == ROOT).all()
+        assert (made.scores[b, num:] == -np.inf).all()
+
+
+def test_paths_with_high_ranks_are_compared_as_in_adapt() -> None:
+    log_probs = np.full((3, 16), -np.inf)
+    log_probs[0, :2], log_probs[1], log_probs[2, 0] = 0.0, 0.0, 0.0
+    made = kernel.tree_build(torch.tensor(log_probs[None]), torch.zeros(1, 3, 16).int(), torch.tensor([66]), 66)
+    assert made.parents[0].tolist() == build_tree(log_probs, 66).parent.tolist()
+
+
+def test_from_logits_to_the_tree_of_their_distribution() -> None:
+    logits = 3.0 * torch.randn(2, 5, 200, generator=torch.Generator().manual_seed(0))
+    temperature = torch.tensor([0.0, 0.6])
+    log_probs, ids = candidates.top_candidates(logits, 6, temperature)
+    made = kernel.tree_build(log_probs, ids, torch.tensor([20, 20]), 20)
+    for b, divisor in enumerate((1.0, 0.6)):
+        q = torch.log_softmax(logits[b].double() / divisor, -1)
+        top = q.topk(6)
+        wanted = build_tree(top.values.numpy(), 20)
+        assert made.tokens[b].tolist() == top.indices[wanted.depth - 1, wanted.rank].tolist()
+        np.testing.assert_allclose(made.scores[b].numpy(), wanted.score, atol=1e-5)
+
+
+def test_it_writes_where_it_is_told_to() -> None:
+    trees = kernel.allocate(1, 4, "cpu")
+    ids = torch.tensor([[[5, 6], [7, 8]]])
+    made = kernel.tree_build(torch.tensor([[[-0.1, -3.0], [-0.2, -3.0]]]), ids, torch.tensor([3]), 4, out=trees)
+    assert made is trees
+    assert trees.tokens.tolist() == [[5, 7, 6, 0]]
+    assert trees.parents.tolist() == [[ROOT, 0, ROOT, ROOT]]
+    assert trees.row_masks.tolist() == [[[0b1], [0b11], [0b111], [0b1001], [0]]]
+
+
+def test_bits_survive_packing() -> None:
+    bits = torch.rand(3, 5, 96, generator=torch.Generator().manual_seed(1)) < 0.5
+    assert torch.equal(reference.unpack_bits(reference.pack_bits(bits)), bits)
+    assert reference.pack_bits(torch.ones(1, 32, dtype=torch.bool)).tolist() == [[-1]]
+
+
+@pytest.mark.parametrize("is_chain_first", [False, True])
+def test_the_registered_op(is_chain_first: bool) -> None:
+    log_probs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(2)).sort(-1, descending=True).values
+    ids, budgets = torch.arange(24).view(2, 3, 4), torch.tensor([5, 2])
+    off_chain = log_probs - 0.5 if is_chain_first else None
+    args = (log_probs, ids, budgets, off_chain, is_chain_first, *kernel.allocate(2, 5, "cpu"))
+    for part in args[5:]:
+        part.zero_()
+    torch.library.opcheck(torch.ops.honed.tree_build.default, args)
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "ids", "budgets", "max_nodes", "text"),
+    [
+        ((2, 3, 4), (2, 3, 5), (2,), 8, "don't fit"),
+        ((2, 3, 4), (2, 3, 4), (3,), 8, "don't fit"),
+        ((3, 4), (3, 4), (3,), 8, "don't fit"),
+        ((2, 17, 4), (2, 17, 4), (2,), 8, "17 depths"),
+        ((2, 3, 17), (2, 3, 17), (2,), 8, "17 candidates"),
+        ((2, 3, 4), (2, 3, 4), (2,), 1025, "1025 nodes"),
+        ((2, 0, 4), (2, 0, 4), (2,), 8, "0 depths"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    log_probs: tuple[int, ...], ids: tuple[int, ...], budgets: tuple[int, ...], max_nodes: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        kernel.tree_build(torch.zeros(log_probs), torch.zeros(ids), torch.zeros(budgets), max_nodes)
+
+
+def test_buffers_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="room"):
+        kernel.tree_build(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2), torch.tensor([3]), 4, out=kernel.allocate(1, 5, "cpu"))
