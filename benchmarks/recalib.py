@@ -40,13 +40,13 @@ from benchmarks.recalib_engine import Engine, Rounds, read_prompts
 from benchmarks.recalib_target import fine_tune
 from benchmarks.tiny_continuations import is_useful
 from honed.adapt.protocol import wire
-from honed.recalib.gate import GateSettings
-from honed.recalib.hold_out import HoldOut
-from honed.recalib.recalibration import Recalibration
-from honed.recalib.registry import Registry
-from honed.recalib.traffic import Traffic
-from honed.recalib.trainer_settings import TrainerSettings
-from honed.recalib.training_settings import Loss
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.config.training import Loss
+from honed.recalib.gate.gate import GateSettings
+from honed.recalib.process.recalibration import Recalibration
+from honed.recalib.registry.registry import Registry
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.traffic import Traffic
 
 Document = dict[str, Any]
 

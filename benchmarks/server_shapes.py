@@ -3,7 +3,7 @@
 Nothing can be downloaded where benchmarks run, and what a step costs doesn't depend on what the weights are. The drafter's
 shape is that of z-lab's for these targets: five layers like the target's own, blocks of 16.
 
-Source: the config.json of Qwen3-8B and Qwen3-32B; `honed.recalib.new_drafter` for the drafter's.
+Source: the config.json of Qwen3-8B and Qwen3-32B; `honed.recalib.drafter.new_drafter` for the drafter's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.drafter_config import DrafterConfig
-from honed.recalib.new_drafter import drafter_config
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.new_drafter import drafter_config
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_act": "silu", "rope_scaling": None,

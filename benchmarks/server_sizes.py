@@ -322,12 +322,12 @@ def measure_swaps(honed: Connection, drafters: Sequence[Path], bytes_per_s: floa
 
 def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     """A process that trains as the trainer does, from made-up samples; then, between bursts, while no engine has work."""
-    from honed.recalib.busy_flag import BusyFlags
-    from honed.recalib.memory_budget import estimate
-    from honed.recalib.micro_step import MicroTrainer, TrainingSettings
-    from honed.recalib.pace import Pace
-    from honed.recalib.precision import compute_dtype
-    from honed.recalib.sample import TrainingSample
+    from honed.recalib.config.memory import estimate
+    from honed.recalib.process.busy_flags import BusyFlags
+    from honed.recalib.samples.sample import TrainingSample
+    from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+    from honed.recalib.training.pace import Pace
+    from honed.recalib.training.precision import compute_dtype
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = TrainingSettings()

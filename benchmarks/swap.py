@@ -38,7 +38,7 @@ from benchmarks.processes import ROOT, ProcessError
 from honed.adapt.protocol import wire
 from honed.daemon.client import FINISHED, AdminClient, AdminError
 from honed.daemon.database import connect
-from honed.recalib.registry import Registry
+from honed.recalib.registry.registry import Registry
 
 Document = dict[str, Any]
 

@@ -20,9 +20,9 @@ from benchmarks.tiny_continuations import NUM_EMITTED_TOKENS, Prompt, as_sample,
 from benchmarks.tiny_decode import continue_greedily, continue_sampled
 from benchmarks.tiny_prompts import read_prompts
 from honed.adapt.trees.candidate_log import CandidateRequest, render_line
-from honed.recalib.checkpoint import load_drafter
-from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.sample import TrainingSample, pack
+from honed.recalib.drafter.checkpoint import load_drafter
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import TrainingSample, pack
 
 NUM_CANDIDATES = 8
 ANCHORS_PER_PASS = 32

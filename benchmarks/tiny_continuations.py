@@ -19,8 +19,8 @@ from benchmarks.tiny_corpus import Document
 from benchmarks.tiny_decode import continue_greedily
 from benchmarks.tiny_drafter import TARGET_LAYER_IDS
 from benchmarks.tiny_tokens import END_TOKEN_ID
-from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.sample import TrainingSample
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import TrainingSample
 
 NUM_EMITTED_TOKENS = 96
 PROMPT_TOKENS = (64, 96, 128, 160)

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.tiny_prompts import read_prompts, samples_of
-from honed.recalib.checkpoint import load_drafter, save_drafter
-from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.evaluate import expected_acceptance_length
-from honed.recalib.micro_step import MicroTrainer, TrainingSettings
-from honed.recalib.sample import TrainingSample
+from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.gate.evaluate import expected_acceptance_length
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 
 
 @dataclass(frozen=True)

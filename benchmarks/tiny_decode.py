@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from honed.recalib.drafter import rotary_tables, rotate
+from honed.recalib.drafter.model import rotary_tables, rotate
 
 # Letters: S sequences, T new tokens of each, M room for all tokens, H width, G key/value heads, R query heads of each,
 # D head width.

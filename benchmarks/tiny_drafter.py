@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.tiny_tokens import MASK_TOKEN_ID, VOCAB_SIZE
-from honed.recalib import losses
-from honed.recalib.checkpoint import load_target_head, save_drafter
-from honed.recalib.drafter import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
+from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.training import losses
 
 TARGET_LAYER_IDS = (1, 3, 4, 5)
 

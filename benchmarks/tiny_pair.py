@@ -31,7 +31,7 @@ from benchmarks.tiny_loops import LoopTraining, discourage_loops
 from benchmarks.tiny_prompts import useful_prompts, write_prompts
 from benchmarks.tiny_target import TargetTraining, save_target, train_target
 from benchmarks.tiny_tokens import save_tokenizer, token_stream, train_tokenizer
-from honed.recalib.drafter import DFlashDrafter
+from honed.recalib.drafter.model import DFlashDrafter
 
 MAX_SEQUENCES_PER_LENGTH = 900
 PROMPT_FILES: dict[Split, str] = {"heldout": "prompts", "traffic": "traffic"}

@@ -13,8 +13,8 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.tiny_continuations import PROMPT_TOKENS, Prompt, as_sample, cut_prompts, told
 from benchmarks.tiny_corpus import Document, Domain, Split
-from honed.recalib.drafter import DFlashDrafter
-from honed.recalib.sample import TrainingSample
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import TrainingSample
 
 PROMPTS_PER_DOCUMENT = {"a": 8, "b": 2}
 MAX_PROMPTS: dict[Split, int] = {"heldout": 200, "traffic": 600}

@@ -35,7 +35,7 @@ Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 KeyFile = Annotated[Path | None, typer.Option(help="File with the server's API key.")]
 
 RING_CURE = "raise HONED_RING_BYTES in vLLM's environment, or lower --concurrency"
-MODULE = "honed.recalib.new_drafter"
+MODULE = "honed.recalib.drafter.new_drafter"
 """A program of its own, since it needs torch."""
 
 

@@ -14,7 +14,7 @@ from honed.adapt.protocol import wire
 from honed.daemon import capable
 from honed.daemon.errors import ConflictError, HonedError
 from honed.daemon.operations import Operation
-from honed.recalib.weights_digest import weights_digests
+from honed.recalib.registry.weights_digest import weights_digests
 
 if TYPE_CHECKING:
     from honed.daemon.service import Service

@@ -99,7 +99,7 @@ def train(
     """Run the trainer in the foreground: it works when the engine is idle and the daemon asks."""
     settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
     try:
-        from honed.recalib.trainer import check_device, run
+        from honed.recalib.process.trainer import check_device, run
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

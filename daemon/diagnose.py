@@ -20,7 +20,7 @@ from honed.daemon.service_environment import ENVIRONMENT, STATE_DIR, check_paths
 from honed.daemon.settings import Settings, load
 from honed.daemon.terminal import SERVICE_DIR, Connection, socket_of
 from honed.daemon.vllm_command import parse
-from honed.recalib.drafter_config import DrafterConfig
+from honed.recalib.config.drafter import DrafterConfig
 
 PROMETHEUS = "http://127.0.0.1:9090"
 HTTP_TIMEOUT_S = 5.0

@@ -1,6 +1,6 @@
 """Whether training fits into the memory that vLLM leaves: the trainer's own estimate, held against what is free.
 
-The trainer makes the same estimate when it begins, of the same arithmetic (`recalib/memory_budget.py`), and refuses what
+The trainer makes the same estimate when it begins, of the same arithmetic (`recalib/config/memory.py`), and refuses what
 doesn't fit.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from honed.daemon.doctor import Check
-from honed.recalib.drafter_config import DrafterConfig
-from honed.recalib.memory_budget import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
-from honed.recalib.trainer_settings import TrainerSettings
-from honed.recalib.training_settings import Scope
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.config.training import Scope
 
 MEMINFO = Path("/proc/meminfo")
 SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")

@@ -12,7 +12,7 @@ import msgspec
 
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
-from honed.recalib.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
+from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 
 LISTED = "`honed drafters` lists the versions"
 READ_S = 600.0

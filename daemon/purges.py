@@ -16,7 +16,7 @@ import structlog
 from honed.adapt.protocol import wire
 from honed.daemon.errors import ConflictError
 from honed.daemon.operations import Operation
-from honed.recalib.ring_reader import RingReader
+from honed.recalib.samples.ring_reader import RingReader
 
 if TYPE_CHECKING:
     from honed.daemon.service import Service

@@ -18,8 +18,8 @@ from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.canary import CanarySettings
 from honed.adapt.protocol.ranges import SECONDS, SHARE, Range, Ranges
 from honed.daemon.listen import check_address
-from honed.recalib.gate import GateSettings
-from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.gate.gate import GateSettings
 
 D = TypeVar("D")
 

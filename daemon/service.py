@@ -43,8 +43,8 @@ from honed.daemon.steering import Steering
 from honed.daemon.store import Store
 from honed.daemon.swaps import Swaps
 from honed.daemon.trainers import Trainer, TrainerMessage
-from honed.recalib.registry import Registry, RegistryError
-from honed.recalib.shared_registry import SharedRegistry
+from honed.recalib.registry.registry import Registry, RegistryError
+from honed.recalib.registry.shared import SharedRegistry
 
 log = structlog.get_logger("honed.service")
 

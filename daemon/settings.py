@@ -39,8 +39,8 @@ from honed.daemon.sections import (
     TrainerSection,
     value_of,
 )
-from honed.recalib.gate import GateSettings
-from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.gate.gate import GateSettings
 
 
 class Settings(BaseSettings):

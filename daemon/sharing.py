@@ -17,8 +17,8 @@ import structlog
 
 from honed.daemon import canary_tables, capable
 from honed.daemon.errors import HonedError, StoreError
-from honed.recalib.manifest import Manifest, RegistryError, sha256_of_target
-from honed.recalib.shared_registry import SharedRegistry
+from honed.recalib.registry.manifest import Manifest, RegistryError, sha256_of_target
+from honed.recalib.registry.shared import SharedRegistry
 
 if TYPE_CHECKING:
     from honed.daemon.service import Service

@@ -26,18 +26,18 @@ MAY_IMPORT = {
 }
 """Folder -> folders of ours, beside itself."""
 DAEMON_MAY_TAKE_FROM_RECALIB = {
-    "honed.recalib.registry",
-    "honed.recalib.shared_registry",
-    "honed.recalib.manifest",
-    "honed.recalib.weights_digest",
-    "honed.recalib.gate",
-    "honed.recalib.trainer_settings",
-    "honed.recalib.training_settings",
-    "honed.recalib.drafter_config",
-    "honed.recalib.memory_budget",
-    "honed.recalib.ring_reader",
+    "honed.recalib.registry.registry",
+    "honed.recalib.registry.shared",
+    "honed.recalib.registry.manifest",
+    "honed.recalib.registry.weights_digest",
+    "honed.recalib.gate.gate",
+    "honed.recalib.config.trainer",
+    "honed.recalib.config.training",
+    "honed.recalib.config.drafter",
+    "honed.recalib.config.memory",
+    "honed.recalib.samples.ring_reader",
 }
-TRAIN_COMMAND = ("honed.daemon.command_line", "honed.recalib.trainer")
+TRAIN_COMMAND = ("honed.daemon.command_line", "honed.recalib.process.trainer")
 """`honed train` starts the trainer; it is imported there and then only."""
 
 PURE = {

@@ -58,7 +58,7 @@ def block_loss(
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     # What a dispatch mode sees of an operator of ours is one operation, however long it takes. On a CPU, where the trainer
-    # yields before every operation (`recalib.yield_points`), it has to see those inside.
+    # yields before every operation (`recalib.process.yield_points`), it has to see those inside.
     is_seen = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
     if kind == "ce":
         assert labels is not None

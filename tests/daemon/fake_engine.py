@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.recalib.weights_digest import weights_digests
+from honed.recalib.registry.weights_digest import weights_digests
 
 M = TypeVar("M")
 

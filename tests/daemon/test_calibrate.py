@@ -24,7 +24,7 @@ from honed.daemon.client import AdminClient
 from honed.daemon.command_line import app
 from honed.daemon.serve import start
 from honed.daemon.settings import load
-from honed.recalib.registry import Registry
+from honed.recalib.registry.registry import Registry
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 from tests.daemon.served_model import ServedModel, serving_model
 from tests.daemon.test_lifecycle import write_checkpoint

@@ -24,12 +24,12 @@ from honed.daemon.command_line import app
 from honed.daemon.doctor import ORDER, Check, exit_code, worst_first
 from honed.daemon.serve import start
 from honed.daemon.settings import load
-from honed.recalib import training_run
-from honed.recalib.drafter_config import DrafterConfig
-from honed.recalib.memory_budget import MemoryEstimate
-from honed.recalib.progress import Progress
-from honed.recalib.trainer_settings import TrainerSettings
-from honed.recalib.training_settings import Precision, Scope
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.memory import MemoryEstimate
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.config.training import Precision, Scope
+from honed.recalib.training import training_run
+from honed.recalib.training.progress import Progress
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
 from tests.daemon.test_show import HEALTHY

@@ -24,7 +24,7 @@ from honed.daemon.live_rounds import LiveRounds
 from honed.daemon.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings
-from honed.recalib.manifest import Manifest
+from honed.recalib.registry.manifest import Manifest
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 

@@ -20,7 +20,7 @@ from honed.daemon.errors import StoreError
 from honed.daemon.page import FOLDER, page
 from honed.daemon.page_document import CACHE_S, MOST_WORKLOADS, OTHERS, PageDocuments
 from honed.daemon.service import Service
-from honed.recalib.gate import summarise
+from honed.recalib.gate.gate import summarise
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)

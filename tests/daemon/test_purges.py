@@ -17,7 +17,7 @@ from honed.daemon.api import make_app
 from honed.daemon.purges import erase_files
 from honed.daemon.service import Service
 from honed.daemon.settings import Settings, load
-from honed.recalib.ring_reader import RingReader
+from honed.recalib.samples.ring_reader import RingReader
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 

@@ -18,7 +18,7 @@ from honed.daemon.operations import Operation
 from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import status
-from honed.recalib.manifest import Manifest, RegistryError
+from honed.recalib.registry.manifest import Manifest, RegistryError
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.exposition import scrape
 from tests.daemon.fake_engine import ServingEngine

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from honed.adapt.protocol.wire import GateFigures
 from honed.daemon import cells, show
 from honed.daemon.findings import LAG_S, LATELY_S, findings
-from honed.recalib.gate import summarise
+from honed.recalib.gate.gate import summarise
 
 HEALTHY: dict[str, Any] = {
     "version": "0.1.0",

@@ -142,7 +142,7 @@ def test_a_daemon_stopped_for_30_seconds_stalls_nothing(beside: Beside) -> None:
 def test_an_engine_that_is_idle_swaps_when_asked(beside: Beside, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from honed.recalib.registry import Registry
+    from honed.recalib.registry.registry import Registry
 
     before = beside.play(8, 48)
     registry = Registry(beside.state_dir / "registry")
@@ -179,7 +179,7 @@ def test_daemon_and_vllm_are_killed_while_two_versions_take_turns(beside: Beside
     """Afterwards one version is active, and the engine's own checksum of its weights is that version's."""
     from safetensors.torch import load_file, save_file
 
-    from honed.recalib.registry import Registry
+    from honed.recalib.registry.registry import Registry
 
     registry = Registry(beside.state_dir / "registry")
     stock = registry.alias("active")

@@ -27,7 +27,7 @@ from honed.daemon.errors import ConflictError
 from honed.daemon.service import Service
 from honed.daemon.settings import load
 from honed.daemon.views import engines
-from honed.recalib.ring_reader import RingReader
+from honed.recalib.samples.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_SLOW, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_for, wait_until_compiled, wait_until_written, worker_of

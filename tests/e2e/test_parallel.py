@@ -22,7 +22,7 @@ from benchmarks import client_load, honed_side, vllm_server
 from benchmarks.processes import Processes, free_port
 from honed.adapt.protocol import wire
 from honed.daemon.client import AdminClient
-from honed.recalib.weights_digest import weights_digests
+from honed.recalib.registry.weights_digest import weights_digests
 from tests.e2e import test_runner_contract as contract
 from tests.e2e.engine import DRAFTER, IS_V2, TestEngine, engine
 from tests.e2e.logged import rounds, set_policy, take_batches
@@ -65,7 +65,7 @@ def stored_by_engine(client: AdminClient) -> dict[str, dict[str, int]]:
 
 
 def test_two_replicas_are_two_engines_of_one_daemon(tmp_path: Path) -> None:
-    from honed.recalib.registry import Registry
+    from honed.recalib.registry.registry import Registry
 
     runtime_dir, state_dir, config = tmp_path / "run", tmp_path / "state", tmp_path / "honed.toml"
     config.write_text(

@@ -117,8 +117,8 @@ def test_each_step_says_why_its_lengths_are_what_they_are(attached: TestEngine, 
 
 def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path) -> None:
     """Every row equals fc + hidden_norm over a full-precision forward of the target, and only at the right layer."""
-    from honed.recalib.checkpoint import load_drafter
-    from honed.recalib.ring_reader import RingReader
+    from honed.recalib.drafter.checkpoint import load_drafter
+    from honed.recalib.samples.ring_reader import RingReader
 
     set_policy(attached)
     wait_until_compiled(attached)

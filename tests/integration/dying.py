@@ -64,7 +64,7 @@ def save(arm: Path, targets: list[str], root: str, source: str, parent: str) -> 
     """What a trainer does last: a version goes to the registry."""
     for target in targets:
         patch(target, arm)
-    from honed.recalib.registry import Registry
+    from honed.recalib.registry.registry import Registry
 
     def copy(folder: Path) -> None:
         for file in Path(source).iterdir():

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from honed.adapt.protocol import wire
-from honed.recalib.registry import Registry
+from honed.recalib.registry.registry import Registry
 from tests.daemon.conftest import DaemonProcess, wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 from tests.daemon.test_lifecycle import write_checkpoint
@@ -31,7 +31,7 @@ DYING = Path(__file__).with_name("dying.py")
 DAEMON_STEPS = [
     # The trainer has saved; the candidate gets its alias.
     ("honed.daemon.lifecycle.Lifecycle.try_out", "before", 1),
-    ("honed.recalib.registry.replace_file", "before", 1),
+    ("honed.recalib.registry.registry.replace_file", "before", 1),
     # The trial begins.
     ("honed.daemon.canary_tables.save", "before", 1),
     ("honed.daemon.canary_tables.save", "after", 1),
@@ -42,19 +42,19 @@ DAEMON_STEPS = [
     ("honed.daemon.canary_tables.save_points", "after", 2),
     # The verdict: aliases previous, active, candidate; then the engines; then it is written down.
     ("honed.daemon.lifecycle.Lifecycle._make_active", "before", 1),
-    ("honed.recalib.registry.replace_file", "after", 2),
-    ("honed.recalib.registry.replace_file", "after", 3),
+    ("honed.recalib.registry.registry.replace_file", "after", 2),
+    ("honed.recalib.registry.registry.replace_file", "after", 3),
     ("honed.daemon.lifecycle.Lifecycle._send_home", "before", 1),
     ("honed.daemon.lifecycle.Lifecycle._send_home", "after", 1),
 ]
 SAVE_STEPS = [
-    ("honed.recalib.registry.fsync_path", "before", 1),
-    ("honed.recalib.registry.fsync_path", "after", 2),
-    ("honed.recalib.registry.replace_file", "before", 1),
-    ("honed.recalib.registry.replace_file", "after", 1),
+    ("honed.recalib.registry.registry.fsync_path", "before", 1),
+    ("honed.recalib.registry.registry.fsync_path", "after", 2),
+    ("honed.recalib.registry.registry.replace_file", "before", 1),
+    ("honed.recalib.registry.registry.replace_file", "after", 1),
     ("os.rename", "before", 1),
     ("os.rename", "after", 1),
-    ("honed.recalib.registry.fsync_path", "after", 3),
+    ("honed.recalib.registry.registry.fsync_path", "after", 3),
 ]
 ENGINE_STEPS = ["told to swap", "swapped, not said", "said", "first window", "told to go home"]
 

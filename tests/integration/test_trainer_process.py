@@ -16,7 +16,7 @@ import zmq
 from honed.adapt.protocol import wire
 from honed.attach.capture.ring import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
-from honed.recalib.registry import Registry
+from honed.recalib.registry.registry import Registry
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
 
 DEADLINE_S = 60.0
@@ -24,9 +24,9 @@ DEADLINE_S = 60.0
 _ENTRY = """
 import sys
 from pathlib import Path
-from honed.recalib.gate import GateSettings
-from honed.recalib.trainer import run
-from honed.recalib.trainer_settings import TrainerSettings
+from honed.recalib.gate.gate import GateSettings
+from honed.recalib.process.trainer import run
+from honed.recalib.config.trainer import TrainerSettings
 settings = TrainerSettings(nice=1, torch_threads=1, learning_rate=5e-3, min_training_rows=2000, max_steps=400,
                            rows_per_micro_step=160, status_interval_s=0.2, micro_steps_per_update=1, save_state_s=0.5)
 run(settings, sys.argv[1], gate=GateSettings(min_sessions=3), state_dir=Path(sys.argv[2]))

@@ -25,8 +25,8 @@ from benchmarks.processes import ROOT, Processes, free_port
 from benchmarks.vllm_server import Server
 from honed.adapt.protocol.wire import GateFigures
 from honed.daemon.client import AdminClient
-from honed.recalib.gate import summarise
-from honed.recalib.registry import Registry
+from honed.recalib.gate.gate import summarise
+from honed.recalib.registry.registry import Registry
 from tests.observability.watchers import Alertmanager, Prometheus
 
 TINY = ROOT / "benchmarks" / "tiny"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from honed.recalib.checkpoint import save_drafter
-from honed.recalib.drafter import DFlashDrafter, DrafterConfig
-from honed.recalib.sample import TrainingSample
+from honed.recalib.drafter.checkpoint import save_drafter
+from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.samples.sample import TrainingSample
 
 SMALL = {
     "model_type": "qwen3",

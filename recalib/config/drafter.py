@@ -1,0 +1,83 @@
+"""The shape of a DFlash drafter, read from its checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from honed.recalib.config.presets import completed, training_refusal, vllm_refusal
+from honed.recalib.config.rope_scaling import RopeScaling
+from honed.recalib.config.speculators import flat
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything the drafter's function depends on beside its weights."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    num_target_layers: int | None = None
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the auxiliary hidden states side by side: the input of `fc`."""
+        return self.target_hidden_size * len(self.target_layer_ids)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens of a full block that are drafted: all but the anchor."""
+        return self.block_size - 1
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> DrafterConfig:
+        """Read a DFlash config.json of z-lab's form or of speculators'; `presets` fills in what it leaves out.
+
+        Raises:
+            ValueError: when a field is missing, or asks for something that vLLM or this drafter doesn't do; the message
+                names it.
+        """
+        raw = flat(raw)
+        if reason := vllm_refusal(raw):
+            raise ValueError(f"vLLM 0.32 does not load a DFlash drafter with {reason}; use another drafter")
+        if reason := training_refusal(raw):
+            raise ValueError(f"{reason} is not supported for training; serve this drafter without recalibration")
+        if "vocab_size" not in raw:
+            raise ValueError("config.json has no 'vocab_size'; is this a DFlash drafter?")
+        raw = completed(raw)
+        dflash = raw["dflash_config"]
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        try:
+            return cls(
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=int(raw["hidden_size"]),
+                intermediate_size=int(raw["intermediate_size"]),
+                num_hidden_layers=int(raw["num_hidden_layers"]),
+                num_attention_heads=int(raw["num_attention_heads"]),
+                num_key_value_heads=int(raw["num_key_value_heads"]),
+                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]),
+                block_size=int(raw["block_size"]),
+                mask_token_id=int(dflash["mask_token_id"]),
+                target_layer_ids=tuple(int(i) for i in dflash["target_layer_ids"]),
+                target_hidden_size=int(raw.get("target_hidden_size") or raw["hidden_size"]),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0),
+                rope_scaling=RopeScaling.from_json(rope),
+                attention_bias=bool(raw.get("attention_bias")),
+                num_target_layers=int(raw["num_target_layers"]) if raw.get("num_target_layers") else None,
+            )
+        except KeyError as error:
+            raise ValueError(f"config.json has no {error.args[0]!r}; is this a DFlash drafter?") from error

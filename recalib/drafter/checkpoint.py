@@ -1,0 +1,267 @@
+"""Read and write drafter checkpoints, and the target's tensors a drafter shares. Safetensors only: nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from honed.recalib.config.presets import completed
+from honed.recalib.config.speculators import flat, nested
+from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
+"""What a drafter may bring instead of sharing the target's: used, never trained."""
+MASK_EMBEDDING_NAME = "mask_embedding.pt"
+ALIASES = {"encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc.", "midlayer.": "layers.0."}
+"""Other names of the same tensors that vLLM 0.32 reads (`hf_to_vllm_mapper` of `qwen3_dflash.py`)."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that can't be used; the message is one line with cause and cure."""
+
+
+@dataclass(frozen=True, eq=False)
+class TargetHead:
+    """What a drafter shares with its target, in float32, and what tells whether they belong together."""
+
+    embed_tokens: Tensor  # [V, H_target]
+    lm_head: Tensor  # [V, H_target]
+    final_norm: Tensor  # [H_target]
+    rms_norm_eps: float
+    num_hidden_layers: int
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
+        """Embedding and head on the device where drafters train; they stay one tensor where they are one."""
+        embed_tokens = self.embed_tokens.to(device, dtype)
+        lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
+        return replace(self, embed_tokens=embed_tokens, lm_head=lm_head)
+
+    def last_hidden(self, features: Tensor, target_layer_ids: Sequence[int]) -> Tensor | None:  # [T, A] -> [T, H_target]
+        """The target's last hidden state, after its final norm, out of its layers side by side; None where it isn't in them."""
+        if target_layer_ids[-1] != self.num_hidden_layers - 1:
+            return None
+        width = len(self.final_norm)
+        return F.rms_norm(features[:, -width:].float(), (width,), self.final_norm, self.rms_norm_eps)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's config.json."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; point to a folder with a Hugging Face checkpoint") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); restore it from the original checkpoint") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds no JSON object; restore it from the original checkpoint")
+    return raw
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor, by the index if there is one."""
+    if (folder / INDEX_NAME).exists():
+        try:
+            weight_map: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder / INDEX_NAME} is broken ({error}); fetch the checkpoint again") from error
+        return {name: folder / Path(file).name for name, file in weight_map.items()}
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{folder} has no *.safetensors; convert the weights to safetensors, others are not read")
+    return {name: path for path in paths for name in _tensor_names(path)}
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); fetch the checkpoint again") from error
+
+
+def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Some tensors of a checkpoint, in float32."""
+    files = tensor_files(folder)
+    tensors = {}
+    for name in names:
+        if name not in files:
+            raise CheckpointError(f"{folder} has no tensor {name}; it is incomplete or of another model family")
+        try:
+            with safe_open(files[name], framework="pt") as file:
+                tensors[name] = file.get_tensor(name).float()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{files[name]}: {name} cannot be read ({error}); fetch the checkpoint again") from error
+    return tensors
+
+
+def load_target_head(target_dir: Path | str) -> TargetHead:
+    """The target's embedding, head and final norm; a tied head is the embedding."""
+    folder = Path(target_dir)
+    raw = read_config(folder)
+    text = raw.get("text_config") or raw
+    has_own_head = not (raw.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    names = [EMBED_NAME, NORM_NAME] + ([HEAD_NAME] if has_own_head else [])
+    tensors = read_tensors(folder, names)
+    return TargetHead(
+        embed_tokens=tensors[EMBED_NAME],
+        lm_head=tensors.get(HEAD_NAME, tensors[EMBED_NAME]),
+        final_norm=tensors[NORM_NAME],
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        num_hidden_layers=int(text["num_hidden_layers"]),
+    )
+
+
+def read_drafter_config(drafter_dir: Path | str) -> DrafterConfig:
+    """The shape of a drafter. Raises CheckpointError when it can't be read or can't be trained."""
+    folder = Path(drafter_dir)
+    try:
+        return DrafterConfig.from_json(read_config(folder))
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+
+
+def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHead | None = None) -> DFlashDrafter:
+    """A drafter with float32 weights, beside the target it was made for.
+
+    Args:
+        head: the target's, where it has been read already: drafters that are compared share one.
+
+    Raises:
+        CheckpointError: missing file or tensor, wrong shape, or a drafter made for another target.
+    """
+    folder = Path(drafter_dir)
+    config = read_drafter_config(folder)
+    if (folder / MASK_EMBEDDING_NAME).exists():
+        raise CheckpointError(
+            f"{folder / MASK_EMBEDDING_NAME}: a mask embedding of its own is pickled, and nothing is unpickled here; "
+            "serve this drafter without recalibration"
+        )
+    head = head or load_target_head(target_dir)
+    check_pair(config, head, folder, Path(target_dir))
+    stored = stored_names(folder)
+    shared = {own: read_tensors(folder, [own])[own] for own in OWN_SHARED_NAMES if own in stored.values()}
+    embed_tokens, lm_head = (
+        shared.get(name, of_target) for name, of_target in zip(OWN_SHARED_NAMES, (head.embed_tokens, head.lm_head), strict=True)
+    )
+    drafter = DFlashDrafter(config, embed_tokens, lm_head)
+    own = drafter.state_dict()
+    found = read_tensors(folder, [stored.get(name, name) for name in own])
+    tensors = {name: found[stored.get(name, name)] for name in own}
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            found_shape, wanted = list(tensor.shape), list(own[name].shape)
+            raise CheckpointError(
+                f"{folder}: {name} is {found_shape}, config.json asks for {wanted}; take both from one version"
+            )
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
+def stored_names(folder: Path) -> dict[str, str]:
+    """Our name of each tensor of a checkpoint -> the name it has there; empty where there are no weights."""
+    try:
+        names = tensor_files(folder)
+    except CheckpointError:
+        return {}
+    renamed = {}
+    for name in names:
+        ours = name
+        for theirs, plain in ALIASES.items():
+            ours = ours.replace(theirs, plain)
+        renamed[ours] = name
+    return renamed
+
+
+def check_pair(config: DrafterConfig, head: TargetHead, drafter_dir: Path, target_dir: Path) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        CheckpointError: naming the first field that doesn't fit.
+    """
+    vocab_size, width = head.embed_tokens.shape
+    facts = {
+        "vocab_size": (config.vocab_size, vocab_size),
+        "hidden_size": (config.hidden_size, width),
+        "target_hidden_size": (config.target_hidden_size, width),
+    }
+    for name, (wanted, found) in facts.items():
+        if wanted != found:
+            raise CheckpointError(_not_a_pair(drafter_dir, target_dir, f"{name} {wanted} against {found}"))
+    if max(config.target_layer_ids) >= head.num_hidden_layers or min(config.target_layer_ids) < 0:
+        what = f"target_layer_ids {list(config.target_layer_ids)} against {head.num_hidden_layers} layers"
+        raise CheckpointError(_not_a_pair(drafter_dir, target_dir, what))
+    if not 0 <= config.mask_token_id < vocab_size:
+        what = f"mask_token_id {config.mask_token_id} against a vocabulary of {vocab_size}"
+        raise CheckpointError(_not_a_pair(drafter_dir, target_dir, what))
+
+
+def _not_a_pair(drafter_dir: Path, target_dir: Path, what: str) -> str:
+    return f"{drafter_dir} was not made for {target_dir} ({what}); use a drafter trained for this target"
+
+
+def save_drafter(
+    drafter: DFlashDrafter,
+    folder: Path | str,
+    config_from: Path | str,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: Literal["parent", "z-lab", "speculators"] = "parent",
+    target: str = "",
+) -> Path:
+    """Write a checkpoint that vLLM loads, in one file, with the tensor names of the parent.
+
+    Args:
+        config_from: the parent's folder: its config.json, the names of its tensors, and those that are not ours to train (an
+            embedding or a head of its own) are kept.
+        layout: "parent" copies config.json unchanged; the others convert it.
+        target: name or path of the target, which the speculators form wants to know.
+
+    Returns:
+        The weights file. Both files are written whole or not at all: under another name first, then renamed.
+    """
+    folder, parent = Path(folder), Path(config_from)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = stored_names(parent)
+    own = drafter.state_dict()
+    tensors = {stored.get(name, name): value.detach().to("cpu", dtype).contiguous() for name, value in own.items()}
+    for name in sorted(stored.keys() - own.keys()):
+        tensors[stored[name]] = _read_as_stored(parent, stored[name])
+    part = folder / f".{WEIGHTS_NAME}.part"
+    part.write_bytes(save(tensors, metadata={"format": "pt"}))  # not save_file: that one makes the file 0600
+    _write_config(folder, parent, layout, target)
+    return part.replace(folder / WEIGHTS_NAME)
+
+
+def _read_as_stored(folder: Path, name: str) -> Tensor:
+    with safe_open(tensor_files(folder)[name], framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _write_config(folder: Path, parent: Path, layout: str, target: str) -> None:
+    source, part = parent / "config.json", folder / ".config.json.part"
+    if layout == "parent":
+        if source.resolve() == (folder / "config.json").resolve():
+            return
+        shutil.copyfile(source, part)
+    else:
+        raw = completed(flat(read_config(parent)))
+        if layout == "speculators":
+            raw = nested(raw, target, [])
+        part.write_text(json.dumps(raw, indent=2) + "\n")
+    part.replace(folder / "config.json")

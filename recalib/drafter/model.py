@@ -1,0 +1,204 @@
+"""The DFlash drafter in plain PyTorch: the same function as vLLM's, and one that can be trained.
+
+Every layer attends to the target's context features, projected to keys and values (KV injection), and to the block's own
+tokens, both ways. The block of an anchor at position p is [anchor, MASK x k] at positions p .. p + k, its context all
+features *strictly before* p, and the output at position p + j predicts the token at p + j: there is no shift.
+
+Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm`; `KV_PATH` names them. Query
+tokens go through the layer's input norm first, context features do not: they have `hidden_norm` instead.
+
+Source: arXiv 2602.06036, section 3; vLLM 0.32 `model_executor/models/qwen3_dflash.py` and `v1/spec_decode/dflash.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from honed.kernels.training.anchor_attention import Visible, anchor_attention
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.rope_scaling import RopeScaling, scale_frequencies
+
+__all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
+
+# Letters: N blocks, B tokens of a block (anchor included), K = B - 1, T context rows, H width, A width of unfused
+# features, V vocabulary, G key/value heads, R query heads of each, D head width.
+
+KV_PATH = ("fc.", "hidden_norm.", ".k_proj.", ".v_proj.", ".k_norm.")
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., width]
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:  # 2 x [..., D/2]
+    """Cosine and sine of each position's angles, in float32."""
+    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    magnitude = 1.0
+    if scaling is not None:
+        inverse, magnitude = scale_frequencies(inverse, theta, scaling)
+    angles = positions.float().unsqueeze(-1) * inverse
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, D]
+    """Rotary embedding in the two-halves ("neox") layout."""
+    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Block tokens attend to context keys and to their own block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        width, query_width = config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, width, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # 2 x [..., G, D]
+        """Keys, normed and rotated, and values of any rows."""
+        shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        return rotate(self.k_norm(self.k_proj(x).view(shape)), tables), self.v_proj(x).view(shape)
+
+    def forward(
+        self,
+        x: Tensor,  # [N, B, H]
+        tables: tuple[Tensor, Tensor],  # 2 x [N, B, D/2]
+        context: tuple[Tensor, Tensor],  # 2 x [T, G, D]
+        visible: Visible,  # of N blocks
+    ) -> Tensor:  # [N, B, H]
+        n, b, _ = x.shape
+        q = rotate(self.q_norm(self.q_proj(x).view(n, b, -1, self.head_dim)), tables)
+        out = anchor_attention(q, *self.keys_values(x, tables), *context, visible)
+        projected: Tensor = self.o_proj(out.reshape(n, b, -1))
+        return projected
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP, each with its residual."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], visible: Visible
+    ) -> Tensor:  # [N, B, H]
+        x = x + self.self_attn(self.input_layernorm(x), tables, context, visible)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DFlashDrafter(nn.Module):
+    """A DFlash drafter whose parameters have the checkpoint's names.
+
+    `embed_tokens` and `lm_head` are the target's: buffers, never trained, never saved.
+    """
+
+    embed_tokens: Tensor
+    lm_head: Tensor
+
+    def __init__(self, config: DrafterConfig, embed_tokens: Tensor, lm_head: Tensor) -> None:  # 2 x [V, H]
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.recomputes_layers = False
+        """Gradient checkpointing: a layer is computed again on the way back, rather than kept."""
+        self.register_buffer("embed_tokens", embed_tokens, persistent=False)
+        self.register_buffer("lm_head", lm_head, persistent=False)
+
+    def fuse(self, aux_hidden: Tensor) -> Tensor:  # [T, A] -> [T, H]
+        """Context features from the target's auxiliary hidden states, concatenated in `target_layer_ids` order."""
+        fused: Tensor = self.hidden_norm(self.fc(aux_hidden))
+        return fused
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What vLLM keeps in the drafter's paged cache: for each layer, K and V `[T, G, D]` of fused features."""
+        tables = self._rotary_tables(positions)
+        return [layer.self_attn.keys_values(features, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
+
+    def _rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        return rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def forward(
+        self,
+        features: Tensor,  # [T, H], fused
+        positions: Tensor,  # [T]
+        token_ids: Tensor,  # [T]
+        anchors: Tensor,  # [N] rows of the anchors, >= 1
+        segments: Tensor | None = None,  # [T] sample of each row
+        num_draft_tokens: int | None = None,
+        block_tokens: Tensor | None = None,  # [N, K] what stands after each anchor, by default masks
+    ) -> Tensor:  # [N, K, V]
+        """Logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor."""
+        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
+        return F.linear(hidden, self.lm_head)
+
+    def draft_hidden(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        anchors: Tensor,
+        segments: Tensor | None = None,
+        num_draft_tokens: int | None = None,
+        block_tokens: Tensor | None = None,
+    ) -> Tensor:  # [N, K, H]
+        """The normed hidden states of the mask positions, before the target's head."""
+        num_masks = num_draft_tokens or self.config.num_draft_tokens
+        offsets = torch.arange(num_masks + 1, device=anchors.device)
+        masks = torch.full((len(anchors), num_masks), self.config.mask_token_id, device=anchors.device)
+        block_ids = torch.cat((token_ids[anchors, None], masks if block_tokens is None else block_tokens), dim=1)
+        x = F.embedding(block_ids, self.embed_tokens)  # [N, B, H]
+        block_positions = positions[anchors, None] + offsets
+        tables = self._rotary_tables(block_positions)
+        begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])
+        visible = Visible(begins, anchors)
+        context = self.context_keys_values(features, positions)
+        is_recomputing = self.recomputes_layers and torch.is_grad_enabled()
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            given = (x, tables, keys_values, visible)
+            x = checkpoint(layer, *given, use_reentrant=False) if is_recomputing else layer(*given)
+        hidden: Tensor = self.norm(x[:, 1:])
+        return hidden

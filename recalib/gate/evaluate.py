@@ -1,0 +1,189 @@
+"""Greedy acceptance of a drafter on captured text, without an engine: what the gate compares.
+
+Where the target is greedy, a draft token is accepted exactly if it equals the token that was emitted, so replaying the
+emitted text tells the acceptance length a drafter would have had. Figures are kept for each session, since sessions, not
+blocks, are independent: the paired bootstrap of the gate draws sessions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from honed.kernels.training.block_loss import top_tokens
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
+from honed.recalib.training.blocks import block_labels, eligible_anchors
+from honed.recalib.training.denoising import ONE_PASS, Denoising, draft_in_steps
+from honed.recalib.training.losses import AcceptanceCounts, accepted_prefix, count_acceptance
+from honed.recalib.training.pace import Pace, run_through
+from honed.recalib.training.precision import compute_dtype, computing
+
+# Letters: N anchors, K draft positions.
+
+
+@dataclass(frozen=True)
+class SessionFigures:
+    """One session's sums: over every anchor of its emitted text, and over the rounds a server would have run."""
+
+    session: str
+    workload: str
+    num_anchors: int
+    num_accepted_tokens: int
+    num_rounds: int
+    num_round_accepted_tokens: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau in the rounds a server would have run, bonus token included."""
+        return 1.0 + self.num_round_accepted_tokens / max(1, self.num_rounds)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All sessions' figures, and right-censored counts for each position of each workload."""
+
+    sessions: tuple[SessionFigures, ...]
+    positions: dict[str, AcceptanceCounts]
+
+    def acceptance_length(self, workload: str | None = None) -> float:
+        """tau over all rounds of one workload, or of all."""
+        return self._length(workload, "num_round_accepted_tokens", "num_rounds")
+
+    def anchor_acceptance_length(self, workload: str | None = None) -> float:
+        """Mean of accepted + 1 over *every* anchor: less noise, but anchors in easy text count more than in a server."""
+        return self._length(workload, "num_accepted_tokens", "num_anchors")
+
+    def _length(self, workload: str | None, accepted: str, rounds: str) -> float:
+        chosen = [s for s in self.sessions if workload in (None, s.workload)]
+        num_rounds = sum(int(getattr(s, rounds)) for s in chosen)
+        return 1.0 + sum(int(getattr(s, accepted)) for s in chosen) / max(1, num_rounds)
+
+
+def expected_acceptance_length(
+    drafter: DFlashDrafter,
+    samples: Iterable[TrainingSample],
+    num_draft_tokens: int | None = None,
+    max_anchors_per_pass: int = 256,
+    denoising: Denoising = ONE_PASS,
+) -> Evaluation:
+    """Replay the emitted text of every sample, block by block.
+
+    Args:
+        drafter: the drafter to judge; it is not changed.
+        samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
+        num_draft_tokens: k, by default the drafter's full block.
+        max_anchors_per_pass: bounds memory: a pass holds that many blocks' activations.
+        denoising: how many passes draft a block; a server has one.
+    """
+    k = num_draft_tokens or drafter.config.num_draft_tokens
+    sessions: dict[tuple[str, str], list[SessionFigures]] = {}
+    counts: dict[str, list[AcceptanceCounts]] = {}
+    for sample in samples:
+        replayed = run_through(replay_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
+        if replayed is not None:
+            sessions.setdefault((sample.session, sample.workload), []).append(replayed[0])
+            counts.setdefault(sample.workload, []).append(replayed[1])
+    return Evaluation(
+        sessions=tuple(_add_sessions(group) for group in sessions.values()),
+        positions={workload: _add_counts(group) for workload, group in counts.items()},
+    )
+
+
+@torch.inference_mode()
+def replay_in_parts(
+    drafter: DFlashDrafter,
+    sample: TrainingSample,
+    num_draft_tokens: int,
+    max_anchors_per_pass: int = 256,
+    denoising: Denoising = ONE_PASS,
+    pace: Pace | None = None,
+) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
+    """Replay one sample, returning control by a `yield` after some of its anchors; None for a sample without a whole block.
+
+    Args:
+        pace: how many anchors are drafted from at a time, up to `max_anchors_per_pass`.
+    """
+    packed = pack([sample])
+    anchors = eligible_anchors(packed, num_draft_tokens)
+    anchors = anchors[anchors >= sample.num_prompt_tokens]
+    if not len(anchors):
+        return None
+    labels = block_labels(packed.token_ids, anchors, num_draft_tokens)
+    packed = packed.to(drafter.norm.weight.device)
+    drafts: list[Tensor] = []
+    done = 0
+    while done < len(anchors):
+        began_s = time.perf_counter()
+        most = min(max_anchors_per_pass, len(anchors) - done)
+        part = anchors[done : done + (pace.blocks(most) if pace else most)]
+        drafts.append(draft_blocks(drafter, packed, part, num_draft_tokens, denoising))
+        done += len(part)
+        if pace is not None:
+            pace.observe(len(part), time.perf_counter() - began_s)
+        yield
+    drafted, is_valid = torch.cat(drafts), torch.ones_like(labels, dtype=torch.bool)
+    accepted = accepted_prefix(drafted, labels, is_valid).tolist()
+    rounds = walk(accepted)
+    figures = SessionFigures(
+        sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
+    )
+    return figures, count_acceptance(drafted[rounds], labels[rounds], is_valid[rounds])
+
+
+def draft_blocks(
+    drafter: DFlashDrafter,
+    packed: PackedSamples,
+    anchors: Tensor,
+    num_draft_tokens: int,
+    denoising: Denoising = ONE_PASS,
+) -> Tensor:  # [N, K], on the CPU
+    """Greedy drafts from some anchors of samples that are on the drafter's device."""
+    device = drafter.norm.weight.device
+    anchors = anchors.to(device)
+    with computing(device, compute_dtype(device, "auto")):
+        features = packed.features.float()
+        context = features if packed.is_fused else drafter.fuse(features)
+
+        def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = drafter.draft_hidden(
+                context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
+            )
+            return top_tokens(hidden, drafter.lm_head)
+
+        mask = drafter.config.mask_token_id
+        return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
+
+
+def walk(accepted: Sequence[int]) -> list[int]:
+    """The anchors a server would have used: the first, then always accepted + 1 tokens further."""
+    rounds, index = [], 0
+    while index < len(accepted):
+        rounds.append(index)
+        index += accepted[index] + 1
+    return rounds
+
+
+def _add_sessions(group: list[SessionFigures]) -> SessionFigures:
+    first = group[0]
+    return SessionFigures(
+        first.session,
+        first.workload,
+        sum(s.num_anchors for s in group),
+        sum(s.num_accepted_tokens for s in group),
+        sum(s.num_rounds for s in group),
+        sum(s.num_round_accepted_tokens for s in group),
+    )
+
+
+def _add_counts(group: list[AcceptanceCounts]) -> AcceptanceCounts:
+    return AcceptanceCounts(
+        num_blocks=sum(c.num_blocks for c in group),
+        num_accepted_tokens=sum(c.num_accepted_tokens for c in group),
+        trials=tuple(sum(column) for column in zip(*(c.trials for c in group), strict=True)),
+        successes=tuple(sum(column) for column in zip(*(c.successes for c in group), strict=True)),
+    )

@@ -1,0 +1,294 @@
+"""One operation from request to result, in units so small that serving never waits for more than one.
+
+    collecting   until enough rows of the workloads that must gain, and enough held-out sessions of them, are held
+    training     micro-steps, some blocks at a time, until max_steps or max_seconds of them
+    gating       parent and candidate on the same held-out sessions, some blocks at a time
+    (writing)    the candidate goes to the registry when the gate lets it pass
+
+The candidate is judged after its weights were rounded to the type they will be stored in: what is judged is what will serve.
+Nothing reaches the registry before the gate has passed, so an operation that fails or is cancelled leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import structlog
+import torch
+
+from honed.adapt.protocol import wire
+from honed.recalib.config.memory import MemoryBudgetError
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.gate.evaluate import SessionFigures, replay_in_parts
+from honed.recalib.gate.gate import GateSettings, judge, summarise
+from honed.recalib.registry.manifest import WEIGHTS
+from honed.recalib.registry.registry import Manifest, Registry, RegistryError
+from honed.recalib.registry.tensor_file import read_tensor_entries
+from honed.recalib.samples.stretch import Stretch
+from honed.recalib.samples.traffic import Feed
+from honed.recalib.training.progress import OperationError, Progress, Stage
+from honed.recalib.training.training_run import TrainingRun
+
+log = structlog.get_logger("honed.trainer")
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class Recalibration:
+    """An operation under way; `advance` does one unit of it.
+
+    Args:
+        monotonic: for deadlines; stands still while training is paused.
+        working_s: a clock that stands still while a unit is held up; default: `monotonic`.
+    """
+
+    def __init__(
+        self,
+        request: wire.TrainRequest,
+        settings: TrainerSettings,
+        gate: GateSettings,
+        registry: Registry,
+        feed: Feed,
+        monotonic: Callable[[], float] = time.monotonic,
+        state_dir: Path | None = None,
+        working_s: Callable[[], float] | None = None,
+    ) -> None:
+        self.request = request
+        self.progress = Progress(max_steps=request.max_steps or settings.max_steps)
+        self.result: wire.TrainResult | None = None
+        self._settings, self._gate, self._registry, self._feed = settings, gate, registry, feed
+        self._monotonic, self._working_s, self._state_dir = monotonic, working_s or monotonic, state_dir
+        self._began_s = monotonic()
+        self._run: TrainingRun | None = None
+        self._units = self._work()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the request came, by the clock that was given."""
+        return self._monotonic() - self._began_s
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether the next unit is heavy, and so has to wait for the engine to be idle."""
+        return self.progress.stage != "collecting"
+
+    def advance(self) -> None:
+        """Do one unit; afterwards `result` is there when it was the last. Any failure ends as a result, none is raised."""
+        if self.result is not None:
+            return
+        try:
+            self.check_deadline()
+            self.progress.stage = next(self._units)
+        except StopIteration as end:
+            self._conclude(end.value)
+        except (OperationError, MemoryBudgetError, RegistryError, CheckpointError) as error:
+            self._end(str(error))
+        except Exception as error:  # the boundary: whatever it is, the daemon gets an answer and the process goes on
+            log.exception("operation failed", operation_id=self.request.operation_id)
+            self._end(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def keep_waiting(self) -> None:
+        """Nothing may be done now; notices when that has gone on for too long."""
+        try:
+            self.check_deadline()
+        except OperationError as error:
+            self._end(str(error))
+
+    def check_deadline(self) -> None:
+        """Raise OperationError when it takes too long."""
+        trained_s, most_s = self.progress.train_seconds, self._settings.deadline_s
+        if self.elapsed_s - trained_s > most_s:
+            raise OperationError(
+                f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engines "
+                "on its device (trainer.yields_to) are hardly ever idle all at once; try again at a quieter time, or raise "
+                f"trainer.deadline_s, {most_s:.0f} s for all but training"
+            )
+
+    def cancel(self, reason: str) -> None:
+        """Give up between two units; nothing is kept."""
+        if self.result is None:
+            self._units.close()
+            self._end(reason)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> Generator[Stage, None, wire.TrainResult]:
+        """Every `yield` names the kind of the next unit and lets the caller decide when it may run."""
+        parent = self._registry.verify(self.request.parent_version)
+        parent_dir = self._registry.path(parent.version)
+        is_usable = self._usable(parent)
+        run = self._run = TrainingRun(
+            self.request, self._settings, parent_dir, self._feed, self.progress, self._working_s, self._state_dir
+        )
+        run.check_memory()
+        while missing := self._missing(is_usable):
+            if self.elapsed_s > self._settings.collect_s:
+                raise OperationError(f"too little to learn from after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
+            yield "collecting"
+        yield "training"
+        run.check_memory()  # what was free may be gone
+        run.load_head()
+        yield "training"
+        drafter = run.load_drafter()
+        yield "training"
+        before_training = run.load_drafter()
+        for _ in run.steps(drafter, before_training, is_usable):
+            yield "training"
+        held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
+        before = yield from self._evaluate(run, before_training, held_out)
+        trained = [parameter.detach().clone() for parameter in drafter.parameters()]
+        for blend in self._settings.blends:
+            self.progress.blend = blend
+            _blend(drafter, before_training, trained, blend)
+            _round_weights(drafter, _stored_dtype(parent_dir))
+            yield "gating"
+            after = yield from self._evaluate(run, drafter, held_out)
+            verdict = judge(before, after, self.request.workloads, self._gate)
+            self.progress.gate = verdict.figures
+            if verdict.passed:
+                break
+        else:
+            return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
+        if self.request.dry_run:
+            return self._result(ok=True)
+        yield "gating"
+        return self._result(ok=True, version=self._write(drafter, parent, parent_dir, is_usable).version)
+
+    def _evaluate(
+        self, run: TrainingRun, drafter: DFlashDrafter, held_out: list[Stretch]
+    ) -> Generator[Stage, None, list[SessionFigures]]:
+        """Figures of each stretch, in the stretches' order."""
+        figures: list[SessionFigures] = []
+        pace = run.pace()
+        for stretch in held_out:
+            yield "gating"
+            # No more at once than a micro-step of training takes, which keeps what every layer computed.
+            most = 4 * self._settings.anchors_per_micro_step
+            parts = replay_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
+            while True:
+                try:
+                    next(parts)
+                except StopIteration as end:
+                    figures += [end.value[0]] if end.value is not None else []
+                    break
+                yield "gating"
+        return figures
+
+    def _write(
+        self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path, is_usable: Callable[[Stretch], bool]
+    ) -> Manifest:
+        store = self._feed.store
+        stretches = [s for w in store.workloads() for s in store.stretches(w, False) if is_usable(s)]
+        rows: Counter[str] = Counter()
+        for stretch in stretches:
+            rows[stretch.workload] += stretch.num_rows
+        window = {"rows": dict(rows), "sessions": len({s.session for s in stretches}), "digest": store.digest(stretches)}
+        progress = self.progress
+        return self._registry.create(
+            lambda folder: _save(drafter, folder, parent_dir),
+            parent=parent.version,
+            scope=self.request.scope,
+            figures={"gate": summarise(progress.gate), "blend": progress.blend, "steps": progress.steps,
+                     "tokens": progress.tokens, "loss": progress.loss, "train_seconds": progress.train_seconds},
+            data_window=window,
+            target_path=self.request.target_path,
+            vllm_version=self.request.vllm_version,
+            note=self.request.reason,
+        )  # fmt: skip
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    def _usable(self, parent: Manifest) -> Callable[[Stretch], bool]:
+        """Fused features mean something only to drafters with the same `fc` and `hidden_norm` as the one that made them."""
+        same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
+        return lambda stretch: not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
+
+    def _missing(self, is_usable: Callable[[Stretch], bool]) -> str:
+        """What is still needed before training can begin, "" when nothing is."""
+        store = self._feed.store
+        wanted = self.request.workloads or store.workloads()
+        lacks = []
+        rows = sum(s.num_rows for w in wanted for s in store.stretches(w, False) if is_usable(s))
+        if rows < self._settings.min_training_rows:
+            lacks.append(f"{rows} of {self._settings.min_training_rows} rows")
+        held = {w: len({s.session for s in self._held_out(w, is_usable)}) for w in wanted}
+        if not self.request.workloads:
+            held = {"": sum(held.values())}
+        for workload, sessions in held.items():
+            if sessions < self._gate.min_sessions:
+                named = f" of workload {workload!r}" if workload else ""
+                lacks.append(f"{sessions} of {self._gate.min_sessions} held-out sessions{named}")
+        return ", ".join(lacks)
+
+    def _held_out(self, workload: str, is_usable: Callable[[Stretch], bool]) -> list[Stretch]:
+        """Whole held-out sessions of a workload, in an order that has nothing to do with them.
+
+        Up to the row limit, in rows that are judged; but as many sessions as a gain can't be judged without.
+        """
+        sessions: dict[str, list[Stretch]] = {}
+        for stretch in self._feed.store.stretches(workload, True):
+            if is_usable(stretch) and stretch.num_judged:
+                sessions.setdefault(stretch.session, []).append(stretch)
+        chosen: list[Stretch] = []
+        num_rows = 0
+        in_order = sorted(sessions, key=lambda s: hashlib.blake2b(s.encode(errors="replace")).digest())
+        for number, session in enumerate(in_order):
+            if num_rows >= self._settings.max_gate_rows and number >= self._gate.min_sessions:
+                break
+            chosen += sessions[session]
+            num_rows += sum(stretch.num_judged for stretch in sessions[session])
+        return chosen
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _end(self, error: str) -> None:
+        self._conclude(self._result(ok=False, error=error))
+
+    def _conclude(self, result: wire.TrainResult) -> None:
+        self.result = result
+        if self._run is not None:
+            self._run.discard_state()
+
+    def _result(self, *, ok: bool, version: str = "", error: str = "") -> wire.TrainResult:
+        progress = self.progress
+        return wire.TrainResult(
+            operation_id=self.request.operation_id, ok=ok, version=version, error=error, gate=progress.gate,
+            steps=progress.steps, tokens=progress.tokens, train_seconds=progress.train_seconds, elapsed_s=self.elapsed_s,
+        )  # fmt: skip
+
+
+_COLLECT_CURE = "send such traffic, or raise capture_share"
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The type of most values of a checkpoint."""
+    sizes: Counter[str] = Counter()
+    for entry in read_tensor_entries(folder / WEIGHTS):
+        sizes[entry.dtype] += entry.end - entry.begin
+    name = sizes.most_common(1)[0][0]
+    if name not in _DTYPES:
+        raise OperationError(f"{folder / WEIGHTS} is stored as {name}: train from a {', '.join(_DTYPES)} checkpoint")
+    return _DTYPES[name]
+
+
+@torch.no_grad()
+def _blend(drafter: DFlashDrafter, parent: DFlashDrafter, trained: list[torch.Tensor], share: float) -> None:
+    """drafter = parent + share * (trained - parent): on that line forgetting falls faster than the gain. arXiv 2109.01903."""
+    for parameter, old, new in zip(drafter.parameters(), parent.parameters(), trained, strict=True):
+        parameter.copy_(old.lerp(new, share))
+
+
+@torch.no_grad()
+def _round_weights(drafter: DFlashDrafter, dtype: torch.dtype) -> None:
+    for parameter in drafter.parameters():
+        parameter.copy_(parameter.to(dtype).to(parameter.dtype))
+
+
+def _save(drafter: DFlashDrafter, folder: Path, parent_dir: Path) -> None:
+    save_drafter(drafter, folder, parent_dir, _stored_dtype(parent_dir))

@@ -1,0 +1,437 @@
+"""The trainer process: reads the rings always, trains when it is asked to and nobody needs the device.
+
+One thread. Each turn of the loop looks at the socket, takes in a bounded number of new samples and does at most one unit of
+the operation under way; a unit is some blocks of a micro-step or of the judging of a stretch. Before each unit the busy flags
+are read, so work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM. On a CPU a unit
+stops where it is (`yield_points`) and stands by until the work is done.
+
+The daemon may be away: work goes on, and the last result is sent again whenever the daemon says welcome, until it asks for
+something else. So results have to be taken idempotently, by operation id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import torch
+
+from honed.adapt.protocol import wire
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.gate.gate import GateSettings
+from honed.recalib.process.busy_flags import BusyFlags, Idleness, Preemptions
+from honed.recalib.process.recalibration import Recalibration
+from honed.recalib.process.trainer_link import TrainerLink
+from honed.recalib.process.yield_points import YieldPoints
+from honed.recalib.registry.registry import Registry
+from honed.recalib.samples.hold_out import HoldOut, load_salt
+from honed.recalib.samples.traffic import Traffic
+from honed.recalib.training.device_memory import give_back
+from honed.recalib.training.progress import OperationError
+
+log = structlog.get_logger("honed.trainer")
+
+_BUSY_TICKS_S = 0.002, 0.02
+"""How often the flags are looked at while an operation waits for engines: at first, and later. Idle gaps are short; but every
+look takes from whoever works, on a CPU from serving itself: at 2 ms it was a twelfth of a core."""
+_STOPPED = "the trainer was stopped"
+
+
+class Trainer:
+    """What the process is doing; `turn` is one turn of its loop."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        gate: GateSettings,
+        registry: Registry,
+        traffic: Traffic,
+        endpoint: str,
+        monotonic: Callable[[], float] = time.monotonic,
+        state_dir: Path | None = None,
+        on_tick: Callable[[str], None] | None = None,
+    ) -> None:
+        self._settings, self._gate, self._registry, self._traffic = settings, gate, registry, traffic
+        self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
+        is_yielding = torch.device(settings.device).type == "cpu"
+        self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
+        self._computed_s = time.process_time if is_yielding else monotonic
+        """A clock of what was computed: on a GPU what was begun is computed to its end."""
+        self._computed_before_s = 0.0  # the last look at the flags that found no work
+        self._unit_began_s = self._stood_by_s = self._rests_until_s = self._paused_s = self._paused_at_s = 0.0
+        self._put_off: list[wire.ToTrainer] = []
+        self.is_stopping = False
+        self._operation: Recalibration | None = None
+        self._busy = BusyFlags(traffic.engines_dir, settings.yields_to)
+        self._idleness, self._preemptions = Idleness(), Preemptions()
+        self._is_paused = self._was_working = False
+        self._last_result: wire.TrainResult | None = None
+        self._state = ""
+        self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
+        self._link = TrainerLink(endpoint, self._hello)
+
+    def turn(self) -> None:
+        """Listen, take samples in, do one unit of work, report."""
+        put_off, self._put_off = self._put_off, []
+        for message in (*put_off, *self._link.receive(self._wait_s())):
+            self._take(message)
+        self._take_samples()
+        is_busy = self._busy.is_busy()
+        self._idleness.observe(is_busy, self._monotonic())
+        self._work(is_busy)
+        self._report(is_busy)
+        if self._on_tick is not None:
+            self._on_tick(self._state)
+
+    def close(self) -> None:
+        """Give up what is under way, say so, and disconnect."""
+        if self._operation is not None:
+            self._operation.cancel(_STOPPED)
+            self._finish()
+        self._link.close()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _take(self, message: wire.ToTrainer) -> None:
+        if self._operation is not None and (why := _ends(message, self._operation)) is not None:
+            self._operation.cancel(why)
+        if isinstance(message, wire.TrainRequest):
+            self._begin(message)
+        elif isinstance(message, wire.TrainPause):
+            self._pause(message.paused)
+        elif isinstance(message, wire.Purge):
+            problems = self._traffic.purge()
+            self._link.send(wire.Purged(operation_id=message.operation_id, problems=problems))
+        elif isinstance(message, wire.Welcome):
+            log.info("connected to the daemon", daemon_id=message.daemon_id)
+            if self._last_result is not None:
+                self._link.send(self._last_result)
+
+    def _pause(self, is_paused: bool) -> None:
+        now_s = self._monotonic()
+        if self._is_paused:
+            self._paused_s += now_s - self._paused_at_s
+        self._is_paused, self._paused_at_s = is_paused, now_s
+
+    def _unpaused_s(self) -> float:
+        """A clock that stands still while training is paused."""
+        return (self._paused_at_s if self._is_paused else self._monotonic()) - self._paused_s
+
+    def _begin(self, request: wire.TrainRequest) -> None:
+        """Start an operation; the same request twice (a daemon that restarted) is one operation."""
+        if self._operation is not None and self._operation.result is not None:  # cancelled just now
+            self._finish()
+        if self._operation is not None:
+            current = self._operation.request.operation_id
+            if current != request.operation_id:
+                error = f"busy with operation {current}: wait for it or cancel it"
+                self._link.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error=error))
+            return
+        if self._last_result is not None and self._last_result.operation_id == request.operation_id:
+            self._link.send(self._last_result)
+            return
+        self._last_result = None
+        self._preemptions = Preemptions()
+        feed = self._traffic.feed(Path(request.capture_path))
+        self._traffic.freeze(True)
+        self._operation = Recalibration(
+            request, self._settings, self._gate, self._registry, feed, self._unpaused_s, self._state_dir, self._working_s
+        )
+        log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _take_samples(self) -> None:
+        """Every `tick_s`: while an engine is at work, the flags are looked at much more often, and that must cost nothing."""
+        now_s = self._monotonic()
+        if now_s < self._next_samples_s:
+            return
+        self._next_samples_s = now_s + self._settings.tick_s
+        if now_s >= self._next_discovery_s:
+            self._next_discovery_s = now_s + 1.0
+            self._traffic.discover()
+            self._traffic.expire()
+            self._busy.discover()
+        self._traffic.poll()
+
+    def _work(self, is_busy: bool) -> None:
+        operation = self._operation
+        if operation is None:
+            return
+        if operation.needs_device and (is_busy or self._is_paused):
+            if is_busy and self._was_working:
+                self._preemptions.observe(0.0, 0.0)  # it came between two units
+            self._was_working = False
+            operation.keep_waiting()
+        elif operation.needs_device and self._rest_s() > 0.0:
+            operation.keep_waiting()
+        else:
+            self._advance(operation)
+        if operation.result is not None:
+            self._finish()
+
+    def _advance(self, operation: Recalibration) -> None:
+        """One unit, and how long to rest after it."""
+        is_heavy = self._was_working = operation.needs_device
+        self._unit_began_s, began_s = self._monotonic(), self._working_s()
+        self._computed_before_s = self._computed_s()
+        with self._yield_points if is_heavy else contextlib.nullcontext():
+            operation.advance()
+        if is_heavy:
+            worked_s = self._working_s() - began_s
+            self._rests_until_s = self._monotonic() + worked_s * (1.0 / self._settings.max_duty - 1.0)
+            if self._busy.is_busy():
+                self._yielded()
+
+    def _rest_s(self) -> float:
+        """Rest that is left of what the last unit asked for."""
+        return max(self._rests_until_s - self._monotonic(), 0.0)
+
+    def _yielded(self) -> None:
+        """Work arrived during a unit, and the trainer has stopped."""
+        # Raised at an unknown time (0): as if it had been at the unit's very beginning.
+        delay_s = self._monotonic() - max(self._unit_began_s, self._busy.raised_s)
+        self._preemptions.observe(delay_s, self._computed_s() - self._computed_before_s)
+        self._was_working = False
+
+    def _stand_by(self) -> None:
+        """Amid a unit, with nothing to do but to be there until the engines' work is done.
+
+        Raises:
+            OperationError: the operation isn't to go on.
+        """
+        if not self._busy.is_busy():
+            self._computed_before_s = self._computed_s()
+            return
+        self._yielded()
+        began_s, operation = self._monotonic(), self._operation
+        assert operation is not None
+        while self._busy.is_busy():
+            if self.is_stopping:
+                raise OperationError(_STOPPED)
+            operation.check_deadline()
+            messages = self._link.receive(self._busy_wait_s())
+            self._put_off += messages
+            for message in messages:
+                if (why := _ends(message, operation)) is not None:
+                    raise OperationError(why)
+            self._take_samples()
+            self._idleness.observe(is_busy=True, now_s=self._monotonic())
+            self._report(is_busy=True)
+            if self._on_tick is not None:
+                self._on_tick(self._state)
+        self._stood_by_s += self._monotonic() - began_s
+        self._computed_before_s = self._computed_s()
+        self._was_working = True
+
+    def _working_s(self) -> float:
+        """A clock that stands still while a unit stands by."""
+        return self._monotonic() - self._stood_by_s
+
+    def _finish(self) -> None:
+        assert self._operation is not None
+        assert self._operation.result is not None
+        result = self._last_result = self._operation.result
+        self._operation = None
+        self._traffic.freeze(False)
+        give_back(torch.device(self._settings.device))
+        self._link.send(result)
+        log.info(
+            "operation ends", operation_id=result.operation_id, ok=result.ok, version=result.version, error=result.error,
+            steps=result.steps, train_seconds=round(result.train_seconds, 3),
+        )  # fmt: skip
+
+    def _wait_s(self) -> float:
+        if self._operation is None:
+            return self._settings.tick_s
+        if not self._operation.needs_device or self._is_paused:
+            return self._settings.tick_s
+        return self._busy_wait_s() if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
+
+    def _busy_wait_s(self) -> float:
+        """Until the flags are looked at again: an eighth of how long there has been work."""
+        least_s, most_s = _BUSY_TICKS_S
+        return min(max((self._monotonic() - self._busy.raised_s) / 8.0, least_s), most_s)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _hello(self) -> wire.TrainerHello:
+        return wire.TrainerHello(
+            wire_version=wire.WIRE_VERSION,
+            trainer_id=self._settings.trainer_id,
+            pid=os.getpid(),
+            device=self._settings.device,
+            honed_version=_own_version(),
+            operation_id=self._operation.request.operation_id if self._operation else "",
+            yields_to=list(self._settings.yields_to),
+        )
+
+    def _report(self, is_busy: bool) -> None:
+        state = self._state_now(is_busy)
+        now_s = self._monotonic()
+        if state == self._state and now_s < self._next_status_s:
+            return
+        self._state, self._next_status_s = state, now_s + self._settings.status_interval_s
+        feeds, operation = self._traffic.feeds, self._operation
+        delays_s, computing_s = self._preemptions.take()
+        status = wire.TrainerStatus(
+            trainer_id=self._settings.trainer_id,
+            state=state,
+            samples=sum(feed.store.num_stretches for feed in feeds),
+            samples_bytes=sum(feed.num_bytes for feed in feeds),
+            spilled_bytes=self._traffic.spilled_bytes,
+            sessions=sum(feed.store.num_sessions for feed in feeds),
+            preemptions=self._preemptions.count,
+            preemption_delays_s=delays_s,
+            preemption_computing_s=computing_s,
+            idle_ratio=self._idleness.ratio,
+            ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
+        )
+        self._link.send(_with_progress(status, operation) if operation else status)
+
+    def _state_now(self, is_busy: bool) -> str:
+        if self._is_paused:
+            return "paused"
+        if self._operation is None:
+            return "idle"
+        return "waiting" if is_busy and self._operation.needs_device else self._operation.progress.stage
+
+
+def _ends(message: wire.ToTrainer, operation: Recalibration) -> str | None:
+    """Why the operation isn't to go on after this message; None: it is."""
+    if isinstance(message, wire.TrainCancel) and message.operation_id == operation.request.operation_id:
+        return f"cancelled: {message.reason}" if message.reason else "cancelled"
+    return "the samples were purged" if isinstance(message, wire.Purge) else None
+
+
+def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire.TrainerStatus:
+    progress = operation.progress
+    return wire.TrainerStatus(
+        **{name: getattr(status, name) for name in status.__struct_fields__}
+        | {
+            "operation_id": operation.request.operation_id,
+            "steps": progress.steps,
+            "max_steps": progress.max_steps,
+            "tokens": progress.tokens,
+            "loss": progress.loss,
+            "train_seconds": progress.train_seconds,
+            "elapsed_s": operation.elapsed_s,
+            "gate": progress.gate,
+            "memory_bytes": progress.memory_bytes,
+        }
+    )
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError, with the cure, when torch can't use it."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"trainer.device = {device!r} is no device: use cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"trainer.device = {device!r}, but this PyTorch sees no GPU: use cpu, or install its CUDA build")
+
+
+def stand_back(settings: TrainerSettings) -> None:
+    """Let others go first with this process's processors and, where NVIDIA's MPS shares the GPU, with its kernels.
+
+    Not by the priority of a CUDA stream: that ranks streams within one process only. To be called before CUDA is.
+    """
+    os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    if settings.nice:
+        os.nice(settings.nice)
+    torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def import_late_parts() -> None:
+    """Have torch import now what it does in the midst of its first work, for a second or two in which nobody would yield."""
+    importlib.import_module("torch._dynamo")
+
+
+def run(
+    settings: TrainerSettings,
+    endpoint: str,
+    *,
+    gate: GateSettings | None = None,
+    state_dir: Path | None = None,
+    runtime_dir: Path | None = None,
+    on_tick: Callable[[str], None] | None = None,
+) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Args:
+        endpoint: the daemon's socket, `ipc://…/engine.sock`.
+        state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
+        runtime_dir: folder with the engines' rings; default: the endpoint's.
+        on_tick: called after every turn with what is being done, so at most one micro-step or `tick_s` apart: the
+            watchdog's place.
+
+    Raises:
+        RegistryError: when the registry can't be opened.
+        ValueError: when the device isn't there.
+    """
+    stand_back(settings)
+    check_device(settings.device)
+    import_late_parts()
+    state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
+    hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
+    trainer = Trainer(
+        settings,
+        gate or GateSettings(),
+        Registry(state_dir / "registry"),
+        Traffic(runtime_dir, settings, hold_out, state_dir / "samples"),
+        endpoint,
+        state_dir=state_dir / "training",
+        on_tick=on_tick,
+    )
+    log.info("trainer started, waiting for the daemon", device=settings.device, daemon=endpoint)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        trainer.is_stopping = True
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while not trainer.is_stopping:
+            trainer.turn()
+    finally:
+        trainer.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _default_state_dir() -> Path:
+    if "HONED_STATE_DIR" in os.environ:
+        return Path(os.environ["HONED_STATE_DIR"])
+    if os.geteuid() == 0:
+        return Path("/var/lib/honed")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "honed"
+
+
+def _own_version() -> str:
+    try:
+        return version("honed")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def main() -> None:
+    """Run with default settings, for tests and for trying things out; `honed train` reads the settings file."""
+    parser = argparse.ArgumentParser(description="honed's trainer process, with default settings")
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--state-dir", type=Path)
+    parser.add_argument("--runtime-dir", type=Path)
+    args = parser.parse_args()
+    run(TrainerSettings(), args.endpoint, state_dir=args.state_dir, runtime_dir=args.runtime_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the registry knows of one drafter version."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from honed.recalib.registry.durable import sha256_file
+from honed.recalib.registry.tensor_file import read_tensor_entries, sha256_tensors
+
+WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
+
+
+class RegistryError(ValueError):
+    """Something in the registry isn't as it must be; the text names the file, the cause and the cure."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One immutable version. Fields are only ever added, with a default."""
+
+    version: str
+    created_unix_s: float
+    sha256: str
+    """Of model.safetensors."""
+    bytes: int
+    """Length of model.safetensors."""
+    config_sha256: str
+    parent: str = ""
+    scope: str = ""
+    target_path: str = ""
+    target_sha256: str = ""
+    """Of the target's config.json; "" when the target isn't a local folder."""
+    context_sha256: str = ""
+    """Of `fc` and `hidden_norm`: fused features of one drafter are meaningful to another only where this is equal."""
+    kv_sha256: str = ""
+    """Of all that cached context keys and values depend on: versions with the same one can be exchanged and the cache kept."""
+    note: str = ""
+    figures: dict[str, Any] = {}
+    data_window: dict[str, Any] = {}
+    """What it was trained on: rows by workload, the number of sessions, and a keyed digest. No content."""
+    vllm_version: str = ""
+    """Of the engine whose traffic that was."""
+    origin: str = ""
+    """Host and name there of a version that came from a shared registry."""
+    num_tensors: int = 0
+    state: str = "ready"
+    """"ready", or in listings "corrupt"."""
+    error: str = ""
+
+
+def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
+    """Check a checkpoint folder's files and make its manifest.
+
+    Raises:
+        RegistryError: when a file is missing or isn't what its name says.
+    """
+    weights, config = folder / WEIGHTS, folder / CONFIG
+    cure = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
+    try:
+        entries = read_tensor_entries(weights)
+        msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+        return Manifest(
+            version=version,
+            created_unix_s=time.time(),
+            sha256=sha256_file(weights),
+            bytes=weights.stat().st_size,
+            config_sha256=sha256_file(config),
+            target_sha256=sha256_of_target(str(about.get("target_path", ""))),
+            context_sha256=sha256_tensors(weights, entries, _makes_features),
+            kv_sha256=sha256_tensors(weights, entries, _makes_context),
+            num_tensors=len(entries),
+            **about,
+        )
+    except msgspec.DecodeError as error:
+        raise RegistryError(f"{config} is not JSON ({error}); {cure}") from error
+    except OSError as error:
+        raise RegistryError(f"{error.filename or folder} can't be read ({error.strerror}); {cure}") from error
+    except ValueError as error:
+        raise RegistryError(f"{weights} is not a sound safetensors file: {error}; {cure}") from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a version's folder, checked against what can be seen without reading the weights.
+
+    Raises:
+        RegistryError: naming the file, the cause and the cure.
+    """
+    cure = f"promote another version, then remove the folder {folder} or restore it from a backup"
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        num_bytes = (folder / WEIGHTS).stat().st_size
+        (folder / CONFIG).stat()
+    except msgspec.DecodeError as error:
+        raise RegistryError(f"{folder / MANIFEST} is damaged ({error}); {cure}") from error
+    except OSError as error:
+        raise RegistryError(f"{error.filename or folder} can't be read ({error.strerror}); {cure}") from error
+    if manifest.version != folder.name:
+        raise RegistryError(f"{folder / MANIFEST} is of version {manifest.version!r}, not of its folder; {cure}")
+    if num_bytes != manifest.bytes:
+        raise RegistryError(f"{folder / WEIGHTS} has {num_bytes} bytes, its manifest says {manifest.bytes}; {cure}")
+    return manifest
+
+
+def verify_files(folder: Path) -> Manifest:
+    """As `read_manifest`, but reads every byte: both SHA-256, which the manifest has from sound files."""
+    manifest = read_manifest(folder)
+    for name, told in ((WEIGHTS, manifest.sha256), (CONFIG, manifest.config_sha256)):
+        try:
+            found = sha256_file(folder / name)
+        except OSError as error:
+            raise RegistryError(f"{folder / name} can't be read ({error.strerror})") from error
+        if told != found:
+            raise RegistryError(
+                f"{folder / name} has sha256 {found[:16]}…, its manifest says {told[:16]}…: the file was changed; "
+                f"promote another version, then remove the folder {folder} or restore it from a backup"
+            )
+    return manifest
+
+
+def _makes_features(name: str) -> bool:
+    return any(part in ("fc", "hidden_norm") for part in name.split("."))
+
+
+def _makes_context(name: str) -> bool:
+    return any(part in ("fc", "hidden_norm", "k_proj", "v_proj", "k_norm") for part in name.split("."))
+
+
+def sha256_of_target(target_path: str) -> str:
+    """Of a target's config.json; "" when it isn't a local folder with one."""
+    config = Path(target_path) / CONFIG
+    return hashlib.sha256(config.read_bytes()).hexdigest() if target_path and config.is_file() else ""

@@ -1,0 +1,337 @@
+"""Drafter versions on disk: immutable folders, and the four names that point at them.
+
+    versions/v0007-1a2b3c4d/{model.safetensors,config.json,manifest.json}
+    aliases/active                 "v0007-1a2b3c4d 12\\n": the version, and the generation of this change
+
+Guarantees, also when a process is killed between any two instructions and with several processes at work: a version
+is there whole or not at all and never changes; an alias is one file, replaced at once, so at each moment there is
+exactly one `active` (or, before the first, none); `generation` grows with every alias change; a damaged version or
+alias never makes the others unreadable. Writers take the registry's lock; readers take none.
+
+Imports neither torch nor numpy: the daemon uses it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from honed.recalib.registry.durable import fsync_path, locked, make_folder, replace_file, sha256_file
+from honed.recalib.registry.manifest import (
+    CONFIG,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    RegistryError,
+    describe_checkpoint,
+    read_manifest,
+    verify_files,
+)
+
+__all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "RegistryError"]
+
+ALIASES = ("active", "candidate", "previous", "floor")
+_VERSION = re.compile(r"v(\d{4,9})-[0-9a-f]{8}")
+_TEMPORARY = ".tmp-"
+_CURE = "check the folder's owner and the disk's free space"
+
+
+class RegistryConflictError(RegistryError):
+    """Somebody else changed an alias first: look again, then decide again."""
+
+
+class _Any:
+    """Type of the default of `expected`: whatever the alias points at."""
+
+
+_ANY: Final = _Any()
+
+
+class Registry:
+    """The versions and aliases under one folder."""
+
+    def __init__(self, root: Path) -> None:
+        """Open, making what is missing and removing what writers that died left unfinished.
+
+        Raises:
+            RegistryError: when the folder can't be used.
+        """
+        self.root = Path(root)
+        self._versions, self._aliases, self._lock = self.root / "versions", self.root / "aliases", self.root / ".lock"
+        try:
+            for folder in (self.root, self._versions, self._aliases):
+                make_folder(folder)
+            self._remove_leftovers()
+        except OSError as error:
+            raise RegistryError(f"registry {self.root} can't be opened ({error}); {_CURE}") from error
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        write: Callable[[Path], None],
+        *,
+        parent: str = "",
+        scope: str = "",
+        figures: Mapping[str, Any] | None = None,
+        data_window: Mapping[str, Any] | None = None,
+        target_path: str = "",
+        vllm_version: str = "",
+        note: str = "",
+        origin: str = "",
+    ) -> Manifest:
+        """Add a version: `write` puts model.safetensors and config.json into the empty folder that it is given.
+
+        Raises:
+            RegistryError: when what was written isn't a checkpoint, or the disk fails; nothing is left behind then.
+        """
+        about = {"parent": parent, "scope": scope, "target_path": target_path, "vllm_version": vllm_version}
+        about |= {"note": note, "origin": origin}
+        with self._temporary_folder() as folder:
+            write(folder)
+            draft = describe_checkpoint(folder, "", figures=dict(figures or {}), data_window=dict(data_window or {}), **about)
+            for name in (WEIGHTS, CONFIG):
+                (folder / name).chmod(0o440)
+                fsync_path(folder / name)
+            return self._publish(folder, draft)
+
+    def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "") -> Manifest:
+        """The version with the weights and the configuration of a checkpoint folder; added when there is none. Reads all of it.
+
+        Raises:
+            RegistryError: when the folder isn't a checkpoint.
+        """
+        path = Path(path)
+        try:
+            config_sha256, sha256 = sha256_file(path / CONFIG), sha256_file(path / WEIGHTS)
+        except OSError as error:
+            raise RegistryError(
+                f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
+                f"{WEIGHTS} (not in shards) and {CONFIG}"
+            ) from error
+        for manifest in self.versions():
+            if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
+                return manifest
+
+        def copy(folder: Path) -> None:
+            for name in (WEIGHTS, CONFIG):
+                shutil.copyfile(path / name, folder / name)
+
+        return self.create(copy, scope="imported", target_path=target_path, note=note or f"imported from {path}")
+
+    def get(self, version: str) -> Manifest:
+        """A version's manifest. Raises RegistryError when there is no such version or it is damaged."""
+        return read_manifest(self.path(version))
+
+    def path(self, version: str) -> Path:
+        """A version's folder. Raises RegistryError when there is none, or the name isn't a version's at all."""
+        folder = self._versions / version
+        if not _VERSION.fullmatch(version) or not folder.is_dir():
+            raise RegistryError(f"no version {version!r} in registry {self.root}; `honed drafters` lists them")
+        return folder
+
+    def versions(self) -> list[Manifest]:
+        """All versions, oldest first; one that is damaged has state "corrupt" and says why in `error`."""
+        found = []
+        for folder in self._folders():
+            try:
+                found.append(read_manifest(folder))
+            except RegistryError as error:
+                if folder.is_dir():  # else pruned meanwhile
+                    found.append(_corrupt(folder, str(error)))
+        return found
+
+    def verify(self, version: str) -> Manifest:
+        """A version's manifest after every byte was read and compared. Raises RegistryError at any difference."""
+        return verify_files(self.path(version))
+
+    def stamp(self, version: str) -> object:
+        """What the file system says of a version's files: equal as long as nobody changes them. Raises RegistryError."""
+        try:
+            found = [(self.path(version) / name).stat() for name in (WEIGHTS, CONFIG, MANIFEST)]
+        except OSError as error:
+            raise RegistryError(f"version {version} can't be looked at ({error}); {_CURE}") from error
+        return [(one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
+
+    def prune(self, keep: int, spared: Collection[str] = ()) -> list[str]:
+        """Take away all but the `keep` newest versions, those with an alias and those `spared`; their files go with `sweep`.
+
+        The newest of all always stays, so that its number isn't given out a second time. Returns what was taken away.
+        """
+        with self._writing():
+            stays = {*self.aliases().values(), *spared}
+            doomed = [f for f in self._folders()[: -max(keep, 1)] if f.name not in stays]
+            for folder in doomed:
+                # Renamed, not emptied: half a version under a version's name must never be seen.
+                os.rename(folder, self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}")
+            if doomed:
+                fsync_path(self._versions)
+        return [folder.name for folder in doomed]
+
+    def sweep(self) -> None:
+        """Remove the files of pruned versions, and what writers that died left unfinished. Raises RegistryError."""
+        try:
+            self._remove_leftovers()
+        except OSError as error:
+            raise RegistryError(f"registry {self.root} can't be tidied ({error}); {_CURE}") from error
+
+    # --- aliases ------------------------------------------------------------------------------------------------------
+
+    def alias(self, name: str) -> str | None:
+        """The version that an alias points at, None when at none. Raises RegistryError for a damaged alias file."""
+        return self._read_alias(name)[0]
+
+    def aliases(self) -> dict[str, str | None]:
+        """All aliases; one whose file is damaged counts as pointing nowhere."""
+        return {name: self._read_alias_leniently(name)[0] for name in ALIASES}
+
+    @property
+    def generation(self) -> int:
+        """Number of the latest alias change, 0 before the first."""
+        return max(self._read_alias_leniently(name)[1] for name in ALIASES)
+
+    def set_alias(
+        self,
+        name: str,
+        version: str | None,
+        *,
+        expected: str | _Any | None = _ANY,
+        expected_generation: int | None = None,
+    ) -> int:
+        """Point an alias at a version, or with None at nothing; returns the new generation.
+
+        Args:
+            expected: what the alias must point at now.
+            expected_generation: what `generation` must be now.
+
+        Raises:
+            RegistryConflictError: when either isn't so.
+            RegistryError: for an unknown alias, or a version that isn't there or is damaged.
+        """
+        before = {} if isinstance(expected, _Any) else {name: expected}
+        return self._change({name: version}, before, expected_generation)
+
+    def set_aliases(self, changes: Mapping[str, str | None], *, expected_generation: int | None = None) -> int:
+        """Several alias changes under one lock, in the mapping's order; returns the new generation.
+
+        A crash may leave only the first of them done. In the order {"previous": old, "active": new, "candidate": None}
+        the state is sound after each.
+        """
+        return self._change(changes, {}, expected_generation)
+
+    def _change(
+        self, changes: Mapping[str, str | None], expected: Mapping[str, str | None], expected_generation: int | None
+    ) -> int:
+        for wanted in filter(None, changes.values()):
+            self.get(wanted)
+        with self._writing():
+            for name, before in expected.items():
+                if (found := self._read_alias_leniently(name)[0]) != before:
+                    raise RegistryConflictError(f"alias {name} points at {found}, not at {before}: it was changed")
+            generation = self.generation
+            if expected_generation not in (None, generation):
+                raise RegistryConflictError(f"the registry is at generation {generation}, not {expected_generation}")
+            for name, version in changes.items():
+                if version is not None:
+                    self.path(version)  # not pruned meanwhile
+                generation += 1
+                replace_file(self._alias_path(name), f"{version or '-'} {generation}\n".encode())
+        return generation
+
+    def _alias_path(self, name: str) -> Path:
+        if name not in ALIASES:
+            raise RegistryError(f"unknown alias {name!r}: the aliases are {', '.join(ALIASES)}")
+        return self._aliases / name
+
+    def _read_alias(self, name: str) -> tuple[str | None, int]:
+        path = self._alias_path(name)
+        try:
+            version, generation = path.read_text().split()
+            if version != "-" and not _VERSION.fullmatch(version):
+                raise ValueError
+            return (None if version == "-" else version), int(generation)
+        except FileNotFoundError:
+            return None, 0
+        except (ValueError, OSError) as error:
+            raise RegistryError(f"{path} is damaged; set the alias anew: promote a version") from error
+
+    def _read_alias_leniently(self, name: str) -> tuple[str | None, int]:
+        try:
+            return self._read_alias(name)
+        except RegistryError:
+            return None, 0
+
+    # --- how writing works --------------------------------------------------------------------------------------------
+
+    def _folders(self) -> list[Path]:
+        """Folders with a version's name, by number."""
+        found = [(int(match[1]), p) for p in self._versions.iterdir() if (match := _VERSION.fullmatch(p.name))]
+        return [path for _, path in sorted(found)]
+
+    def _publish(self, folder: Path, draft: Manifest) -> Manifest:
+        """Number a finished folder, add its manifest and rename it to its place."""
+        with self._writing():
+            folders = self._folders()
+            number = 1 + (int(_VERSION.fullmatch(folders[-1].name)[1]) if folders else 0)  # type: ignore[index]
+            manifest = msgspec.structs.replace(draft, version=f"v{number:04d}-{draft.sha256[:8]}")
+            replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)), 0o440)
+            os.rename(folder, self._versions / manifest.version)
+            fsync_path(self._versions)
+        return manifest
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the registry's lock; a failing disk becomes a RegistryError."""
+        try:
+            with locked(self._lock):
+                yield
+        except OSError as error:
+            raise RegistryError(f"registry {self.root} can't be written ({error}); {_CURE}") from error
+
+    @contextmanager
+    def _temporary_folder(self) -> Iterator[Path]:
+        """A folder to write a version into; locked as long as we live, so that others know it for one in use."""
+        folder, fd = self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}", -1
+        try:
+            with self._writing():  # whoever looks for leftovers holds the same lock: a new folder is never unlocked
+                folder.mkdir()
+                folder.chmod(0o750 | folder.stat().st_mode & 0o2000)
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield folder
+        except OSError as error:
+            raise RegistryError(f"registry {self.root} can't be written ({error}); {_CURE}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # gone already when it was published
+            if fd >= 0:
+                os.close(fd)
+
+    def _remove_leftovers(self) -> None:
+        """Remove unfinished folders whose writer is dead, and alias files that were never renamed."""
+        with locked(self._lock):
+            for folder in self._versions.glob(f"{_TEMPORARY}*"):
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(fd)
+            for path in self._aliases.glob(".*"):
+                path.unlink(missing_ok=True)
+
+
+def _corrupt(folder: Path, error: str) -> Manifest:
+    """A listing's entry for a version whose manifest or files are damaged."""
+    return Manifest(version=folder.name, created_unix_s=0.0, sha256="", bytes=0, config_sha256="", state="corrupt", error=error)

@@ -1,0 +1,130 @@
+"""A place that several hosts share: what proved itself on one of them can be tried out on the others.
+
+    URL/versions/<sha256 of the weights>/{model.safetensors,config.json,manifest.json}
+
+The URL is fsspec's (`file:///mnt/nfs/honed`, `s3://bucket/honed`, …). Versions are named by their content, since every host's
+registry has numbers of its own. Nothing there is ever changed or removed by honed; a version is there when its manifest is,
+which is written last, and what is fetched is compared with that before it gets a place in the registry. Aliases stay each
+host's own: what is active is decided where it serves.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from honed.recalib.registry.durable import sha256_file
+from honed.recalib.registry.manifest import CONFIG, MANIFEST, WEIGHTS, Manifest, RegistryError
+from honed.recalib.registry.registry import Registry
+
+T = TypeVar("T")
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class SharedRegistry:
+    """Versions under one URL, and the ways between there and the registry of this host."""
+
+    def __init__(self, url: str, registry: Registry) -> None:
+        """Find out who speaks the URL's protocol; nothing is read yet.
+
+        Raises:
+            RegistryError: nobody does, or fsspec isn't there.
+        """
+        self.url, self._registry = url, registry
+        try:
+            import fsspec
+        except ImportError as error:
+            raise RegistryError(f"registry.url = {url!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"
+            raise RegistryError(f"registry.url = {url!r} can't be used: {error}") from error
+        self._versions = f"{self._root.rstrip('/')}/versions"
+        self._known: dict[str, Manifest] = {}
+
+    def push(self, version: str) -> bool:
+        """Copy a version there, after its bytes were compared with its manifest. False: it was there already.
+
+        Raises:
+            RegistryError: it is damaged here, or can't be written there.
+        """
+        manifest = self._registry.verify(version)
+        folder, place = self._registry.path(version), f"{self._versions}/{manifest.sha256}"
+        origin = manifest.origin or f"{socket.gethostname()}:{version}"
+        text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, origin=origin)))
+
+        def copy() -> bool:
+            if self._fs.exists(f"{place}/{MANIFEST}"):
+                return False
+            self._fs.makedirs(place, exist_ok=True)
+            for name in (WEIGHTS, CONFIG):
+                self._fs.put_file(str(folder / name), f"{place}/{name}")
+            self._fs.pipe_file(f"{place}/{MANIFEST}", text)
+            return True
+
+        return self._reaching(copy)
+
+    def listing(self) -> list[Manifest]:
+        """What is there, oldest first; a manifest that can't be read is one whose writer isn't done. Raises RegistryError."""
+
+        def read() -> list[Manifest]:
+            self._fs.invalidate_cache()
+            if not self._fs.isdir(self._versions):
+                return []
+            names = {path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._versions, detail=False)}
+            found = [self._manifest(name) for name in sorted(names) if _SHA256.fullmatch(name)]
+            return sorted((manifest for manifest in found if manifest is not None), key=lambda m: m.created_unix_s)
+
+        return self._reaching(read)
+
+    def missing(self, targets: Collection[str]) -> list[Manifest]:
+        """What is there and not here, for targets whose config.json has one of these digests; oldest first."""
+        here = {manifest.sha256 for manifest in self._registry.versions()}
+        return [m for m in self.listing() if m.sha256 not in here and m.target_sha256 and m.target_sha256 in targets]
+
+    def fetch(self, manifest: Manifest, target_path: str) -> Manifest:
+        """Make a version of what is there. Raises RegistryError: it can't be read, or isn't what its manifest says."""
+        place = f"{self._versions}/{manifest.sha256}"
+
+        def write(folder: Path) -> None:
+            for name, told in ((WEIGHTS, manifest.sha256), (CONFIG, manifest.config_sha256)):
+                self._fs.get_file(f"{place}/{name}", str(folder / name))
+                if (found := sha256_file(folder / name)) != told:
+                    raise RegistryError(
+                        f"{place}/{name} has sha256 {found[:16]}…, its manifest says {told[:16]}…: "
+                        f"remove {place}, and push it anew"
+                    )
+
+        about: dict[str, Any] = {
+            name: getattr(manifest, name)
+            for name in ("parent", "scope", "figures", "data_window", "vllm_version", "note", "origin")
+        }
+        return self._reaching(lambda: self._registry.create(write, target_path=target_path, **about))
+
+    def _manifest(self, name: str) -> Manifest | None:
+        """Immutable, so read once."""
+        if name not in self._known:
+            try:
+                manifest = msgspec.json.decode(self._fs.cat_file(f"{self._versions}/{name}/{MANIFEST}"), type=Manifest)
+            except (FileNotFoundError, msgspec.DecodeError):
+                return None
+            if manifest.sha256 != name:
+                return None
+            self._known[name] = manifest
+        return self._known[name]
+
+    def _reaching(self, work: Callable[[], T]) -> T:
+        """What a file system far away may raise is not for callers to know: each has errors of its own."""
+        try:
+            return work()
+        except RegistryError:
+            raise
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RegistryError(f"shared registry {self.url}: {type(error).__name__}: {text}") from error

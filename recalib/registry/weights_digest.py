@@ -1,0 +1,70 @@
+"""What a checkpoint's weights look like to an engine that runs them: the digest that `attach.swap.swap.Swapper.checksum` reports.
+
+SHA-256 over name, shape and float32 bytes of every tensor by name order, without those that the drafter shares with its
+target. An engine that serves in a narrower type than the file's has rounded them: for each type there is a digest.
+
+Imports no torch: the daemon uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from honed.recalib.registry.tensor_file import read_tensor_entries
+
+Floats = npt.NDArray[np.float32]
+Read = Callable[[bytes], Floats]
+
+_SHARED: Final = ("embed_tokens", "lm_head")
+
+
+def weights_digests(path: Path) -> set[str]:
+    """Digests of a safetensors file's weights as they are, and as bfloat16 and float16 engines hold them.
+
+    Raises:
+        ValueError: for a file that isn't sound, or holds values of a type that drafters aren't stored in.
+        OSError: when it can't be read.
+    """
+    entries = sorted((e for e in read_tensor_entries(path) if not any(s in e.name for s in _SHARED)), key=lambda e: e.name)
+    digests = [hashlib.sha256() for _ in _SERVED_AS]
+    with path.open("rb") as file:
+        for entry in entries:
+            if entry.dtype not in _READ:
+                raise ValueError(f"{path}: {entry.name} is stored as {entry.dtype}, drafters as {', '.join(_READ)}")
+            file.seek(entry.begin)
+            values = _READ[entry.dtype](file.read(entry.end - entry.begin))
+            head = f"{entry.name}{list(entry.shape)}".encode()
+            for digest, rounded in zip(digests, _SERVED_AS, strict=True):
+                digest.update(head)
+                digest.update(rounded(values).tobytes())
+    return {digest.hexdigest() for digest in digests}
+
+
+def _widen(data: bytes) -> Floats:
+    """bfloat16 is the upper half of a float32."""
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _as_bfloat16(values: Floats) -> Floats:
+    """Round to the nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
+def _as_float16(values: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32)
+
+
+_READ: dict[str, Read] = {
+    "F32": lambda data: np.frombuffer(data, "<f4").astype(np.float32),
+    "F16": lambda data: np.frombuffer(data, "<f2").astype(np.float32),
+    "BF16": _widen,
+}
+_SERVED_AS: tuple[Callable[[Floats], Any], ...] = (lambda values: values, _as_bfloat16, _as_float16)

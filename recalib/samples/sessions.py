@@ -1,0 +1,166 @@
+"""Puts the ring's records together to contiguous stretches of requests.
+
+The rules, all by position within one request:
+
+    the record begins where the stretch ends       it is appended
+    it repeats positions with the same tokens      what is held stays (a preempted request was prefilled again), also
+                                                   under FLAG_GAP: what is missing before the record is held already
+    it repeats positions with other tokens         the later record is right: the stretch is cut there, the record appended
+    it begins later, earlier, or has FLAG_GAP      the stretch ends, another one begins
+    another drafter version                        likewise: its features may mean something else
+    the stretch would grow beyond `max_rows`       likewise: a truncated context with absolute positions is a sound sample
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
+from honed.recalib.samples.ring_reader import RingRecord
+from honed.recalib.samples.stretch import Stretch
+
+
+@dataclass
+class _Open:
+    """A stretch that is still growing."""
+
+    session: str
+    workload: str
+    drafter_version: str
+    first: int
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    features: list[NDArray[Any]] = field(default_factory=list)
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    breaks: list[int] = field(default_factory=list)
+    is_rejected: bool = False
+    """The token that comes next is the target's in place of a draft."""
+
+    @property
+    def end(self) -> int:
+        return self.first + self.num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.features) + 4 * self.num_rows
+
+    def held_ids(self, first: int, count: int) -> NDArray[np.int32]:
+        self.token_ids = [np.concatenate(self.token_ids)]
+        return self.token_ids[0][first - self.first :][:count]
+
+    def cut_at(self, position: int) -> None:
+        self.num_rows = position - self.first
+        self.token_ids = [np.concatenate(self.token_ids)[: self.num_rows]]
+        self.features = [np.concatenate(self.features)[: self.num_rows]]
+        self.num_prompt_tokens = min(self.num_prompt_tokens, self.num_rows)
+        self.breaks = [p for p in self.breaks if p < position]
+        self.is_rejected = False
+
+    def append(self, record: RingRecord, skip: int) -> None:
+        ids, features = record.token_ids[skip:], record.features[skip:]
+        is_prompt = record.flags & FLAG_PREFILL and self.num_prompt_tokens == self.num_rows
+        if self.is_rejected and skip == 0:
+            self.breaks.append(record.first_position)
+        self.is_rejected = bool(record.flags & FLAG_REJECTED)
+        self.token_ids.append(ids)
+        self.features.append(features)
+        self.num_rows += len(ids)
+        self.num_prompt_tokens += len(ids) if is_prompt else 0
+
+    def close(self) -> Stretch:
+        return Stretch(
+            session=self.session,
+            workload=self.workload,
+            drafter_version=self.drafter_version,
+            first_position=self.first,
+            token_ids=np.concatenate(self.token_ids),
+            features=np.concatenate(self.features),
+            num_prompt_tokens=self.num_prompt_tokens,
+            breaks=tuple(self.breaks),
+        )
+
+
+class SessionAssembler:
+    """Open requests of one ring; yields a stretch when it is whole."""
+
+    def __init__(self, max_rows: int = 2048, max_open: int = 4096, max_open_bytes: int = 1 << 28) -> None:
+        self._max_rows, self._max_open, self._max_open_bytes = max_rows, max_open, max_open_bytes
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._open_bytes = 0
+        self.duplicate_rows = 0
+        """Rows that came a second time with the same tokens."""
+        self.replaced_rows = 0
+        """Rows thrown away because other tokens came at their positions."""
+
+    @property
+    def open_bytes(self) -> int:
+        """Memory of the requests that go on."""
+        return self._open_bytes
+
+    def add(self, record: RingRecord) -> Iterator[Stretch]:
+        """Take a record; yields the stretches that it ends."""
+        if record.kind == KIND_END:
+            yield from self._close(record.request)
+            return
+        current = self._open.get(record.request)
+        if current is not None and self._begins_anew(current, record):
+            yield from self._close(record.request)
+            current = None
+        if current is None:
+            current = _Open(record.session, record.workload, record.drafter_version, record.first_position)
+            self._open[record.request] = current
+        self._open.move_to_end(record.request)
+        before = current.num_bytes
+        self._append(current, record)
+        self._open_bytes += current.num_bytes - before
+        while len(self._open) > self._max_open or (self._open_bytes > self._max_open_bytes and len(self._open) > 1):
+            yield from self._close(next(iter(self._open)))  # its end was lost, or it sleeps
+
+    def finish(self) -> Iterator[Stretch]:
+        """End all stretches: the engine is gone, or somebody wants what there is."""
+        for request in list(self._open):
+            yield from self._close(request)
+
+    def forget(self) -> None:
+        """Drop all that is open."""
+        self._open.clear()
+        self._open_bytes = 0
+
+    def _begins_anew(self, current: _Open, record: RingRecord) -> bool:
+        overlap = min(current.end - record.first_position, len(record.token_ids))
+        is_known = record.first_position >= current.first and overlap > 0 and self._repeats(current, record, overlap)
+        return bool(
+            (record.flags & FLAG_GAP and not is_known)
+            or not current.first <= record.first_position <= current.end
+            or record.drafter_version != current.drafter_version
+            or record.first_position + len(record.token_ids) - current.first > self._max_rows
+        )
+
+    @staticmethod
+    def _repeats(current: _Open, record: RingRecord, overlap: int) -> bool:
+        return np.array_equal(current.held_ids(record.first_position, overlap), record.token_ids[:overlap])
+
+    def _append(self, current: _Open, record: RingRecord) -> None:
+        overlap = min(current.end - record.first_position, len(record.token_ids))
+        if overlap > 0:
+            if self._repeats(current, record, overlap):
+                self.duplicate_rows += overlap
+            else:
+                self.replaced_rows += current.end - record.first_position
+                current.cut_at(record.first_position)
+                overlap = 0
+        if overlap < len(record.token_ids):
+            current.append(record, overlap)
+
+    def _close(self, request: str) -> Iterator[Stretch]:
+        current = self._open.pop(request, None)
+        if current is not None:
+            self._open_bytes -= current.num_bytes
+            if current.num_rows:
+                yield current.close()

@@ -1,0 +1,177 @@
+"""Samples that memory has no room for, on disk: only where the operator allows it, for a limited time, and gone when purged.
+
+    FOLDER/KIND/<time>-<random>.safetensors      one stretch a file: token ids, features, and labels in the header
+
+KIND is the width, type and kind of the features; rows of another one can't be trained on together, and go. Token ids stay in
+memory, features are read when a stretch is drawn. Files are their owner's alone. While an operation is under way nothing is
+added or removed, so that what it has chosen stays there; a purge ends the operation first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.samples.stretch import Stretch
+
+log = structlog.get_logger("honed.trainer")
+
+Key = tuple[str, bool]
+"""Workload, and whether it is held out."""
+_NO_FEATURES = np.zeros((0, 0), np.uint8)
+_LABELS = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SpilledStretch(Stretch):
+    """A stretch whose features are in a file; `features` has no rows."""
+
+    path: Path
+
+    def read(self, rows: slice) -> Stretch:
+        """These rows (start and stop given, step 1), in memory. Raises OSError, SafetensorError: the file isn't what it was."""
+        with safe_open(self.path, framework="np") as file:
+            features = file.get_slice("features")[rows.start : rows.stop]
+        return replace(Stretch(**_fields(self)).cut(rows), features=features)
+
+    def cut(self, rows: slice) -> Stretch:
+        """Only these rows, as `Stretch.cut`."""
+        return self.read(rows)
+
+    def to_training_sample(self, is_fused: bool) -> TrainingSample:
+        """As tensors."""
+        return self.read(slice(0, self.num_rows)).to_training_sample(is_fused)
+
+
+class Spill:
+    """The files of one engine's samples.
+
+    Args:
+        max_bytes: of all files; the oldest make room.
+        max_age_s: files older than this go.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self.max_bytes, self._max_age_s, self._clock = folder, max_bytes, max_age_s, clock
+        self._kind = ""
+        self._held: deque[tuple[float, int, Key, SpilledStretch]] = deque()
+        """When it was written, bytes of the file, key, stretch; oldest first."""
+        self.num_bytes = 0
+        self.is_frozen = False
+        """An operation is under way: what it has chosen has to stay."""
+        self._has_failed = False
+
+    def begin(self, kind: str, key_of: Callable[[Stretch], Key]) -> None:
+        """Take up what an earlier process left of this kind of features; the files of others go."""
+        if kind == self._kind:
+            return
+        self._kind = kind
+        self._held.clear()
+        self.num_bytes = 0
+        for other in self._folder.glob("*"):
+            if other.name != kind:
+                shutil.rmtree(other, ignore_errors=True)
+        for path in sorted((self._folder / kind).glob("*")):
+            try:
+                written_s = int(path.name.split("-")[0]) / 1e9
+                stretch = _open(path)
+            except (ValueError, OSError, SafetensorError, KeyError, TypeError):  # cut off by a crash, or no file of ours
+                path.unlink(missing_ok=True)
+                continue
+            self._add(written_s, path.stat().st_size, key_of(stretch), stretch)
+        self.expire()
+
+    def keep(self, stretch: Stretch, key: Key) -> None:
+        """Write a stretch that is about to be forgotten; a disk that fails loses it, and is said once."""
+        if self.is_frozen or not self._kind or stretch.num_bytes > self.max_bytes:
+            return
+        folder = self._folder / self._kind
+        now_s = self._clock()
+        path = folder / f"{int(now_s * 1e9):020d}-{secrets.token_hex(4)}.safetensors"
+        labels = {name: getattr(stretch, name) for name in _LABELS}
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            tensors = {"token_ids": np.ascontiguousarray(stretch.token_ids), "features": np.ascontiguousarray(stretch.features)}
+            part = path.with_suffix(".part")
+            save_file(tensors, part, {"labels": json.dumps(labels)})
+            part.chmod(0o600)
+            os.replace(part, path)
+            num_bytes = path.stat().st_size
+        except (OSError, SafetensorError) as error:
+            if not self._has_failed:
+                log.warning("samples can't be written to disk", folder=str(folder), error=str(error))
+            self._has_failed = True
+            return
+        self._has_failed = False
+        self._add(now_s, num_bytes, key, _without_features(stretch, path))
+        self.expire()
+
+    def stretches(self, key: Key) -> Iterator[Stretch]:
+        """What there is of a workload on one side of the hold-out, oldest first."""
+        return (stretch for _, _, found, stretch in self._held if found == key)
+
+    def workloads(self) -> set[str]:
+        """Of which there is anything."""
+        return {key[0] for _, _, key, _ in self._held}
+
+    def expire(self) -> None:
+        """Remove what is too old, and the oldest of what is too much."""
+        if self.is_frozen:
+            return
+        oldest_s = self._clock() - self._max_age_s
+        while self._held and (self._held[0][0] < oldest_s or self.num_bytes > self.max_bytes):
+            _, num_bytes, _, stretch = self._held.popleft()
+            self.num_bytes -= num_bytes
+            stretch.path.unlink(missing_ok=True)
+
+    def purge(self) -> None:
+        """Remove everything, also what an earlier process left, whatever is under way."""
+        self._held.clear()
+        self.num_bytes = 0
+        remove(self._folder)
+
+    def _add(self, written_s: float, num_bytes: int, key: Key, stretch: SpilledStretch) -> None:
+        self._held.append((written_s, num_bytes, key, stretch))
+        self.num_bytes += num_bytes
+
+
+def remove(folder: Path) -> str:
+    """Remove a folder with samples; what can't be removed is an error that people must hear of. Returns it, else ""."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return ""
+    log.error("samples on disk can't be removed: remove the folder yourself", folder=str(folder))
+    return f"samples on disk can't be removed; remove {folder} yourself"
+
+
+def _without_features(stretch: Stretch, path: Path) -> SpilledStretch:
+    return SpilledStretch(**(_fields(stretch) | {"features": _NO_FEATURES}), path=path)
+
+
+def _fields(stretch: Stretch) -> dict[str, Any]:
+    """What makes a plain stretch."""
+    return {field.name: getattr(stretch, field.name) for field in fields(Stretch)}
+
+
+def _open(path: Path) -> SpilledStretch:
+    with safe_open(path, framework="np") as file:
+        labels = json.loads((file.metadata() or {})["labels"])
+        labels["breaks"] = tuple(labels.get("breaks", ()))  # an earlier version had others
+        token_ids = file.get_tensor("token_ids")
+        if file.get_slice("features").get_shape()[0] != len(token_ids):
+            raise ValueError(f"{path} has rows for other tokens")
+    return SpilledStretch(token_ids=token_ids, features=_NO_FEATURES, path=path, **{name: labels[name] for name in _LABELS})

@@ -1,0 +1,128 @@
+"""All that the trainer remembers of the traffic: bounded, fair to small workloads and to old ones, split for judging.
+
+Memory goes by water-filling: when the cap is reached, the stratum (workload, held out or not) that is largest for its share
+gives one stretch up, so a workload below its fair part never loses to a busy one. No session gets more than
+`max_session_share` of the cap, so no single client can decide what is learnt. What memory has no room for goes to disk where
+that is allowed (`spill`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from honed.recalib.config.trainer import SampleSettings
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.repetition import longest_varied_stretch
+from honed.recalib.samples.reservoir import Stratum
+from honed.recalib.samples.spill import Key, Spill
+from honed.recalib.samples.stretch import Stretch
+
+
+class SampleStore:
+    """Stretches by workload and by side of the hold-out."""
+
+    def __init__(self, settings: SampleSettings, hold_out: HoldOut, seed: int = 0, spill: Spill | None = None) -> None:
+        self.settings, self._hold_out, self.spill = settings, hold_out, spill
+        self.cap_bytes = settings.sample_bytes
+        self._rng = np.random.default_rng(seed)
+        self._strata: dict[tuple[str, bool], Stratum] = {}
+        self._sessions: Counter[str] = Counter()
+        self._session_bytes: Counter[str] = Counter()
+        self.num_bytes = 0
+        self.counts: Counter[str] = Counter()
+        """Stretches "kept", "short", "evicted", and rows "repetitive"."""
+
+    def add(self, stretch: Stretch) -> bool:
+        """Take a stretch, without its loops; False when too little is left of it."""
+        settings = self.settings
+        varied = longest_varied_stretch(stretch.token_ids, settings.max_loop_period, settings.min_loop_rows)
+        num_varied = varied.stop - varied.start
+        self.counts["repetitive"] += stretch.num_rows - num_varied
+        if num_varied < settings.min_rows or num_varied * 2 < stretch.num_rows:
+            self.counts["short"] += 1
+            return False
+        if num_varied < stretch.num_rows:
+            stretch = stretch.cut(varied)
+        key = self.key_of(stretch)
+        stratum = self._strata.setdefault(key, Stratum(self._rng))
+        stratum.add(stretch)
+        self.num_bytes += stretch.num_bytes
+        self._sessions[stretch.session] += 1
+        self._session_bytes[stretch.session] += stretch.num_bytes
+        self.counts["kept"] += 1
+        limit = max(self.settings.max_session_share * self.cap_bytes, stretch.num_bytes)
+        while self._session_bytes[stretch.session] > limit:
+            self._forget_one(self._stratum_of(stretch.session, stratum).drop_session(stretch.session))
+        self._shrink()
+        return True
+
+    def key_of(self, stretch: Stretch) -> Key:
+        """Where it belongs: its workload, and its session's side of the hold-out."""
+        return self._workload(stretch.workload), self._hold_out.is_held_out(stretch.session)
+
+    def stretches(self, workload: str, is_held_out: bool) -> list[Stretch]:
+        """What is held of one workload on one side, on disk and in memory."""
+        stratum = self._strata.get((workload, is_held_out))
+        spilled = self.spill.stretches((workload, is_held_out)) if self.spill is not None else ()
+        return [*spilled, *(stratum.stretches() if stratum else ())]
+
+    def workloads(self) -> list[str]:
+        """Workloads of which anything is held, by name."""
+        spilled = self.spill.workloads() if self.spill is not None else set()
+        return sorted(spilled | {workload for (workload, _), stratum in self._strata.items() if len(stratum)})
+
+    @property
+    def num_stretches(self) -> int:
+        """Stretches held in memory."""
+        return sum(len(stratum) for stratum in self._strata.values())
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of which anything is held."""
+        return len(self._sessions)
+
+    def digest(self, stretches: Iterable[Stretch]) -> str:
+        """Which rows these are, and nothing of what is in them (`HoldOut.digest`)."""
+        return self._hold_out.digest(stretches)
+
+    def forget(self) -> None:
+        """Forget everything, and what is on disk."""
+        if self.spill is not None:
+            self.spill.purge()
+        self._strata.clear()
+        self._sessions.clear()
+        self._session_bytes.clear()
+        self.num_bytes = 0
+
+    def _workload(self, label: str) -> str:
+        known = {workload for workload, _ in self._strata}
+        if self.spill is not None and label not in known:  # looked for on disk only where it is new
+            known |= self.spill.workloads()
+        return label if label in known or len(known) < self.settings.max_workloads else "other"
+
+    def _stratum_of(self, session: str, first: Stratum) -> Stratum:
+        """A stratum with a stretch of the session, the given one last: what came now is to stay."""
+        others = (s for s in self._strata.values() if s is not first and any(x.session == session for x in s.stretches()))
+        return next(others, first)
+
+    def _shrink(self) -> None:
+        share = self.settings.held_out_share
+        while self.num_bytes > self.cap_bytes and self.num_stretches > 1:
+            key, stratum = max(
+                self._strata.items(), key=lambda item: item[1].num_bytes / (share if item[0][1] else 1.0 - share)
+            )
+            dropped = stratum.drop_one()
+            self._forget_one(dropped)
+            if self.spill is not None:
+                self.spill.keep(dropped, key)
+
+    def _forget_one(self, stretch: Stretch) -> None:
+        self.num_bytes -= stretch.num_bytes
+        self.counts["evicted"] += 1
+        self._session_bytes[stretch.session] -= stretch.num_bytes
+        self._sessions[stretch.session] -= 1
+        if not self._sessions[stretch.session]:
+            del self._sessions[stretch.session], self._session_bytes[stretch.session]

@@ -1,0 +1,78 @@
+"""A contiguous stretch of one request as captured: numpy until the moment it is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from honed.recalib.samples.sample import TrainingSample
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Rows at `first_position`, `first_position + 1`, …; the first `num_prompt_tokens` of them are prompt."""
+
+    session: str
+    workload: str
+    drafter_version: str
+    first_position: int
+    token_ids: NDArray[np.int32]  # [T]
+    features: NDArray[Any]  # [T, F]; bfloat16 as uint16
+    num_prompt_tokens: int = 0
+    breaks: tuple[int, ...] = ()
+    """Positions of tokens that the target emitted in place of a draft, ascending."""
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def num_judged(self) -> int:
+        """Rows of what the target emitted."""
+        return max(self.num_rows - self.num_prompt_tokens, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+        return int(self.token_ids.nbytes + self.features.nbytes)
+
+    def cut(self, rows: slice) -> Stretch:
+        """Only these rows (step 1), copied, so that the rest of the memory is given back."""
+        first = self.first_position + rows.start
+        end = self.first_position + rows.stop
+        return replace(
+            self,
+            first_position=first,
+            token_ids=self.token_ids[rows].copy(),
+            features=self.features[rows].copy(),
+            num_prompt_tokens=min(max(self.num_prompt_tokens - rows.start, 0), rows.stop - rows.start),
+            breaks=tuple(p for p in self.breaks if first <= p < end),
+        )
+
+    def to_training_sample(self, is_fused: bool) -> TrainingSample:
+        """As tensors, without a copy of the features."""
+        features = torch.from_numpy(_writable(self.features).view(np.int16 if _is_bfloat16(self) else self.features.dtype))
+        return TrainingSample(
+            features=features.view(torch.bfloat16) if _is_bfloat16(self) else features,
+            token_ids=torch.from_numpy(self.token_ids.astype(np.int64)),
+            positions=torch.arange(self.first_position, self.first_position + self.num_rows),
+            session=self.session,
+            workload=self.workload,
+            break_positions=self.breaks,
+            num_prompt_tokens=self.num_prompt_tokens,
+            is_fused=is_fused,
+        )
+
+
+def _is_bfloat16(stretch: Stretch) -> bool:
+    return bool(stretch.features.dtype == np.uint16)
+
+
+def _writable(features: NDArray[Any]) -> NDArray[Any]:
+    """torch warns of arrays that may not be written."""
+    return features if features.flags.writeable else features.copy()

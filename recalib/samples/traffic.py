@@ -1,0 +1,142 @@
+"""Follows every engine's sample ring, from the start and whether or not anything is being trained.
+
+So when a workload drifts, what the other workloads looked like is in memory already, and the candidate can be kept from
+forgetting them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from honed.adapt.protocol.sample_ring import FEATURE_KINDS, RingHeader
+from honed.recalib.config.trainer import SampleSettings
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.ring_reader import RingReader
+from honed.recalib.samples.sessions import SessionAssembler
+from honed.recalib.samples.spill import Spill, remove
+from honed.recalib.samples.store import SampleStore
+
+
+class Feed:
+    """One engine's ring and all that is remembered of it."""
+
+    def __init__(self, path: Path, settings: SampleSettings, hold_out: HoldOut, spill: Spill | None = None) -> None:
+        self.reader = RingReader(path)
+        self.store = SampleStore(settings, hold_out, spill=spill)
+        self._assembler = SessionAssembler(settings.max_rows, max_open_bytes=max(settings.sample_bytes // 8, 1 << 20))
+        self._features: tuple[int, int, int] | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether rows are fused features, rather than the target's hidden states side by side."""
+        return self._features is None or FEATURE_KINDS[self._features[2]] == "fused"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, requests that go on included."""
+        return self.store.num_bytes + self._assembler.open_bytes
+
+    def poll(self, max_records: int) -> int:
+        """Take in what is new; returns the number of records."""
+        news = self.reader.poll(max_records)
+        if news.is_new_ring and self.reader.header is not None:
+            for stretch in self._assembler.finish():
+                self.store.add(stretch)
+            self._note_features(self.reader.header)
+        if news.is_purged:
+            self.forget()
+        for record in news.records:
+            for stretch in self._assembler.add(record):
+                self.store.add(stretch)
+        return len(news.records)
+
+    def forget(self) -> None:
+        """Drop everything remembered."""
+        self._assembler.forget()
+        self.store.forget()
+
+    def _note_features(self, header: RingHeader) -> None:
+        """Rows of another width or type can't be trained on together: the earlier ones go."""
+        features = (header.feature_size, header.feature_dtype, header.feature_kind)
+        if self._features not in (None, features):
+            self.forget()
+        self._features = features
+        if self.store.spill is not None:
+            kind = f"{header.feature_size}-{header.feature_dtype}-{FEATURE_KINDS[header.feature_kind]}"
+            self.store.spill.begin(kind, self.store.key_of)
+
+
+class Traffic:
+    """The feeds of all engines under the runtime folder, and of any other ring that a request names."""
+
+    def __init__(self, runtime_dir: Path, settings: SampleSettings, hold_out: HoldOut, spill_dir: Path | None = None) -> None:
+        """`spill_dir`: where samples may go to disk, if `spill_bytes` allows it; else what lies there is removed."""
+        self.engines_dir, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
+        self._spill_dir = spill_dir if settings.spill_bytes else None
+        if spill_dir is not None and self._spill_dir is None:
+            remove(spill_dir)
+        self._feeds: dict[Path, Feed] = {}
+
+    def feed(self, path: Path) -> Feed:
+        """The feed of a ring, begun now when it is new."""
+        if path not in self._feeds:
+            self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path))
+            for feed in self._feeds.values():
+                feed.store.cap_bytes = self._settings.sample_bytes // len(self._feeds)
+                if feed.store.spill is not None:
+                    feed.store.spill.max_bytes = self._settings.spill_bytes // len(self._feeds)
+        return self._feeds[path]
+
+    def freeze(self, is_frozen: bool) -> None:
+        """While an operation is under way nothing comes or goes on disk."""
+        for spill in self._spills:
+            spill.is_frozen = is_frozen
+
+    def expire(self) -> None:
+        """Remove what has been on disk for too long."""
+        for spill in self._spills:
+            spill.expire()
+
+    def discover(self) -> None:
+        """Begin to follow rings that have appeared."""
+        for path in self.engines_dir.glob("*/ring"):
+            self.feed(path)
+
+    def poll(self, max_records: int = 256) -> int:
+        """Take in what is new on all rings; returns the number of records."""
+        return sum(feed.poll(max_records) for feed in self._feeds.values())
+
+    def purge(self) -> list[str]:
+        """Forget everything, empty the rings, and remove what lies on disk, of engines that are gone as well.
+
+        Returns why something is left.
+        """
+        self.discover()
+        problems = []
+        for feed in self._feeds.values():
+            problems.append(feed.reader.erase())
+            feed.forget()
+        if self._spill_dir is not None:
+            problems.append(remove(self._spill_dir))
+        return [problem for problem in problems if problem]
+
+    @property
+    def spilled_bytes(self) -> int:
+        """On disk."""
+        return sum(spill.num_bytes for spill in self._spills)
+
+    @property
+    def _spills(self) -> list[Spill]:
+        return [feed.store.spill for feed in self._feeds.values() if feed.store.spill is not None]
+
+    def _spill(self, path: Path) -> Spill | None:
+        if self._spill_dir is None:
+            return None
+        name = hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+        return Spill(self._spill_dir / name, self._settings.spill_bytes, self._settings.spill_max_age_s)
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """All feeds."""
+        return list(self._feeds.values())

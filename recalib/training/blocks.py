@@ -1,0 +1,60 @@
+"""Which blocks to train or to judge on, and what the target really emitted after each anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from honed.recalib.samples.sample import PackedSamples, TrainingSample
+
+# Letters: T packed rows, N anchors, K draft positions.
+
+
+def eligible_anchors(packed: PackedSamples, num_draft_tokens: int) -> Tensor:  # [N] rows
+    """Rows with at least one row of context before them and a whole block of labels after them, in the same sample."""
+    rows = torch.arange(len(packed.segments))
+    has_context = rows > packed.starts[packed.segments]
+    last = torch.clamp(rows + num_draft_tokens, max=len(rows) - 1)
+    has_labels = (rows + num_draft_tokens < len(rows)) & (packed.segments[last] == packed.segments)
+    return rows[has_context & has_labels]
+
+
+def block_labels(token_ids: Tensor, anchors: Tensor, num_draft_tokens: int) -> Tensor:  # [T], [N] -> [N, K]
+    """The tokens emitted after each anchor; for `eligible_anchors` all of them exist."""
+    return token_ids[anchors[:, None] + 1 + torch.arange(num_draft_tokens)]
+
+
+def choose_anchors(
+    eligible: Tensor,  # [E]
+    num_anchors: int,
+    preferred: Sequence[int],
+    preferred_share: float,
+    generator: torch.Generator,
+) -> Tensor:  # [N], sorted, without repeats
+    """A random choice of anchors: up to `preferred_share` of them from the preferred rows, the rest from all.
+
+    Preferred rows are those whose rounds broke: the drafter learns most where it was wrong.
+    """
+    wanted = eligible[torch.isin(eligible, torch.tensor(list(preferred), dtype=torch.int64))]
+    first = _draw(wanted, round(num_anchors * preferred_share), generator)
+    others = eligible[~torch.isin(eligible, first)]
+    return torch.cat((first, _draw(others, num_anchors - len(first), generator))).sort().values
+
+
+def _draw(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return rows[torch.randperm(len(rows), generator=generator)[:count]]
+
+
+def break_anchors(samples: Sequence[TrainingSample], num_draft_tokens: int) -> list[int]:
+    """Packed rows of the anchors whose block reaches a position where a round broke: up to K rows before it."""
+    rows: list[int] = []
+    start = 0
+    for sample in samples:
+        first_position = int(sample.positions[0])
+        for position in sample.break_positions:
+            row = position - first_position
+            rows.extend(start + r for r in range(max(0, row - num_draft_tokens), min(row, sample.num_tokens)))
+        start += sample.num_tokens
+    return rows

@@ -1,0 +1,281 @@
+"""Training in steps so small that serving never waits for one: a few blocks forward and backward, then control returns.
+
+With scope "kv-frozen" everything the context keys and values depend on stays as it is (`KV_PATH`), so every row in vLLM's
+paged cache stays exact for the new weights. With "full" everything trains, from unfused features, and a swap has to drop
+the cache.
+
+Everything random comes from one generator, so the same seed and the same samples give the same weights, also when the
+training was broken off between two updates and taken up again from `state`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from honed.recalib.config.training import Loss, Scope, TrainingSettings
+from honed.recalib.drafter.model import KV_PATH, DFlashDrafter
+from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
+from honed.recalib.training import losses
+from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
+from honed.recalib.training.denoising import Denoising, reveal_randomly
+from honed.recalib.training.ema import WeightAverage
+from honed.recalib.training.objective import Blocks, Objective
+from honed.recalib.training.pace import Pace, run_through
+from honed.recalib.training.precision import compute_dtype, computing
+
+__all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "is_kv_path", "set_scope"]
+
+# Letters: N blocks, K draft positions.
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one micro-step did, as sums and counts; the last three are of blocks of masks only, as servers draft them."""
+
+    loss: float
+    num_anchors: int
+    num_tokens: int
+    is_update: bool
+    grad_norm: float | None
+    seconds: float
+    correct: tuple[int, ...]  # [K] right at each position, whatever came before
+    counted: tuple[int, ...]  # [K]
+    acceptance: losses.AcceptanceCounts
+
+
+@dataclass
+class _Progress:
+    micro_steps: int = 0
+    updates: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+
+class MicroTrainer:
+    """Trains one drafter in place; the drafter's float32 parameters are the master weights.
+
+    Args:
+        parent: the drafter as it was, to which samples that are `kept` hold it; only needed for such samples.
+    """
+
+    def __init__(
+        self, drafter: DFlashDrafter, settings: TrainingSettings | None = None, parent: DFlashDrafter | None = None
+    ) -> None:
+        self.drafter = drafter
+        self.settings = settings or TrainingSettings()
+        set_scope(drafter, self.settings.scope)
+        drafter.recomputes_layers = self.settings.gradient_checkpointing
+        self._device = drafter.norm.weight.device
+        self._dtype = compute_dtype(self._device, self.settings.precision)
+        self._objective = Objective(drafter, parent, self.settings)
+        self._denoising = Denoising(self.settings.denoising_steps, self.settings.mask_schedule)
+        self._names = [name for name, p in drafter.named_parameters() if p.requires_grad]
+        self._trained = [p for p in drafter.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=self.settings.learning_rate, weight_decay=self.settings.weight_decay, fused=True
+        )
+        self._average = WeightAverage(self._trained, self.settings.ema_decay) if self.settings.ema_decay else None
+        self._progress = _Progress()
+        self._progress.generator.manual_seed(self.settings.seed)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far."""
+        return self._progress.updates
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no gradients are gathered: the moment for `state`."""
+        return self._progress.micro_steps % self.settings.micro_steps_per_update == 0
+
+    def step(
+        self,
+        samples: Sequence[TrainingSample],
+        preferred_anchors: Sequence[int] | None = None,
+        *,
+        kept: Sequence[bool] = (),
+        remaining: float = 1.0,
+    ) -> StepFigures:
+        """One micro-step in one go; arguments and errors are those of `parts`."""
+        return run_through(self.parts(samples, preferred_anchors, kept=kept, remaining=remaining))
+
+    def parts(
+        self,
+        samples: Sequence[TrainingSample],
+        preferred_anchors: Sequence[int] | None = None,
+        *,
+        kept: Sequence[bool] = (),
+        remaining: float = 1.0,
+        pace: Pace | None = None,
+    ) -> Generator[None, None, StepFigures]:
+        """One micro-step, a few blocks at a time; every `micro_steps_per_update`-th also updates the weights.
+
+        Between two parts control returns, by a `yield`, so that serving needs to wait for one of them only. How the blocks are
+        divided makes no difference to the weights but for rounding.
+
+        Args:
+            samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
+            preferred_anchors: rows, counted through `samples` end to end; by default those before the samples' breaks.
+            kept: for each sample, whether the drafter is to stay what its parent was there, rather than to learn its labels:
+                KL(parent || drafter). Replayed labels are few and are soon learnt by heart; the parent's distribution says
+                more about the old traffic than they do. Source: learning without forgetting, arXiv 1606.09282, section 3.
+            remaining: part of the training that is left, for the cool-down.
+            pace: how many blocks a part has; None: all of them.
+
+        Raises:
+            ValueError: when no sample is long enough for a block, or the scope needs features the samples don't have.
+        """
+        began_s = time.perf_counter()
+        packed = pack(list(samples))
+        self._check_features(packed)
+        blocks = self._choose(packed, samples, preferred_anchors, kept)
+        drafts: list[Tensor] = []
+        loss, done, spent_s = 0.0, 0, 0.0
+        while done < len(blocks.anchors):
+            part_began_s = time.perf_counter()
+            left = len(blocks.anchors) - done
+            part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
+            part_loss, part_drafts = self._learn(part)
+            loss, done = loss + part_loss, done + len(part.anchors)
+            drafts.append(part_drafts)
+            if pace is not None:
+                pace.observe(len(part.anchors), time.perf_counter() - part_began_s)
+            spent_s += time.perf_counter() - began_s
+            yield
+            began_s = time.perf_counter()
+        self._progress.micro_steps += 1
+        is_update = self.is_between_updates
+        grad_norm = self._update(remaining) if is_update else None
+        return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
+
+    def finish(self) -> None:
+        """Leave the result in the drafter: the average of the weights where one was kept."""
+        if self._average is not None and self._progress.updates:
+            self._average.copy_to_parameters()
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next step depends on, beside the samples; only between two updates, and not amid `parts`.
+
+        The tensors are the trainer's own: to be written away before the next step.
+        """
+        assert self.is_between_updates
+        progress = self._progress
+        counts = torch.tensor([progress.micro_steps, progress.updates])
+        state = {"counts": counts, "generator": progress.generator.get_state()}
+        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+            state[f"weights/{name}"] = parameter.detach()
+            state |= {f"adam/{key}/{name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
+            if self._average is not None:
+                state[f"average/{name}"] = self._average.shadow[i]
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on where `state` was taken, with the same settings and a drafter of the same shape.
+
+        Raises:
+            KeyError, RuntimeError: it was taken with other settings or of another drafter.
+        """
+        self._progress.micro_steps, self._progress.updates = (int(n) for n in state["counts"])
+        self._progress.generator.set_state(state["generator"])
+        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+            parameter.copy_(state[f"weights/{name}"])
+            if self._progress.updates:
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                self._optimizer.state[parameter] = {k: state[f"adam/{k}/{name}"].to(parameter.device) for k in keys}
+            if self._average is not None:
+                self._average.shadow[i].copy_(state[f"average/{name}"])
+
+    def _check_features(self, packed: PackedSamples) -> None:
+        if self.settings.scope == "full" and packed.is_fused:
+            raise ValueError("scope 'full' trains fc and needs unfused features; capture them, or use 'kv-frozen'")
+        if self.settings.loss == "kl" and packed.target_hidden is None:
+            raise ValueError("loss 'kl' needs target_hidden in every sample; capture it, or use 'ce' or 'hybrid'")
+
+    def _choose(
+        self,
+        packed: PackedSamples,
+        samples: Sequence[TrainingSample],
+        preferred: Sequence[int] | None,
+        kept: Sequence[bool],
+    ) -> Blocks:
+        config, settings, generator = self.drafter.config, self.settings, self._progress.generator
+        k = config.num_draft_tokens
+        eligible = eligible_anchors(packed, k)
+        if not len(eligible):
+            raise ValueError(f"no sample has {k + 2} tokens, so none holds a whole block")
+        rows = break_anchors(samples, k) if preferred is None else preferred
+        anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
+        labels = block_labels(packed.token_ids, anchors, k)
+        is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        tokens, is_masked = None, torch.ones_like(labels, dtype=torch.bool)
+        if self._denoising.steps > 1:
+            tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
+            is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a block that is partly revealed
+            tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
+        anchors, labels, is_kept, is_masked = (tensor.to(self._device) for tensor in (anchors, labels, is_kept, is_masked))
+        weights = self._objective.weights(is_kept, is_masked)
+        return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked, weights, share=1.0 / len(anchors))
+
+    def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
+        """Gather the gradients of some blocks; reading the loss waits for the device."""
+        packed = part.packed
+        with computing(self._device, self._dtype):
+            context = self._context(packed)
+            hidden = self.drafter.draft_hidden(
+                context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
+            )
+            loss, drafts = self._objective(hidden, part, context)
+        (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), drafts
+
+    def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
+        features = packed.features.float()
+        return features if packed.is_fused else self.drafter.fuse(features)
+
+    def _update(self, remaining: float) -> float:
+        """Clip, warm up or cool down, step, average."""
+        norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
+        self._progress.updates += 1
+        warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
+        if self.settings.cooldown_share > 0:
+            warmth *= min(1.0, max(0.0, remaining) / self.settings.cooldown_share)
+        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmth
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._average is not None:
+            self._average.update(self._progress.updates)
+        return float(norm)
+
+
+def set_scope(drafter: DFlashDrafter, scope: Scope) -> None:
+    """Let exactly the parameters of the scope receive gradients."""
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(scope == "full" or not is_kv_path(name))
+
+
+def is_kv_path(name: str) -> bool:
+    """Whether cached context keys and values depend on this parameter."""
+    return any(part in f".{name}" if part.startswith(".") else name.startswith(part) for part in KV_PATH)
+
+
+def _figures(
+    drafts: Tensor, blocks: Blocks, loss: float, is_update: bool, grad_norm: float | None, seconds: float
+) -> StepFigures:
+    is_whole = blocks.is_masked.all(-1)  # [N]
+    drafts, labels = drafts[is_whole], blocks.labels[is_whole]
+    return StepFigures(
+        loss=loss,
+        num_anchors=len(blocks.labels),
+        num_tokens=int(blocks.is_masked.sum()),
+        is_update=is_update,
+        grad_norm=grad_norm,
+        seconds=seconds,
+        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
+        counted=(len(labels),) * labels.shape[1],
+        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
+    )

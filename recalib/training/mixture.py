@@ -1,0 +1,79 @@
+"""What a micro-step trains on: mostly the workloads that must gain, and always some of the others.
+
+A drafter trained on new traffic alone forgets the old: on the tiny pair a new domain alone cost the old one 14 % of its
+acceptance length. So a share of the draws replays the other workloads, each with the same probability however busy it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from honed.recalib.samples.store import SampleStore
+from honed.recalib.samples.stretch import Stretch
+
+
+class ReplayMix:
+    """Draws context of about `rows` rows at a time."""
+
+    REFRESH_DRAWS = 64
+    """Draws between two looks at the store: traffic goes on while we train."""
+
+    def __init__(
+        self,
+        store: SampleStore,
+        is_usable: Callable[[Stretch], bool],
+        must_gain: Collection[str],
+        must_gain_share: float,
+        rows: int,
+        seed: int = 0,
+    ) -> None:
+        self._store, self._is_usable, self._must_gain = store, is_usable, frozenset(must_gain)
+        self._must_gain_share, self._rows = must_gain_share, rows
+        self._rng = np.random.default_rng(seed)
+        self._num_draws = 0
+        self._held: dict[str, list[Stretch]] = {}
+
+    def draw(self) -> list[Stretch]:
+        """Stretches, or windows of them, for one micro-step; empty when nothing usable is held."""
+        if self._num_draws % self.REFRESH_DRAWS == 0 or not self._held:
+            self._refresh()
+        self._num_draws += 1
+        chosen: list[Stretch] = []
+        left = self._rows
+        while self._held and left >= min(64, self._rows):
+            stretches = self._held[self._choose_workload()]
+            stretch = stretches[int(self._rng.integers(len(stretches)))]
+            chosen.append(self._window(stretch, left))
+            left -= chosen[-1].num_rows
+        return chosen
+
+    def state(self) -> dict[str, Any]:
+        """What the next draws depend on beside the store, as plain JSON."""
+        return {"rng": self._rng.bit_generator.state, "num_draws": self._num_draws}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._rng.bit_generator.state = state["rng"]
+        self._num_draws = int(state["num_draws"])
+
+    def _refresh(self) -> None:
+        held = {w: [s for s in self._store.stretches(w, False) if self._is_usable(s)] for w in self._store.workloads()}
+        self._held = {workload: stretches for workload, stretches in held.items() if stretches}
+
+    def _choose_workload(self) -> str:
+        wanted = [w for w in self._held if w in self._must_gain]
+        others = [w for w in self._held if w not in self._must_gain]
+        if not wanted:  # any gain counts: as the traffic is
+            sizes = np.array([len(self._held[w]) for w in others], float)
+            return others[int(self._rng.choice(len(others), p=sizes / sizes.sum()))]
+        chosen = wanted if not others or self._rng.random() < self._must_gain_share else others
+        return chosen[int(self._rng.integers(len(chosen)))]
+
+    def _window(self, stretch: Stretch, rows: int) -> Stretch:
+        if stretch.num_rows <= rows:
+            return stretch
+        start = int(self._rng.integers(stretch.num_rows - rows + 1))
+        return stretch.cut(slice(start, start + rows))

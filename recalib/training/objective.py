@@ -1,0 +1,134 @@
+"""What a micro-step minimises: a sum over its blocks, so that it can be computed some blocks at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from honed.kernels.training.block_loss import block_loss
+from honed.recalib.config.training import TrainingSettings
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import PackedSamples
+from honed.recalib.training import losses
+
+# Letters: T packed rows, N blocks, K draft positions, V vocabulary, H width.
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of one micro-step, or some of them, on the drafter's device."""
+
+    packed: PackedSamples
+    anchors: Tensor  # [N] rows
+    labels: Tensor  # [N, K]
+    is_kept: Tensor  # [N] whether the drafter is to stay what its parent was there
+    tokens: Tensor | None  # [N, K] what the drafter sees in place of masks; None: masks only
+    is_masked: Tensor  # [N, K]
+    weights: Tensor  # [N, K] each token's part of the whole micro-step's loss
+    share: float  # each block's part of the micro-step
+
+    def where(self, chosen: Tensor | slice) -> Blocks:  # [N] bool, or places
+        """Some of the blocks, each with the part that it has in the whole."""
+        return replace(
+            self,
+            anchors=self.anchors[chosen],
+            labels=self.labels[chosen],
+            is_kept=self.is_kept[chosen],
+            tokens=self.tokens[chosen] if self.tokens is not None else None,
+            is_masked=self.is_masked[chosen],
+            weights=self.weights[chosen],
+        )
+
+
+class Objective:
+    """The chosen loss on fresh blocks, the distance to the parent on kept ones."""
+
+    def __init__(self, drafter: DFlashDrafter, parent: DFlashDrafter | None, settings: TrainingSettings) -> None:
+        self._drafter, self._parent, self._settings = drafter, parent, settings
+
+    def weights(self, is_kept: Tensor, is_masked: Tensor) -> Tensor:  # [N], [N, K] -> [N, K]
+        """Each token's part of a micro-step's loss: falling with the position, and nothing for what was revealed.
+
+        Kept and fresh blocks have parts by their numbers, a kept block `keep_weight` times a fresh one's.
+        """
+        settings = self._settings
+        falling = losses.position_weights(is_masked.shape[1], settings.decay_tokens).to(is_masked.device) * is_masked
+        weights = torch.empty_like(falling)
+        for group, weight in ((is_kept, settings.keep_weight), (~is_kept, 1.0)):
+            weights[group] = weight * group.float().mean() * losses.shares(falling[group], (0, 1))
+        return weights
+
+    def __call__(
+        self, hidden: Tensor, blocks: Blocks, context: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [N, K, H], [T, H] -> [], [N, K]
+        """What these blocks add to the mean over all blocks of the micro-step, and the tokens that the drafter would draft.
+
+        Raises:
+            ValueError: there are kept blocks and no parent.
+        """
+        is_kept = blocks.is_kept
+        total, drafts = hidden.new_zeros(()), torch.empty_like(blocks.labels)
+        if is_kept.any():
+            kept = blocks.where(is_kept)
+            distance, drafts[is_kept] = self._distance_to_parent(hidden[is_kept], kept, context)
+            total = total + (distance * kept.weights).sum()
+        if not is_kept.all():
+            loss, drafts[~is_kept] = self._loss(hidden[~is_kept], blocks.where(~is_kept))
+            total = total + loss
+        return total, drafts
+
+    def _distance_to_parent(self, hidden: Tensor, kept: Blocks, context: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
+        """KL(parent || drafter), and the drafts."""
+        if self._parent is None:
+            raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
+        packed = kept.packed
+        with torch.no_grad():
+            features = context if packed.is_fused else self._parent.fuse(packed.features.float())
+            goal = self._parent.draft_hidden(features, packed.positions, packed.token_ids, kept.anchors, packed.segments)
+        return self._per_token(hidden, goal=goal, goal_head=self._parent.lm_head, kind="kl")
+
+    def _loss(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:  # [], [N, K]
+        """The chosen loss, and the drafts; `losses` has the formulas.
+
+        KL and its hybrid take the target's own distribution where its last hidden state was captured; the others, and the
+        hybrid without it, what the target emitted. D-PACE's weights are shares of their own block: those of all blocks
+        together are not known before the last of them was computed.
+        """
+        name, labels = self._settings.loss, blocks.labels
+        if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
+            offsets = torch.arange(labels.shape[1], device=labels.device)
+            goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i tells token i + 1
+            distance, drafts = self._per_token(hidden, goal=goal, kind=name)
+            return (distance * blocks.weights).sum(), drafts
+        surprise, drafts = self._per_token(hidden, labels=labels)
+        if name == "ce":
+            return (surprise * blocks.weights).sum(), drafts
+        if name == "hybrid":
+            return (losses.hybrid_on_labels(surprise) * blocks.weights).sum(), drafts
+        right = torch.where(blocks.is_masked, torch.exp(-surprise), 1.0)
+        if name == "dpace":
+            weights = losses.shares(losses.dpace_weights(right) * blocks.is_masked, (1,))
+            return blocks.share * (surprise * weights).sum(), drafts
+        return blocks.share * losses.negative_acceptance_length(right).sum(), drafts
+
+    def _per_token(
+        self,
+        hidden: Tensor,  # [N, K, H]
+        *,
+        labels: Tensor | None = None,  # [N, K]
+        goal: Tensor | None = None,  # [N, K, H]
+        goal_head: Tensor | None = None,  # [V, H]
+        kind: str = "ce",
+    ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
+        """`block_loss` of every token, and the drafts."""
+        made = block_loss(
+            hidden.flatten(0, 1),
+            self._drafter.lm_head,
+            labels=None if labels is None else labels.flatten(),
+            goal=None if goal is None else goal.flatten(0, 1),
+            goal_head=goal_head,
+            kind=kind,
+        )
+        return made.losses.view(hidden.shape[:2]), made.top.view(hidden.shape[:2])

@@ -1,0 +1,195 @@
+"""The training stage of one operation: from the parent's checkpoint to trained weights, some blocks at a time.
+
+Now and then the state is saved, so that a trainer that was killed goes on where it was: with the same weights, optimizer,
+random choices and figures. Samples aren't saved: the engine's ring still has the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from honed.adapt.protocol import wire
+from honed.recalib.config.memory import check_fits, estimate_and_cures, in_words
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.drafter.checkpoint import TargetHead, load_drafter, load_target_head, read_drafter_config
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.samples.stretch import Stretch
+from honed.recalib.samples.traffic import Feed
+from honed.recalib.training.device_memory import available_bytes, hold_to
+from honed.recalib.training.micro_step import MicroTrainer, StepFigures
+from honed.recalib.training.mixture import ReplayMix
+from honed.recalib.training.pace import Pace
+from honed.recalib.training.precision import compute_dtype
+from honed.recalib.training.progress import OperationError, Progress
+from honed.recalib.training.training_state import TrainingState
+
+log = structlog.get_logger("honed.trainer")
+
+
+class TrainingRun:
+    """One training. `steps` does a part of a micro-step, or saves the state, each time it is advanced.
+
+    Args:
+        working_s: what training is timed with.
+        state_dir: where the state is kept; None: a training that is killed begins anew.
+    """
+
+    def __init__(
+        self,
+        request: wire.TrainRequest,
+        settings: TrainerSettings,
+        parent_dir: Path,
+        feed: Feed,
+        progress: Progress,
+        working_s: Callable[[], float],
+        state_dir: Path | None,
+    ) -> None:
+        self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
+        self._progress, self._working_s = progress, working_s
+        self._device = torch.device(settings.device)
+        self._config = read_drafter_config(parent_dir)
+        if request.scope not in ("kv-frozen", "full"):
+            raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
+        self._training = settings.training("full" if request.scope == "full" else "kv-frozen", self._config.block_size)
+        about = {"request": msgspec.to_builtins(request), "training": asdict(self._training)}
+        self._state = TrainingState(state_dir, request.operation_id, about) if state_dir and settings.save_state_s else None
+        self._head: TargetHead | None = None
+
+    def check_memory(self) -> None:
+        """Say what the training will take.
+
+        Raises:
+            MemoryBudgetError: that much isn't there.
+        """
+        dtype = compute_dtype(self._device, self._training.precision)
+        needed, cures = estimate_and_cures(
+            self._config,
+            self._training,
+            self._settings.rows_per_micro_step,
+            is_fused=self._feed.is_fused,
+            shared_bytes=self._shared_dtype.itemsize,
+            compute_bytes=dtype.itemsize,
+        )
+        available = available_bytes(self._device, self._settings.memory_bytes)
+        self._progress.memory_bytes = needed.total_bytes
+        log.info("training takes", memory=str(needed), available=in_words(available), device=str(self._device))
+        check_fits(needed, available, str(self._device), cures)
+        hold_to(self._device, available)
+
+    def load_head(self) -> None:
+        """Embedding and head of the target, one tensor each for all drafters."""
+        self._head = load_target_head(self._request.target_path).to(self._device, self._shared_dtype)
+
+    def load_drafter(self) -> DFlashDrafter:
+        """The parent, on the head that was loaded: once to be trained, once to compare with."""
+        assert self._head is not None, "load_head comes first"
+        return load_drafter(self._parent_dir, self._request.target_path, self._head).to(self._device)
+
+    def sample(self, stretch: Stretch) -> TrainingSample:
+        """As tensors, with the target's own distribution where the loss wants it and it was captured."""
+        sample = stretch.to_training_sample(self._feed.is_fused)
+        if sample.is_fused or self._training.loss not in ("kl", "hybrid"):
+            return sample
+        assert self._head is not None
+        return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
+
+    def pace(self) -> Pace:
+        """For units on the training's device. On a CPU they are whole: the trainer yields within them (`yield_points`).
+
+        Each part of a micro-step would compute the context anew, which on a slow CPU took three quarters of the training.
+        """
+        return Pace(0.0 if self._device.type == "cpu" else self._settings.preempt_budget_s)
+
+    def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
+        """Micro-steps until max_steps or max_seconds of them; then the drafter holds the result."""
+        request, settings, progress = self._request, self._settings, self._progress
+        trainer = MicroTrainer(drafter, self._training, parent)
+        mix = ReplayMix(
+            self._feed.store,
+            is_usable,
+            request.workloads,
+            settings.must_gain_share,
+            settings.rows_per_micro_step,
+            settings.seed,
+        )
+        pace = self.pace()
+        self._take_up(trainer, mix)
+        saved_s = progress.train_seconds
+        while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
+            yield
+            yield from self._micro_step(trainer, mix, pace)
+            if trainer.is_between_updates and progress.train_seconds - saved_s >= settings.save_state_s:
+                yield
+                self._save(trainer, mix)
+                saved_s = progress.train_seconds
+        if trainer.is_between_updates and progress.train_seconds > saved_s:
+            yield
+            self._save(trainer, mix)  # the gate may be interrupted as well
+        trainer.finish()
+        yield
+
+    def _micro_step(self, trainer: MicroTrainer, mix: ReplayMix, pace: Pace) -> Iterator[None]:
+        """One micro-step in parts; what passes between them is no training."""
+        request, progress = self._request, self._progress
+        began_s = self._working_s()
+        samples = [self.sample(stretch) for stretch in mix.draw()]
+        if not samples:
+            raise OperationError("the samples are gone: they were purged, or another model was loaded")
+        # What isn't to gain is to stay: there the drafter is held to what it was.
+        kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
+        done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
+        spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                figures: StepFigures = end.value
+                break
+            spent_s += self._working_s() - began_s
+            yield
+            began_s = self._working_s()
+        progress.steps += 1
+        progress.tokens += figures.num_tokens
+        progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
+        progress.train_seconds += spent_s + self._working_s() - began_s
+
+    def discard_state(self) -> None:
+        """The operation is over: nothing of it is to be taken up."""
+        if self._state is not None:
+            self._state.discard()
+
+    @property
+    def _shared_dtype(self) -> torch.dtype:
+        """Of embedding and head, which nothing rounds: checkpoints have them in bfloat16, and so have servers.
+
+        On a GPU as matrix products are, which take no two types; on a CPU autocast makes them one.
+        """
+        return compute_dtype(self._device, self._training.precision) if self._device.type == "cuda" else torch.float32
+
+    def _save(self, trainer: MicroTrainer, mix: ReplayMix) -> None:
+        if self._state is None:
+            return
+        progress = self._progress
+        figures = {name: getattr(progress, name) for name in ("steps", "tokens", "loss", "train_seconds")}
+        try:
+            self._state.save(trainer.state(), {"progress": figures, "mix": mix.state()})
+        except OSError as error:  # a full disk stops no training
+            log.warning("the training's state isn't saved", error=str(error))
+
+    def _take_up(self, trainer: MicroTrainer, mix: ReplayMix) -> None:
+        found = self._state.load() if self._state is not None else None
+        if found is None:
+            return
+        tensors, facts = found
+        trainer.load_state(tensors)
+        mix.load_state(facts["mix"])
+        for name, value in facts["progress"].items():
+            setattr(self._progress, name, value)
+        log.info("training goes on", operation_id=self._request.operation_id, steps=self._progress.steps)

@@ -1,0 +1,86 @@
+"""What a training needs to be taken up again after its process was killed: one safetensors file an operation.
+
+Weights, optimizer and random generators, but nothing of the samples: those are read from the engine's ring again. The file is
+there whole or not at all. It is taken up only by the same request with the same settings; anything else begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import structlog
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from honed.recalib.registry.durable import fsync_path, make_folder
+
+log = structlog.get_logger("honed.trainer")
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+class TrainingState:
+    """The file of one operation.
+
+    Args:
+        folder: where such files lie; made when needed. No other operation's file is kept there.
+        operation_id: whose it is.
+        about: what has to be the same for the file to be of use: request, settings, parent.
+    """
+
+    def __init__(self, folder: Path, operation_id: str, about: dict[str, Any]) -> None:
+        self._folder = folder
+        name = operation_id if _NAME.fullmatch(operation_id) else operation_id.encode().hex()
+        self._path = folder / f"{name}.safetensors"
+        self._about = json.dumps(about, sort_keys=True, default=str)
+
+    def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Replace what was saved before, and whatever other operations left behind.
+
+        Args:
+            facts: what is plain JSON.
+
+        Raises:
+            OSError: the disk is full, or the folder isn't ours.
+        """
+        make_folder(self._folder)
+        part = self._folder / f".{self._path.name}.part"
+        metadata = {"about": self._about, "facts": json.dumps(facts)}
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part, metadata)  # mode 0600
+            fsync_path(part)
+            os.replace(part, self._path)
+        except SafetensorError as error:  # what it makes of a full disk
+            part.unlink(missing_ok=True)
+            raise OSError(f"{part}: {error}") from error
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        fsync_path(self._folder)
+        for other in self._folder.glob("*.safetensors"):
+            if other != self._path:
+                other.unlink(missing_ok=True)
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was saved last; None when nothing was, or it is of another training, or damaged."""
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("about") != self._about:
+                    return None
+                facts: dict[str, Any] = json.loads(metadata["facts"])
+                return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 (no mapping)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            log.warning("saved training can't be read: beginning anew", path=str(self._path), error=str(error))
+            return None
+
+    def discard(self) -> None:
+        """The operation is over."""
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,141 @@
+"""The estimate of a training's memory against what it takes, and the refusal with its cure."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
+from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.training.device_memory import available_bytes, hold_to, peak_bytes
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+
+CONFIG = DrafterConfig(
+    vocab_size=2000,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    block_size=8,
+    mask_token_id=1,
+    target_layer_ids=(1, 2, 3),
+    target_hidden_size=128,
+)
+SETTINGS = TrainingSettings(anchors_per_micro_step=32, micro_steps_per_update=1)
+ROWS = 600
+
+
+def make_drafter() -> DFlashDrafter:
+    torch.manual_seed(0)
+    embed = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
+    return DFlashDrafter(CONFIG, embed, embed)
+
+
+def measured_bytes(settings: TrainingSettings, is_fused: bool, has_goal: bool, is_kept: bool) -> int:
+    """Most bytes of tensors that were alive at once in the second update: by then the optimizer has its moments.
+
+    What stays (weights, moments) is counted by its tensors, what comes and goes by the allocator's own record.
+    """
+    drafter, parent = make_drafter(), make_drafter()
+    parent.embed_tokens = parent.lm_head = drafter.lm_head = drafter.embed_tokens
+    width = CONFIG.hidden_size if is_fused else CONFIG.feature_size
+    generator = torch.Generator().manual_seed(0)
+    sample = TrainingSample(
+        features=torch.randn(ROWS, width, generator=generator),
+        token_ids=torch.randint(2, CONFIG.vocab_size, (ROWS,), generator=generator),
+        positions=torch.arange(ROWS),
+        session="s",
+        workload="w",
+        is_fused=is_fused,
+        target_hidden=torch.randn(ROWS, CONFIG.hidden_size, generator=generator) if has_goal else None,
+    )
+    trainer = MicroTrainer(drafter, settings, parent)
+    trainer.step([sample], kept=[is_kept])
+    gc.collect()
+    kept = {p.data_ptr(): p.nbytes for d in (drafter, parent) for p in (*d.parameters(), d.embed_tokens)}
+    kept |= {t.data_ptr(): t.nbytes for t in trainer.state().values()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.step([sample], kept=[is_kept])
+    alive = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return sum(kept.values()) + peak
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"scope": "full"},
+        {"scope": "full", "gradient_checkpointing": True},
+        {"loss": "acceptance"},
+        {"loss": "hybrid"},
+        {"ema_decay": 0.99},
+        {"anchors_per_micro_step": 8},
+    ],
+    ids=str,
+)
+def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object], is_kept: bool) -> None:
+    settings = replace(SETTINGS, **change)  # type: ignore[arg-type]
+    is_fused = settings.scope != "full"
+    needed = estimate(CONFIG, settings, ROWS, is_fused=is_fused, is_head_tied=True).total_bytes
+    measured = measured_bytes(settings, is_fused, False, is_kept)
+    assert measured <= needed
+    assert needed < 1.8 * measured
+
+
+@pytest.mark.parametrize("loss", ["kl", "hybrid"])
+def test_a_distribution_as_goal_is_counted(loss: str) -> None:
+    settings = replace(SETTINGS, loss=loss)  # type: ignore[arg-type]
+    needed = estimate(CONFIG, settings, ROWS, is_head_tied=True).total_bytes
+    measured = measured_bytes(settings, True, True, False)
+    assert measured <= needed < 1.8 * measured
+
+
+def test_parameters_are_counted_exactly() -> None:
+    for change in ({}, {"attention_bias": True}):
+        config = replace(CONFIG, **change)
+        drafter = DFlashDrafter(config, torch.zeros(2000, 128), torch.zeros(2000, 128))
+        for scope in ("kv-frozen", "full"):
+            settings = replace(SETTINGS, scope=scope)  # type: ignore[arg-type]
+            MicroTrainer(drafter, settings)
+            trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+            frozen = sum(p.numel() for p in drafter.parameters()) - trained
+            assert count_parameters(config, settings) == (frozen, trained)
+
+
+def test_checkpointing_and_bfloat16_take_less() -> None:
+    needed = estimate(CONFIG, SETTINGS, ROWS).total_bytes
+    assert estimate(CONFIG, replace(SETTINGS, gradient_checkpointing=True), ROWS).total_bytes < needed
+    assert estimate(CONFIG, SETTINGS, ROWS, compute_bytes=2, shared_bytes=2).total_bytes < needed
+
+
+def test_what_does_not_fit_is_refused_with_cause_and_cure() -> None:
+    needed, cures = estimate_and_cures(CONFIG, SETTINGS, ROWS)
+    check_fits(needed, needed.total_bytes, "cpu", cures)
+    with pytest.raises(MemoryBudgetError, match=r"needs \d+ MiB \(weights .* cpu has \d+ MiB .*gradient_checkpointing = true"):
+        check_fits(needed, needed.total_bytes - 1, "cpu", cures)
+    smaller = cures[2][1].total_bytes
+    with pytest.raises(MemoryBudgetError, match=r"anchors_per_micro_step = 8, trainer\.micro_steps_per_update = 4"):
+        check_fits(needed, smaller, "cpu", cures)
+    with pytest.raises(MemoryBudgetError, match="a device with more memory"):
+        check_fits(needed, 1 << 20, "cpu", cures)
+
+
+def test_the_cpu_s_free_memory_is_known_and_a_limit_holds() -> None:
+    device = torch.device("cpu")
+    free = available_bytes(device)
+    assert 1 << 20 < free < 1 << 50
+    assert available_bytes(device, limit_bytes=1 << 20) == 1 << 20
+    hold_to(device, 1 << 20)
+    assert peak_bytes(device) == 0

@@ -1,0 +1,148 @@
+"""Published families, what is assumed where a config is silent, and what is refused and by whom."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, find_preset, preset_of
+from honed.recalib.config.speculators import flat, nested
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "block_size": 16, "num_target_layers": 36,
+    "layer_types": ["full_attention"] * 5, "sliding_window": None, "rope_scaling": None, "attention_bias": False,
+}  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 7680,
+    "num_hidden_layers": 8, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+    "block_size": 8, "num_target_layers": 24, "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+    "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
+}  # fmt: skip
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+    "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+    "block_size": 8, "mask_token_id": 151669, "draft_vocab_size": 151936, "sliding_window_non_causal": True,
+    "speculators_config": {
+        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+        "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "transformer_layer_config": {
+        k: v for k, v in QWEN3_8B.items() if k not in ("architectures", "block_size", "num_target_layers")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.drafter)
+def test_every_preset_follows_the_rule_of_the_paper(preset: Preset) -> None:
+    assert preset.target_layer_ids == even_layer_ids(preset.num_target_layers, len(preset.target_layer_ids))
+    assert preset.decay_tokens in (4.0, 5.0, 7.0)
+
+
+def test_presets_are_found_by_name_and_by_folder() -> None:
+    assert find_preset("Qwen/Qwen3-8B") is find_preset("/models/Qwen3-8B-DFlash-b16/")
+    assert find_preset("somebody/else") is None
+
+
+def test_the_checkpoint_s_own_config_comes_first() -> None:
+    own = QWEN3_8B | {"block_size": 10, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [2, 5]}}
+    config = DrafterConfig.from_json(own)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (10, 7, (2, 5))
+
+
+def test_what_it_leaves_out_comes_from_the_preset_of_its_target() -> None:
+    config = DrafterConfig.from_json({k: v for k, v in QWEN3_8B.items() if k != "block_size"})
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (16, 151669, (1, 9, 17, 25, 33))
+
+
+def test_values_beside_dflash_config_are_found() -> None:
+    config = DrafterConfig.from_json(QWEN3_8B | {"mask_token_id": 5, "target_layer_ids": [3, 4, 5]})
+    assert (config.mask_token_id, config.target_layer_ids) == (5, (3, 4, 5))
+
+
+def test_an_unknown_target_s_layers_follow_the_rule_and_its_mask_is_asked_for() -> None:
+    unknown = QWEN3_8B | {"num_target_layers": 30, "dflash_config": {"mask_token_id": 3}}
+    assert preset_of(unknown) is None
+    assert DrafterConfig.from_json(unknown).target_layer_ids == even_layer_ids(30, 5) == (1, 8, 14, 20, 27)
+    with pytest.raises(ValueError, match=r"no 'mask_token_id', and no preset .* add them under dflash_config"):
+        DrafterConfig.from_json(unknown | {"dflash_config": {}})
+
+
+@pytest.mark.parametrize(("block_size", "decay"), [(16, 7.0), (10, 5.0), (8, 4.0), (7, 4.0)])
+def test_decay_by_block_size(block_size: int, decay: float) -> None:
+    assert decay_tokens(block_size) == decay
+
+
+def test_gpt_oss_can_be_trained() -> None:
+    config = DrafterConfig.from_json(GPT_OSS_20B)
+    assert config.attention_bias
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_theta) == ("yarn", 32.0, 150000.0)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other architecture": ({"architectures": ["Eagle3LlamaForCausalLM"]}, "vLLM 0.32 does not load .* architecture Eagle3"),
+    "from the anchor": ({"dflash_config": {"sample_from_anchor": True}}, "vLLM 0.32 does not load .* sample_from_anchor"),
+    "activation": ({"hidden_act": "gelu"}, "vLLM 0.32 does not load .* activation gelu"),
+    "no window": ({"layer_types": ["sliding_attention"] * 5}, "vLLM 0.32 does not load .* without a window size"),
+    "window": ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048}, "sliding-window attention is not supported"),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, r"DFlash2 .* is not supported for training; serve this drafter"),
+    "vocabulary": ({"draft_vocab_size": 32000}, "a reduced draft vocabulary is not supported"),
+    "causal": ({"is_causal": True}, "causal drafting is not supported"),
+    "rotation": ({"rope_scaling": {"rope_type": "longrope"}}, "scaled RoPE is not supported"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_who_can_t_and_why(name: str) -> None:
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        DrafterConfig.from_json(QWEN3_8B | change)
+
+
+def test_speculators_config_is_read_as_vllm_reads_it() -> None:
+    config = DrafterConfig.from_json(SPECULATORS)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (8, 151669, (1, 9, 17, 25, 33))
+    assert (config.hidden_size, config.num_hidden_layers) == (4096, 5)
+    speculators = pytest.importorskip("vllm.transformers_utils.configs.speculators", reason="vLLM is not installed")
+    theirs = speculators.SpeculatorsConfig.extract_transformers_pre_trained_config(json.loads(json.dumps(SPECULATORS)))
+    ours = flat(SPECULATORS)
+    assert theirs["dflash_config"] == ours["dflash_config"]
+    assert {name: ours[name] for name in QWEN3_8B if name in theirs} == {n: theirs[n] for n in QWEN3_8B if n in theirs}
+
+
+def test_both_forms_are_one_drafter() -> None:
+    raw = completed(QWEN3_8B)
+    written = nested(raw, "Qwen/Qwen3-8B", ["Qwen3ForCausalLM"])
+    again = DrafterConfig.from_json(written)
+    assert again == DrafterConfig.from_json(raw)
+    speculators = pytest.importorskip("vllm.transformers_utils.configs.speculators", reason="vLLM is not installed")
+    assert speculators.SpeculatorsConfig.extract_vllm_speculative_config(written) == {
+        "method": "dflash", "num_speculative_tokens": 15,
+    }  # fmt: skip
+
+
+def test_speculators_blocks_that_are_seen_one_way_are_refused() -> None:
+    """vLLM 0.32 then drafts causally in every layer, whatever its window: what was trained both ways must say so."""
+    with pytest.raises(ValueError, match="causal drafting is not supported"):
+        DrafterConfig.from_json(SPECULATORS | {"sliding_window_non_causal": False})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculators_model_type": "eagle3"}, "is 'eagle3', not 'dflash'"),
+        ({"transformer_layer_config": None}, "no 'transformer_layer_config'"),
+        ({"aux_hidden_state_layer_ids": None}, "no 'aux_hidden_state_layer_ids'"),
+    ],
+)
+def test_a_speculators_config_that_vllm_refuses_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DrafterConfig.from_json(SPECULATORS | change)

@@ -1,0 +1,44 @@
+"""What the daemon imports of this folder brings no torch with it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from honed.recalib.process.trainer import check_device
+
+
+@pytest.mark.parametrize("module", ["registry", "gate", "trainer_settings"])
+def test_the_daemon_s_imports_bring_no_torch(module):
+    code = f"import sys, honed.recalib.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_registry_needs_no_numpy():
+    code = "import sys, honed.recalib.registry.registry; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["coda", "cuda:x", ""])
+def test_a_device_that_does_not_exist_is_named(device):
+    with pytest.raises(ValueError, match=r"trainer\.device"):
+        check_device(device)
+
+
+def test_the_cpu_is_always_there():
+    check_device("cpu")
+
+
+@pytest.mark.parametrize(("given", "priority"), [({}, "1"), ({"CUDA_MPS_CLIENT_PRIORITY": "0"}, "0")])
+def test_others_go_first_on_processor_and_gpu(given, priority):
+    code = """if True:
+        import os, torch
+        from honed.recalib.process.trainer import stand_back
+        from honed.recalib.config.trainer import TrainerSettings
+        stand_back(TrainerSettings(nice=3, torch_threads=1))
+        print(os.nice(0), torch.get_num_threads(), os.environ["CUDA_MPS_CLIENT_PRIORITY"])
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_MPS_CLIENT_PRIORITY"} | given
+    told = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert told.split() == [str(os.nice(0) + 3), "1", priority]

@@ -1,0 +1,86 @@
+"""Offline acceptance is what rounds one by one would have given, for each session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.gate.evaluate import expected_acceptance_length, walk
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+
+MakeDrafter = Callable[..., DFlashDrafter]
+MakeSample = Callable[..., TrainingSample]
+
+
+def round_by_round(drafter: DFlashDrafter, sample: TrainingSample) -> tuple[int, int]:
+    """Rounds and accepted tokens, the slow way."""
+    anchor, num_rounds, num_accepted = max(1, sample.num_prompt_tokens), 0, 0
+    while anchor + 3 < sample.num_tokens:
+        with torch.no_grad():
+            logits = drafter(sample.features, sample.positions, sample.token_ids, torch.tensor([anchor]))
+        drafts = logits[0].argmax(-1).tolist()
+        emitted = sample.token_ids[anchor + 1 : anchor + 4].tolist()
+        accepted = next((i for i in range(3) if drafts[i] != emitted[i]), 3)
+        num_rounds, num_accepted, anchor = num_rounds + 1, num_accepted + accepted, anchor + accepted + 1
+    return num_rounds, num_accepted
+
+
+@pytest.fixture
+def trained(make_drafter: MakeDrafter, make_sample: MakeSample) -> DFlashDrafter:
+    """A drafter that is right sometimes."""
+    drafter = make_drafter()
+    settings = TrainingSettings(learning_rate=1e-2, anchors_per_micro_step=16, micro_steps_per_update=1, warmup_updates=1)
+    trainer = MicroTrainer(drafter, settings)
+    for _ in range(60):
+        trainer.step([make_sample(40, seed=3)])
+    return drafter
+
+
+def test_equals_rounds_one_by_one(trained: DFlashDrafter, make_sample: MakeSample) -> None:
+    sample = make_sample(40, seed=3, num_prompt_tokens=11)
+    (figures,) = expected_acceptance_length(trained, [sample], max_anchors_per_pass=5).sessions
+    assert (figures.num_rounds, figures.num_round_accepted_tokens) == round_by_round(trained, sample)
+    assert 0 < figures.num_round_accepted_tokens < 3 * figures.num_rounds
+    assert figures.num_anchors == 40 - 3 - 11
+
+
+def test_sessions_are_summed_and_workloads_kept_apart(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    samples = [
+        make_sample(seed=0, session="one", workload="chat"),
+        make_sample(seed=1, session="one", workload="chat"),
+        make_sample(seed=2, session="two", workload="code"),
+    ]
+    result = expected_acceptance_length(make_drafter(), samples)
+    assert [(s.session, s.workload) for s in result.sessions] == [("one", "chat"), ("two", "code")]
+    assert result.sessions[0].num_anchors == 2 * result.sessions[1].num_anchors
+    assert set(result.positions) == {"chat", "code"}
+    assert result.positions["code"].num_blocks == result.sessions[1].num_rounds
+
+
+def test_length_over_all_is_the_ratio_of_sums(trained: DFlashDrafter, make_sample: MakeSample) -> None:
+    result = expected_acceptance_length(trained, [make_sample(40, seed=3), make_sample(20, seed=4, session="t")])
+    rounds = sum(s.num_rounds for s in result.sessions)
+    accepted = sum(s.num_round_accepted_tokens for s in result.sessions)
+    assert result.acceptance_length() == pytest.approx(1 + accepted / rounds)
+    assert result.acceptance_length("absent") == 1.0
+
+
+def test_samples_without_a_whole_block_are_left_out(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    assert expected_acceptance_length(make_drafter(), [make_sample(4)]).sessions == ()
+
+
+@pytest.mark.parametrize(("accepted", "rounds"), [([0, 0, 0], [0, 1, 2]), ([2, 9, 9, 1, 9], [0, 3]), ([], []), ([7], [0])])
+def test_walk_goes_accepted_and_one_further(accepted: list[int], rounds: list[int]) -> None:
+    assert walk(accepted) == rounds
+
+
+def test_unfused_features_give_the_same(trained: DFlashDrafter, make_sample: MakeSample) -> None:
+    unfused = make_sample(is_fused=False)
+    with torch.no_grad():
+        features = trained.fuse(unfused.features)
+    fused = TrainingSample(features, unfused.token_ids, unfused.positions, "s", "w")
+    assert expected_acceptance_length(trained, [unfused]) == expected_acceptance_length(trained, [fused])

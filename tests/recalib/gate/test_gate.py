@@ -1,0 +1,112 @@
+"""The gate: passes what gains, refuses what doesn't or can't be told."""
+
+import numpy as np
+import pytest
+
+from honed.recalib.gate.evaluate import SessionFigures
+from honed.recalib.gate.gate import GateSettings, judge, summarise
+
+SETTINGS = GateSettings(resamples=500)
+
+
+def sessions(workload, count, acceptance, seed=0, rounds=60, spread=0.05, part=""):
+    """Sessions whose rounds accept a Poisson-ish number of tokens; text, and so difficulty, is a session's own."""
+    rng = np.random.default_rng(seed)
+    easiness = rng.normal(0, spread, count)
+    return [
+        SessionFigures(f"{workload}-{i}", workload, 0, 0, rounds, int(rounds * max(0.0, acceptance * (1 + e))))
+        for i, e in zip(range(count), easiness, strict=True)
+    ]
+
+
+def test_clear_gain_passes_and_is_reported():
+    verdict = judge(sessions("a", 40, 1.0), sessions("a", 40, 1.3), ["a"], SETTINGS)
+    (figure,) = verdict.figures
+    assert verdict.passed
+    assert verdict.reasons == []
+    assert (figure.workload, figure.sessions, figure.must_gain, figure.passed) == ("a", 40, True, True)
+    assert figure.gain_low <= figure.candidate / figure.parent <= figure.gain_high
+    assert figure.parent == pytest.approx(2.0, abs=0.05)
+    (row,) = summarise(verdict.figures)
+    assert (row["workload"], row["sessions"], row["gain_high"]) == ("a", 40, figure.gain_high)
+
+
+def test_no_gain_is_refused_with_the_reason():
+    verdict = judge(sessions("a", 40, 1.0, seed=1), sessions("a", 40, 1.0, seed=2), ["a"], SETTINGS)
+    assert not verdict.passed
+    assert "no sure gain on workload 'a'" in verdict.reasons[0]
+
+
+def test_pairing_finds_a_small_gain_under_large_differences_between_sessions():
+    """Sessions differ by 50 %, the gain is 3 %: only a comparison session by session can see it."""
+    before = sessions("a", 60, 1.0, seed=3, spread=0.5, rounds=2000)
+    after = sessions("a", 60, 1.06, seed=3, spread=0.5, rounds=2000)
+    assert judge(before, after, ["a"], SETTINGS).passed
+
+
+def test_loss_on_another_workload_refuses_what_gains():
+    before = sessions("a", 40, 1.0) + sessions("b", 40, 1.0, seed=5)
+    after = sessions("a", 40, 1.4) + sessions("b", 40, 0.8, seed=5)
+    verdict = judge(before, after, ["a"], SETTINGS)
+    assert [f.passed for f in verdict.figures] == [True, False]
+    assert not verdict.passed
+    assert "loss on workload 'b'" in verdict.reasons[0]
+
+
+def test_small_loss_elsewhere_is_borne():
+    before = sessions("a", 40, 1.0) + sessions("b", 40, 1.0, seed=5)
+    after = sessions("a", 40, 1.4) + sessions("b", 40, 0.97, seed=5)
+    assert judge(before, after, ["a"], SETTINGS).passed
+
+
+def test_too_few_held_out_sessions_are_a_reason_to_refuse():
+    verdict = judge(sessions("a", 3, 1.0), sessions("a", 3, 2.0), ["a", "unseen"], SETTINGS)
+    assert [f.sessions for f in verdict.figures] == [3, 0]
+    assert len(verdict.reasons) == 2
+    assert "3 held-out sessions" in verdict.reasons[0]
+    assert "'unseen' has 0" in verdict.reasons[1]
+
+
+def test_other_workload_with_too_few_sessions_is_not_judged():
+    before = sessions("a", 40, 1.0) + sessions("b", 2, 1.0)
+    after = sessions("a", 40, 1.4) + sessions("b", 2, 0.1)
+    assert judge(before, after, ["a"], SETTINGS).passed
+
+
+def test_few_sessions_pass_by_a_large_gain_only():
+    noisy = {"spread": 0.5, "rounds": 20}
+    before = sessions("a", 8, 1.0, seed=1)
+    assert judge(before, sessions("a", 8, 1.1, seed=2), ["a"], SETTINGS).passed
+    assert not judge(before, sessions("a", 8, 1.01, seed=2), ["a"], SETTINGS).passed
+    wild = judge(sessions("a", 8, 1.0, seed=1, **noisy), sessions("a", 8, 1.1, seed=9, **noisy), ["a"], SETTINGS)
+    assert not wild.passed
+
+
+def test_without_a_named_workload_all_traffic_must_gain():
+    before = sessions("a", 20, 1.0) + sessions("b", 20, 1.0)
+    assert judge(before, sessions("a", 20, 1.2) + sessions("b", 20, 1.2), [], SETTINGS).figures[0].workload == ""
+    assert not judge(before, before, [], SETTINGS).passed
+
+
+def test_parts_of_one_session_are_one_session():
+    before, after = sessions("a", 6, 1.0), sessions("a", 6, 1.5)
+    assert judge(before * 5, after * 5, ["a"], SETTINGS).figures[0].sessions == 6
+
+
+def test_different_sessions_cannot_be_compared():
+    with pytest.raises(ValueError, match="different sessions"):
+        judge(sessions("a", 6, 1.0), sessions("a", 7, 1.0), ["a"], SETTINGS)
+
+
+def test_a_candidate_like_its_parent_seldom_passes():
+    """Of 200 candidates that are only noise, about one in forty has its whole interval above 1."""
+    passed = sum(
+        judge(sessions("a", 40, 1.0, seed=2 * i), sessions("a", 40, 1.0, seed=2 * i + 1), ["a"], SETTINGS).passed
+        for i in range(200)
+    )
+    assert passed <= 16
+
+
+def test_the_same_figures_give_the_same_verdict():
+    args = (sessions("a", 12, 1.0, seed=1), sessions("a", 12, 1.05, seed=2), ["a"], SETTINGS)
+    assert judge(*args) == judge(*args)

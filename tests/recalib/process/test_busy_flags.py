@@ -1,0 +1,134 @@
+"""The busy flags as the trainer sees them."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from honed.attach.engine.busy_flag import BusyFlag as Writer
+from honed.recalib.process.busy_flags import BusyFlag, BusyFlags, Idleness, Preemptions
+
+
+def test_follows_the_engine_through_its_life(tmp_path):
+    path = tmp_path / "busy"
+    flag = BusyFlag(path)
+    assert not flag.is_busy()  # no engine
+    engine = Writer(path)
+    assert not flag.is_busy()
+    engine.set(True)
+    assert flag.is_busy()
+    engine.set(False)
+    assert not flag.is_busy()
+    engine.set(True)
+    os.unlink(path)
+    assert not flag.is_busy()
+    other = Writer(path)  # another file under the same name
+    other.set(True)
+    assert flag.is_busy()
+
+
+def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
+    path = tmp_path / "busy"
+    script = (
+        "from pathlib import Path; from honed.attach.engine.busy_flag import BusyFlag\n"
+        f"flag = BusyFlag(Path({str(path)!r})); flag.set(True); print(1, flush=True); input()"
+    )
+    engine = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert engine.stdout.readline() == b"1\n"
+    flag = BusyFlag(path)
+    assert flag.is_busy()
+    engine.kill()
+    engine.wait()
+    assert not flag.is_busy()
+
+
+def test_when_work_came_is_known_to_the_trainer(tmp_path):
+    engine, flag = Writer(tmp_path / "busy"), BusyFlag(tmp_path / "busy")
+    assert flag.raised_s == 0.0
+    before_s = time.monotonic()
+    engine.set(True)
+    assert flag.is_busy()
+    first_s = flag.raised_s
+    assert before_s <= first_s <= time.monotonic()
+    engine.set(True)  # it was up: the work came earlier
+    assert flag.is_busy()
+    assert flag.raised_s == first_s
+
+
+def test_empty_file_means_idle(tmp_path):
+    (tmp_path / "busy").touch()
+    assert not BusyFlag(tmp_path / "busy").is_busy()
+
+
+def test_one_engine_of_several_on_the_device_is_enough(tmp_path):
+    flags = BusyFlags(tmp_path, ["*"])
+    flags.discover()
+    assert not flags.is_busy()  # no engine
+    first, second = Writer(tmp_path / "chat-0" / "busy"), Writer(tmp_path / "chat-1" / "busy")
+    second.set(True)
+    assert not flags.is_busy(), "it wasn't looked for yet"
+    flags.discover()
+    assert flags.is_busy()
+    since_s = flags.raised_s
+    first.set(True)
+    assert flags.is_busy()
+    assert flags.raised_s == since_s, "since when there has been some work"
+    second.set(False)
+    assert flags.is_busy()
+    assert flags.raised_s > since_s
+    first.set(False)
+    assert not flags.is_busy()
+
+
+def test_engines_that_are_gone_are_let_go_of(tmp_path):
+    engine, flags = Writer(tmp_path / "chat-0" / "busy"), BusyFlags(tmp_path, ["*"])
+    engine.set(True)
+    flags.discover()
+    flag = flags._flags[tmp_path / "chat-0" / "busy"]
+    flags.discover()
+    assert flags._flags[tmp_path / "chat-0" / "busy"] is flag
+    (tmp_path / "chat-0" / "busy").unlink()
+    flags.discover()
+    assert not flags.is_busy()
+    assert flags._flags == {}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "shared"),
+    [(["*"], {"chat-0", "chat-1", "code-0"}), (["chat-*"], {"chat-0", "chat-1"}), (["chat-1", "code-0"], {"chat-1", "code-0"}),
+     (["chat"], set()), ([], set())],
+)  # fmt: skip
+def test_only_engines_on_its_device_are_looked_at(tmp_path, patterns, shared):
+    flags = BusyFlags(tmp_path, patterns)
+    for name in ("chat-0", "chat-1", "code-0"):
+        engine = Writer(tmp_path / name / "busy")
+        engine.set(True)
+        flags.discover()
+        assert flags.is_busy() == (name in shared)
+        engine.set(False)
+
+
+def test_idleness_is_a_share_of_time():
+    idleness = Idleness(memory_s=10.0)
+    idleness.observe(True, 0.0)
+    assert idleness.ratio == 0.0
+    for i in range(1, 2001):
+        idleness.observe(i % 4 == 0, i * 0.1)
+    assert idleness.ratio == pytest.approx(0.75, abs=0.02)
+    idleness.observe(False, 1e6)
+    assert idleness.ratio == 1.0
+
+
+def test_each_preemption_is_told_once():
+    preemptions = Preemptions(most_untold=3)
+    assert preemptions.take() == ([], [])
+    for delay_s in (0.001, 0.002):
+        preemptions.observe(delay_s, 0.0015)
+    assert preemptions.take() == ([0.001, 0.002], [0.001, 0.0015]), "nobody computes longer than it takes"
+    assert preemptions.take() == ([], [])
+    for delay_s in (0.003, 0.004, 0.005, 0.006):
+        preemptions.observe(delay_s, 0.0)
+    assert preemptions.take() == ([0.004, 0.005, 0.006], [0.0] * 3), "the oldest goes while nobody asks"
+    assert preemptions.count == 6

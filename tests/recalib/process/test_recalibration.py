@@ -1,0 +1,333 @@
+"""One operation, unit by unit, with a clock that the test turns."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from honed.adapt.protocol import wire
+from honed.attach.capture.ring import RingWriter
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.drafter.checkpoint import load_drafter
+from honed.recalib.gate.gate import GateSettings, judge
+from honed.recalib.process.recalibration import Recalibration, _blend
+from honed.recalib.registry.registry import Registry
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.traffic import Traffic
+from honed.recalib.training.pace import Pace
+from honed.recalib.training.training_run import TrainingRun
+from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
+
+SETTINGS = TrainerSettings(
+    min_training_rows=1000, max_steps=300, rows_per_micro_step=120, learning_rate=5e-3, micro_steps_per_update=1
+)
+
+
+class Site:
+    """A registry, a ring and a clock."""
+
+    def __init__(self, folder):
+        self.target, drafter = make_pair(folder)
+        self.registry = Registry(folder / "registry")
+        self.parent = self.registry.import_checkpoint(drafter, target_path=str(self.target))
+        self.ring = RingWriter(folder / "engines" / "e" / "ring", 1 << 22, WIDTH)
+        self.traffic = Traffic(folder, SETTINGS, HoldOut(b"k" * 16))
+        self.traffic.discover()
+        self.now_s = 0.0
+        self.state_dir = None
+        self.reading_s = 0.0
+
+    def begin(self, settings=SETTINGS, gate=None, **request):
+        while self.traffic.poll():
+            pass
+        request = {"workloads": ["b"], "max_seconds": 1e9, "parent_version": self.parent.version} | request
+        return Recalibration(
+            wire.TrainRequest(
+                operation_id="op", engine_id="e", capture_path=str(self.ring.path),
+                target_path=str(self.target), parent_path="", **request,
+            ),
+            settings, gate or GateSettings(min_sessions=3), self.registry, self.traffic.feeds[0], self.clock,
+            self.state_dir,
+        )  # fmt: skip
+
+    def clock(self):
+        self.now_s += self.reading_s  # a clock that nobody turns, so that even a micro-step takes time
+        return self.now_s
+
+    def finish(self, operation):
+        while operation.result is None:
+            self.now_s += 0.01
+            operation.advance()
+        return operation.result
+
+
+@pytest.fixture
+def site(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the trainer does: several would fight other processes for the cores
+    yield Site(tmp_path)
+    torch.set_num_threads(threads)
+
+
+def test_long_sessions_are_held_out_in_as_many_as_the_gate_needs(site):
+    """The limit is in rows that are judged, and a few long sessions don't use it up before a gain can be judged at all."""
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(replace(SETTINGS, max_gate_rows=1))
+    held = operation._held_out("b", lambda stretch: True)
+    assert len({stretch.session for stretch in held}) == 3
+    assert operation._missing(lambda stretch: True) == ""
+    every = site.begin(replace(SETTINGS, max_gate_rows=1 << 20))._held_out("b", lambda stretch: True)
+    most = sum(stretch.num_judged for stretch in every) - 1
+    limited = site.begin(replace(SETTINGS, max_gate_rows=most))._held_out("b", lambda stretch: True)
+    assert limited == every, "prompts don't count"
+    assert not site.begin()._held_out("b", lambda stretch: stretch.num_judged == 0)
+
+
+def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
+    write_sessions(site.ring, "a", 30)
+    write_sessions(site.ring, "b", 40)
+    result = site.finish(site.begin(reason="drift", vllm_version="0.32.0"))
+    assert result.ok
+    assert result.error == ""
+    manifest = site.registry.verify(result.version)
+    assert manifest.vllm_version == "0.32.0"
+    assert manifest.data_window["rows"].keys() == {"a", "b"}
+    assert len(manifest.data_window["digest"]) == 32
+    assert (manifest.parent, manifest.note, manifest.bytes) == (site.parent.version, "drift", site.parent.bytes)
+    assert {g.workload: g.must_gain for g in result.gate} == {"a": False, "b": True}
+    assert result.train_seconds <= result.elapsed_s
+
+
+def test_dry_run_judges_and_keeps_nothing(site):
+    write_sessions(site.ring, "b", 40)
+    result = site.finish(site.begin(dry_run=True))
+    assert (result.ok, result.version) == (True, "")
+    assert result.gate[0].candidate > result.gate[0].parent
+    assert len(site.registry.versions()) == 1
+
+
+def test_candidate_that_does_not_gain_is_refused_with_the_reason(site):
+    write_sessions(site.ring, "b", 40)
+    result = site.finish(site.begin(max_steps=1))
+    assert (result.ok, result.version, result.steps) == (True, "", 1)
+    assert result.error.startswith("gate: no sure gain")
+    assert len(site.registry.versions()) == 1
+
+
+def test_waits_for_samples_and_goes_on_when_they_come(site):
+    operation = site.begin()
+    for _ in range(5):
+        operation.advance()
+    assert (operation.progress.stage, operation.needs_device) == ("collecting", False)
+    write_sessions(site.ring, "b", 40)
+    while site.traffic.poll():
+        pass
+    operation.advance()
+    assert (operation.progress.stage, operation.needs_device) == ("training", True)
+
+
+def test_says_what_is_missing_when_samples_do_not_come(site):
+    write_sessions(site.ring, "b", 3)
+    operation = site.begin()
+    operation.advance()
+    site.now_s = SETTINGS.collect_s + 1
+    result = site.finish(operation)
+    assert not result.ok
+    assert "of 1000 rows" in result.error
+    assert "held-out sessions of workload 'b'" in result.error
+    assert "capture_share" in result.error
+
+
+def test_deadline_ends_an_operation_that_only_waits(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    operation.advance()
+    site.now_s = SETTINGS.deadline_s - 1
+    operation.keep_waiting()
+    assert operation.result is None
+    site.now_s = SETTINGS.deadline_s + 1
+    operation.keep_waiting()
+    assert "hardly ever idle" in operation.result.error
+
+
+def test_the_deadline_does_not_count_training(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    operation.advance()
+    operation.progress.train_seconds = 2 * SETTINGS.deadline_s
+    site.now_s = 3 * SETTINGS.deadline_s - 1
+    operation.keep_waiting()
+    assert operation.result is None
+    site.now_s = 3 * SETTINGS.deadline_s + 1
+    operation.keep_waiting()
+    assert f"{2 * SETTINGS.deadline_s:.0f} s were spent training" in operation.result.error
+
+
+def test_max_seconds_counts_training_only(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(max_seconds=0.0)
+    site.now_s = 500.0
+    assert site.finish(operation).steps == 0
+
+
+def test_cancelled_operation_leaves_nothing(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    for _ in range(10):
+        operation.advance()
+    operation.cancel("cancelled")
+    operation.advance()
+    assert (operation.result.ok, operation.result.error) == (False, "cancelled")
+    assert len(site.registry.versions()) == 1
+
+
+def test_fused_features_of_another_fc_are_not_used(site):
+    """The rows were made by a drafter whose fc the parent doesn't share: to the parent they are noise."""
+    write_sessions(site.ring, "b", 40, version="v0042-00000000")
+    operation = site.begin()
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    write_sessions(site.ring, "b", 40, seed=1, version=site.parent.version)
+    while site.traffic.poll():
+        pass
+    operation.advance()
+    assert operation.progress.stage == "training"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"parent_version": "v0042-00000000"}, "no version"),
+        ({"parent_version": ""}, "no version"),
+        ({"scope": "everything"}, "unknown scope"),
+        ({"scope": "full"}, "needs unfused features"),
+        ({"target_path": "/nowhere"}, "config.json is missing"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(site, change, reason):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(**{k: v for k, v in change.items() if k != "target_path"})
+    if "target_path" in change:
+        operation.request = msgspec.structs.replace(operation.request, **change)
+    result = site.finish(operation)
+    assert not result.ok
+    assert reason in result.error
+    assert "\n" not in result.error
+
+
+def test_unexpected_failure_is_a_result_too(site, monkeypatch):
+    write_sessions(site.ring, "b", 40)
+    monkeypatch.setattr("honed.recalib.training.training_run.MicroTrainer.parts", lambda *_, **__: 1 / 0)
+    result = site.finish(site.begin())
+    assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
+
+
+def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, monkeypatch):
+    """A candidate that costs an old workload too much may still gain, and cost little, half-way to its parent."""
+    write_sessions(site.ring, "b", 40)
+    judged = []
+
+    def refuse_once(before, after, must_gain, settings):
+        verdict = judge(before, after, must_gain, settings)
+        judged.append(after)
+        return replace(verdict, passed=len(judged) > 1, reasons=[] if len(judged) > 1 else ["loss on workload 'a'"])
+
+    monkeypatch.setattr("honed.recalib.process.recalibration.judge", refuse_once)
+    result = site.finish(site.begin())
+    assert result.ok, result.error
+    assert len(judged) == 2
+    assert site.registry.get(result.version).figures["blend"] == 0.5
+
+
+def test_blending_goes_from_the_parent_to_what_was_trained(site):
+    folder = site.registry.path(site.parent.version)
+    parent, drafter = (load_drafter(folder, site.target) for _ in range(2))
+    trained = [parameter.detach() + 1.0 for parameter in parent.parameters()]
+    for share in (0.0, 0.5, 1.0):
+        _blend(drafter, parent, trained, share)
+        for new, old in zip(drafter.parameters(), parent.parameters(), strict=True):
+            torch.testing.assert_close(new, old + share)
+
+
+def trained_weights(monkeypatch):
+    """The weights that training ended with, before the gate, of each operation that gets so far."""
+    found = []
+
+    def keep(drafter, parent, trained, share):
+        found.append([tensor.clone() for tensor in trained])
+        _blend(drafter, parent, trained, share)
+
+    monkeypatch.setattr("honed.recalib.process.recalibration._blend", keep)
+    return found
+
+
+def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monkeypatch):
+    write_sessions(site.ring, "b", 40)
+    weights = trained_weights(monkeypatch)
+    site.reading_s = 0.001
+    # Micro-steps whole: divided by what was measured, they differ in rounding from one run to the next.
+    settings = replace(SETTINGS, max_steps=40, save_state_s=0.01, preempt_budget_s=0.0)
+    site.finish(site.begin(settings))
+
+    site.state_dir = site.registry.root.parent / "training"
+    killed = site.begin(settings)
+    while killed.progress.steps < 25:
+        site.now_s += 0.01
+        killed.advance()
+    assert list(site.state_dir.glob("*.safetensors"))  # and nothing more is heard of it
+
+    taken_up = site.begin(settings)
+    steps = []
+    while taken_up.result is None:
+        site.now_s += 0.01
+        taken_up.advance()
+        steps.append(taken_up.progress.steps)
+    assert min(s for s in steps if s) > 10
+    assert taken_up.result.steps == 40
+    for whole, continued in zip(weights[0], weights[1], strict=True):
+        assert torch.equal(whole, continued)
+    assert not list(site.state_dir.glob("*")), "an operation that is over leaves nothing"
+
+
+def test_on_a_cpu_a_micro_step_is_not_divided(site):
+    """The trainer yields within it; each part would compute the context anew."""
+    write_sessions(site.ring, "b", 40)
+    operation, turns = site.begin(replace(SETTINGS, max_steps=20, preempt_budget_s=1e-9)), 0
+    while operation.progress.steps < 20:
+        turns += operation.progress.stage == "training"
+        operation.advance()
+    assert turns < 3 * 20, "more turns than micro-steps and the pauses between them"
+
+
+def test_a_training_killed_amid_a_micro_step_goes_on_from_the_last_whole_one(site, monkeypatch):
+    monkeypatch.setattr(TrainingRun, "pace", lambda _: Pace(1e-9))  # a block at a time, as for a hurried GPU
+    write_sessions(site.ring, "b", 40)
+    site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
+    settings = replace(SETTINGS, max_steps=30, save_state_s=0.01)
+    killed = site.begin(settings)
+    while not list(site.state_dir.glob("*.safetensors")):
+        killed.advance()
+    saved_steps = killed.progress.steps
+    for _ in range(3):
+        killed.advance()
+    assert (killed.progress.stage, killed.progress.steps) == ("training", saved_steps), "not amid a micro-step"
+    taken_up = site.begin(settings)
+    while not taken_up.progress.steps:
+        taken_up.advance()
+    assert taken_up.progress.steps == saved_steps
+    assert site.finish(taken_up).steps == 30
+
+
+def test_a_training_that_does_not_fit_is_refused_before_it_waits_for_samples(site):
+    result = site.finish(site.begin(replace(SETTINGS, memory_bytes=1 << 16)))
+    assert (result.ok, result.steps) == (False, 0)
+    assert "training needs" in result.error
+    assert "trainer." in result.error
+
+
+def test_what_a_training_takes_is_said_before_it_begins(site):
+    operation = site.begin()
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    assert operation.progress.memory_bytes > site.parent.bytes

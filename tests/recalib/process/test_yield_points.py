@@ -1,0 +1,223 @@
+"""On a CPU the trainer stops in the midst of a unit: nothing is lost by it, and nothing can hold it up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from honed.adapt.protocol import wire
+from honed.attach.capture.ring import RingWriter
+from honed.attach.engine.busy_flag import BusyFlag
+from honed.kernels.training.block_loss import block_loss, top_tokens
+from honed.kernels.training.sizes import TILE
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.gate.gate import GateSettings
+from honed.recalib.process.trainer import Trainer
+from honed.recalib.process.yield_points import YieldPoints
+from honed.recalib.registry.registry import Registry
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.samples.traffic import Traffic
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
+
+MakeDrafter = Callable[..., DFlashDrafter]
+MakeSample = Callable[..., TrainingSample]
+QUICK = TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=1, warmup_updates=1, learning_rate=1e-2)
+DEADLINE_S = 60.0
+
+
+def test_the_same_weights_as_without(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    plain, yielding = make_drafter(), make_drafter()
+    MicroTrainer(plain, QUICK).step([make_sample()])
+    called: list[bool] = []
+    trainer = MicroTrainer(yielding, QUICK)
+    with YieldPoints(lambda: called.append(torch.is_grad_enabled())):
+        trainer.step([make_sample()])
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, yielding.state_dict()[name]), name
+    assert called.count(True) > 50, "forward"
+    assert called.count(False) > 50, "backward and update"
+    count = len(called)
+    trainer.step([make_sample()])
+    assert len(called) == count, "outside of the block nobody is asked"
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_the_loss_over_a_large_vocabulary_stops_between_its_tiles(kind: str) -> None:
+    """It takes longer than all the rest, and is no single operation."""
+
+    def asked(vocabulary: int) -> int:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(24, 16, generator=generator, requires_grad=True)
+        head, goal = torch.randn(vocabulary, 16, generator=generator), torch.randn(24, 16, generator=generator)
+        labels, called = torch.arange(24), list[bool]()
+        with YieldPoints(lambda: called.append(True)):
+            block_loss(hidden, head, labels=labels, goal=goal, kind=kind).losses.sum().backward()
+            top_tokens(hidden, head)
+        assert hidden.grad is not None
+        return len(called)
+
+    assert asked(16 * TILE) - asked(2 * TILE) > 14 * 4
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
+def test_what_is_raised_breaks_it_off_wherever_it_is(share: float, make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    count = 0
+
+    def tally() -> None:
+        nonlocal count
+        count += 1
+
+    with YieldPoints(tally):
+        MicroTrainer(make_drafter(), QUICK).step([make_sample()])
+    left = int(count * share)
+
+    def stand_by() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError, match="enough"), YieldPoints(stand_by):
+        MicroTrainer(make_drafter(), QUICK).step([make_sample()])
+
+
+@dataclass
+class Site:
+    """A trainer in this process, and a daemon's end of its socket."""
+
+    trainer: Trainer
+    socket: zmq.Socket[bytes]
+    busy: BusyFlag
+    request: wire.TrainRequest
+    ticks: list[str]
+    peer: bytes = b""
+
+    def send(self, message: object) -> None:
+        self.socket.send_multipart([self.peer, wire.encode(message)])
+
+    def heard(self) -> list[object]:
+        found = []
+        while self.socket.poll(0):
+            self.peer, frame = self.socket.recv_multipart()
+            found.append(wire.decode_to_daemon(frame))
+        return found
+
+    def turn_until(self, kind: type, is_it: Callable[..., bool] = lambda message: True) -> list[object]:
+        """Let the trainer work until such a message came; all messages until then."""
+        until_s, found = time.monotonic() + DEADLINE_S, []
+        while time.monotonic() < until_s:
+            self.trainer.turn()
+            found += self.heard()
+            if any(isinstance(message, kind) and is_it(message) for message in found):
+                return found
+        pytest.fail(f"no {kind.__name__}: {found[-3:]}")
+
+    def error(self) -> str:
+        """Why the operation failed."""
+        found = self.turn_until(wire.TrainResult)
+        return next(message.error for message in found if isinstance(message, wire.TrainResult) and not message.ok)
+
+    def raise_amid_a_unit(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+        """After the tenth unit has begun, work arrives, and 0.3 s later something else happens."""
+        learn, units = MicroTrainer._learn, 0
+
+        def counting(trainer: MicroTrainer, part: object) -> object:
+            nonlocal units
+            units += 1
+            if units == 10:
+                self.busy.set(True)
+                threading.Timer(0.3, then).start()
+            return learn(trainer, part)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(MicroTrainer, "_learn", counting)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    runtime = tmp_path / "run"
+    engine = runtime / "engines" / "engine-0"
+    engine.mkdir(parents=True)
+    target, drafter = make_pair(tmp_path)
+    registry = Registry(tmp_path / "registry")
+    parent = registry.import_checkpoint(drafter, target_path=str(target)).version
+    settings = TrainerSettings(
+        torch_threads=1, learning_rate=5e-3, min_training_rows=2000, max_steps=100_000, rows_per_micro_step=160,
+        status_interval_s=0.05, micro_steps_per_update=1,
+    )  # fmt: skip
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    endpoint = f"ipc://{runtime}/engine.sock"
+    socket.bind(endpoint)
+    ring, busy = RingWriter(engine / "ring", 1 << 22, WIDTH, "bfloat16", "fused"), BusyFlag(engine / "busy")
+    ticks: list[str] = []
+    trainer = Trainer(
+        settings,
+        GateSettings(min_sessions=3),
+        registry,
+        Traffic(runtime, settings, HoldOut(b"salt", settings.held_out_share)),
+        endpoint,
+        on_tick=ticks.append,
+    )
+    request = wire.TrainRequest(
+        operation_id="op-1", engine_id="engine-0", capture_path=str(ring.path),
+        target_path=str(target), parent_version=parent, parent_path=str(registry.path(parent)), workloads=["b"],
+        max_seconds=600.0,
+    )  # fmt: skip
+    site = Site(trainer, socket, busy, request, ticks)
+    site.turn_until(wire.TrainerHello)
+    write_sessions(ring, "b", 60)
+    site.turn_until(wire.TrainerStatus, lambda status: status.samples >= 60)
+    yield site
+    trainer.close()
+    context.destroy(linger=0)
+
+
+def test_it_stands_by_amid_a_unit_and_goes_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.raise_amid_a_unit(monkeypatch, lambda: site.busy.set(False))
+    site.send(site.request)
+    found = site.turn_until(wire.TrainerStatus, lambda status: status.preemptions == 1 and status.state == "training")
+    waiting = [message for message in found if isinstance(message, wire.TrainerStatus) and message.state == "waiting"]
+    assert {status.steps for status in waiting} == {waiting[0].steps}, "nothing is trained meanwhile"
+    assert waiting[-1].train_seconds == waiting[0].train_seconds, "nor counted as training"
+    assert "waiting" in site.ticks, "the watchdog is fed"
+    statuses = [message for message in found if isinstance(message, wire.TrainerStatus)]
+    [delay_s] = [one for status in statuses for one in status.preemption_delays_s]  # told once
+    [computing_s] = [one for status in statuses for one in status.preemption_computing_s]
+    assert 0.0 <= computing_s <= delay_s < 60.0
+    found = site.turn_until(wire.TrainerStatus, lambda status: status.steps > waiting[0].steps + 3)
+    last = found[-1]
+    assert isinstance(last, wire.TrainerStatus)
+    assert last.elapsed_s - last.train_seconds > 0.25, "standing by is no training"
+
+
+def test_a_cancellation_is_heard_amid_a_unit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.raise_amid_a_unit(monkeypatch, lambda: site.send(wire.TrainCancel(operation_id="op-1", reason="enough")))
+    site.send(site.request)
+    assert site.error() == "cancelled: enough"
+    site.busy.set(False)
+
+
+def test_a_purge_is_done_and_ends_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.raise_amid_a_unit(monkeypatch, lambda: site.send(wire.Purge()))
+    site.send(site.request)
+    assert "purged" in site.error()
+    site.turn_until(wire.TrainerStatus, lambda status: status.samples == 0)
+
+
+def test_a_stop_is_heard_amid_a_unit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        site.trainer.is_stopping = True
+
+    site.raise_amid_a_unit(monkeypatch, stop)
+    site.send(site.request)
+    assert "stopped" in site.error()

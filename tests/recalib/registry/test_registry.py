@@ -1,0 +1,312 @@
+"""The registry keeps its promises: whole versions, one active, one damaged file harms nothing else."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from honed.recalib.registry.registry import Registry, RegistryConflictError, RegistryError
+from tests.tools import ROOT
+
+
+def checkpoint(fill: int, num_values: int = 16):
+    """A writer of the smallest checkpoint there is, whose weights depend on `fill`."""
+    header = json.dumps({
+        "fc.weight": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "norm.weight": {"dtype": "U16", "shape": [num_values], "data_offsets": [4, 4 + 2 * num_values]},
+    }).encode()  # fmt: skip
+
+    def write(folder: Path) -> None:
+        data = b"\x07" * 4 + fill.to_bytes(2, "little") * num_values
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+        (folder / "config.json").write_text('{"block_size": 8}')
+
+    return write
+
+
+@pytest.fixture
+def registry(tmp_path):
+    return Registry(tmp_path / "registry")
+
+
+def test_created_version_is_listed_verified_and_immutable(registry):
+    manifest = registry.create(checkpoint(1), parent="", scope="full", figures={"gain": 1.2}, data_window={"rows": 3})
+    assert manifest.version == f"v0001-{manifest.sha256[:8]}"
+    assert registry.get(manifest.version) == registry.verify(manifest.version) == manifest
+    assert registry.versions() == [manifest]
+    assert (manifest.figures, manifest.data_window, manifest.num_tensors) == ({"gain": 1.2}, {"rows": 3}, 2)
+    for file in registry.path(manifest.version).iterdir():
+        assert file.stat().st_mode & 0o777 == 0o440
+
+
+def test_versions_are_numbered_in_order_also_beyond_four_digits(registry):
+    for i in range(3):
+        registry.create(checkpoint(i))
+    last = registry.path(registry.versions()[-1].version)
+    renamed = last.with_name("v10000-" + last.name.split("-")[1])
+    last.rename(renamed)
+    assert registry.create(checkpoint(9)).version.startswith("v10001-")
+    assert [m.version.split("-")[0] for m in registry.versions()] == ["v0001", "v0002", "v10000", "v10001"]
+
+
+def test_context_digest_is_equal_where_fc_is(registry):
+    first, second = registry.create(checkpoint(1)), registry.create(checkpoint(2))
+    assert first.sha256 != second.sha256
+    assert first.context_sha256 == second.context_sha256 != ""
+
+
+def test_import_is_idempotent(registry, tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    first = registry.import_checkpoint(folder, target_path="/nowhere", note="shipped")
+    assert registry.import_checkpoint(folder, target_path="/nowhere") == first
+    assert first.scope == "imported"
+    assert len(registry.versions()) == 1
+
+
+def test_the_same_weights_with_another_configuration_are_another_version(registry, tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    first = registry.import_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
+    second = registry.import_checkpoint(folder)
+    assert (second.version != first.version, second.sha256) == (True, first.sha256)
+    assert json.loads((registry.path(second.version) / "config.json").read_text())["block_size"] == 4
+
+
+def test_import_replaces_nothing_but_skips_a_damaged_twin(registry, tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    first = registry.import_checkpoint(folder)
+    (registry.path(first.version) / "config.json").unlink()
+    second = registry.import_checkpoint(folder)
+    assert second.version != first.version
+    assert second.sha256 == first.sha256
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
+def test_import_of_half_a_checkpoint_says_what_is_missing(registry, tmp_path, missing):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    (folder / missing).unlink()
+    with pytest.raises(RegistryError, match=f"{missing} can't be read"):
+        registry.import_checkpoint(folder)
+    assert registry.versions() == []
+
+
+def test_create_that_fails_leaves_nothing(registry):
+    def half(folder):
+        (folder / "model.safetensors").write_bytes(b"\x10" + b"\0" * 30)
+        (folder / "config.json").write_text("{}")
+
+    def raising(folder):
+        raise KeyError("mid-write")
+
+    with pytest.raises(RegistryError, match=r"not a sound safetensors file"):
+        registry.create(half)
+    with pytest.raises(KeyError):
+        registry.create(raising)
+    assert list((registry.root / "versions").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc", "v0001-1a2b3c4d/..", "/etc/passwd", "", ".", "v1-1a2b3c4d", "v0001-XXXXXXXX", "v0001-1a2b3c4d\n"],
+)
+def test_names_that_are_no_versions_are_refused(registry, name):
+    for use in (registry.get, registry.path, registry.verify, lambda n: registry.set_alias("active", n or "x")):
+        with pytest.raises(RegistryError, match="no version"):
+            use(name)
+
+
+def test_unknown_alias_is_refused(registry):
+    version = registry.create(checkpoint(1)).version
+    for use in (lambda: registry.alias("../active"), lambda: registry.set_alias("best", version)):
+        with pytest.raises(RegistryError, match="unknown alias"):
+            use()
+
+
+def test_aliases_move_and_generation_grows(registry):
+    a, b = (registry.create(checkpoint(i)).version for i in (1, 2))
+    assert registry.aliases() == dict.fromkeys(("active", "candidate", "previous", "floor"))
+    assert registry.generation == 0
+    generations = [
+        registry.set_alias("active", a),
+        registry.set_alias("candidate", b),
+        registry.set_aliases({"previous": a, "active": b, "candidate": None}),
+    ]
+    assert generations == [1, 2, 5]
+    assert registry.generation == 5
+    assert registry.aliases() == {"active": b, "candidate": None, "previous": a, "floor": None}
+
+
+def test_compare_and_set_notices_a_race(registry):
+    a, b = (registry.create(checkpoint(i)).version for i in (1, 2))
+    registry.set_alias("active", a, expected=None, expected_generation=0)
+    with pytest.raises(RegistryConflictError, match="points at"):
+        registry.set_alias("active", b, expected=None)
+    with pytest.raises(RegistryConflictError, match="generation 1"):
+        registry.set_aliases({"active": b}, expected_generation=0)
+    assert registry.alias("active") == a
+    registry.set_alias("active", b, expected=a, expected_generation=1)
+    assert registry.alias("active") == b
+
+
+def test_concurrent_changes_all_count(registry):
+    version = registry.create(checkpoint(1)).version
+
+    def change():
+        for _ in range(10):
+            Registry(registry.root).set_alias("candidate", version)
+
+    threads = [threading.Thread(target=change) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert registry.generation == 40
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "reason"),
+    [
+        ("manifest.json", lambda p: p.write_text("{"), "manifest.json is damaged"),
+        ("manifest.json", lambda p: p.write_text('{"version": 3}'), "manifest.json is damaged"),
+        ("manifest.json", lambda p: p.unlink(), "manifest.json can't be read"),
+        ("model.safetensors", lambda p: p.unlink(), "model.safetensors can't be read"),
+        ("model.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "model.safetensors has"),
+    ],
+)
+def test_a_damaged_version_is_listed_as_corrupt_and_harms_no_other(registry, file, damage, reason):
+    bad, good = registry.create(checkpoint(1)), registry.create(checkpoint(2))
+    target = registry.path(bad.version) / file
+    target.chmod(0o600)
+    damage(target)
+    with pytest.raises(RegistryError, match=reason):
+        registry.get(bad.version)
+    with pytest.raises(RegistryError, match=reason):
+        registry.set_alias("active", bad.version)
+    listed = Registry(registry.root).versions()
+    assert [(m.version, m.state) for m in listed] == [(bad.version, "corrupt"), (good.version, "ready")]
+    assert "\n" not in listed[0].error
+    assert registry.set_alias("active", good.version) == 1
+
+
+def test_verify_finds_changed_bytes_of_equal_length(registry):
+    version = registry.create(checkpoint(1)).version
+    for name in ("model.safetensors", "config.json"):
+        path = registry.path(version) / name
+        data = path.read_bytes()
+        path.chmod(0o600)
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:] if name[0] == "m" else data.replace(b"8", b"9"))
+        registry.get(version)
+        with pytest.raises(RegistryError, match=f"{name} has sha256"):
+            registry.verify(version)
+        path.write_bytes(data)
+    registry.verify(version)
+
+
+def test_damaged_alias_file_points_nowhere_and_can_be_set_anew(registry):
+    version = registry.create(checkpoint(1)).version
+    registry.set_alias("active", version)
+    (registry.root / "aliases" / "active").write_text("../../evil 7")
+    assert registry.aliases()["active"] is None
+    with pytest.raises(RegistryError, match="damaged"):
+        registry.alias("active")
+    registry.set_alias("active", version)
+    assert registry.alias("active") == version
+
+
+def test_prune_keeps_the_newest_and_whatever_has_a_name(registry):
+    versions = [registry.create(checkpoint(i)).version for i in range(6)]
+    registry.set_aliases({"floor": versions[0], "active": versions[2]})
+    assert registry.prune(keep=2) == [versions[1], versions[3]]
+    assert [m.version for m in registry.versions()] == [versions[0], versions[2], *versions[4:]]
+    registry.prune(keep=0, spared=[versions[4]])
+    assert [m.version for m in registry.versions()] == [versions[0], versions[2], *versions[4:]]
+    registry.prune(keep=0)
+    assert [m.version for m in registry.versions()] == [versions[0], versions[2], versions[5]]
+    folder = registry.root / "versions"
+    assert len(list(folder.iterdir())) == 6, "a version's files are removed while somebody waits for the lock"
+    registry.sweep()
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_opening_spares_the_folder_of_a_living_writer(registry):
+    def write(folder):
+        Registry(registry.root)  # another process starts meanwhile
+        checkpoint(1)(folder)
+
+    registry.create(write)
+    assert len(registry.versions()) == 1
+
+
+def test_full_disk_is_one_clear_error(registry, monkeypatch):
+    version = registry.create(checkpoint(1)).version
+
+    def no_space(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("honed.recalib.registry.durable.fsync_path", no_space)
+    monkeypatch.setattr("honed.recalib.registry.registry.fsync_path", no_space)
+    with pytest.raises(RegistryError, match="No space left on device"):
+        registry.create(checkpoint(2))
+    assert [m.version for m in registry.versions()] == [version]
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from tests.recalib.registry.test_registry import checkpoint
+from honed.recalib.registry.registry import Registry
+registry = Registry(Path(sys.argv[1]))
+print("ready", flush=True)
+i = int(sys.argv[2]) * 1000
+while True:
+    i += 1
+    version = registry.create(checkpoint(i % 65536, 4096)).version
+    registry.set_aliases({"previous": registry.alias("active"), "active": version, "candidate": None})
+    registry.prune(keep=3)
+    registry.sweep()
+"""
+
+
+def test_kill_at_any_moment_leaves_whole_versions_and_one_active(tmp_path):
+    """A process that creates, promotes and prunes without end is killed again and again, wherever it happens to be."""
+    root, rng, seen, had_active = tmp_path / "registry", random.Random(1), 0, False
+    for cycle in range(24):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(root), str(cycle)], stdout=subprocess.PIPE, cwd=ROOT
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        # Waits for a few milliseconds' worth of its work; where that ends is the point of the test, not its length.
+        threading.Event().wait(rng.uniform(0.002, 0.05))
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        registry = Registry(root)
+        assert [m.error for m in registry.versions() if m.state != "ready"] == []
+        for manifest in registry.versions():
+            registry.verify(manifest.version)
+        aliases = registry.aliases()
+        for version in filter(None, aliases.values()):
+            registry.get(version)
+        if had_active:
+            assert aliases["active"] is not None
+        had_active = aliases["active"] is not None
+        assert registry.generation >= seen
+        seen = registry.generation
+        assert [p.name for p in (root / "versions").iterdir() if p.name.startswith(".")] == []
+    assert had_active

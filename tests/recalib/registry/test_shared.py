@@ -1,0 +1,141 @@
+"""Two registries and a place between them, on fsspec's own file systems."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+
+import pytest
+
+from honed.recalib.registry.registry import Registry, RegistryError
+from honed.recalib.registry.shared import SharedRegistry
+from tests.recalib.registry.test_registry import checkpoint
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    return folder
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path}/shared" if request.param == "file" else f"memory://{secrets.token_hex(4)}/shared"
+
+
+@pytest.fixture
+def here(tmp_path: Path, url: str) -> tuple[Registry, SharedRegistry]:
+    registry = Registry(tmp_path / "here")
+    return registry, SharedRegistry(url, registry)
+
+
+@pytest.fixture
+def there(tmp_path: Path, url: str) -> tuple[Registry, SharedRegistry]:
+    registry = Registry(tmp_path / "there")
+    registry.create(checkpoint(99))  # numbers are each registry's own
+    return registry, SharedRegistry(url, registry)
+
+
+Side = tuple[Registry, SharedRegistry]
+
+
+def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, target: Path) -> None:
+    registry, shared = here
+    made = registry.create(
+        checkpoint(1), parent="v0001-00000000", scope="kv-frozen", figures={"gain": 1.2}, data_window={"rows": {"b": 3}},
+        target_path=str(target), vllm_version="0.32.0", note="drift",
+    )  # fmt: skip
+    assert shared.listing() == []
+    assert shared.push(made.version)
+    assert not shared.push(made.version), "it was there"
+    assert shared.missing([made.target_sha256]) == []
+
+    other_registry, other = there
+    assert other.missing(["0" * 64]) == [], "for another target"
+    (found,) = other.missing([made.target_sha256])
+    fetched = other.fetch(found, "/models/here/it/is/called/otherwise")
+    assert fetched.version == f"v0002-{made.sha256[:8]}"
+    assert other_registry.verify(fetched.version) == fetched
+    same = ("sha256", "config_sha256", "parent", "scope", "figures", "data_window", "vllm_version", "note", "kv_sha256")
+    assert {name: getattr(fetched, name) for name in same} == {name: getattr(made, name) for name in same}
+    assert fetched.origin.endswith(f":{made.version}")
+    assert fetched.target_path == "/models/here/it/is/called/otherwise"
+    assert other.missing([made.target_sha256]) == []
+    assert not other.push(fetched.version)
+
+
+def test_versions_come_in_the_order_in_which_they_were_made(here: Side, there: Side, target: Path) -> None:
+    registry, shared = here
+    made = [registry.create(checkpoint(i), target_path=str(target)) for i in range(4)]
+    for manifest in reversed(made):
+        shared.push(manifest.version)
+    assert [m.sha256 for m in there[1].missing([made[0].target_sha256])] == [m.sha256 for m in made]
+
+
+def test_a_version_without_its_manifest_is_not_there_yet(here: Side, there: Side, target: Path) -> None:
+    registry, shared = here
+    made = registry.create(checkpoint(1), target_path=str(target))
+    shared.push(made.version)
+    place = f"{shared._versions}/{made.sha256}"
+    shared._fs.rm(f"{place}/manifest.json")
+    assert there[1].listing() == []
+    shared._fs.pipe_file(f"{place}/manifest.json", b'{"version": "v00')
+    assert there[1].listing() == []
+    shared._fs.rm(f"{place}/manifest.json")
+    assert shared.push(made.version)
+    assert [m.sha256 for m in there[1].listing()] == [made.sha256]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_was_changed_there_is_refused_and_leaves_nothing_here(here: Side, there: Side, target: Path, name: str) -> None:
+    registry, shared = here
+    made = registry.create(checkpoint(1), target_path=str(target))
+    shared.push(made.version)
+    place = f"{shared._versions}/{made.sha256}/{name}"
+    data = shared._fs.cat_file(place)
+    shared._fs.pipe_file(place, data[:-2] + b" }" if name == "config.json" else data[:-1] + b"\x01")
+    other_registry, other = there
+    before = other_registry.versions()
+    (found,) = other.missing([made.target_sha256])
+    with pytest.raises(RegistryError, match=rf"{name} has sha256 .* push it anew"):
+        other.fetch(found, str(target))
+    assert other_registry.versions() == before
+    assert [p.name for p in (other_registry.root / "versions").iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_manifest_of_other_weights_is_no_version(here: Side, target: Path) -> None:
+    registry, shared = here
+    made = registry.create(checkpoint(1), target_path=str(target))
+    shared.push(made.version)
+    place = f"{shared._versions}/{made.sha256}/manifest.json"
+    told = json.loads(shared._fs.cat_file(place)) | {"sha256": "../../evil"}
+    shared._fs.pipe_file(place, json.dumps(told).encode())
+    assert SharedRegistry(shared.url, registry).listing() == []
+
+
+def test_what_is_damaged_here_is_not_pushed(here: Side) -> None:
+    registry, shared = here
+    made = registry.create(checkpoint(1))
+    path = registry.path(made.version) / "model.safetensors"
+    path.chmod(0o640)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(RegistryError, match="the file was changed"):
+        shared.push(made.version)
+    assert shared.listing() == []
+
+
+def test_a_place_that_fails_is_one_clear_error(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "here")
+    made = registry.create(checkpoint(1))
+    (tmp_path / "shared").write_text("not a folder")
+    shared = SharedRegistry(f"file://{tmp_path}/shared", registry)
+    with pytest.raises(RegistryError, match=r"^shared registry file://.*shared: \w+Error: "):
+        shared.push(made.version)
+
+
+def test_a_protocol_that_nobody_speaks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match=r"registry.url = 'nope://x' can't be used: .*nope"):
+        SharedRegistry("nope://x", Registry(tmp_path / "here"))

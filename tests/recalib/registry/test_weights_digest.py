@@ -1,0 +1,38 @@
+"""The digest of a file is the one that an engine reports of the weights it runs."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from honed.recalib.registry.weights_digest import weights_digests
+
+
+def as_the_engine_does(tensors):
+    """attach.swap.swap.Swapper.checksum, on tensors at hand."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("served", [torch.float32, torch.bfloat16, torch.float16])
+def test_whatever_the_type_in_the_file_and_in_the_engine(tmp_path, stored, served):
+    torch.manual_seed(0)
+    tensors = {"norm.weight": torch.randn(7), "fc.weight": torch.randn(5, 3) * 100, "layers.0.x": torch.randn(2, 2) * 1e-6}
+    tensors = {name: tensor.to(stored) for name, tensor in tensors.items()}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors | {"lm_head.weight": torch.zeros(2, dtype=stored)}, path)
+    assert as_the_engine_does({name: tensor.to(served) for name, tensor in tensors.items()}) in weights_digests(path)
+
+
+def test_other_weights_and_other_types_are_told_apart(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"fc.weight": torch.ones(3)}, path)
+    assert as_the_engine_does({"fc.weight": torch.ones(3) * 1.01}) not in weights_digests(path)
+    save_file({"fc.weight": torch.ones(3, dtype=torch.int8)}, path)
+    with pytest.raises(ValueError, match=r"fc\.weight is stored as I8"):
+        weights_digests(path)

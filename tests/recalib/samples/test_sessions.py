@@ -1,0 +1,158 @@
+"""Records become contiguous stretches; what doesn't fit together never does."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END, KIND_ROWS
+from honed.recalib.samples.ring_reader import RingRecord
+from honed.recalib.samples.sessions import SessionAssembler
+
+F = 2
+
+
+def record(first, ids, flags=0, request="r", version="v", kind=KIND_ROWS):
+    ids = np.array(ids, np.int32)
+    rows = np.stack([ids * 1.0, np.arange(first, first + len(ids))], axis=1) if len(ids) else np.zeros((0, F))
+    return RingRecord(kind, flags, request, "s-" + request, "w", version, first, ids, rows.astype(np.float32))
+
+
+def end(request="r"):
+    return record(0, [], request=request, kind=KIND_END)
+
+
+def assemble(*records, **settings):
+    assembler = SessionAssembler(**settings)
+    found = [stretch for r in records for stretch in assembler.add(r)]
+    return assembler, found
+
+
+def check(stretch):
+    """Every row's features belong to its token and its position."""
+    np.testing.assert_array_equal(stretch.features[:, 0], stretch.token_ids)
+    np.testing.assert_array_equal(
+        stretch.features[:, 1], np.arange(stretch.first_position, stretch.first_position + stretch.num_rows)
+    )
+
+
+def test_prompt_and_rounds_become_one_stretch():
+    _, (stretch,) = assemble(record(0, [5, 6, 7], FLAG_PREFILL), record(3, [8, 9]), record(5, [4]), end())
+    assert stretch.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
+    assert (stretch.first_position, stretch.num_prompt_tokens, stretch.breaks) == (0, 3, ())
+    assert (stretch.session, stretch.workload) == ("s-r", "w")
+    check(stretch)
+
+
+def test_prompt_in_chunks_is_one_prompt():
+    _, (stretch,) = assemble(record(0, [1, 2], FLAG_PREFILL), record(2, [3], FLAG_PREFILL), record(3, [4]), end())
+    assert stretch.num_prompt_tokens == 3
+
+
+def test_breaks_are_the_anchors_after_rounds_that_were_not_wholly_accepted():
+    """Whatever their length: a step that drafted nothing is no break, nor is a short block that was accepted whole."""
+    _, (stretch,) = assemble(
+        record(0, [1], FLAG_PREFILL),
+        record(1, [2], FLAG_REJECTED),
+        record(2, [3, 4, 5, 6]),
+        record(6, [7]),
+        record(7, [8, 9], FLAG_REJECTED),
+        record(9, [1], FLAG_REJECTED),
+        record(10, [2]),
+        end(),
+    )
+    assert stretch.breaks == (2, 9, 10)
+
+
+def test_what_follows_in_another_stretch_or_instead_of_what_was_held_is_no_break():
+    _, stretches = assemble(record(0, [1], FLAG_REJECTED), record(5, [2], FLAG_GAP), record(6, [3]), end())
+    assert [stretch.breaks for stretch in stretches] == [(), ()]
+    _, (stretch,) = assemble(record(0, [1]), record(1, [2], FLAG_REJECTED), record(1, [3]), record(2, [4]), end())
+    assert stretch.breaks == ()
+    _, (stretch,) = assemble(record(0, [1]), record(1, [2], FLAG_REJECTED), record(0, [1, 2, 3]), record(3, [4]), end())
+    assert stretch.breaks == ()
+
+
+def test_gap_begins_another_stretch():
+    _, stretches = assemble(record(0, [1, 2]), record(9, [3, 4], FLAG_GAP), record(20, [5]), end())
+    assert [(s.first_position, s.num_rows) for s in stretches] == [(0, 2), (9, 2), (20, 1)]
+
+
+def test_preempted_request_that_is_prefilled_again_goes_on():
+    """The engine recomputes everything and says that it began anew; what is held is the same and stays."""
+    assembler, (stretch,) = assemble(
+        record(0, [1, 2], FLAG_PREFILL),
+        record(2, [3], FLAG_REJECTED),
+        record(3, [4, 5]),
+        record(0, [1, 2, 3, 4, 5, 6], FLAG_PREFILL | FLAG_GAP),
+        record(6, [7]),
+        end(),
+    )
+    assert stretch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert (stretch.num_prompt_tokens, stretch.breaks) == (2, (3,))
+    assert assembler.duplicate_rows == 5
+    check(stretch)
+
+
+def test_wholly_repeated_record_changes_nothing():
+    assembler, (stretch,) = assemble(record(0, [1, 2, 3]), record(1, [2]), record(3, [4]), end())
+    assert stretch.token_ids.tolist() == [1, 2, 3, 4]
+    assert assembler.duplicate_rows == 1
+
+
+def test_later_tokens_at_the_same_positions_are_right():
+    assembler, (stretch,) = assemble(record(0, [1, 2, 3, 4]), record(2, [9, 8]), end())
+    assert stretch.token_ids.tolist() == [1, 2, 9, 8]
+    assert assembler.replaced_rows == 2
+    check(stretch)
+
+
+def test_gap_with_other_tokens_begins_another_stretch():
+    _, stretches = assemble(record(0, [1, 2, 3]), record(1, [7, 7], FLAG_GAP), end())
+    assert [s.token_ids.tolist() for s in stretches] == [[1, 2, 3], [7, 7]]
+
+
+def test_new_drafter_version_begins_another_stretch():
+    _, stretches = assemble(record(0, [1, 2]), record(2, [3], version="v2"), end())
+    assert [s.drafter_version for s in stretches] == ["v", "v2"]
+
+
+def test_long_requests_are_split():
+    _, stretches = assemble(*(record(3 * i, [1, 2, 3]) for i in range(10)), end(), max_rows=9)
+    assert [(s.first_position, s.num_rows) for s in stretches] == [(0, 9), (9, 9), (18, 9), (27, 3)]
+
+
+def test_requests_do_not_mix():
+    _, stretches = assemble(record(0, [1], request="x"), record(0, [2], request="y"), record(1, [3], request="x"), end("x"))
+    assert [s.token_ids.tolist() for s in stretches] == [[1, 3]]
+
+
+def test_open_requests_are_bounded_in_number_and_bytes():
+    _, stretches = assemble(*(record(0, [i], request=str(i)) for i in range(5)), max_open=3)
+    assert [s.session for s in stretches] == ["s-0", "s-1"]
+    assembler, stretches = assemble(*(record(0, [i] * 10, request=str(i)) for i in range(5)), max_open_bytes=300)
+    assert len(stretches) == 3
+    assert assembler.open_bytes <= 300
+
+
+def test_finish_and_forget():
+    assembler, _ = assemble(record(0, [1, 2]), record(0, [3], request="q"))
+    assert len(list(assembler.finish())) == 2
+    assert assembler.open_bytes == 0
+    list(assembler.add(record(0, [1, 2])))
+    assembler.forget()
+    assert (assembler.open_bytes, list(assembler.finish())) == (0, [])
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 3), st.booleans()), max_size=40))
+def test_any_records_give_stretches_whose_rows_belong_together(parts):
+    """Whatever comes in whatever order: positions rise by one, features stay with their tokens, memory is accounted for."""
+    records = [
+        record(f, np.arange(f, f + n) % 5 + salt, (FLAG_GAP if gap else 0) | (FLAG_REJECTED if n % 2 else 0))
+        for f, n, salt, gap in parts
+    ]
+    assembler, stretches = assemble(*records, end(), max_rows=20)
+    for stretch in stretches:
+        check(stretch)
+        assert list(stretch.breaks) == sorted(set(stretch.breaks))
+        assert all(stretch.first_position < p < stretch.first_position + stretch.num_rows for p in stretch.breaks)
+    assert assembler.open_bytes == 0

@@ -1,0 +1,155 @@
+"""The store: bounded, fair, split by session."""
+
+import numpy as np
+import pytest
+import torch
+
+from honed.recalib.config.trainer import SampleSettings
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.reservoir import Stratum
+from honed.recalib.samples.store import SampleStore
+from honed.recalib.samples.stretch import Stretch
+from honed.recalib.training.mixture import ReplayMix
+
+HOLD_OUT = HoldOut(b"k" * 16)
+ROWS, F = 40, 8
+BYTES = ROWS * (4 + 2 * F)
+
+
+def stretch(session, workload="w", rows=ROWS, ids=None, first=0, seed=None):
+    rng = np.random.default_rng(abs(hash(session)) % 2**32 if seed is None else seed)
+    ids = rng.permutation(5000)[:rows].astype(np.int32) if ids is None else np.asarray(ids, np.int32)
+    return Stretch(session, workload, "", first, ids, np.zeros((len(ids), F), np.uint16), num_prompt_tokens=3)
+
+
+def store(capacity=1000 * BYTES, **more):
+    return SampleStore(SampleSettings(sample_bytes=capacity, **more), HOLD_OUT)
+
+
+def test_sessions_are_split_whole():
+    held = store()
+    for i in range(300):
+        for first in (0, 100):
+            held.add(stretch(f"s{i}", first=first))
+    training, judging = ({s.session for s in held.stretches("w", side)} for side in (False, True))
+    assert training.isdisjoint(judging)
+    assert 30 < len(judging) < 90
+    assert held.num_stretches == 600
+    assert held.num_sessions == 300
+
+
+def test_memory_stays_under_the_cap_and_is_accounted_for():
+    held = store(50 * BYTES, max_session_share=1.0)
+    for i in range(400):
+        held.add(stretch(f"s{i}", workload="ab"[i % 2]))
+        assert held.num_bytes <= 50 * BYTES
+    everything = [s for w in held.workloads() for side in (False, True) for s in held.stretches(w, side)]
+    assert held.num_bytes == sum(s.num_bytes for s in everything)
+    assert held.num_sessions == len({s.session for s in everything})
+    assert held.counts["kept"] - held.counts["evicted"] == len(everything) == held.num_stretches
+
+
+def test_busy_workload_does_not_push_a_small_one_out():
+    held = store(100 * BYTES, max_session_share=1.0)
+    for i in range(20):
+        held.add(stretch(f"small{i}", "small"))
+    for i in range(2000):
+        held.add(stretch(f"busy{i}", "busy"))
+    assert sum(len(held.stretches("small", side)) for side in (False, True)) == 20
+    assert len(held.stretches("busy", False)) > len(held.stretches("busy", True)) > 5
+
+
+def test_old_and_new_are_both_kept():
+    held = store(100 * BYTES, max_session_share=1.0)
+    for i in range(3000):
+        held.add(stretch(f"s{i}"))
+    ages = sorted(int(s.session[1:]) for s in held.stretches("w", False))
+    assert sum(age >= 2900 for age in ages) >= 30  # the newest, nearly all of them
+    assert sum(age < 1500 for age in ages) >= 5
+    assert sum(1500 <= age < 2900 for age in ages) >= 5
+
+
+def test_older_half_is_a_fair_choice():
+    """Algorithm R: over many runs each age is kept about equally often."""
+    kept = np.zeros(200)
+    for seed in range(150):
+        stratum = Stratum(np.random.default_rng(seed))
+        for i in range(200):
+            stratum.add(stretch(str(i), seed=0))
+            if stratum.num_bytes > 40 * BYTES:
+                stratum.drop_one()
+        for s in stratum.stretches():
+            kept[int(s.session)] += 1
+    first, second = kept[:80].sum(), kept[80:160].sum()
+    assert first == pytest.approx(second, rel=0.15)
+    assert kept[185:].min() == 150
+
+
+def test_no_session_takes_more_than_its_share():
+    held = store(100 * BYTES, max_session_share=0.1)
+    for i in range(50):
+        held.add(stretch("greedy", workload="ab"[i % 2], first=100 * i, seed=i))
+    everything = [s for w in held.workloads() for side in (False, True) for s in held.stretches(w, side)]
+    assert len(everything) == 10
+    assert max(s.first_position for s in everything) == 4900
+
+
+def test_short_and_repetitive_stretches_are_kept_out():
+    held = store()
+    assert not held.add(stretch("short", rows=10))
+    assert not held.add(stretch("loop", ids=np.tile([1, 2, 3], 100)))
+    text = np.random.default_rng(0).permutation(4000)[:200]
+    assert held.add(stretch("mixed", ids=np.concatenate([text, np.tile([7, 8], 60)])))
+    (kept,) = held.stretches("w", HOLD_OUT.is_held_out("mixed"))
+    assert (kept.num_rows, kept.num_prompt_tokens) == (202, 3)
+    assert held.counts["repetitive"] == 297 + 118
+
+
+def test_labels_beyond_the_limit_are_other():
+    held = store(max_workloads=3)
+    for i in range(40):
+        held.add(stretch(f"s{i}", workload=f"label{i}"))
+    assert len(held.workloads()) <= 4
+    assert "other" in held.workloads()
+
+
+def test_forget_leaves_nothing():
+    held = store()
+    held.add(stretch("s"))
+    held.forget()
+    assert (held.num_bytes, held.num_sessions, held.num_stretches, held.workloads()) == (0, 0, 0, [])
+
+
+def test_stretch_becomes_tensors_bit_for_bit():
+    values = torch.randn(6, 4).to(torch.bfloat16)
+    cut = Stretch("s", "w", "v", 10, np.arange(6, dtype=np.int32), values.view(torch.uint16).numpy(), 2, (13, 15))
+    sample = cut.to_training_sample(is_fused=True)
+    assert torch.equal(sample.features, values)
+    assert sample.positions.tolist() == list(range(10, 16))
+    assert (sample.num_prompt_tokens, sample.break_positions) == (2, (13, 15))
+    part = cut.cut(slice(1, 5))
+    assert (part.first_position, part.num_prompt_tokens, part.breaks) == (11, 1, (13,))
+
+
+def test_replay_mixes_by_share_and_fits_the_row_limit():
+    held = store(100_000 * BYTES)
+    for i in range(300):
+        held.add(stretch(f"new{i}", "new"))
+        held.add(stretch(f"old{i}", "old"))
+        held.add(stretch(f"long{i}", "long", rows=90))
+    mix = ReplayMix(held, lambda s: True, ["new"], 0.6, rows=70)
+    drawn = [s for _ in range(400) for s in mix.draw()]
+    share = sum(s.workload == "new" for s in drawn) / len(drawn)
+    assert 0.5 < share < 0.7
+    assert {s.workload for s in drawn} == {"new", "old", "long"}
+    assert max(s.num_rows for s in drawn) == 70
+    assert not any(HOLD_OUT.is_held_out(s.session) for s in drawn)
+
+
+def test_replay_uses_only_what_is_usable_and_nothing_when_there_is_none():
+    held = store()
+    for i in range(50):
+        held.add(stretch(f"s{i}", "ab"[i % 2]))
+    only_b = ReplayMix(held, lambda s: s.workload == "b", ["a"], 0.6, rows=70)
+    assert {s.workload for s in only_b.draw()} == {"b"}
+    assert ReplayMix(held, lambda s: False, [], 0.6, rows=70).draw() == []

@@ -1,0 +1,78 @@
+"""Rings are found, followed, and forgotten when they must be."""
+
+import numpy as np
+
+from honed.attach.capture.ring import RingWriter
+from honed.recalib.config.trainer import SampleSettings
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.traffic import Traffic
+from tests.recalib.toy_traffic import WIDTH, write_sessions
+
+
+def follow(tmp_path, **settings):
+    return Traffic(tmp_path, SampleSettings(**settings), HoldOut(b"k" * 16))
+
+
+def drain(traffic):
+    traffic.discover()
+    while traffic.poll():
+        pass
+
+
+def ring_of(tmp_path, engine="e0", width=WIDTH):
+    return RingWriter(tmp_path / "engines" / engine / "ring", 1 << 21, width)
+
+
+def test_rings_that_appear_later_are_found_and_share_the_memory(tmp_path):
+    traffic = follow(tmp_path, sample_bytes=1000)
+    drain(traffic)
+    assert traffic.feeds == []
+    for engine in ("e0", "e1"):
+        ring_of(tmp_path, engine)
+        drain(traffic)
+    assert [feed.store.cap_bytes for feed in traffic.feeds] == [500, 500]
+
+
+def test_samples_survive_an_engine_that_restarts_with_the_same_model(tmp_path):
+    traffic = follow(tmp_path)
+    write_sessions(ring_of(tmp_path), "a", 10)
+    drain(traffic)
+    write_sessions(ring_of(tmp_path), "a", 10, seed=1)
+    drain(traffic)
+    assert traffic.feeds[0].store.num_stretches == 20
+
+
+def test_another_feature_width_makes_the_old_samples_useless(tmp_path):
+    traffic = follow(tmp_path)
+    write_sessions(ring_of(tmp_path), "a", 10)
+    drain(traffic)
+    ring_of(tmp_path, width=WIDTH * 2)
+    drain(traffic)
+    assert traffic.feeds[0].num_bytes == 0
+
+
+def test_request_that_was_cut_off_by_a_restart_is_kept(tmp_path):
+    traffic = follow(tmp_path)
+    ring = ring_of(tmp_path)
+    write_sessions(ring, "a", 1)
+    ring.write_rows("open", "a", "", 0, np.arange(40, dtype=np.int32), np.zeros((40, WIDTH), np.uint16))
+    drain(traffic)
+    assert traffic.feeds[0].store.num_stretches == 1
+    ring_of(tmp_path)
+    drain(traffic)
+    assert traffic.feeds[0].store.num_stretches == 2
+
+
+def test_purge_empties_memory_and_ring(tmp_path):
+    traffic = follow(tmp_path)
+    ring = ring_of(tmp_path)
+    write_sessions(ring, "a", 10)
+    traffic.discover()
+    traffic.poll(5)
+    traffic.purge()
+    drain(traffic)
+    assert traffic.feeds[0].num_bytes == 0
+    assert b"a0-9" not in ring.path.read_bytes()
+    write_sessions(ring, "a", 3, seed=1)
+    drain(traffic)
+    assert traffic.feeds[0].store.num_stretches == 3

@@ -1,0 +1,311 @@
+"""Micro-steps train exactly their scope, keep cached keys and values valid, and are the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.training.micro_step import Loss, MicroTrainer, Scope, TrainingSettings, is_kv_path
+from honed.recalib.training.pace import Pace, run_through
+
+MakeDrafter = Callable[..., DFlashDrafter]
+MakeSample = Callable[..., TrainingSample]
+QUICK = TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=1, warmup_updates=1, learning_rate=1e-2)
+
+
+def weights(drafter: DFlashDrafter) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl", "hybrid", "dpace", "acceptance"])
+def test_kv_frozen_trains_exactly_what_the_cache_does_not_depend_on(
+    loss: Loss, make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    before, cached = weights(drafter), drafter.context_keys_values(sample.features, sample.positions)
+    trainer = MicroTrainer(drafter, replace(QUICK, loss=loss))
+    for _ in range(3):
+        trainer.step([sample])
+    changed = {name for name, tensor in drafter.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if not is_kv_path(name)}
+    for (old_k, old_v), (k, v) in zip(cached, drafter.context_keys_values(sample.features, sample.positions), strict=True):
+        assert torch.equal(k, old_k)
+        assert torch.equal(v, old_v)
+
+
+def test_the_frozen_parameters_are_those_of_the_design(make_drafter: MakeDrafter) -> None:
+    frozen = {name for name in make_drafter().state_dict() if is_kv_path(name)}
+    layer = {f"layers.{i}.self_attn.{part}.weight" for i in range(2) for part in ("k_proj", "v_proj", "k_norm")}
+    assert frozen == {"fc.weight", "hidden_norm.weight"} | layer
+
+
+def test_full_scope_trains_everything(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    before = weights(drafter)
+    MicroTrainer(drafter, replace(QUICK, scope="full")).step([make_sample(is_fused=False)])
+    assert not [name for name, tensor in drafter.state_dict().items() if torch.equal(tensor, before[name])]
+
+
+def test_full_scope_refuses_fused_features(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    with pytest.raises(ValueError, match="needs unfused features"):
+        MicroTrainer(make_drafter(), replace(QUICK, scope="full")).step([make_sample()])
+
+
+def test_the_target_is_never_trained(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    embed, head = drafter.embed_tokens.clone(), drafter.lm_head.clone()
+    MicroTrainer(drafter, QUICK).step([make_sample()])
+    assert torch.equal(drafter.embed_tokens, embed)
+    assert torch.equal(drafter.lm_head, head)
+
+
+def test_same_seed_same_weights(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    results = []
+    for seed in (0, 0, 1):
+        drafter = make_drafter()
+        trainer = MicroTrainer(drafter, replace(QUICK, seed=seed))
+        for _ in range(4):
+            trainer.step([make_sample(60)])
+        results.append(weights(drafter)["norm.weight"])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_weights_change_only_when_enough_micro_steps_are_gathered(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    before = weights(drafter)
+    trainer = MicroTrainer(drafter, replace(QUICK, micro_steps_per_update=3))
+    figures = [trainer.step([make_sample()]) for _ in range(2)]
+    assert torch.equal(weights(drafter)["norm.weight"], before["norm.weight"])
+    figures.append(trainer.step([make_sample()]))
+    assert not torch.equal(weights(drafter)["norm.weight"], before["norm.weight"])
+    assert [f.is_update for f in figures] == [False, False, True]
+    assert trainer.num_updates == 1
+
+
+def test_training_learns(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    trainer = MicroTrainer(drafter, QUICK)
+    figures = [trainer.step([sample]) for _ in range(60)]
+    assert figures[-1].loss < 0.5 * figures[0].loss
+    assert figures[-1].acceptance.acceptance_length > figures[0].acceptance.acceptance_length
+
+
+def test_figures_are_sums_and_counts(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    figures = MicroTrainer(make_drafter(), QUICK).step([make_sample()])
+    assert figures.num_anchors == 8
+    assert figures.num_tokens == 24
+    assert figures.counted == (8, 8, 8)
+    assert figures.acceptance.trials[0] == 8
+
+
+def test_preferred_anchors_are_chosen_first(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """With a share of one and as many preferred rows as anchors, changing anything else has no effect."""
+    settings = replace(QUICK, anchors_per_micro_step=2, break_share=1.0)
+    results = []
+    for seed in (0, 1):
+        trainer = MicroTrainer(make_drafter(), replace(settings, seed=seed))
+        results.append(trainer.step([make_sample()], preferred_anchors=[4, 9]).loss)
+    assert results[0] == pytest.approx(results[1])
+
+
+def test_breaks_draw_anchors_whose_block_reaches_them(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """A break at position 110 of a stretch begun at 100 is row 10, reached from rows 7, 8 and 9."""
+    settings = replace(QUICK, anchors_per_micro_step=3, break_share=1.0)
+    broken = make_sample(first_position=100, break_positions=(110,))
+    by_break = MicroTrainer(make_drafter(), settings).step([broken]).loss
+    by_hand = MicroTrainer(make_drafter(), settings).step([broken], preferred_anchors=[7, 8, 9]).loss
+    assert by_break == pytest.approx(by_hand)
+
+
+def test_samples_too_short_for_a_block_are_refused(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    with pytest.raises(ValueError, match="no sample has 5 tokens"):
+        MicroTrainer(make_drafter(), QUICK).step([make_sample(4)])
+    with pytest.raises(ValueError, match="at least one sample"):
+        MicroTrainer(make_drafter(), QUICK).step([])
+
+
+def distance_to(parent: DFlashDrafter, drafter: DFlashDrafter, sample: TrainingSample) -> float:
+    """Mean KL(parent || drafter) over a sample's blocks."""
+    anchors = torch.arange(1, sample.num_tokens - drafter.config.num_draft_tokens - 1)
+    with torch.no_grad():
+        p, q = (d(sample.features, sample.positions, sample.token_ids, anchors).log_softmax(-1) for d in (parent, drafter))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_kept_samples_hold_the_drafter_to_its_parent(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """A fresh sample is learnt; on a replayed one the drafter stays nearer to what it was than if it learnt that one too."""
+    parent, fresh, replayed = make_drafter(), make_sample(), make_sample(seed=1)
+    drifts = []
+    for kept in ([False, True], [False, False]):
+        drafter = make_drafter()
+        trainer = MicroTrainer(drafter, QUICK, parent)
+        first = trainer.step([fresh, replayed], kept=kept).loss
+        for _ in range(30):
+            last = trainer.step([fresh, replayed], kept=kept).loss
+        assert last < first
+        assert distance_to(parent, drafter, fresh) > 0.05
+        drifts.append(distance_to(parent, drafter, replayed))
+    assert drifts[0] < 0.5 * drifts[1]
+
+
+def test_a_drafter_that_only_keeps_does_not_move(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    figures = MicroTrainer(drafter, QUICK, make_drafter()).step([sample], kept=[True])
+    assert figures.loss == pytest.approx(0.0, abs=1e-6)
+    assert figures.grad_norm == pytest.approx(0.0, abs=1e-5)
+
+
+def test_kept_samples_without_a_parent_are_refused(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    with pytest.raises(ValueError, match="need the parent"):
+        MicroTrainer(make_drafter(), QUICK).step([make_sample()], kept=[True])
+
+
+def test_the_learning_rate_cools_down_to_nothing(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(), make_sample()
+    trainer = MicroTrainer(drafter, QUICK)
+    before = weights(drafter)
+    trainer.step([sample], remaining=0.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
+    trainer.step([sample], remaining=0.5)
+    assert trainer._optimizer.param_groups[0]["lr"] == QUICK.learning_rate
+    trainer.step([sample], remaining=0.1)
+    assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(0.4 * QUICK.learning_rate)
+
+
+class EveryOther(Pace):
+    """A pace of 3 blocks, then 1, then 3, …"""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.sizes: list[int] = []
+
+    def blocks(self, wanted: int) -> int:
+        return min(wanted, 3 if len(self.sizes) % 2 == 0 else 1)
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        self.sizes.append(num_blocks)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"scope": "full"}, {"ema_decay": 0.9}, {"gradient_checkpointing": True}]
+    + [{"loss": loss, "denoising_steps": steps} for loss in ("ce", "kl", "hybrid", "dpace", "acceptance") for steps in (1, 3)],
+    ids=str,
+)
+def test_how_a_micro_step_is_divided_makes_no_difference(
+    change: dict[str, object], make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    """Parts are of one or three blocks, fresh and kept ones together, and of different masks.
+
+    Gradients are compared, not weights: Adam makes as much of a gradient that is rounding alone as of any other.
+    """
+    settings = replace(QUICK, micro_steps_per_update=3, **change)  # type: ignore[arg-type]
+    samples = [make_sample(seed=seed, is_fused=settings.scope != "full") for seed in range(2)]
+    whole, divided, parent, pace = make_drafter(), make_drafter(), make_drafter(), EveryOther()
+    with torch.no_grad():
+        parent.norm.weight.mul_(1.1)
+    one, other = MicroTrainer(whole, settings, parent), MicroTrainer(divided, settings, parent)
+    for _ in range(3):
+        for a, b in zip(whole.parameters(), divided.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        expected = one.step(samples, kept=[False, True])
+        found = run_through(other.parts(samples, kept=[False, True], pace=pace))
+        assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert found.grad_norm == (expected.grad_norm and pytest.approx(expected.grad_norm, rel=1e-4))
+        same = {"loss": 0.0, "grad_norm": None, "seconds": 0.0}
+        assert replace(found, **same) == replace(expected, **same)
+    assert len(pace.sizes) > 3
+    assert one.num_updates == other.num_updates == 1
+
+
+@pytest.mark.parametrize("change", [{}, {"ema_decay": 0.9}, {"scope": "full"}, {"denoising_steps": 3}], ids=str)
+def test_a_training_taken_up_again_ends_with_the_same_weights(
+    change: dict[str, object], make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    settings = replace(QUICK, micro_steps_per_update=2, **change)  # type: ignore[arg-type]
+    samples = [make_sample(60, seed=s, is_fused=settings.scope != "full") for s in range(3)]
+
+    def train(trainer: MicroTrainer, steps: range) -> None:
+        for i in steps:
+            trainer.step([samples[i % 3]], remaining=1.0 - i / 10)
+
+    whole = MicroTrainer(make_drafter(), settings)
+    train(whole, range(10))
+    broken = MicroTrainer(make_drafter(), settings)
+    train(broken, range(4))
+    saved = {name: tensor.clone() for name, tensor in broken.state().items()}
+    train(broken, range(4, 7))  # what was done after the last saving is done again
+    taken_up = MicroTrainer(make_drafter(), settings)
+    taken_up.load_state(saved)
+    assert taken_up.num_updates == 2
+    train(taken_up, range(4, 10))
+    for trainer in (whole, taken_up):
+        trainer.finish()
+    assert_same_weights(whole.drafter, taken_up.drafter)
+
+
+def assert_same_weights(one: DFlashDrafter, other: DFlashDrafter) -> None:
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+def test_gradient_checkpointing_changes_no_weight(scope: Scope, make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafters = []
+    for is_checkpointing in (False, True):
+        drafters.append(make_drafter())
+        trainer = MicroTrainer(drafters[-1], replace(QUICK, scope=scope, gradient_checkpointing=is_checkpointing))
+        for _ in range(3):
+            trainer.step([make_sample(is_fused=scope != "full")])
+    for name, tensor in drafters[0].state_dict().items():
+        torch.testing.assert_close(tensor, drafters[1].state_dict()[name])
+
+
+def test_the_average_is_the_result_when_one_is_kept(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter = make_drafter()
+    trainer = MicroTrainer(drafter, replace(QUICK, ema_decay=0.99))
+    for _ in range(5):
+        trainer.step([make_sample()])
+    last, average = weights(drafter)["norm.weight"], trainer.state()["average/norm.weight"].clone()
+    assert torch.equal(drafter.state_dict()["norm.weight"], last)
+    trainer.finish()
+    assert torch.equal(drafter.state_dict()["norm.weight"], average)
+    assert not torch.equal(average, last)
+
+
+def test_hybrid_goes_without_the_target_s_distribution_and_kl_does_not(
+    make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    sample = replace(make_sample(), target_hidden=None)
+    trainer = MicroTrainer(make_drafter(), replace(QUICK, loss="hybrid"))
+    losses_seen = [trainer.step([sample]).loss for _ in range(60)]
+    assert losses_seen[-1] < 0.5 * losses_seen[0]
+    with pytest.raises(ValueError, match="needs target_hidden"):
+        MicroTrainer(make_drafter(), replace(QUICK, loss="kl")).step([sample])
+
+
+@pytest.mark.parametrize("loss", ["ce", "hybrid", "dpace", "acceptance"])
+def test_revealed_tokens_are_seen_and_not_learnt(loss: Loss, make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """Figures are those of blocks of masks only; what is counted as learnt is what was masked."""
+    sample = make_sample(60)
+    trainer = MicroTrainer(make_drafter(), replace(QUICK, loss=loss, denoising_steps=3, anchors_per_micro_step=32))
+    figures = [trainer.step([sample]) for _ in range(30)]
+    assert all(f.num_anchors < f.num_tokens < 3 * f.num_anchors for f in figures)
+    assert all(f.acceptance.num_blocks < f.num_anchors for f in figures)
+    assert figures[-1].loss < figures[0].loss
+
+
+def test_kept_samples_are_not_revealed(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    trainer = MicroTrainer(make_drafter(), replace(QUICK, denoising_steps=4), make_drafter())
+    figures = trainer.step([make_sample()], kept=[True])
+    assert figures.acceptance.num_blocks == figures.num_anchors
+    assert figures.loss == pytest.approx(0.0, abs=1e-6)
