@@ -64,7 +64,7 @@ test-runners: setup
 
 test-api: setup
 	@echo "== the admin API against its document, 1,000 requests an operation (some 15 minutes)"
-	@HONED_TEST_API_CASES=1000 $(BIN)/python -m pytest --timeout=3600 tests/daemon/test_api_contract.py
+	@HONED_TEST_API_CASES=1000 $(BIN)/python -m pytest --timeout=3600 tests/daemon/api/test_api_contract.py
 
 # systemd-nspawn is taken from where it is installed, or else unpacked from Debian's package; nothing is installed.
 NSPAWN = $(shell command -v systemd-nspawn || echo $(CURDIR)/build/systemd-container/usr/bin/systemd-nspawn)
@@ -102,7 +102,7 @@ dashboards: setup
 
 reference: setup
 	@echo "== writing docs/reference.md, docs/compatibility.md and daemon/openapi.json anew"
-	@$(BIN)/python -m honed.daemon.reference .
+	@$(BIN)/python -m docs.make.reference .
 	@$(BIN)/python -m docs.make.contract_page .
 
 contract: setup

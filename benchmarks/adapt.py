@@ -54,8 +54,8 @@ from benchmarks.measured import commit, hardware
 from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
 from benchmarks.stacked_target import make_stacked_target
 from benchmarks.target_core import pin_target, target_core
-from honed.daemon.client import AdminClient, AdminError
-from honed.daemon.replay import Question, replay
+from honed.daemon.client.client import AdminClient, AdminError
+from honed.daemon.commands.replay import Question, replay
 
 Document = dict[str, Any]
 Rates = dict[str, list[dict[str, float]]]

@@ -16,7 +16,7 @@ from benchmarks.demo_figures import toml
 from benchmarks.honed_side import honed_command, start_daemon, vllm_args, wait_attached
 from benchmarks.processes import Child, Processes, free_port
 from benchmarks.vllm_server import Server
-from honed.daemon.client import AdminClient
+from honed.daemon.client.client import AdminClient
 
 
 @dataclass(frozen=True)

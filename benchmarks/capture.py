@@ -33,7 +33,7 @@ from benchmarks.processes import ROOT, ProcessError
 from benchmarks.target_core import pin_target, stolen_share
 from benchmarks.vllm_server import NUM_DRAFT_TOKENS
 from honed.adapt.control.settings import ControllerSettings
-from honed.daemon.client import AdminError
+from honed.daemon.client.client import AdminError
 
 Document = dict[str, Any]
 

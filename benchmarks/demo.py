@@ -36,7 +36,7 @@ from benchmarks.demo_figures import drafted_share, honed_figures, promises_of, r
 from benchmarks.honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
 from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
 from benchmarks.vllm_server import Server
-from honed.daemon.client import FINISHED, AdminClient, AdminError
+from honed.daemon.client.client import FINISHED, AdminClient, AdminError
 
 Document = dict[str, Any]
 

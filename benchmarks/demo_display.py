@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from honed.daemon import show
-from honed.daemon.client import AdminClient, AdminError
-from honed.daemon.watching import headline
+from honed.daemon.client.client import AdminClient, AdminError
+from honed.daemon.commands.show import status as show
+from honed.daemon.commands.watching import headline
 
 Document = dict[str, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.processes import Child, ProcessError, Processes
 from benchmarks.vllm_server import NUM_DRAFT_TOKENS, Counters
-from honed.daemon.client import AdminClient, AdminError
+from honed.daemon.client.client import AdminClient, AdminError
 
 Document = dict[str, Any]
 

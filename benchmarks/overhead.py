@@ -38,7 +38,7 @@ from benchmarks.honed_side import POLICY_S, engine_of, start_daemon, vllm_args, 
 from benchmarks.measured import commit, hardware
 from benchmarks.processes import ROOT, ProcessError, Processes, free_port
 from benchmarks.vllm_server import NUM_DRAFT_TOKENS, Counters, Server
-from honed.daemon.client import AdminClient, AdminError
+from honed.daemon.client.client import AdminClient, AdminError
 
 Document = dict[str, Any]
 

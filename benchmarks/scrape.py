@@ -22,13 +22,14 @@ import numpy as np
 
 from benchmarks.measured import commit, hardware
 from honed.adapt.protocol import wire
-from honed.daemon import metrics_acceptance, page_document
-from honed.daemon.live_rounds import MOST_CELLS
-from honed.daemon.metric_families import MOST_ENGINES
-from honed.daemon.metrics import GROUPS, render
-from honed.daemon.page_document import WINDOWS
+from honed.daemon.control.live_rounds import MOST_CELLS
+from honed.daemon.metrics import acceptance as metrics_acceptance
+from honed.daemon.metrics.families import MOST_ENGINES
+from honed.daemon.metrics.render import GROUPS, render
+from honed.daemon.page import document as page_document
+from honed.daemon.page.document import WINDOWS
 from honed.daemon.service import Service
-from honed.daemon.settings import load
+from honed.daemon.settings.settings import load
 
 K = 15
 SECONDS = 300

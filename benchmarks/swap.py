@@ -36,8 +36,8 @@ from benchmarks.honed_side import caught_up, engine_of
 from benchmarks.measured import commit, hardware, percentile
 from benchmarks.processes import ROOT, ProcessError
 from honed.adapt.protocol import wire
-from honed.daemon.client import FINISHED, AdminClient, AdminError
-from honed.daemon.database import connect
+from honed.daemon.client.client import FINISHED, AdminClient, AdminError
+from honed.daemon.store.database import connect
 from honed.recalib.registry.registry import Registry
 
 Document = dict[str, Any]

@@ -40,7 +40,7 @@ from benchmarks.attached_server import Attached, attached
 from benchmarks.client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
 from benchmarks.measured import commit, hardware, percentile, stolen_s, stolen_since
 from benchmarks.processes import ROOT, ProcessError
-from honed.daemon.client import AdminError
+from honed.daemon.client.client import AdminError
 
 Document = dict[str, Any]
 

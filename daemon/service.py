@@ -20,29 +20,29 @@ import structlog
 from honed.adapt.control.controller import EngineController
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
-from honed.daemon import batch_tables
-from honed.daemon.batch_tables import StoredBatch
-from honed.daemon.checksums import Checksums
-from honed.daemon.drafters import Drafters
-from honed.daemon.engines import Engine, Engines
-from honed.daemon.filesystem import filesystem_of
-from honed.daemon.ingest import Ingest
-from honed.daemon.journal import Journal
-from honed.daemon.lifecycle import Lifecycle
-from honed.daemon.live_rounds import LiveRounds
-from honed.daemon.load_history import LoadHistory
-from honed.daemon.operations import Operations
-from honed.daemon.overrides import Overrides
-from honed.daemon.purges import Purges
-from honed.daemon.recalibrations import Recalibrations
-from honed.daemon.recall import recall
-from honed.daemon.router import Router
-from honed.daemon.settings import Settings
-from honed.daemon.sharing import Sharing
-from honed.daemon.steering import Steering
-from honed.daemon.store import Store
-from honed.daemon.swaps import Swaps
-from honed.daemon.trainers import Trainer, TrainerMessage
+from honed.daemon.control.live_rounds import LiveRounds
+from honed.daemon.control.load_history import LoadHistory
+from honed.daemon.control.overrides import Overrides
+from honed.daemon.control.steering import Steering
+from honed.daemon.control.warm_start import recall
+from honed.daemon.ingest.engines import Engine, Engines
+from honed.daemon.ingest.ingest import Ingest
+from honed.daemon.ingest.router import Router
+from honed.daemon.lifecycle.checksums import Checksums
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.lifecycle import Lifecycle
+from honed.daemon.lifecycle.purges import Purges
+from honed.daemon.lifecycle.recalibrations import Recalibrations
+from honed.daemon.lifecycle.sharing import Sharing
+from honed.daemon.lifecycle.swaps import Swaps
+from honed.daemon.lifecycle.trainers import Trainer, TrainerMessage
+from honed.daemon.settings.filesystem import filesystem_of
+from honed.daemon.settings.settings import Settings
+from honed.daemon.store import batch_tables
+from honed.daemon.store.batch_tables import StoredBatch
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.operations import Operations
+from honed.daemon.store.store import Store
 from honed.recalib.registry.registry import Registry, RegistryError
 from honed.recalib.registry.shared import SharedRegistry
 

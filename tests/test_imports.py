@@ -37,7 +37,7 @@ DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.config.memory",
     "honed.recalib.samples.ring_reader",
 }
-TRAIN_COMMAND = ("honed.daemon.command_line", "honed.recalib.process.trainer")
+TRAIN_COMMAND = ("honed.daemon.commands.main", "honed.recalib.process.trainer")
 """`honed train` starts the trainer; it is imported there and then only."""
 
 PURE = {

@@ -77,7 +77,7 @@ def test_entry_points_name_functions_that_exist(wheel: zipfile.Path) -> None:
     text = next(name for name in names(wheel) if name.endswith("/entry_points.txt"))
     parser = configparser.ConfigParser()
     parser.read_string(wheel.joinpath(text).read_text())
-    assert dict(parser["console_scripts"]) == {"honed": "honed.daemon.command_line:main"}
+    assert dict(parser["console_scripts"]) == {"honed": "honed.daemon.commands.main:main"}
     assert dict(parser["vllm.general_plugins"]) == {"honed": "honed.attach.plugin:register"}
     for section in parser.sections():
         for target in parser[section].values():

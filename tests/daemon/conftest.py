@@ -15,10 +15,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from honed.daemon.sections import StoreSettings
 from honed.daemon.service import Service
-from honed.daemon.settings import Settings, load
-from honed.daemon.store import Store
+from honed.daemon.settings.sections import StoreSettings
+from honed.daemon.settings.settings import Settings, load
+from honed.daemon.store.store import Store
 from tests.daemon.fake_engine import FakeEngine
 
 
@@ -105,7 +105,7 @@ def make_engine(settings: Settings) -> Iterator[Callable[..., FakeEngine]]:
 
 
 class DaemonProcess:
-    """`python -m honed.daemon.serve` over one state folder, started and ended as often as wanted."""
+    """`python -m honed.daemon.process.serve` over one state folder, started and ended as often as wanted."""
 
     def __init__(self, folder: Path, **env: str) -> None:
         self.state_dir, self.runtime_dir = folder / "state", folder / "run"
@@ -126,7 +126,7 @@ class DaemonProcess:
         wait_for(self.answers, "the daemon's answer")
 
     def spawn(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "honed.daemon.serve", *arguments]
+        command = [sys.executable, "-m", "honed.daemon.process.serve", *arguments]
         return subprocess.Popen(command, env=self.env, stderr=subprocess.PIPE, text=True)
 
     def answers(self) -> bool:

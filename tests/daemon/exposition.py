@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from honed.daemon.metrics import render
+from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 
 

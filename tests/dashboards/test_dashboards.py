@@ -15,13 +15,13 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
 from honed.adapt.protocol import wire
-from honed.daemon.metrics import render
+from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
-from honed.daemon.settings import Settings
+from honed.daemon.settings.settings import Settings
 from honed.dashboards import make_dashboards
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer
-from tests.daemon.test_lifecycle import write_checkpoint
+from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 from tests.dashboards.contents import (
     ALERTS,
     BOARDS,

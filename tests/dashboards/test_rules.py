@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from honed.daemon.metrics import render
+from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 from tests.daemon.fake_engine import FakeEngine
 from tests.dashboards.contents import ALERTS, FOLDER, RECORDING, rules

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from honed.daemon.vllm_args import table_for
+from honed.daemon.install.vllm_args import table_for
 from tests.e2e.engine import DRAFTER, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import perturbed_drafter, swap, wait_until_compiled, wait_until_written, worker_of

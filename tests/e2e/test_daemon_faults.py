@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import client_load, honed_side, vllm_server
 from benchmarks.processes import Child, Processes, free_port
-from honed.daemon.client import AdminClient
+from honed.daemon.client.client import AdminClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

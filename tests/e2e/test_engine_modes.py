@@ -22,11 +22,11 @@ import pytest
 
 from honed.adapt.lengths.length_policy import Decision
 from honed.adapt.protocol.wire import LOST_DRAFTER
-from honed.daemon import capable
 from honed.daemon.errors import ConflictError
+from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.service import Service
-from honed.daemon.settings import load
-from honed.daemon.views import engines
+from honed.daemon.settings.settings import load
+from honed.daemon.views.views import engines
 from honed.recalib.samples.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_SLOW, IS_V2, ROOT, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches

@@ -21,7 +21,7 @@ import pytest
 from benchmarks import client_load, honed_side, vllm_server
 from benchmarks.processes import Processes, free_port
 from honed.adapt.protocol import wire
-from honed.daemon.client import AdminClient
+from honed.daemon.client.client import AdminClient
 from honed.recalib.registry.weights_digest import weights_digests
 from tests.e2e import test_runner_contract as contract
 from tests.e2e.engine import DRAFTER, IS_V2, TestEngine, engine

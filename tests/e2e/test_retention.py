@@ -15,7 +15,7 @@ import pytest
 from benchmarks import honed_side, vllm_server
 from benchmarks.processes import Processes, free_port
 from benchmarks.recalib_target import fine_tune
-from honed.daemon.client import AdminClient
+from honed.daemon.client.client import AdminClient
 from tests.e2e.calibrating import IS_SWITCHED_ON, SETTINGS, TINY, honed
 
 pytestmark = [

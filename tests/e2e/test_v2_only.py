@@ -15,7 +15,7 @@ import torch
 from honed.attach.engine.graphs import captured
 from honed.attach.events.request_book import key_of
 from honed.attach.runner.fed_verification import FedVerification
-from honed.daemon.vllm_args import table_for
+from honed.daemon.install.vllm_args import table_for
 from tests.e2e.engine import K, TestEngine
 from tests.e2e.logged import counted, keys_of, rounds, set_policy, take_batches
 from tests.e2e.swapping import worker_of

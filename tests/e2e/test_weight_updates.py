@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER
 from honed.daemon.errors import ConflictError
-from honed.daemon.views import engines
+from honed.daemon.views.views import engines
 from honed.recalib.registry.weights_digest import weights_digests
 from tests.e2e.engine import DRAFTER, TARGET, TestEngine, engine, held_out
 from tests.e2e.logged import set_policy

@@ -1,6 +1,6 @@
 """A program that kills itself, by SIGKILL, at a step that a file names: `python dying.py ARM_FILE daemon|save …`.
 
-The arm file holds "TARGET before|after NTH": TARGET is a function ("honed.daemon.swaps.Swaps.begin"), NTH counts its calls
+The arm file holds "TARGET before|after NTH": TARGET is a function ("honed.daemon.lifecycle.swaps.Swaps.begin"), NTH counts its calls
 since the file appeared. Once it has killed, the file is gone, so that the program can be started again and live.
 """
 
@@ -54,7 +54,7 @@ def die(arm: Path) -> None:
 def daemon(arm: Path, targets: list[str]) -> None:
     for target in targets:
         patch(target, arm)
-    from honed.daemon import serve
+    from honed.daemon.process import serve
 
     sys.argv = ["honed-serve"]
     sys.exit(serve.main())

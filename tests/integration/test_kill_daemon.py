@@ -12,7 +12,7 @@ import pytest
 
 from honed.adapt.protocol import wire
 from honed.attach.events.outbox import Losses, Outbox
-from honed.daemon.database import connect
+from honed.daemon.store.database import connect
 from tests.daemon.conftest import DaemonProcess, wait_for
 from tests.daemon.fake_engine import FakeEngine, make_batch
 

@@ -22,7 +22,7 @@ from honed.adapt.protocol import wire
 from honed.recalib.registry.registry import Registry
 from tests.daemon.conftest import DaemonProcess, wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
-from tests.daemon.test_lifecycle import write_checkpoint
+from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,22 +30,22 @@ DYING = Path(__file__).with_name("dying.py")
 
 DAEMON_STEPS = [
     # The trainer has saved; the candidate gets its alias.
-    ("honed.daemon.lifecycle.Lifecycle.try_out", "before", 1),
+    ("honed.daemon.lifecycle.lifecycle.Lifecycle.try_out", "before", 1),
     ("honed.recalib.registry.registry.replace_file", "before", 1),
     # The trial begins.
-    ("honed.daemon.canary_tables.save", "before", 1),
-    ("honed.daemon.canary_tables.save", "after", 1),
+    ("honed.daemon.store.canary_tables.save", "before", 1),
+    ("honed.daemon.store.canary_tables.save", "after", 1),
     # Swaps, and the windows between them.
-    ("honed.daemon.swaps.Swaps.begin", "before", 1),
-    ("honed.daemon.swaps.Swaps.on_result", "before", 1),
-    ("honed.daemon.swaps.Swaps.begin", "after", 3),
-    ("honed.daemon.canary_tables.save_points", "after", 2),
+    ("honed.daemon.lifecycle.swaps.Swaps.begin", "before", 1),
+    ("honed.daemon.lifecycle.swaps.Swaps.on_result", "before", 1),
+    ("honed.daemon.lifecycle.swaps.Swaps.begin", "after", 3),
+    ("honed.daemon.store.canary_tables.save_points", "after", 2),
     # The verdict: aliases previous, active, candidate; then the engines; then it is written down.
-    ("honed.daemon.lifecycle.Lifecycle._make_active", "before", 1),
+    ("honed.daemon.lifecycle.lifecycle.Lifecycle._make_active", "before", 1),
     ("honed.recalib.registry.registry.replace_file", "after", 2),
     ("honed.recalib.registry.registry.replace_file", "after", 3),
-    ("honed.daemon.lifecycle.Lifecycle._send_home", "before", 1),
-    ("honed.daemon.lifecycle.Lifecycle._send_home", "after", 1),
+    ("honed.daemon.lifecycle.lifecycle.Lifecycle._send_home", "before", 1),
+    ("honed.daemon.lifecycle.lifecycle.Lifecycle._send_home", "after", 1),
 ]
 SAVE_STEPS = [
     ("honed.recalib.registry.registry.fsync_path", "before", 1),

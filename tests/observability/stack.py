@@ -24,7 +24,7 @@ from benchmarks.honed_side import caught_up, honed_command, start_daemon, vllm_a
 from benchmarks.processes import ROOT, Processes, free_port
 from benchmarks.vllm_server import Server
 from honed.adapt.protocol.wire import GateFigures
-from honed.daemon.client import AdminClient
+from honed.daemon.client.client import AdminClient
 from honed.recalib.gate.gate import summarise
 from honed.recalib.registry.registry import Registry
 from tests.observability.watchers import Alertmanager, Prometheus

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from honed.daemon.install import is_hidden
+from honed.daemon.install.units import is_hidden
 from tests.build_wheel import ROOT, build_wheel
 
 BOOT = Path(__file__).with_name("boot.sh")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from honed.attach.engine import environment
-from honed.daemon import vllm_args
-from honed.daemon.settings import Settings, load
+from honed.daemon.install import vllm_args
+from honed.daemon.settings.settings import Settings, load
 from tests.tools import ROOT
 
 FOLDER = ROOT / "systemd"

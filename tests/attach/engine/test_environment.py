@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from honed.attach.engine.environment import OF_THE_DAEMON, VARIABLES, from_environment, unknown_variables
-from honed.daemon import variables
+from honed.daemon.settings import variables
 
 
 def test_without_the_runtime_directory_honed_is_off() -> None:

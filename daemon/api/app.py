@@ -1,0 +1,197 @@
+"""The admin API: what operators and the command line may see and change. See models.py for the documents.
+
+This file has the applications and what they show; api_changes.py has what they change; access.py who may. Errors are problem
+documents (RFC 9457).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import structlog
+from fastapi import APIRouter, Depends, FastAPI, Query, Response
+from fastapi.responses import PlainTextResponse
+
+from honed.daemon.api import models
+from honed.daemon.api.access import Authenticate, Tokens, needs
+from honed.daemon.api.changes import Name, add_changes
+from honed.daemon.api.follow import add_follow
+from honed.daemon.api.limits import LOCAL_HOSTS, Limits, TokenBucket
+from honed.daemon.api.problems import METHODS, finish
+from honed.daemon.api.queries import only_known_parameters
+from honed.daemon.lifecycle.sharing import without_credentials
+from honed.daemon.metrics.render import CONTENT_TYPE, render
+from honed.daemon.page.page import add_page
+from honed.daemon.service import Service
+from honed.daemon.store import canary_tables
+from honed.daemon.views import views
+from honed.daemon.views.plain_json import finite
+
+log = structlog.get_logger("honed.api")
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"model": models.Problem, "content": {"application/problem+json": {}}}
+    for code in (400, 401, 403, 404, 409, 412, 413, 421, 422, 429, 503)
+}
+
+
+def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
+    """The whole API.
+
+    Args:
+        tokens: who may ask over TCP; None for the unix socket, whose file's permissions decide.
+    """
+    settings = service.settings.http
+    app = FastAPI(
+        title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    known = Depends(only_known_parameters)
+    reading = APIRouter(dependencies=[needs("read"), known])
+    changing = APIRouter(dependencies=[needs("admin"), known])
+    add_health(reading, service)
+    add_reading(reading, service)
+    add_follow(reading, service)
+    add_changes(changing, service)
+    app.include_router(reading)
+    app.include_router(changing)
+    finish(app, service, other_routes="`/openapi.json` describes all there is.")
+    bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
+    hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
+    app.add_middleware(Limits, max_body_bytes=settings.max_body_bytes, bucket=bucket, hosts=hosts)
+
+    def count_stranger(method: str) -> None:
+        service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
+
+    # The last added is the first asked: strangers use up no rate.
+    app.add_middleware(Authenticate, tokens=tokens, on_refused=count_stranger)
+    return app
+
+
+def make_read_only_app(service: Service) -> FastAPI:
+    """The status page, /metrics, /healthz and /readyz, for the loopback listener."""
+    app = FastAPI(title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, openapi_url=None)
+    router = APIRouter()
+    add_health(router, service)
+    app.include_router(router)
+    add_page(app, service)
+    socket = service.settings.paths.admin_socket
+    finish(
+        app,
+        service,
+        other_routes="This is honed's port for metrics: /metrics, /healthz, /readyz, and a status page at /. "
+        f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
+    )
+    app.add_middleware(Limits, max_body_bytes=1024, hosts=LOCAL_HOSTS)
+    return app
+
+
+def add_health(app: APIRouter, service: Service) -> None:
+    @app.get("/healthz")
+    def healthz(response: Response) -> models.Health:
+        """Whether the process works: 503 when one of its threads has ended or hangs."""
+        problems = service.problems
+        response.status_code = 503 if problems else 200
+        return models.Health(status="failing" if problems else "ok", problems=problems)
+
+    @app.get("/readyz")
+    def readyz(response: Response) -> models.Health:
+        """Whether it is of use: also 503 while the database refuses."""
+        problems = list(service.problems)
+        if service.store.is_failing:
+            problems.append(f"database: {service.store.last_error}")
+        response.status_code = 503 if problems else 200
+        return models.Health(status="not ready" if problems else "ready", problems=problems)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:
+        """Everything that Prometheus scrapes."""
+        return Response(render(service), media_type=CONTENT_TYPE)
+
+
+def add_reading(app: APIRouter, service: Service) -> None:
+    @app.get("/v1/status", response_model=models.StatusView)
+    def status() -> Any:
+        """The whole service at a glance."""
+        return views.status(service)
+
+    @app.get("/v1/config")
+    def config() -> dict[str, Any]:
+        """The settings in force, but for the credentials in `registry.url`."""
+        found = service.settings.model_dump(mode="json")
+        found["registry"]["url"] = without_credentials(found["registry"]["url"])
+        return found
+
+    @app.get("/v1/engines", response_model=list[models.EngineView])
+    def engines() -> Any:
+        """Engines that have attached since the daemon started."""
+        return views.engines(service)
+
+    @app.get("/v1/engines/{engine_id}/beliefs")
+    def beliefs(engine_id: Name) -> dict[str, Any]:
+        """What the controller believes of an engine, and the draft lengths that follow."""
+        with service.lock:
+            engine = service.engines.get(engine_id)
+            found: dict[str, Any] = finite(service.steering.beliefs(engine))
+            return found
+
+    @app.get("/v1/workloads", response_model=list[models.WorkloadView])
+    def workloads(window_s: Annotated[float, Query(ge=0, le=1e9, allow_inf_nan=False)] = 300.0) -> Any:
+        """Acceptance by engine, workload and drafter version; `window_s` 0: all time."""
+        return views.workloads(service, window_s)
+
+    @app.get("/v1/timeline", response_model=models.Timeline)
+    def timeline(
+        resolution: Literal["1s", "1min", "1h"] = "1min",
+        since: Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)] = None,
+        workload: models.Label = "",
+    ) -> Any:
+        """Sums over time, and the marks beside them: swaps, drift, overrides."""
+        span = 600 * views.RESOLUTIONS[resolution]
+        return views.timeline(service, resolution, service.clock() - span if since is None else since, workload)
+
+    @app.get("/v1/drafters", response_model=models.Drafters)
+    def drafters() -> Any:
+        """Versions in the registry, and what is active."""
+        return finite(service.drafters.listing())
+
+    @app.get("/v1/operations", response_model=list[models.OperationView])
+    def operations() -> Any:
+        """Recalibrations, promotions, roll-backs; newest first."""
+        with service.lock:
+            return [finite(operation.view()) for operation in service.operations.listing()]
+
+    @app.get("/v1/operations/{operation_id}", response_model=models.OperationView)
+    def operation(operation_id: Name) -> Any:
+        """One of them in full."""
+        with service.lock:
+            return finite(service.operations.get(operation_id).view())
+
+    @app.get("/v1/canaries", response_model=list[models.CanaryRow])
+    def canaries(limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> Any:
+        """Trials of two drafter versions in turns on live traffic; newest first."""
+        return finite(canary_tables.listing(service.store, limit))
+
+    @app.get("/v1/canaries/{operation_id}", response_model=models.CanaryView)
+    def canary(operation_id: Name) -> Any:
+        """One trial, with its evidence over time."""
+        return finite(views.canary(service, operation_id))
+
+    @app.get("/v1/overrides", response_model=list[models.OverrideView])
+    def overrides() -> Any:
+        """What operators have taken out of the controller's hands."""
+        with service.lock:
+            return service.overrides.listing()
+
+    @app.get("/v1/audit", response_model=list[models.AuditRow])
+    def audit(limit: Annotated[int, Query(ge=1, le=10_000)] = 200) -> Any:
+        """Who changed what, newest first."""
+        return service.store.read("SELECT * FROM audit ORDER BY id DESC LIMIT ?", (limit,))
+
+    @app.get("/v1/events", response_model=list[models.EventRow])
+    def events(after: Annotated[int, Query(ge=0, le=2**62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
+        """Stored batches after a number, oldest first: a stream to be polled."""
+        return service.store.read(
+            "SELECT id, engine_id, boot_id, seq, received_unix_ns, drafter_version, rounds, bytes FROM batches "
+            "WHERE id > ? ORDER BY id LIMIT ?",
+            (after, limit),
+        )

@@ -1,0 +1,90 @@
+"""Errors as problem documents (RFC 9457), and the count of requests; the same for every listener."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+
+from honed.daemon.api import models
+from honed.daemon.errors import (
+    ConflictError,
+    ForbiddenError,
+    HonedError,
+    PreconditionError,
+    RequestError,
+    ReusedKeyError,
+    StoreError,
+    UnauthorizedError,
+    UnknownError,
+)
+from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.api")
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
+    UnauthorizedError: (401, "Unauthorized"),
+    ForbiddenError: (403, "Not with this token"),
+    UnknownError: (404, "Not found"),
+    ConflictError: (409, "Not possible now"),
+    PreconditionError: (412, "Changed meanwhile"),
+    RequestError: (422, "Invalid request"),
+    ReusedKeyError: (422, "Key was used before"),
+    StoreError: (503, "Database unavailable"),
+}
+
+
+def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
+    """Errors and counting, the same for both listeners; `other_routes` says where to go from a route that isn't here."""
+
+    def problem(status: int, title: str, detail: str, cure: str = "") -> JSONResponse:
+        document = models.Problem(title=title, status=status, detail=detail, cure=cure)
+        return JSONResponse(document.model_dump(), status, media_type="application/problem+json")
+
+    @app.exception_handler(HonedError)
+    def on_honed_error(request: Request, error: HonedError) -> JSONResponse:
+        status, title = STATUS_OF.get(type(error), (500, "Internal error"))
+        return problem(status, title, str(error), error.cure)
+
+    @app.exception_handler(RequestValidationError)
+    def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return problem(422, "Invalid request", f"{where}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        asked, cure = f"{request.method} {request.url.path}", ""
+        if error.status_code == 404:
+            asked, cure = f"{asked} is nothing that {request.url.netloc} has", other_routes
+        answer = problem(error.status_code, str(error.detail), asked, cure)
+        answer.headers.update(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the first route that fits the path, not of all
+            answer.headers["allow"] = ", ".join(sorted(methods_of(app, request)))
+        return answer
+
+    @app.exception_handler(Exception)
+    def on_failure(request: Request, error: Exception) -> JSONResponse:
+        log.exception("a request failed", path=request.url.path, error=str(error))
+        return problem(500, "Internal error", "a bug, or a broken machine", "`journalctl -u honed` says more.")
+
+    @app.middleware("http")
+    async def count(request: Request, call_next: Any) -> Response:
+        response: Response = await call_next(request)
+        route = request.scope.get("route")
+        path = getattr(route, "path", "unknown")
+        service.requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
+        return response
+
+
+def methods_of(app: FastAPI, request: Request) -> set[str]:
+    """All methods that a path takes. Of two templates that fit ({id} and {id}:cancel), the longer one is meant."""
+    fitting = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
+    meant = max((route.path for route in fitting), key=len, default="")
+    return {method for route in fitting if route.path == meant for method in route.methods or ()}

@@ -1,0 +1,262 @@
+"""Calibrating a drafter from nothing: an operator's prompts stand in for the traffic that hasn't come yet.
+
+    tokenise     each prompt by the server's own /tokenize: what doesn't fit is left out, too little is refused beforehand
+    collect      the prompts are played with every request captured (an override that ends by itself); the hidden states come
+                 from the serving engine, through the same ring as live traffic's
+    recalibrate  the trainer learns, judges on held-out sessions and registers; then the version is on trial like any other
+
+The prompts are played before the recalibration is asked for: its time is for training. Nothing here trains; this is the
+conversation between a served target and the daemon, and what each step needs is looked at before the first prompt is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from honed.daemon.calibration.prompts_file import Prompt
+from honed.daemon.calibration.served_target import Played, Reply, Sampling, ServedTarget
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, FINISHED, AdminClient, part
+from honed.daemon.client.held_override import Held
+
+View = dict[str, Any]
+
+WORKLOAD = "calibration"
+"""Label of prompts without a class."""
+REGISTERED = ("canary", "swapping", "watching", "done")
+"""Stages of an operation whose version is in the registry."""
+MAX_FAILED_SHARE = 0.1
+STUCK_S = 60.0
+"""Collecting for so long after everything was played: it won't become more."""
+STEADY_S, STEADY_TIMES = 1.2, 25
+"""Engines tell once a second how many rows they have captured."""
+
+
+class CalibrationError(RuntimeError):
+    """Calibrating can't go on; `cure` says what to do."""
+
+    def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.cure = cure
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What the daemon's settings say a training needs, and what the engine captures."""
+
+    scope: str
+    min_rows: int
+    min_sessions: int
+    held_out_share: float
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The prompts that the server can answer, and how many tokens they have."""
+
+    prompts: list[Prompt]
+    tokens: int
+    too_long: list[int] = field(default_factory=list)
+    """Lines of those that it can't."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was played and captured."""
+
+    engine_id: str
+    captured_rows: int
+    lost_records: int
+    """Of samples that the ring overwrote before the trainer had read them."""
+    played: Played
+
+    def view(self) -> View:
+        """As JSON."""
+        played = self.played
+        return {
+            "engine_id": self.engine_id,
+            "captured_rows": self.captured_rows,
+            "lost_records": self.lost_records,
+            "prompts": len(played.replies),
+            "failed": len(played.errors),
+            "prompt_tokens": played.prompt_tokens,
+            "completion_tokens": played.completion_tokens,
+            "seconds": round(played.seconds, 2),
+        }
+
+
+def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
+    """See whether a recalibration would be possible at all. Raises CalibrationError, AdminError."""
+    from honed.daemon.lifecycle.recalibrations import START_TRAINER
+
+    status, config = client.get("/v1/status"), client.get("/v1/config")
+    engines = [one for one in status["engines"] if one["connected"] and engine_id in ("", one["engine_id"])]
+    capturing = [one for one in engines if "capture" in one["capabilities"]]
+    if not capturing:
+        which = f"engine {engine_id!r}" if engine_id else "an engine"
+        raise CalibrationError(
+            f"{which} that captures samples must be connected" + "".join(f"; {one}" for e in engines for one in e["limits"]),
+            cure="Start vLLM with what `honed vllm-args` prints; `honed engines` and `honed doctor` say what is wrong.",
+        )
+    if status["trainer"] is None:
+        raise CalibrationError("no trainer is connected", cure=START_TRAINER)
+    if status["training_paused"]:
+        raise CalibrationError("training is paused", cure="`honed resume`")
+    running = status["operation"] or status["canary"]
+    if running:
+        named = running["operation_id"]
+        raise CalibrationError(f"operation {named} is under way", cure=f"Wait for its end, or `honed cancel {named}`.")
+    captures = {one["captures"] for one in capturing}
+    if scope == "full" and captures == {"fused"}:
+        raise CalibrationError(
+            "the engine captures fused features, of which scope 'full' can't learn",
+            cure="Start vLLM with HONED_FEATURES=layers in its environment, or take --scope kv-frozen.",
+        )
+    return Needed(
+        scope or ("full" if captures == {"layers"} else "kv-frozen"),
+        int(config["trainer"]["min_training_rows"]),
+        int(config["gate"]["min_sessions"]),
+        float(config["trainer"]["held_out_share"]),
+    )
+
+
+def fitting(
+    target: ServedTarget, prompts: Sequence[Prompt], max_tokens: int, on_prompt: Callable[[], None] = lambda: None
+) -> Fitting:
+    """Tokenise the prompts and leave out those that don't fit the server's context. Raises TargetError, CalibrationError."""
+    kept, tokens, too_long, longest = [], 0, [], 0
+    for prompt in prompts:
+        count, longest = target.count_tokens(prompt)
+        if count + max_tokens > longest:
+            too_long.append(prompt.line)
+        else:
+            kept.append(prompt)
+            tokens += count
+        on_prompt()
+    if not kept:
+        raise CalibrationError(
+            f"no prompt fits the server's {longest:,} tokens with {max_tokens:,} to be generated",
+            cure="Take fewer with --max-tokens, or shorter prompts.",
+            exit_code=EXIT_USAGE,
+        )
+    return Fitting(kept, tokens, too_long)
+
+
+def check_enough(found: Fitting, max_tokens: int, needed: Needed) -> None:
+    """Refuse what can't be enough to train on and to judge by. Raises CalibrationError."""
+    sessions = len({prompt.session for prompt in found.prompts})
+    rows = int((found.tokens + len(found.prompts) * max_tokens) * (1.0 - needed.held_out_share))
+    if rows < needed.min_rows:
+        raise CalibrationError(
+            f"{len(found.prompts)} prompts give {rows:,} tokens to learn from at most, {needed.min_rows:,} are needed",
+            cure="Give more prompts, or a larger --max-tokens; trainer.min_training_rows is what is needed.",
+            exit_code=EXIT_USAGE,
+        )
+    if sessions * needed.held_out_share < needed.min_sessions:
+        least = int(needed.min_sessions / needed.held_out_share) + 1 if needed.held_out_share else 0
+        raise CalibrationError(
+            f"of {sessions} sessions {needed.held_out_share:.0%} are held out, and {needed.min_sessions} must be to judge by",
+            cure=f"Give prompts of at least {least} sessions; a prompt is one of its own unless its line has a session.",
+            exit_code=EXIT_USAGE,
+        )
+
+
+def labels(prompt: Prompt) -> Mapping[str, str | int]:
+    """What a request tells honed of itself."""
+    return {"honed_workload": prompt.name or WORKLOAD, "honed_session": prompt.session}
+
+
+def collect(
+    client: AdminClient,
+    target: ServedTarget,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    concurrency: int,
+    engine_id: str = "",
+    on_reply: Callable[[Reply], None] = lambda reply: None,
+) -> Collected:
+    """Play the prompts while every request is captured. Raises CalibrationError, TargetError, AdminError."""
+    before, lost_before = captured_rows(client), _lost_records(client)
+    with Held(client, "capture_share", 1.0, f"calibrate: {len(prompts)} prompts") as held:
+
+        def answered(reply: Reply) -> None:
+            held.renew()
+            on_reply(reply)
+
+        played = target.play(prompts, sampling, labels, concurrency=concurrency, on_reply=answered)
+    errors = played.errors
+    if len(errors) > MAX_FAILED_SHARE * len(prompts):
+        raise CalibrationError(f"{len(errors)} of {len(prompts)} prompts failed; the first: {errors[0]}")
+    grown = {one: rows - before.get(one, 0) for one, rows in _steady_rows(client).items() if engine_id in ("", one)}
+    best = max(grown, key=lambda one: grown[one], default="")
+    if not best or grown[best] <= 0:
+        raise CalibrationError(
+            f"nothing was captured while {target.url} answered {len(prompts) - len(errors)} prompts",
+            cure="Is it the server that honed is attached to (`honed engines`)? HONED_CAPTURE=0 switches capturing off.",
+        )
+    return Collected(best, grown[best], _lost_records(client) - lost_before, played)
+
+
+def captured_rows(client: AdminClient) -> dict[str, int]:
+    """Rows that each connected engine has captured since it started."""
+    return {one["engine_id"]: one["captured_rows"] for one in client.get("/v1/engines") if one["connected"]}
+
+
+def _lost_records(client: AdminClient) -> int:
+    trainer = client.get("/v1/status")["trainer"] or {}
+    return int(trainer.get("lost_records", 0))
+
+
+def _steady_rows(client: AdminClient) -> dict[str, int]:
+    last = captured_rows(client)
+    for _ in range(STEADY_TIMES):
+        time.sleep(STEADY_S)
+        if (now := captured_rows(client)) == last:
+            break
+        last = now
+    return last
+
+
+def ask(client: AdminClient, engine_id: str, scope: str, max_seconds: float | None, reason: str) -> str:
+    """Ask for the recalibration; its operation's id. All sessions together must gain, and no class may lose."""
+    body: View = {"engine_id": engine_id, "scope": scope, "reason": reason or "calibrate"}
+    view = client.post("/v1/recalibrations", body if max_seconds is None else body | {"max_seconds": max_seconds})
+    return str(view["operation_id"])
+
+
+def until_registered(
+    client: AdminClient, views: Iterable[View], monotonic: Callable[[], float] = time.monotonic
+) -> Iterator[View]:
+    """Views of the operation until its version is in the registry, or it has ended without one.
+
+    Raises:
+        CalibrationError: it collects and collects; it is cancelled then.
+    """
+    since_s: float | None = None
+    for view in views:
+        yield view
+        detail = view.get("detail") or {}
+        if view["state"] in FINISHED or (view["stage"] in REGISTERED and detail.get("version")):
+            return
+        is_collecting = view["stage"] == "collecting" and detail.get("state") == "collecting"
+        if not is_collecting:
+            since_s = None
+        elif since_s is None:
+            since_s = monotonic()
+        elif monotonic() - since_s > STUCK_S:
+            named = view["operation_id"]
+            client.post(f"/v1/operations/{part(named)}:cancel", {"reason": "calibrate: too little was captured"})
+            raise CalibrationError(
+                "too little was captured to learn from and to judge by",
+                cure="Give more prompts or a larger --max-tokens. Loops and texts under trainer.min_rows tokens don't count.",
+            )
+
+
+def promote(client: AdminClient, version: str, reason: str) -> str:
+    """Swap a version in at once, without a trial and unwatched; the operation's id. Raises AdminError."""
+    view = client.post(f"/v1/drafters/{part(version)}:promote", {"reason": reason or "calibrate", "force": True})
+    return str(view["operation_id"])

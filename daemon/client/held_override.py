@@ -1,0 +1,63 @@
+"""An override that a command holds while it works: what was in force before is in force again afterwards.
+
+A command that is killed leaves it behind for `TTL_S` at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from honed.daemon.client.client import AdminClient, Refused, Unreachable, part
+
+TTL_S = 600.0
+ARRIVES_S, POLL_S = 5.0, 0.25
+"""The daemon sends a policy at once, and engines say once a second which one they follow."""
+
+
+class Held:
+    """An override in force inside a `with`; raises AdminError where the daemon refuses it."""
+
+    def __init__(self, client: AdminClient, name: str, value: float, reason: str) -> None:
+        self._client, self._name, self._value, self._reason = client, name, value, reason
+        self._earlier: dict[str, Any] | None = None
+        self._began_s = self._put_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._earlier = next((one for one in self._client.get("/v1/overrides") if one["name"] == self._name), None)
+        before = self._generations()
+        self._began_s = time.monotonic()
+        self._put()
+        while time.monotonic() < self._began_s + ARRIVES_S:
+            now = self._generations()
+            if now and all(now[engine_id] != before.get(engine_id) for engine_id in now):
+                break
+            time.sleep(POLL_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        earlier, path = self._earlier, f"/v1/overrides/{part(self._name)}"
+        left_s = earlier["ttl_s"] - (time.monotonic() - self._began_s) if earlier else 0.0
+        if earlier and left_s > 0:
+            self._client.put(path, {"value": earlier["value"], "ttl_s": left_s, "reason": earlier["reason"]})
+        else:
+            with contextlib.suppress(Refused):  # an operator cleared it meanwhile
+                self._client.delete(path)
+
+    def renew(self) -> None:
+        """To be called now and then: keeps it in force for as long as the command lives."""
+        if time.monotonic() - self._put_s > TTL_S / 3:
+            with contextlib.suppress(Unreachable):  # a daemon that is started again still has it, for a while
+                self._put()
+
+    def _put(self) -> None:
+        body = {"value": self._value, "ttl_s": TTL_S, "reason": self._reason}
+        self._client.put(f"/v1/overrides/{part(self._name)}", body)
+        self._put_s = time.monotonic()
+
+    def _generations(self) -> dict[str, int]:
+        """The policy that each connected engine follows."""
+        engines = self._client.get("/v1/engines")
+        return {one["engine_id"]: one["policy"]["generation"] for one in engines if one["connected"]}

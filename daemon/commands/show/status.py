@@ -1,0 +1,324 @@
+"""How honed's answers look in a terminal: API documents in, rich renderables out.
+
+Nothing here prints or asks: a command fetches, a function of this module renders, the command prints. Missing
+fields show as "–", so an older daemon's answers still render; text that clients chose (workloads, reasons) is
+never read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from honed.daemon.commands.show import cells
+from honed.daemon.commands.show.cells import Rows
+from honed.daemon.views.findings import findings
+
+Document = dict[str, Any]
+STATE_STYLES = {
+    "succeeded": "green",
+    "running": "cyan",
+    "queued": "yellow",
+    "failed": "red",
+    "cancelled": "magenta",
+    "drifted": "red",
+    "alarm": "red",
+    "active": "green",
+}
+
+
+def status(document: Document) -> RenderableType:
+    """The whole service on one screen: what is wrong first, then engines, acceptance, weights, trainer, store."""
+    return Group(
+        _verdict(document),
+        engines(document.get("engines") or []),
+        "",
+        _acceptance(document.get("acceptance") or {}),
+        "",
+        _facts(document),
+    )
+
+
+def engines(rows: Sequence[Document]) -> RenderableType:
+    """Two lines an engine, which wrap at any width: is it there, how long does it draft, what does honed cost it."""
+    lines = []
+    for e in rows:
+        policy = e.get("policy") or {}
+        fallback = policy.get("fallback")
+        steering = fallback or f"{policy.get('kind') or cells.NOTHING} #{policy.get('generation', 0)}"
+        lines.append(
+            Text.assemble(
+                (cells.text(e.get("engine_id")), "bold"),
+                "  ",
+                _presence(e),
+                f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))},"
+                f" k {cells.number(e.get('draft_tokens_per_round'), 2)} of {cells.count(e.get('num_spec_tokens'))} by ",
+                (steering, "yellow" if fallback else ""),
+            )
+        )
+        load = f"{cells.number(e.get('tokens_per_s'), 0)} tok/s"
+        load += f", {cells.count(e.get('num_running'))} running, {cells.count(e.get('num_waiting'))} waiting"
+        cost = f"p99 of deciding {cells.micros(e.get('decide_us_p99'))}, of logging {cells.micros(e.get('log_us_p99'))}"
+        lost = (f"{cells.count(e.get('lost_rounds'))} lost", "red" if e.get("lost_rounds") else "")
+        lines.append(Text.assemble(f"  {load}; {cells.count(e.get('rounds'))} rounds stored, ", lost, f"; {cost}"))
+    return Group(*lines) if lines else Text("no engine has attached", "dim")
+
+
+def _presence(engine: Document) -> tuple[str, str]:
+    if not engine.get("connected"):
+        return "gone", "red"
+    return ("asleep", "yellow") if engine.get("asleep") else ("connected", "green")
+
+
+def workloads(rows: Sequence[Document]) -> RenderableType:
+    """How well the drafter does on each workload, position by position."""
+    columns = ("engine", "workload", "drafter", "rounds", "acc. length", "acc. rate")
+    table = Rows.of(*columns, "by position (conditional)", "drift")
+    for w in rows:
+        drift = w.get("drift") or {}
+        state = str(drift.get("state") or cells.NOTHING)
+        table.add_row(
+            cells.text(w.get("engine_id")),
+            cells.text(w.get("workload")),
+            cells.text(w.get("drafter_version")),
+            cells.count(w.get("rounds")),
+            cells.number(w.get("acceptance_length"), 3),
+            cells.percent(w.get("acceptance_rate")),
+            " ".join(f"{p:.2f}" for p in w.get("by_position") or []) or cells.NOTHING,
+            Text(state, STATE_STYLES.get(state, "")),
+        )
+    return table
+
+
+def drafters(document: Document) -> RenderableType:
+    """The registry: versions, newest first, with the aliases that point at them."""
+    if not document.get("versions"):
+        return Text("no version is in the registry: an engine's own drafter will be the first", "dim")
+    aliases: dict[str, list[str]] = {}
+    for alias, version in (document.get("aliases") or {}).items():
+        if version:
+            aliases.setdefault(version, []).append(alias)
+    table = Rows.of("version", "is", "made", "parent", "scope", "MiB", "gain", "sha256", "note")
+    for v in sorted(document.get("versions") or [], key=lambda v: -(v.get("created_unix_s") or 0)):
+        names = aliases.get(v.get("version", ""), [])
+        table.add_row(
+            Text(cells.text(v.get("version")), "bold" if names else ""),
+            Text(", ".join(names), "green" if "active" in names else "cyan"),
+            cells.moment(v.get("created_unix_s")),
+            cells.text(v.get("parent")),
+            cells.text(v.get("scope")),
+            cells.number((v.get("bytes") or 0) / 2**20, 1),
+            _gains(v.get("figures")),
+            cells.text(v.get("sha256"))[:12],
+            cells.text(v.get("note")),
+        )
+    return table
+
+
+def operations(rows: Sequence[Document]) -> RenderableType:
+    """What was asked for, and what became of it."""
+    if not rows:
+        return Text("nothing has been asked for", "dim")
+    table = Rows.of("operation", "kind", "state", "stage", "since", "took", "who", "why", "result")
+    for o in rows:
+        state = cells.text(o.get("state"))
+        detail = o.get("detail") or {}
+        table.add_row(
+            cells.text(o.get("operation_id")),
+            cells.text(o.get("kind")),
+            Text(state, STATE_STYLES.get(state, "")),
+            cells.text(o.get("stage")),
+            cells.moment(o.get("created_unix_s")),
+            cells.seconds(_took(o)),
+            cells.text(o.get("actor")),
+            cells.text(o.get("reason")),
+            str(o.get("error") or detail.get("version") or ""),
+        )
+    return table
+
+
+def operation(document: Document) -> RenderableType:
+    """One operation in full, with the gate's figures and the swap's pause where there are any."""
+    detail = document.get("detail") or {}
+    parts: list[RenderableType] = [operations([document])]
+    if detail.get("gate"):
+        parts.append(gate(detail["gate"]))
+    if detail.get("pause_ms") is not None:
+        parts.append(swap_line(detail))
+    return Group(*parts)
+
+
+def swap_line(detail: Document) -> Text:
+    """What the swap cost the serving engine."""
+    stage = detail.get("stage_ms")
+    staged = f", {stage:.1f} ms staging beside it" if isinstance(stage, int | float) else ""
+    return Text(f"swapped to {cells.text(detail.get('version'))}: {detail['pause_ms']:.2f} ms pause{staged}", "green")
+
+
+def gate(rows: Iterable[Document]) -> RenderableType:
+    """Expected acceptance length on held-out sessions, parent against candidate, one workload a line."""
+    table = Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "must gain", "passed")
+    for g in rows:
+        parent, candidate = g.get("parent") or 0.0, g.get("candidate") or 0.0
+        gain = f"{100 * (candidate / parent - 1):+.1f} %" if parent else cells.NOTHING
+        low, high = g.get("gain_low"), g.get("gain_high")
+        interval = f"{100 * (low - 1):+.1f} … {100 * (high - 1):+.1f} %" if low and high else cells.NOTHING
+        table.add_row(
+            cells.text(g.get("workload")),
+            cells.count(g.get("sessions")),
+            cells.number(parent, 3),
+            cells.number(candidate, 3),
+            gain,
+            interval,
+            "yes" if g.get("must_gain") else "",
+            Text("passed", "green") if g.get("passed") else Text("failed", "red"),
+        )
+    return table
+
+
+def canary_line(trial: Document) -> str:
+    """A trial that is under way, in one line."""
+    versions = f"{cells.text(trial.get('new'))} against {cells.text(trial.get('old'))}"
+    found = f"{100 * (trial.get('change') or 0.0):+.1f} % accepted"
+    worse, better = (cells.number(trial.get(f"evidence_{says}"), 1) for says in ("worse", "better"))
+    rounds = f"{cells.count(trial.get('rounds'))} of at most {cells.count(trial.get('max_rounds'))} rounds"
+    return f"{versions}, {rounds}: {found}, evidence 10^{worse} against, 10^{better} for it"
+
+
+def canaries(rows: Sequence[Document]) -> RenderableType:
+    """Trials of drafter versions, newest first."""
+    if not rows:
+        return Text("no version has been on trial", "dim")
+    table = Rows.of("operation", "kind", "new", "old", "since", "verdict", "why")
+    for r in rows:
+        decision = cells.text(r.get("decision") or "going on")
+        style = {"better": "green", "worse": "red", "going on": "cyan"}.get(decision, "")
+        table.add_row(
+            cells.text(r.get("operation_id")),
+            cells.text(r.get("kind")),
+            cells.text(r.get("new")),
+            cells.text(r.get("old")),
+            cells.moment(r.get("began_unix_s")),
+            Text(decision, style),
+            cells.text(r.get("text")),
+        )
+    return table
+
+
+def canary(document: Document) -> RenderableType:
+    """One trial, with its evidence over time; at most some 40 lines of it."""
+    table = Rows.of("when", "pairs", "rounds", "workload", "log10 e against", "log10 e for", "change")
+    points = document.get("points") or []
+    every = max(1, -(-len(points) // 40))
+    for p in points[::-1][::every][::-1]:
+        table.add_row(
+            cells.moment(p.get("t")),
+            cells.count(p.get("pairs")),
+            cells.count(p.get("rounds")),
+            cells.text(p.get("workload") or "all"),
+            cells.number(p.get("evidence_worse"), 2),
+            cells.number(p.get("evidence_better"), 2),
+            f"{100 * (p.get('change') or 0.0):+.1f} %",
+        )
+    return Group(canaries([document]), table)
+
+
+def overrides(rows: Sequence[Document]) -> RenderableType:
+    """What operators have taken out of the controller's hands, and until when."""
+    if not rows:
+        return Text("no override is in force", "dim")
+    table = Rows.of("override", "value", "until", "why", "who")
+    for o in rows:
+        until = cells.moment(o["until_unix_s"]) if o.get("until_unix_s") else cells.seconds(o.get("left_s") or o.get("ttl_s"))
+        why, who = cells.text(o.get("reason")), cells.text(o.get("actor"))
+        table.add_row(cells.text(o.get("name")), cells.text(o.get("value")), until, why, who)
+    return table
+
+
+def audit(rows: Sequence[Document]) -> RenderableType:
+    """Who changed what."""
+    if not rows:
+        return Text("nothing has been changed", "dim")
+    table = Rows.of("when", "who", "did", "to", "why", "outcome")
+    for r in rows:
+        texts = (cells.text(r.get(k)) for k in ("actor", "action", "subject", "reason", "outcome"))
+        table.add_row(cells.moment(r.get("t")), *texts)
+    return table
+
+
+def _verdict(document: Document) -> RenderableType:
+    found = findings(document)
+    worst = found[0].level if found else "fine"
+    style = {"error": "red", "warning": "yellow"}.get(worst, "green")
+    up = cells.seconds(document.get("uptime_s"))
+    title = Text(f"honed {cells.text(document.get('version'))}, {cells.text(document.get('state'))}, up {up}")
+    if not found:
+        return Panel(Text("all is well", "green"), title=title, title_align="left", border_style=style)
+    lines = [Text(f"{'✗' if f.level == 'error' else '!'} {f.text}", "red" if f.level == "error" else "") for f in found]
+    return Panel(Group(*lines), title=title, title_align="left", border_style=style)
+
+
+def _acceptance(document: Document) -> RenderableType:
+    table = Rows.of("acceptance", "rounds", "draft tokens", "accepted", "acc. length", "acc. rate", "k/round")
+    for key, label in (("last_minute", "last minute"), ("total", "total")):
+        a = document.get(key) or {}
+        counts = [cells.count(a.get(k)) for k in ("rounds", "draft_tokens", "accepted_tokens")]
+        length, rate = cells.number(a.get("acceptance_length"), 3), cells.percent(a.get("acceptance_rate"))
+        table.add_row(label, *counts, length, rate, cells.number(a.get("draft_tokens_per_round"), 2))
+    return table
+
+
+def _facts(document: Document) -> RenderableType:
+    grid = Rows.of(show_header=False)
+    d = document.get("drafters") or {}
+    names = (f"{alias} {d[alias]}" for alias in ("active", "candidate", "previous") if d.get(alias))
+    grid.add_row(Text("drafter", "dim"), ", ".join(names) or cells.NOTHING)
+    grid.add_row(Text("trainer", "dim"), trainer_line(document.get("trainer")))
+    if running := document.get("operation"):
+        text = f"{running.get('kind')} {running.get('operation_id')}: {running.get('stage')}"
+        grid.add_row(Text("operation", "dim"), Text(text, "cyan"))
+    if trial := document.get("canary"):
+        grid.add_row(Text("canary", "dim"), Text(canary_line(trial), "cyan"))
+    events, store = document.get("events") or {}, document.get("store") or {}
+    rounds = f"{cells.count(events.get('received_rounds'))} rounds, those without drafts included"
+    counts = f"{rounds}, in {cells.count(events.get('batches'))} batches"
+    lag = f"{cells.number(events.get('lag_s'), 2)} s behind, {cells.count(events.get('lost_rounds'))} rounds lost"
+    grid.add_row(Text("events", "dim"), f"{counts}, {lag}")
+    size = cells.number((store.get("bytes") or 0) / 2**20, 1)
+    grid.add_row(Text("store", "dim"), f"{size} MiB, {cells.count(store.get('errors'))} errors")
+    return grid
+
+
+def trainer_line(trainer: Document | None) -> str:
+    """What the trainer is doing, in one line."""
+    if not trainer:
+        return "not connected"
+    text = f"{cells.text(trainer.get('state'))} on {cells.text(trainer.get('device'))}"
+    if trainer.get("operation_id"):
+        text += f", {progress_line(trainer)}"
+    yielded = f"{cells.count(trainer.get('preemptions'))} pre-emptions"
+    delay_s, computing_s = (cells.number(trainer.get(name), 3) for name in ("preemption_s_p99", "preemption_computing_s_p99"))
+    return f"{text}, {yielded} (p99 {delay_s} s, of computing {computing_s} s)"
+
+
+def progress_line(trainer: Document) -> str:
+    """How far a training run has come: what it has read, how many steps, the loss."""
+    samples, sessions, steps, most = (trainer.get(k) or 0 for k in ("samples", "sessions", "steps", "max_steps"))
+    of = f"/{most:,}" if most else ""
+    loss = f", loss {trainer['loss']:.3f}" if trainer.get("loss") else ""
+    return f"{samples:,} samples of {sessions:,} sessions, step {steps:,}{of}{loss}"
+
+
+def _took(document: Document) -> float | None:
+    began, ended = document.get("created_unix_s"), document.get("finished_unix_s")
+    return ended - began if began and ended else None
+
+
+def _gains(figures: Any) -> str:
+    rows = (figures or {}).get("gate") or []
+    pairs = [(g["workload"], g["candidate"] / g["parent"] - 1) for g in rows if g.get("parent")]
+    return ", ".join(f"{name or 'all'} {100 * gain:+.0f} %" for name, gain in pairs) or cells.NOTHING

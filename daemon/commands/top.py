@@ -1,0 +1,234 @@
+"""`honed top`: the whole service on one screen, live. A daemon that goes away is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from honed.daemon.client.client import AdminClient, Unreachable
+from honed.daemon.client.terminal import JsonFlag, connect, print_json, put
+from honed.daemon.commands.show import cells
+from honed.daemon.commands.show import status as show
+from honed.daemon.commands.show.cells import Rows
+from honed.daemon.views.findings import Finding, findings
+
+BARS = "▁▂▃▄▅▆▇█"
+SECONDS_BACK = 120
+MOST_FINDINGS = 4
+QUIT = frozenset("qQ\x03\x04\x1b")
+
+
+@dataclass
+class Frame:
+    """What one turn has read; what is `late` is from an earlier one."""
+
+    status: dict[str, Any] = field(default_factory=dict)
+    workloads: list[dict[str, Any]] = field(default_factory=list)
+    timeline: dict[str, Any] = field(default_factory=dict)
+    operations: list[dict[str, Any]] = field(default_factory=list)
+    trouble: str = ""
+    """Why nothing could be read this time; "" when all is fresh."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file."""
+    app.command()(top)
+
+
+def top(
+    context: typer.Context,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
+    count: Annotated[int, typer.Option(min=0, help="End after so many looks; 0: when q is pressed.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Everything live on one screen; q ends it. With --json a line each time; without a terminal one look, as text."""
+    with connect(context) as client:
+        frame = read(client)  # a daemon that isn't there at the start is an error as elsewhere
+        if as_json:
+            for shown in _frames(client, frame, interval, count):
+                print_json({"status": shown.status, "workloads": shown.workloads, "trouble": shown.trouble})
+                sys.stdout.flush()
+        elif not sys.stdout.isatty():
+            put(view(frame))
+        else:
+            _live(client, frame, interval, count)
+
+
+def read(client: AdminClient) -> Frame:
+    """Look once. Raises AdminError."""
+    status = client.get("/v1/status")
+    since = time.time() - SECONDS_BACK
+    return Frame(
+        status,
+        client.get("/v1/workloads", window_s=300),
+        client.get("/v1/timeline", resolution="1s", since=since),
+        client.get("/v1/operations")[:5],
+    )
+
+
+def view(frame: Frame) -> RenderableType:
+    """All parts, one below the other: for pipes and small screens."""
+    return Group(_verdict(frame), _engines(frame), _curves(frame), _workloads(frame), _bottom(frame))
+
+
+def screen(frame: Frame) -> Layout:
+    """The same parts, fitted to a terminal's height: what is wrong is never what is cut off."""
+    found = findings(frame.status)
+    layout = Layout()
+    layout.split_column(
+        Layout(_verdict(frame), size=2 + max(1, min(MOST_FINDINGS + 1, len(found)))),
+        Layout(_engines(frame), size=2 + 2 * max(1, len(frame.status.get("engines") or []))),
+        Layout(_curves(frame), size=5),
+        Layout(_workloads(frame), ratio=1, minimum_size=4),
+        Layout(_bottom(frame), size=10),
+    )
+    return layout
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` values as bars from 0 to their greatest."""
+    shown = list(values)[-width:]
+    most = max(shown, default=0.0)
+    return "".join(BARS[round((len(BARS) - 1) * value / most)] if most > 0 else BARS[0] for value in shown)
+
+
+def per_second(points: Sequence[dict[str, Any]], now_s: int, seconds: int = SECONDS_BACK) -> dict[str, list[float]]:
+    """Tokens emitted, acceptance length and draft tokens a round, second by second up to the last whole one; 0 where idle."""
+    sums: dict[int, list[int]] = {}
+    for point in points:
+        row = sums.setdefault(int(point["t"]), [0, 0, 0, 0])
+        for i, name in enumerate(("emitted_tokens", "rounds", "accepted_tokens", "draft_tokens")):
+            row[i] += int(point[name])
+    rows = [sums.get(t, [0, 0, 0, 0]) for t in range(now_s - seconds, now_s - 1)]
+    return {
+        "tokens/s": [float(emitted) for emitted, *_ in rows],
+        "acceptance length": [1 + accepted / rounds if rounds else 0.0 for _, rounds, accepted, _ in rows],
+        "draft tokens a round": [drafted / rounds if rounds else 0.0 for _, rounds, _, drafted in rows],
+    }
+
+
+def _verdict(frame: Frame) -> RenderableType:
+    found: list[Finding] = findings(frame.status)
+    if frame.trouble:
+        found = [Finding("error", f"{frame.trouble}; what is shown is old"), *found]
+    status = frame.status
+    up = cells.seconds(status.get("uptime_s"))
+    title = Text(f"honed {cells.text(status.get('version'))}, {cells.text(status.get('state'))}, up {up}")
+    worst = found[0].level if found else "fine"
+    style = {"error": "red", "warning": "yellow"}.get(worst, "green")
+    lines = [Text(f"{'✗' if f.level == 'error' else '!'} {f.text}", "red" if f.level == "error" else "") for f in found]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    if len(lines) > MOST_FINDINGS:
+        more = len(lines) - MOST_FINDINGS
+        lines = [*lines[:MOST_FINDINGS], Text(f"and {more} more: `honed status`", "dim")]
+    body = Group(*lines) if lines else Text("all is well", "green")
+    return Panel(body, title=title, title_align="left", border_style=style)
+
+
+def _engines(frame: Frame) -> RenderableType:
+    return Panel(show.engines(frame.status.get("engines") or []), title="engines", title_align="left", border_style="dim")
+
+
+def _curves(frame: Frame) -> RenderableType:
+    # The clock of the figures is the daemon's, which may be another machine's.
+    points = frame.timeline.get("points") or []
+    latest_s = max((int(point["t"]) for point in points), default=0)
+    grid = Rows.of(show_header=False)
+    for name, values in per_second(points, max(latest_s + 2, int(time.time()))).items():
+        last = next((value for value in reversed(values) if value), 0.0)
+        grid.add_row(Text(name, "dim"), f"{last:8.2f}", Text(sparkline(values, 72), "cyan"))
+    return Panel(grid, title=f"the last {SECONDS_BACK} seconds", title_align="left", border_style="dim")
+
+
+def _workloads(frame: Frame) -> RenderableType:
+    rows = sorted(frame.workloads, key=lambda row: -(row.get("rounds") or 0))
+    return Panel(show.workloads(rows), title="workloads, last 5 minutes", title_align="left", border_style="dim")
+
+
+def _bottom(frame: Frame) -> RenderableType:
+    drafters = frame.status.get("drafters") or {}
+    grid = Rows.of(show_header=False)
+    names = (f"{alias} {drafters[alias]}" for alias in ("active", "candidate", "previous") if drafters.get(alias))
+    grid.add_row(Text("drafter", "dim"), ", ".join(names) or cells.NOTHING)
+    grid.add_row(Text("trainer", "dim"), show.trainer_line(frame.status.get("trainer")))
+    if trial := frame.status.get("canary"):
+        grid.add_row(Text("canary", "dim"), Text(show.canary_line(trial), "cyan"))
+    for mark in reversed((frame.timeline.get("marks") or [])[-2:]):
+        grid.add_row(Text(cells.text(mark.get("kind")), "magenta"), Text(cells.text(mark.get("text"))))
+    for operation in frame.operations[:3]:
+        stage = operation.get("stage") if operation.get("state") == "running" else operation.get("state")
+        text = f"{operation.get('kind')}: {stage} {operation.get('error') or ''}".strip()
+        grid.add_row(Text(cells.text(operation.get("operation_id")), "dim"), Text(text))
+    return Panel(grid, title="drafter, training, what happened", title_align="left", border_style="dim")
+
+
+def _frames(client: AdminClient, first: Frame, interval_s: float, count: int) -> Iterator[Frame]:
+    """One frame after another; a daemon that doesn't answer gives the last one again, with the trouble."""
+    frame, number = first, 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            yield frame
+            number += 1
+            if count and number >= count:
+                return
+            time.sleep(interval_s)
+            frame = _next(client, frame)
+
+
+def _next(client: AdminClient, frame: Frame) -> Frame:
+    try:
+        return read(client)
+    except Unreachable as error:
+        return Frame(frame.status, frame.workloads, frame.timeline, frame.operations, str(error))
+
+
+def _live(client: AdminClient, frame: Frame, interval_s: float, count: int) -> None:
+    number = 1
+    shown = Live(screen(frame), screen=True, auto_refresh=False)
+    with keys() as pressed, shown as live, contextlib.suppress(KeyboardInterrupt):
+        live.refresh()
+        while not count or number < count:
+            if pressed(interval_s) & QUIT:
+                return
+            frame, number = _next(client, frame), number + 1
+            live.update(screen(frame), refresh=True)
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], frozenset[str]]]:
+    """A function that waits and returns the keys pressed meanwhile; without a keyboard it only waits."""
+    if not sys.stdin.isatty():
+        yield _wait_only
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+
+    def pressed(timeout_s: float) -> frozenset[str]:
+        readable, _, _ = select.select([sys.stdin], [], [], timeout_s)
+        return frozenset(sys.stdin.read(1)) if readable else frozenset()
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _wait_only(timeout_s: float) -> frozenset[str]:
+    time.sleep(timeout_s)
+    return frozenset()

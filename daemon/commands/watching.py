@@ -1,0 +1,104 @@
+"""Following an operation to its end in a terminal: a progress bar that says what is being done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from honed.daemon.client.client import AdminClient
+from honed.daemon.commands.show import status as show
+
+View = dict[str, Any]
+
+STAGES = {
+    "asking": "asking the engine",
+    "collecting": "collecting samples",
+    "training": "training",
+    "gating": "comparing with the active drafter on held-out sessions",
+    "swapping": "swapping the weights into the running engine",
+    "canary": "taking turns with the active version on live traffic",
+    "watching": "watching live acceptance",
+    "done": "done",
+}
+SAYS = {"waiting": "yielding to the engine, which has work or sleeps", "paused": "paused by an operator"}
+
+
+def follow(client: AdminClient, operation_id: str, *, quiet: bool = False) -> View:
+    """Wait for an operation, showing how it gets on (on stderr), and return its last view."""
+    return watch(client.follow(operation_id), quiet=quiet)
+
+
+def watch(views: Iterable[View], *, quiet: bool = False) -> View:
+    """Show an operation's views as they come, and return the last one."""
+    if quiet:
+        return _last(views)
+    console = Console(stderr=True, highlight=False)
+    console.soft_wrap = not console.is_terminal
+    return _bar(views, console) if console.is_terminal else _lines(views, console)
+
+
+def headline(view: View) -> str:
+    """What is being done right now, in words."""
+    detail = view.get("detail") or {}
+    stage, trainer_state = str(view.get("stage") or ""), str(detail.get("state") or "")
+    if stage in ("collecting", "training") and trainer_state in SAYS:
+        return SAYS[trainer_state]
+    return STAGES.get(stage, stage or str(view.get("state")))
+
+
+def progress(view: View) -> str:
+    """How far its training is; "" for an operation that doesn't train."""
+    return show.progress_line(view.get("detail") or {}) if view.get("kind") == "recalibrate" else ""
+
+
+def share_done(view: View) -> float | None:
+    """How much of the training is over, 0 … 1, by steps or by time; None while nobody can know."""
+    detail = view.get("detail") or {}
+    if view.get("stage") in ("gating", "canary", "swapping", "watching", "done"):
+        return 1.0
+    shares = [
+        detail[done] / detail[most]
+        for done, most in (("steps", "max_steps"), ("train_seconds", "max_seconds"))
+        if detail.get(most)
+    ]
+    return min(1.0, max(shares)) if shares else None
+
+
+def _last(views: Iterable[View]) -> View:
+    last: View = {}
+    for last in views:  # noqa: B007 - the last one is what is wanted
+        pass
+    return last
+
+
+def _lines(views: Iterable[View], console: Console) -> View:
+    """Without a terminal: a line at each change of stage."""
+    said, view = "", {}
+    for view in views:
+        if (text := headline(view)) != said:
+            said = text
+            how_far = f" ({facts})" if (facts := progress(view)) else ""
+            console.print(f"{view.get('operation_id')}: {text}{how_far}")
+    return view
+
+
+def _bar(views: Iterable[View], console: Console) -> View:
+    what = TextColumn("{task.description}", markup=False)
+    facts = TextColumn("{task.fields[facts]}", markup=False)
+    columns = (SpinnerColumn(), what, BarColumn(), facts)
+    view: View = {}
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as shown:
+        task: TaskID = shown.add_task("waiting", total=None, facts="")
+        for view in views:
+            share = share_done(view)
+            shown.update(
+                task,
+                description=headline(view),
+                total=None if share is None else 1.0,
+                completed=share or 0.0,
+                facts=progress(view),
+            )
+    return view

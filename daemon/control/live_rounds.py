@@ -1,0 +1,46 @@
+"""Rounds taken since the daemon started, by engine, workload and drafter version: what the acceptance metrics show.
+
+Every combination costs a scrape some thirty samples, and versions come and go, so at most `limit` are kept: the one that had
+rounds least recently goes first. Comes it back, its counters start anew, which `rate()` takes for what it is: a reset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from honed.daemon.store.rollups import Counts
+
+Cell = tuple[str, str, str]
+"""Engine id, workload, drafter version."""
+
+MOST_CELLS = 256
+
+
+class LiveRounds:
+    """The cells, least recently touched first. Guarded by the service's lock."""
+
+    def __init__(self, limit: int = MOST_CELLS) -> None:
+        self._limit = limit
+        self._cells: dict[Cell, Counts] = {}
+        self.dropped = 0
+        """Cells that made room for others."""
+
+    def add(self, cell: Cell, counts: Counts) -> None:
+        """Add rounds to a cell."""
+        held = self._cells.pop(cell, None)
+        if held is None:
+            held = Counts()
+            if len(self._cells) >= self._limit:
+                del self._cells[next(iter(self._cells))]
+                self.dropped += 1
+        held.add(counts)
+        self._cells[cell] = held
+
+    def snapshot(self) -> list[tuple[Cell, Counts]]:
+        """The cells in order of their names, copied, so that they can be rendered without the lock."""
+        # Arrays aren't copied: adding replaces them.
+        return sorted(((cell, replace(counts)) for cell, counts in self._cells.items()), key=lambda pair: pair[0])
+
+    def workloads(self) -> set[tuple[str, str]]:
+        """Engine id and workload of every cell."""
+        return {(engine_id, workload) for engine_id, workload, _ in self._cells}

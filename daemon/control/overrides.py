@@ -1,0 +1,169 @@
+"""The operator's overrides: each with a time to live, kept across restarts, gone when it is over.
+
+While the daemon runs that time is measured by the monotonic clock: whoever sets the wall clock ends and prolongs none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from honed.adapt.control.settings import MODES, ControllerSettings, Override
+from honed.daemon.errors import RequestError, UnknownError, there_are
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.store import Store
+
+log = structlog.get_logger("honed.overrides")
+
+MAX_TTL_S = 30 * 86400.0
+MAX_DRAFT_TOKENS = 1024
+NAMES = ("draft_tokens", "capture_share", "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class SetOverride:
+    """An override as it was set."""
+
+    name: str
+    value: Any
+    until_unix_s: float
+    reason: str
+    actor: str
+    created_unix_s: float
+
+
+class Overrides:
+    """Those in force. Guarded by the service's lock."""
+
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        settings: ControllerSettings,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._store, self._journal, self._settings = store, journal, settings
+        self._clock, self._monotonic = clock, monotonic
+        self._by_name: dict[str, SetOverride] = {}
+        self._ends_s: dict[str, float] = {}
+        """By the monotonic clock."""
+        self.changes: Counter[tuple[str, str]] = Counter()
+        """(name, "set", "cleared" or "expired") -> how often since the daemon started."""
+
+    def load(self) -> None:
+        """Take up those that were in force when the daemon stopped, except what the settings don't allow any more."""
+        for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ?", (self._clock(),)):
+            row["value"] = json.loads(row["value"])
+            name = row["name"]
+            self._by_name[name] = SetOverride(**row)
+            self._ends_s[name] = self._monotonic() + row["until_unix_s"] - self._clock()
+            try:
+                check(name, row["value"], self._settings)
+            except (RequestError, UnknownError) as error:
+                log.warning("an override is dropped", name=name, value=row["value"], error=str(error))
+                self._remove(name)
+                self._journal.audit("honed", "override.clear", name, str(error))
+                self._journal.mark("override", f"{name} dropped: {error}")
+
+    def set(
+        self, name: str, value: Any, ttl_s: float, reason: str, actor: str, drafts_most: Mapping[str, int] | None = None
+    ) -> SetOverride:
+        """Put an override in force.
+
+        Args:
+            drafts_most: connected engine -> draft tokens that it is configured for. A number that none of them can draft is
+                a slip of the hand, and refused; one that only some can is taken, and the others draft what they can.
+
+        Raises:
+            RequestError, UnknownError
+        """
+        check(name, value, self._settings, drafts_most)
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise RequestError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s:g}")
+        now = self._clock()
+        made = SetOverride(name, value, now + ttl_s, reason, actor, now)
+        self._by_name[name], self._ends_s[name] = made, self._monotonic() + ttl_s
+        self.changes[name, "set"] += 1
+        row = {field: getattr(made, field) for field in SetOverride.__slots__}
+        self._journal.insert("overrides", row | {"value": json.dumps(value)}, replace=True)
+        self._journal.audit(actor, "override.set", name, reason, f"{value!r} for {ttl_s:g} s")
+        self._journal.mark("override", f"{name} = {value!r}")
+        return made
+
+    def clear(self, name: str, reason: str, actor: str) -> None:
+        """End an override. Raises UnknownError when it isn't in force."""
+        if name not in self._by_name:
+            why = f"no override {name!r} is in force; {there_are(self._by_name)}"
+            raise UnknownError(why, cure="`honed override list` shows them.")
+        self._remove(name)
+        self.changes[name, "cleared"] += 1
+        self._journal.audit(actor, "override.clear", name, reason)
+        self._journal.mark("override", f"{name} cleared")
+
+    def expire(self) -> None:
+        """Drop those whose time is over."""
+        now_s = self._monotonic()
+        for name in [name for name, end_s in self._ends_s.items() if end_s <= now_s]:
+            self._remove(name)
+            self.changes[name, "expired"] += 1
+            self._journal.audit("honed", "override.clear", name, "time to live is over")
+            self._journal.mark("override", f"{name} expired")
+
+    def active(self, extra: Override | None = None) -> list[Override]:
+        """As the controllers take them, on their clock; `extra` yields to an operator's one of the same name.
+
+        In the order in which they were set: of `draft_tokens` and `policy` the later one counts.
+        """
+        found = [Override(o.name, o.value, self._ends_s[o.name]) for o in self._in_order()]
+        if extra is not None and extra.name not in self._by_name:
+            found.append(extra)
+        return found
+
+    def listing(self) -> list[dict[str, Any]]:
+        """As the API shows them."""
+        now, now_s = self._clock(), self._monotonic()
+        left_s = {name: max(0.0, end_s - now_s) for name, end_s in self._ends_s.items()}
+        return [
+            {field: getattr(o, field) for field in SetOverride.__slots__}
+            | {"ttl_s": left_s[o.name], "until_unix_s": now + left_s[o.name]}
+            for o in self._in_order()
+        ]
+
+    def _in_order(self) -> list[SetOverride]:
+        return sorted(self._by_name.values(), key=lambda o: o.created_unix_s)
+
+    def _remove(self, name: str) -> None:
+        del self._by_name[name], self._ends_s[name]
+        self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
+
+
+def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapping[str, int] | None = None) -> None:
+    """Raises UnknownError for a name, RequestError for a value that can't be."""
+    if name not in NAMES:
+        raise UnknownError(f"no override {name!r}; there are {', '.join(NAMES)}", cure="`honed override set --help`")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "draft_tokens":
+        most = max((drafts_most or {}).values(), default=MAX_DRAFT_TOKENS)
+        if not (is_number and value == int(value) and 0 <= value <= MAX_DRAFT_TOKENS):
+            raise RequestError(f"draft_tokens takes a whole number from 0 to {most}, not {value!r}")
+        if value > most:
+            able = ", ".join(f"{engine_id} {k}" for engine_id, k in sorted((drafts_most or {}).items()))
+            raise RequestError(
+                f"draft_tokens {value:g} is more than any connected engine drafts ({able})",
+                cure=f"Give 0 to {most}; more needs num_speculative_tokens in vLLM's --speculative-config, and a restart.",
+            )
+    if name == "capture_share" and not (is_number and 0 <= value <= 1):
+        raise RequestError(f"capture_share takes a number from 0 to 1, not {value!r}")
+    if name == "policy" and value not in MODES:
+        raise RequestError(f"policy takes one of {', '.join(MODES)}, not {value!r}")
+    if name == "policy" and value == "table" and not settings.table:
+        raise RequestError(
+            'policy "table" needs a table, and the settings have none',
+            cure="Set controller.table, as `table = [[4, 5], [16, 2]]`, and restart the daemon; `honed replay` tries tables.",
+        )

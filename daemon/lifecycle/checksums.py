@@ -1,0 +1,98 @@
+"""Does an engine run the weights that it says it runs? Its checksum of the live weights, compared with the registry's file.
+
+The engine reads all of the drafter's weights back for it, between two steps: it is done when somebody asks, not at each swap
+(staging checks the file, and a swap copies what was staged).
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from honed.adapt.protocol import wire
+from honed.daemon.errors import ConflictError, HonedError
+from honed.daemon.lifecycle import eligible_engines as capable
+from honed.daemon.store.operations import Operation
+from honed.recalib.registry.weights_digest import weights_digests
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    operation: Operation
+    engine_id: str
+    version: str
+    deadline_s: float
+
+
+class Checksums:
+    """Checks under way. Guarded by the service's lock."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._asked: dict[str, _Asked] = {}
+
+    def verify(self, engine_id: str, *, reason: str, actor: str, key: str | None = None) -> Operation:
+        """Ask an engine what it runs. Raises UnknownError, ConflictError."""
+        service = self._service
+        engine = service.engines.get(engine_id)
+        if not service.engines.is_connected(engine, service.monotonic()) or not engine.can_swap:
+            raise ConflictError(
+                f"engine {engine_id!r} is not connected, or can't say what it runs", cure="`honed engines` shows why."
+            )
+        if engine.is_asleep:
+            raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
+        if service.lifecycle.canaries.trial is not None:
+            raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
+        if engine.has_foreign_drafter:
+            raise ConflictError(capable.foreign(engine), cure=capable.TAKE_BACK)
+        if not engine.live_version:
+            raise ConflictError(
+                f"engine {engine_id!r} runs no version of the registry", cure="`honed drafters` lists them; promote one."
+            )
+        operation = service.operations.create("verify", "asking", reason, actor, key, engine_id=engine_id)
+        service.journal.audit(actor, "verify", engine_id, reason, operation.operation_id)
+        command = wire.Command(command_id=secrets.token_hex(8), kind="checksum")
+        deadline_s = service.monotonic() + TIMEOUT_S
+        self._asked[command.command_id] = _Asked(operation, engine_id, engine.live_version, deadline_s)
+        service.router.send(engine.peer, command)
+        return operation
+
+    def on_result(self, result: wire.CommandResult) -> None:
+        """An engine answered."""
+        asked = self._asked.pop(result.command_id, None)
+        if asked is None:
+            return
+        if not result.ok:
+            self._finish(asked, result.error or "the engine gave no reason")
+            return
+        if len(set(result.detail.values())) > 1:  # each rank has put together the whole
+            self._finish(asked, f"its ranks run different weights: promote {asked.version} anew (--force)")
+            return
+        self._service.in_background(lambda: self._compare(asked, result.detail.get("sha256", "")))
+
+    def tick(self, now_s: float) -> None:
+        """Give up on engines that don't answer."""
+        for command_id in [c for c, asked in self._asked.items() if now_s > asked.deadline_s]:
+            self._finish(self._asked.pop(command_id), f"it did not answer in {TIMEOUT_S:g} s")
+
+    def _compare(self, asked: _Asked, reported: str) -> None:
+        """Reads the whole file: not under the lock."""
+        try:
+            expected = weights_digests(self._service.drafters.path(asked.version) / "model.safetensors")
+            error = "" if reported in expected else f"it does not run the weights of {asked.version}: promote it anew (--force)"
+        except (OSError, ValueError, HonedError) as failure:
+            error = str(failure)
+        with self._service.lock:
+            self._finish(asked, error, reported)
+
+    def _finish(self, asked: _Asked, error: str, reported: str = "") -> None:
+        text = f"engine {asked.engine_id}: {error}" if error else ""
+        state = "failed" if error else "succeeded"
+        detail = {"version": asked.version, "reported_sha256": reported}
+        self._service.operations.finish(asked.operation, state, error=text, **detail)

@@ -1,0 +1,335 @@
+"""The life of a drafter version once it is made: tried out, promoted or taken back; and what operators ask for.
+
+    recalibrate: see recalibrations.py; alias candidate -> canary -> aliases active, previous -> swap; or candidate is dropped
+    promote:     swap -> aliases active, previous -> watched against the previous one
+    rollback:    aliases first, then swap: whatever happens to the command, engines converge to what `active` says
+    drift:       when the active version does worse than it did, it is watched against the previous one
+
+A canary and a watch are the same trial (canaries.py); they differ in which version is active meanwhile. A promotion or a
+roll-back has succeeded when the engines run the version; a watch goes on behind it. At most one swap and one trial are under
+way; everything that stands in the way of a request is a ConflictError that says what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import structlog
+
+from honed.adapt.monitor.drift import Alarm
+from honed.daemon.errors import ConflictError, HonedError, UnknownError
+from honed.daemon.ingest.engines import Engine
+from honed.daemon.lifecycle import eligible_engines as capable
+from honed.daemon.lifecycle import swaps
+from honed.daemon.lifecycle.canaries import Canaries, Trial
+from honed.daemon.lifecycle.swaps import Swap
+from honed.daemon.store.operations import Operation
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.lifecycle")
+
+CHALLENGE_ROUNDS = 5000
+"""A version that regressed is compared with the previous one for so many rounds; then it is time to recalibrate."""
+_OWED_RETRY_S = 30.0
+"""After a version that was found worse couldn't be taken back."""
+
+
+class Lifecycle:
+    """Swaps, trials and what follows from them. Guarded by the service's lock."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._settings = service.settings.recalibration
+        self.swapping: Operation | None = None
+        self.canaries = Canaries(service, self._on_trial_end)
+        self.rollbacks: Counter[str] = Counter()
+        self._challenged_s = float("-inf")
+        self._owed: tuple[str, str] | None = None
+        """Version that was found worse and is active still, since its aliases couldn't be moved, and what was found."""
+        self._owed_from_s = 0.0
+        self.promotions: Counter[str] = Counter()
+        """Versions made active, by the kind of operation."""
+
+    @property
+    def current(self) -> Operation | None:
+        """The operation that is under way: a swap before a canary before a training. A watch is nobody's: it may be ended."""
+        trial = self.canaries.trial
+        tried = self._service.operations.find(trial.operation_id) if trial is not None else None
+        is_running = tried is not None and not tried.is_finished
+        return self.swapping or (tried if is_running else None) or self._service.recalibrations.training
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way."""
+        return self.current is None and self.canaries.trial is None
+
+    def load(self) -> None:
+        """Take up what the daemon was doing when it ended, as far as that can be gone on with."""
+        resumed = self.canaries.load()
+        self._service.operations.load(resumed)
+        drafters = self._service.drafters
+        if self.canaries.trial is None and drafters.alias("candidate"):
+            try:
+                drafters.move({"candidate": None})
+            except HonedError as error:
+                log.error("a candidate that nobody tries out keeps its alias", error=str(error))
+
+    # --- what operators, recalibrations and drift ask for -----------------------------------------------------------------
+
+    def promote(
+        self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None, dry_run: bool = False
+    ) -> Operation:
+        """Make a version the active one. `force` does so also while no engine is there to take it, when it failed before, and
+        without watching it; `dry_run` only checks.
+
+        Raises:
+            UnknownError, ConflictError
+        """
+        service = self._service
+        engines = capable.swappable(service, version, takes_over=True)  # before the file is read: nobody is heard meanwhile
+        service.drafters.verified(version)
+        if version == service.drafters.active and not force:
+            raise ConflictError(
+                f"{version} is active already",
+                cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
+            )
+        if (why := self.canaries.why_failed(version)) and not force:
+            raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
+        self.check_no_swap()
+        if not engines and not force:
+            raise ConflictError(
+                capable.why_none(service, version),
+                cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
+            )
+        if dry_run:
+            takers = [engine.engine_id for engine in engines]
+            return service.operations.planned("promote", reason, actor, version=version, engines=takers)
+        operation = service.operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
+        service.journal.audit(actor, "promote", version, reason, operation.operation_id)
+        self.swapping = operation  # the engines aren't sent home first
+        self.canaries.stop(f"{version} was promoted by {actor}")
+        if engines:
+            service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
+        else:
+            self.swapping = None
+            with self._failing(operation):
+                self._make_active(version, operation.kind)
+            service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
+        return operation
+
+    def roll_back(
+        self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
+    ) -> Operation:
+        """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
+        service, trial = self._service, self.canaries.trial
+        if trial is not None and trial.kind == "canary":
+            new, old = trial.canary.new, trial.canary.old
+            if dry_run:
+                takers = [engine.engine_id for engine in capable.swappable(service, old)]
+                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
+            operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
+            service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
+            self.canaries.withdraw(_rolled_back(actor, reason))
+            service.operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
+            return operation
+        aliases = service.drafters.aliases()
+        active, target = aliases["active"] or "", aliases["previous"] or aliases["floor"] or ""
+        if not target or target == active:
+            raise ConflictError(
+                f"there is no previous drafter to go back to; active is {active or 'none'}",
+                cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
+            )
+        self.check_no_swap()
+        if dry_run:
+            takers = [engine.engine_id for engine in capable.swappable(service, target)]
+            return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
+        operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
+        service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
+        # Aliases first: from here on every engine is brought to the old version, even if we are killed now.
+        with self._failing(operation):
+            service.drafters.move({"active": target, "previous": None, "candidate": None})
+        self.rollbacks[cause] += 1
+        service.journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
+        self.swapping = operation  # the engines are sent home once, below
+        self.canaries.withdraw(_rolled_back(actor, reason))
+        self._send_home(target, operation)
+        return operation
+
+    def try_out(self, operation: Operation, version: str) -> None:
+        """Let a candidate take turns with the active version.
+
+        Raises:
+            ConflictError: the same weights failed before, a swap or trial is under way, or no engine can take it.
+            UnknownError, StoreError
+        """
+        service = self._service
+        engines = capable.swappable(service, version)  # before the file is read: nobody is heard meanwhile
+        service.drafters.verified(version)
+        if why := self.canaries.why_failed(version):
+            raise ConflictError(f"these weights aren't offered again: {why}")
+        self.check_no_swap()
+        if self.canaries.trial is not None:
+            raise ConflictError(f"{self.canaries.trial.canary.new} is on trial")
+        if not engines:
+            why = capable.why_none(service, version)
+            raise ConflictError(f"{why}; `honed promote {version}` when there is one")
+        service.drafters.move({"candidate": version})
+        service.operations.move(operation, stage="canary", version=version)
+        self.canaries.begin(operation, "canary", service.drafters.active, version)
+
+    def challenge(self, alarm: Alarm) -> None:
+        """The active version does worse than it did: see whether the previous one does better, if there is one."""
+        service, now_s = self._service, self._service.monotonic()
+        aliases = service.drafters.aliases()
+        active, previous = aliases["active"], aliases["previous"]
+        is_due = now_s - self._challenged_s >= self._settings.min_interval_s
+        if not (active and previous and active != previous and alarm.drafter_version == active and is_due):
+            return
+        if not self.is_quiet or not capable.swappable(service, previous):
+            return
+        self._challenged_s = now_s
+        operation = service.operations.create("watch", "watching", alarm.text, "honed", None, version=active)
+        try:
+            self.canaries.begin(operation, "watch", previous, active, CHALLENGE_ROUNDS)
+        except UnknownError as error:
+            service.operations.finish(operation, "failed", error=str(error))
+        else:
+            service.operations.finish(operation, "succeeded", stage="watching")
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def _promoted(self, operation: Operation, swap: Swap) -> None:
+        """The engines have answered an operator's promotion."""
+        service = self._service
+        self.swapping = None
+        if swap.failures:
+            # Engines that did take it are brought back to `active`, which hasn't moved, by the next tick.
+            service.operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
+            service.journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
+            return
+        old = service.drafters.active
+        try:
+            self._make_active(swap.version, operation.kind)
+        except HonedError as error:
+            service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
+            return
+        service.journal.mark("promote", f"{old} -> {swap.version}")
+        service.journal.audit("honed", f"{operation.kind}.swapped", swap.version, operation.reason)
+        is_watched = bool(old) and old != swap.version and not operation.detail.get("force")
+        stage = "watching" if is_watched else "done"
+        service.operations.finish(operation, "succeeded", stage=stage, version=swap.version, **swaps.figures(swap))
+        if is_watched:
+            self.canaries.begin(operation, "watch", old, swap.version)
+
+    def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
+        """Act on a verdict; `decision` is better, worse, unproven, or, without one, withdrawn, stopped (both by an operator) or
+        failed.
+        """
+        service = self._service
+        operation = service.operations.find(trial.operation_id)
+        service.journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
+        if trial.kind == "canary":
+            self._end_canary(trial, operation, decision, text)
+        else:
+            if operation is not None:
+                service.operations.move(operation, stage="done", watch=text)
+            if decision == "worse" and service.drafters.active == trial.canary.new:
+                self._take_back(text)
+            elif self.swapping is None and service.drafters.active in trial.versions:
+                self._send_home(service.drafters.active)
+        service.recalibrations.on_trial_end(trial, decision)
+
+    def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
+        service, new, old = self._service, trial.canary.new, trial.canary.old
+        is_valid = service.drafters.active == old
+        try:
+            if decision == "better" and is_valid:
+                self._make_active(new, operation.kind if operation is not None else "recalibrate")
+                service.journal.mark("promote", f"{old} -> {new}")
+            else:
+                service.drafters.move({"candidate": None})
+        except HonedError as error:
+            log.error("aliases were not moved after a canary", version=new, error=str(error))
+            decision, text = "failed", f"{text}; the aliases were not moved: {error}"
+        if decision in ("worse", "withdrawn"):
+            self.rollbacks["canary" if decision == "worse" else "operator"] += 1
+            service.journal.mark("rollback", f"{new} -> {old}: {text}")
+        if operation is not None and decision != "better":
+            state = "cancelled" if decision in ("stopped", "withdrawn") else "failed"
+            service.operations.finish(operation, state, error=f"{text}; {old} stays active", canary=trial.view())
+            operation = None
+        elif operation is not None:
+            service.operations.move(operation, stage="swapping", canary=trial.view())
+        if is_valid and self.swapping is None:
+            self._send_home(service.drafters.active, operation)
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: go back from a version that was found worse when the aliases couldn't be moved, if they can now."""
+        if self._owed is None or now_s < self._owed_from_s or not self.is_quiet:
+            return
+        (version, text), self._owed = self._owed, None
+        if self._service.drafters.active == version:
+            self._take_back(text)
+
+    def _take_back(self, text: str) -> None:
+        try:
+            self.roll_back(reason=text, actor="honed", cause="canary")
+        except HonedError as error:
+            log.error("a bad version can't be rolled back yet", error=str(error))
+            self._owed, self._owed_from_s = (self._service.drafters.active, text), self._service.monotonic() + _OWED_RETRY_S
+
+    @contextlib.contextmanager
+    def _failing(self, operation: Operation) -> Iterator[None]:
+        """What keeps the aliases from moving ends the operation."""
+        try:
+            yield
+        except HonedError as error:
+            self._service.operations.finish(operation, "failed", error=f"the aliases were not moved: {error}")
+            raise
+
+    def _send_home(self, version: str, operation: Operation | None = None) -> None:
+        """Have all engines run a version that is `active` by now, and let go of what they hold for turns."""
+        service = self._service
+        engines: list[Engine] = capable.swappable(service, version)
+        if not engines:
+            self.swapping = None
+            if operation is not None:
+                service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
+            return
+        self.swapping = operation
+        service.swaps.begin(version, engines, lambda swap: self._sent_home(operation, swap))
+
+    def _sent_home(self, operation: Operation | None, swap: Swap) -> None:
+        if operation is None:
+            return
+        if self.swapping is operation:
+            self.swapping = None
+        if swap.failures:
+            why = f"{swaps.failure_text(swap)}; it is tried again until they run {swap.version}"
+            self._service.operations.finish(operation, "failed", error=why)
+        else:
+            figures = swaps.figures(swap) | {"version": swap.version}
+            self._service.operations.finish(operation, "succeeded", **figures)
+
+    def _make_active(self, version: str, kind: str) -> None:
+        old = self._service.drafters.active
+        changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
+        self._service.drafters.move(changes | {"active": version, "candidate": None})
+        self.promotions[kind] += 1
+
+    def check_no_swap(self) -> None:
+        """Raises ConflictError while another swap is under way."""
+        if self.swapping is not None:
+            running = self.swapping.operation_id
+            raise ConflictError(
+                f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
+            )
+
+
+def _rolled_back(actor: str, reason: str) -> str:
+    return f"rolled back by {actor}" + (f": {reason}" if reason else "")

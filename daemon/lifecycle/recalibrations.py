@@ -1,0 +1,293 @@
+"""Recalibrations: a candidate is asked of the trainer, followed while it is made, and handed on to be tried out.
+
+    TrainRequest -> TrainResult(version) -> a canary on live traffic (lifecycle.py) -> promoted, or not
+
+At most one is under way. Operators ask for one, and so does drift, when that is allowed; what stands in the way is a
+ConflictError that says what.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from honed.adapt.control.settings import Override
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol import wire
+from honed.daemon.errors import ConflictError, HonedError, UnknownError, there_are
+from honed.daemon.ingest.engines import Engine
+from honed.daemon.lifecycle import eligible_engines as capable
+from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing
+from honed.daemon.store.operations import Operation
+
+if TYPE_CHECKING:
+    from honed.daemon.lifecycle.canaries import Trial
+    from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.recalibrations")
+
+START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
+STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
+_ALARMS = "drift_alarms"
+"""In the table of odds and ends."""
+MAX_RESTARTS = 3
+"""Of the trainer within one operation."""
+
+
+class Recalibrations:
+    """The training that is under way, and the alarms that ask for the next one. Guarded by the service's lock."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._settings = service.settings.recalibration
+        self.training: Operation | None = None
+        self.alarms = DriftAlarms(
+            self._settings.min_interval_s, self._keep_alarms, lambda: service.clock() - service.monotonic()
+        )
+        self._parent = ""
+        self._engine_id = ""
+        self._request: wire.TrainRequest | None = None
+        self._restarts = 0
+        self._ended_s = float("-inf")
+
+    def load(self) -> None:
+        """Take up the drift that nothing had answered when the daemon ended and the pause; operations and trials are loaded."""
+        service = self._service
+        ends = [one.finished_unix_s or 0.0 for one in service.operations.listing() if one.kind == "recalibrate"]
+        self._ended_s = service.monotonic() - max(service.clock() - max(ends, default=0.0), 0.0)
+        for row in service.store.read(f"SELECT value FROM meta WHERE key = '{_ALARMS}'"):
+            try:
+                self.alarms.load(row["value"], service.operations.find, service.monotonic())
+            except msgspec.DecodeError as error:
+                log.error("the drift that waited for an answer can't be read", error=str(error))
+        if service.lifecycle.canaries.trial is None:
+            self.alarms.release(is_explained=False)
+
+    def recalibrate(
+        self,
+        *,
+        engine_id: str = "",
+        workloads: list[str] | None = None,
+        scope: str = "",
+        max_seconds: float = 0.0,
+        reason: str = "",
+        actor: str,
+        dry_run: bool = False,
+        key: str | None = None,
+    ) -> Operation:
+        """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
+        service = self._service
+        if self.training is not None:
+            running = self.training.operation_id
+            raise ConflictError(
+                f"recalibration {running} is under way, in stage {self.training.stage!r}",
+                cure=f"`honed operations {running}` shows how it gets on, `honed cancel {running}` gives it up.",
+            )
+        if (trial := service.lifecycle.canaries.trial) is not None:
+            tried = trial.operation_id
+            raise ConflictError(
+                f"{trial.canary.new} is on trial against {trial.canary.old}",
+                cure=f"`honed canary` shows how it gets on, `honed cancel {tried}` or `honed rollback` ends it.",
+            )
+        if not service.trainer.is_connected:
+            raise ConflictError("no trainer is connected", cure=START_TRAINER)
+        engine = capable.capturing(service, engine_id)
+        capable.check_workloads(service, engine, workloads or [])
+        hello = engine.hello
+        assert hello is not None
+        active = service.drafters.active
+        if not active:
+            known = there_are(manifest.version for manifest in service.drafters.registry.versions())
+            raise ConflictError(
+                f"no drafter version is active, so there is none to start from ({known} in the registry)",
+                cure="`honed promote VERSION` makes one active; the first that an engine loads becomes it by itself.",
+            )
+        scope = scope or self._settings.scope
+        if scope == "full" and hello.features == "fused":
+            raise ConflictError(
+                f"engine {engine.engine_id} captures fused features, of which scope 'full' can't learn",
+                cure="Start vLLM with HONED_FEATURES=layers in its environment, or take scope kv-frozen.",
+            )
+        seconds = max_seconds or self._settings.max_seconds
+        operation = service.operations.create(
+            "recalibrate",
+            "collecting",
+            reason,
+            actor,
+            key,
+            engine_id=engine.engine_id,
+            workloads=workloads or [],
+            parent=active,
+            dry_run=dry_run,
+        )
+        self.training, self._parent, self._engine_id = operation, active, engine.engine_id
+        self._restarts = 0
+        self._request = wire.TrainRequest(
+            operation_id=operation.operation_id,
+            engine_id=engine.engine_id,
+            capture_path=hello.capture_path,
+            target_path=hello.target_path,
+            parent_version=active,
+            parent_path=str(service.drafters.path(active)),
+            scope=scope,
+            workloads=workloads or [],
+            max_seconds=seconds,
+            reason=reason,
+            dry_run=dry_run,
+            vllm_version=hello.vllm_version,
+        )
+        service.trainer.tell(self._request)
+        if not dry_run:
+            self.alarms.answered_by(operation, engine.engine_id, workloads or [], service.monotonic())
+        service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
+        return operation
+
+    def cancel(self, operation_id: str, *, reason: str, actor: str) -> Operation:
+        """Give up a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
+        service = self._service
+        operation = service.operations.get(operation_id)
+        if operation.is_finished:
+            raise ConflictError(
+                f"operation {operation_id} has ended: {operation.state}",
+                cure=f"`honed operations {operation_id}` shows it; `honed rollback` takes back what was swapped in.",
+            )
+        trial = service.lifecycle.canaries.trial
+        if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
+            service.journal.audit(actor, "cancel", operation_id, reason)
+            service.lifecycle.canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
+            return operation
+        if operation is not self.training:
+            raise ConflictError(
+                f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled",
+                cure=f"Wait for its end (`honed operations {operation_id}`), then `honed rollback`.",
+            )
+        service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
+        service.journal.audit(actor, "cancel", operation_id, reason)
+        self._end_training("cancelled", reason and f"cancelled: {reason}")
+        return operation
+
+    # --- what engines and the trainer say -------------------------------------------------------------------------------
+
+    def on_trainer(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
+        """Follow the training."""
+        operation = self.training
+        if message.operation_id and not isinstance(message, wire.TrainResult):
+            self._end_what_nobody_waits_for(message.operation_id)
+        if operation is None:
+            return
+        if isinstance(message, wire.TrainerHello):
+            if message.operation_id != operation.operation_id:
+                self._ask_again(operation)
+        elif message.operation_id != operation.operation_id:
+            return
+        elif isinstance(message, wire.TrainerStatus):
+            operation.stage = STAGES.get(message.state, operation.stage)
+            operation.detail.update(msgspec.to_builtins(message))
+            operation.detail.pop("type", None)
+        else:
+            self._on_result(operation, message)
+
+    def _end_what_nobody_waits_for(self, operation_id: str) -> None:
+        """What the trainer works at is over for this daemon: it was restarted meanwhile, or the trainer was silent for long."""
+        if self.training is None or self.training.operation_id != operation_id:
+            reason = "the daemon doesn't wait for it any more"
+            self._service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
+
+    def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
+        """Acceptance drifted: note it, to recalibrate when that is allowed and possible."""
+        service = self._service
+        service.journal.mark("drift", alarm.text, engine.engine_id)
+        log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
+        if service.lifecycle.canaries.trial is not None:
+            self.alarms.hold(engine.engine_id, alarm)
+            return
+        self.alarms.note(engine.engine_id, alarm)
+        service.lifecycle.challenge(alarm)
+
+    def on_trial_end(self, trial: Trial, decision: str) -> None:
+        """A canary is the end of its recalibration; drift that was found meanwhile was maybe the worse version's."""
+        if trial.kind == "canary":
+            self._ended_s = self._service.monotonic()
+        self.alarms.release(is_explained=decision == "worse")
+
+    def tick(self, now_s: float) -> None:
+        """Notice a trainer that is gone (its deadline it keeps itself); answer drift."""
+        service = self._service
+        if self.training is not None and not service.trainer.is_connected:
+            self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
+        self.alarms.tick(now_s)
+        is_free = service.lifecycle.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
+        if self._settings.automatic and is_free:
+            for standing in self.alarms.due(now_s):
+                if self._answer(standing):
+                    break
+
+    def _answer(self, standing: Standing) -> bool:
+        """Whether a recalibration has begun; while nobody is there to do it the alarm stands."""
+        engine_id, alarm = standing.engine_id, standing.alarm
+        try:
+            self.recalibrate(engine_id=engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
+        except (ConflictError, UnknownError) as error:
+            standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)
+            return False
+        return True
+
+    def _keep_alarms(self, text: str) -> None:
+        self._service.journal.insert("meta", {"key": _ALARMS, "value": text}, replace=True)
+
+    def capture_override(self, engine_id: str, now_s: float) -> Override | None:
+        """While a recalibration needs samples, capture from more requests than usual."""
+        if self.training is None or engine_id != self._engine_id:
+            return None
+        return Override("capture_share", self._settings.collect_share, now_s + 60.0)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def _on_result(self, operation: Operation, result: wire.TrainResult) -> None:
+        service = self._service
+        gate = msgspec.to_builtins(result.gate)
+        detail: dict[str, Any] = {"gate": gate, "version": result.version, "steps": result.steps}
+        detail |= {"tokens": result.tokens, "train_seconds": result.train_seconds, "elapsed_s": result.elapsed_s}
+        if not result.ok or (not result.version and not operation.detail.get("dry_run")):
+            self._end_training("failed", result.error or "no candidate passed the gate", **detail)
+            return
+        if operation.detail.get("dry_run"):
+            self._end_training("succeeded", **detail)
+            return
+        service.in_background(lambda: self._offer(operation, result.version, detail))
+
+    def _offer(self, operation: Operation, version: str, detail: dict[str, Any]) -> None:
+        """Have a candidate tried out, unless the operation has ended while its files were read."""
+        service = self._service
+        service.drafters.read_ahead(version)
+        with service.lock:
+            if self.training is not operation:
+                return
+            try:
+                if (active := service.drafters.active) != self._parent:
+                    raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
+                service.operations.move(operation, **detail)
+                service.lifecycle.try_out(operation, version)
+            except HonedError as error:
+                self._end_training("failed", str(error), **detail)
+                return
+            self.training, self._ended_s = None, service.monotonic()
+
+    def _ask_again(self, operation: Operation) -> None:
+        """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
+            self._end_training("failed", f"the trainer was restarted {self._restarts} times")
+            return
+        assert self._request is not None
+        log.warning("the trainer was restarted, it is asked again", operation_id=operation.operation_id, times=self._restarts)
+        self._service.trainer.tell(self._request)
+
+    def _end_training(self, state: str, error: str = "", **detail: Any) -> None:
+        operation = self.training
+        assert operation is not None
+        self.training, self._ended_s = None, self._service.monotonic()
+        self._service.operations.finish(operation, state, error=error, **detail)
+        self._service.journal.audit("honed", f"recalibrate.{state}", operation.operation_id, error)

@@ -1,0 +1,191 @@
+"""Drafter versions on their way between hosts: what proved itself here is offered to the others, and theirs is tried out here.
+
+    active, and made here   -> pushed to `registry.url`
+    newer there than here   -> fetched -> (`registry.try_fetched`) a canary on live traffic -> promoted, or not
+
+A place that can't be reached is tried again; nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from honed.daemon.errors import HonedError, StoreError
+from honed.daemon.lifecycle import eligible_engines as capable
+from honed.daemon.store import canary_tables
+from honed.recalib.registry.manifest import Manifest, RegistryError, sha256_of_target
+from honed.recalib.registry.shared import SharedRegistry
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+log = structlog.get_logger("honed.sharing")
+
+_CREDENTIALS = re.compile(r"//\S*@")
+"""A secret may have a slash in it."""
+
+
+def without_credentials(text: str) -> str:
+    """A URL, or a text with one in it, as anybody may see it."""
+    return _CREDENTIALS.sub("//", text)
+
+
+class Sharing:
+    """The shared registry, if there is one, as a daemon uses it. Guarded by the service's lock but for its thread's work."""
+
+    def __init__(self, service: Service, shared: SharedRegistry | None) -> None:
+        self._service, self._shared = service, shared
+        self._settings = service.settings.registry
+        self._thread = ThreadPoolExecutor(1, "honed-sharing")
+        self._is_at_work = False
+        self._next_s = float("-inf")
+        self._seen: set[str] = set()
+        """Weights fetched or pushed since the daemon started: what was removed here meanwhile isn't wanted again."""
+        self._untried = ""
+        self._is_recalled = False
+        self.moved: Counter[str] = Counter()
+        """Versions "pushed" and "fetched"."""
+        self.errors = 0
+        self.last_error = ""
+        self.last_success_unix_s = 0.0
+
+    def tick(self, now_s: float) -> None:
+        """Once a second: look there when it is time, and try out what came."""
+        if self._shared is None:
+            return
+        if not self._is_recalled:
+            self._is_recalled, self._untried = True, self._left_untried()
+        if now_s >= self._next_s and not self._is_at_work:
+            self._next_s, self._is_at_work = now_s + self._settings.poll_s, True
+            self._thread.submit(self._exchange, self._shared)
+        if self._untried and self._settings.try_fetched:
+            self._try_out(self._untried)
+
+    def soon(self) -> None:
+        """Aliases have moved: don't wait for the next time."""
+        self._next_s = float("-inf")
+
+    def close(self) -> None:
+        """Let what is being copied end."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def view(self) -> dict[str, Any] | None:
+        """As the status shows it; None when nothing is shared."""
+        if self._shared is None:
+            return None
+        return {
+            "url": without_credentials(self._shared.url),
+            "pushed": self.moved["pushed"],
+            "fetched": self.moved["fetched"],
+            "errors": self.errors,
+            "last_error": self.last_error,
+            "last_success_unix_s": self.last_success_unix_s,
+        }
+
+    # --- on its own thread ----------------------------------------------------------------------------------------------
+
+    def _exchange(self, shared: SharedRegistry) -> None:
+        service = self._service
+        try:
+            with service.lock:
+                active = self._manifest_of_active()
+                targets = {engine.hello.target_path for engine in capable.connected(service) if engine.hello is not None}
+            if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
+                self._note("pushed", active, shared.push(active.version))
+            paths = {sha256: path for path in sorted(targets) if (sha256 := sha256_of_target(path))}
+            newest = {manifest.target_sha256: manifest for manifest in shared.missing(paths)}
+            for manifest in newest.values():
+                if _is_news(manifest, active) and manifest.sha256 not in self._seen:
+                    made = shared.fetch(manifest, paths[manifest.target_sha256])
+                    self._note("fetched", made, True)
+                    with service.lock:
+                        self._untried = made.version
+            with service.lock:
+                self.last_error, self.last_success_unix_s = "", service.clock()
+        except RegistryError as error:
+            log.warning("versions can't be shared", error=str(error))
+            with service.lock:
+                self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
+        except Exception as error:  # the boundary: the next look is to take place
+            log.exception("versions can't be shared", error=str(error))
+        finally:
+            self._is_at_work = False
+
+    def _manifest_of_active(self) -> Manifest | None:
+        drafters = self._service.drafters
+        try:
+            return drafters.manifest(drafters.active) if drafters.active else None
+        except HonedError:
+            return None
+
+    def _note(self, what: str, manifest: Manifest, is_new: bool) -> None:
+        self._seen.add(manifest.sha256)
+        if not is_new:
+            return
+        service = self._service
+        with service.lock:
+            self.moved[what] += 1
+            subject = manifest.version if what == "pushed" else f"{manifest.version} ({manifest.origin})"
+            service.journal.audit("honed", f"drafter.{what}", subject)
+
+    # --- on the ticking thread --------------------------------------------------------------------------------------------
+
+    def _left_untried(self) -> str:
+        """The newest version fetched before the daemon was restarted, if it is news and was never on trial; else ""."""
+        service, active = self._service, self._manifest_of_active()
+        try:
+            tried = canary_tables.tried(service.store)
+        except StoreError as error:
+            log.warning("fetched versions aren't looked through", error=str(error))
+            return ""
+        fetched = [one for one in service.drafters.registry.versions() if one.state == "ready" and one.origin]
+        if not fetched or fetched[-1].sha256 in tried or not _is_news(fetched[-1], active):
+            return ""
+        return fetched[-1].version if active is None or fetched[-1].version != active.version else ""
+
+    def _try_out(self, version: str) -> None:
+        """When nothing else is under way, and an engine is there to try it on."""
+        service = self._service
+        if not service.lifecycle.is_quiet or not capable.swappable(service, version):
+            return
+        self._untried = ""
+        self._thread.submit(self._read_and_try, version)
+
+    def _read_and_try(self, version: str) -> None:
+        service = self._service
+        service.drafters.read_ahead(version)
+        with service.lock:
+            if service.lifecycle.is_quiet:
+                self._begin(version)
+            else:
+                self._untried = self._untried or version
+
+    def _begin(self, version: str) -> None:
+        service = self._service
+        try:
+            origin = service.drafters.manifest(version).origin
+            if why := service.lifecycle.canaries.why_failed(version):
+                log.info("a fetched version failed here before", version=version, why=why)
+                return
+        except HonedError as error:
+            log.warning("a fetched version is gone", version=version, error=str(error))
+            return
+        operation = service.operations.create("adopt", "canary", f"from {origin}", "honed", None, version=version)
+        try:
+            service.lifecycle.try_out(operation, version)
+        except HonedError as error:
+            service.operations.finish(operation, "failed", error=str(error))
+
+
+def _is_news(manifest: Manifest, active: Manifest | None) -> bool:
+    return active is None or active.scope == "imported" or manifest.created_unix_s > active.created_unix_s
+
+
+def _is_made_here(manifest: Manifest) -> bool:
+    """Trained on this host: what engines brought along, every host has."""
+    return manifest.scope != "imported" and not manifest.origin

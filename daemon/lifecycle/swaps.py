@@ -1,0 +1,229 @@
+"""Getting a drafter version into running engines, and keeping every engine at the active one.
+
+A swap is a command to each engine concerned, and their answers. An engine that goes away meanwhile is asked again when it
+comes back; what it then says it runs settles the matter. Apart from that, an engine that runs another version than
+`active` (it was restarted, the daemon was, a swap half failed) is brought to it, with growing pauses between attempts. While
+two versions take turns (canaries.py), which one an engine is to run isn't decided here. An engine whose drafter got its weights
+through vLLM's own endpoints is left alone until an operator promotes a version.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import structlog
+
+from honed.adapt.protocol import wire
+from honed.daemon.errors import HonedError
+from honed.daemon.ingest.engines import Engine, Engines
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.settings.sections import RecalibrationSettings
+
+log = structlog.get_logger("honed.swaps")
+
+MAX_PAUSE_S = 60.0
+_NOT_NOW = {"asleep", "foreign"}
+"""Marks of a refusal that says nothing of the version: the engine sleeps, or its drafter is somebody else's."""
+
+
+class Beside(NamedTuple):
+    """The version that another one takes turns with: both stay staged, and without further word the engine goes home."""
+
+    version: str
+    home: str
+    """The one of the two that is active."""
+    lease_s: float
+
+
+@dataclass(slots=True)
+class Swap:
+    """One version on its way into some engines."""
+
+    version: str
+    engine_ids: list[str]
+    on_done: Callable[[Swap], None]
+    failures: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    """Engines that answered with a failure, rather than not at all."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Worst of the engines: pause_ms, stage_ms."""
+    waiting: set[str] = field(default_factory=set)
+    is_turn: bool = False
+    """One of many, while two versions take turns."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    engine_id: str
+    swap: Swap
+    command: wire.Command
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class _Attempts:
+    count: int = 0
+    next_s: float = 0.0
+
+
+class Swaps:
+    """All swaps under way. Guarded by the service's lock."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        drafters: Drafters,
+        send: Callable[[bytes, wire.Command], None],
+        settings: RecalibrationSettings,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._engines, self._drafters, self._send = engines, drafters, send
+        self._settings, self._monotonic = settings, monotonic
+        self._sent: dict[str, _Sent] = {}
+        self._attempts: dict[str, _Attempts] = {}
+        self.results: Counter[str] = Counter()
+        self.last_pause_s = 0.0
+        self.are_taking_turns: Callable[[], bool] = lambda: False
+
+    def begin(self, version: str, engines: list[Engine], on_done: Callable[[Swap], None], beside: Beside | None = None) -> Swap:
+        """Send a version to engines; `on_done` is called once all have answered or their time is over.
+
+        Raises:
+            HonedError: the version doesn't exist.
+        """
+        manifest = self._drafters.manifest(version)
+        args = {"version": version, "path": str(self._drafters.path(version)), "sha256": manifest.sha256}
+        if beside is not None:
+            args |= {"beside_version": beside.version, "beside_path": str(self._drafters.path(beside.version))}
+            args |= {"beside_sha256": self._drafters.manifest(beside.version).sha256}
+            args |= {"home_version": beside.home, "lease_s": f"{beside.lease_s:g}"}
+        swap = Swap(version, [engine.engine_id for engine in engines], on_done, is_turn=beside is not None)
+        swap.waiting.update(swap.engine_ids)
+        for engine in engines:
+            self._drop(engine.engine_id)
+            drops_cache = not self._drafters.shares_cache(engine.live_version, version)
+            here = args | {"drops_cache": "1" if drops_cache else "0"}
+            if engine.has_foreign_drafter:
+                here["takes_over"] = "1"
+            command = wire.Command(command_id=secrets.token_hex(8), kind="swap", args=here)
+            deadline_s = self._monotonic() + self._settings.swap_timeout_s
+            self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, deadline_s)
+            self._send(engine.peer, command)
+        return swap
+
+    @property
+    def versions(self) -> set[str]:
+        """Those that are on their way into engines."""
+        return {sent.swap.version for sent in self._sent.values()}
+
+    def is_under_way(self, engine_id: str) -> bool:
+        return any(sent.engine_id == engine_id for sent in self._sent.values())
+
+    def on_result(self, result: wire.CommandResult) -> None:
+        """An engine answered."""
+        sent = self._sent.pop(result.command_id, None)
+        if sent is None:
+            return
+        engine = self._engines.by_id.get(sent.engine_id)
+        if result.ok:
+            if engine is not None:
+                engine.live_version = sent.swap.version
+            for name, value in result.figures.items():
+                sent.swap.figures[name] = max(value, sent.swap.figures.get(name, value))
+            self.last_pause_s = result.figures.get("pause_ms", 0.0) / 1000.0
+            tell = log.debug if sent.swap.is_turn else log.info
+            tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
+        if not result.ok and not _NOT_NOW & result.detail.keys():
+            sent.swap.refused.add(sent.engine_id)
+        self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
+
+    def on_engine(self, engine: Engine, now_s: float) -> None:
+        """An engine came back: what it runs says whether the swap happened; if not, ask again."""
+        self._attempts.pop(engine.engine_id, None)
+        for sent in [s for s in self._sent.values() if s.engine_id == engine.engine_id]:
+            if engine.live_version == sent.swap.version:
+                del self._sent[sent.command.command_id]
+                self._settle(sent, "")
+            else:
+                self._send(engine.peer, sent.command)
+
+    def tick(self, now_s: float) -> None:
+        """Give up what takes too long; bring stray engines to the active version."""
+        for sent in [s for s in self._sent.values() if now_s > s.deadline_s]:
+            del self._sent[sent.command.command_id]
+            engine = self._engines.by_id.get(sent.engine_id)
+            is_there = engine is not None and self._engines.is_connected(engine, now_s)
+            why = "did not answer the swap command" if is_there else "was lost during the swap"
+            self._settle(sent, f"it {why} (waited {self._settings.swap_timeout_s:g} s)")
+        self._reconcile(now_s)
+
+    def _reconcile(self, now_s: float) -> None:
+        if self._sent or self.are_taking_turns():
+            return
+        active = self._drafters.active
+        if not active:
+            return
+        for engine in self._engines.connected(now_s):
+            attempts = self._attempts.setdefault(engine.engine_id, _Attempts())
+            if engine.live_version == active:
+                attempts.count = 0
+            elif engine.live_version and now_s >= attempts.next_s and self.fits(engine, active):
+                attempts.next_s = now_s + min(MAX_PAUSE_S, 2.0**attempts.count)
+                attempts.count += 1
+                log.info("engine isn't at the active version", engine_id=engine.engine_id, runs=engine.live_version)
+                try:
+                    self.begin(active, [engine], self._log_reconciled)
+                except HonedError as error:
+                    log.error("the active version can't be used", version=active, error=str(error))
+
+    def fits(self, engine: Engine, version: str, *, takes_over: bool = False) -> bool:
+        """Whether an engine can take a version now: it can swap, is awake, and serves the target that the version is for.
+
+        `takes_over`: also where somebody else has put weights in the drafter's place.
+        """
+        if not engine.can_swap or engine.is_asleep or engine.hello is None:
+            return False
+        if engine.has_foreign_drafter and not takes_over:
+            return False
+        try:
+            target = self._drafters.manifest(version).target_path
+        except HonedError:
+            return False
+        return target in ("", engine.hello.target_path)
+
+    def _settle(self, sent: _Sent, failure: str, is_replaced: bool = False) -> None:
+        swap = sent.swap
+        result = "replaced" if is_replaced else "failed" if failure else "turn" if swap.is_turn else "ok"
+        self.results[result] += 1
+        if failure:
+            swap.failures[sent.engine_id] = failure
+        if failure and not is_replaced:
+            log.warning("swap failed", engine_id=sent.engine_id, version=swap.version, error=failure)
+        swap.waiting.discard(sent.engine_id)
+        if not swap.waiting:
+            swap.on_done(swap)
+
+    def _drop(self, engine_id: str) -> None:
+        """A newer swap of the same engine replaces an older one."""
+        for sent in [s for s in self._sent.values() if s.engine_id == engine_id]:
+            del self._sent[sent.command.command_id]
+            self._settle(sent, "another swap took its place", is_replaced=True)
+
+    @staticmethod
+    def _log_reconciled(swap: Swap) -> None:
+        if not swap.failures:
+            log.info("engine is at the active version again", engine_id=swap.engine_ids[0], version=swap.version)
+
+
+def failure_text(swap: Swap) -> str:
+    """What went wrong, engine by engine."""
+    return "; ".join(f"engine {engine_id}: {why}" for engine_id, why in sorted(swap.failures.items()))
+
+
+def figures(swap: Swap) -> dict[str, Any]:
+    """What the operation shows of it."""
+    return dict(swap.figures)

@@ -1,0 +1,122 @@
+"""What the daemon knows of the trainer process: one at a time, the one that was heard last."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import structlog
+
+from honed.adapt.protocol import wire
+from honed.daemon.store.histogram import Histogram
+
+DELAY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+RECENT, SHOWN = 1000, 100
+"""Pre-emptions that the quantiles are of; the last of them, which are shown one by one."""
+
+log = structlog.get_logger("honed.trainers")
+
+TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult | wire.Purged
+
+
+class Trainer:
+    """The connection to the trainer. Guarded by the service's lock."""
+
+    def __init__(self, send: Callable[[bytes, Any], None], lost_after_s: float, monotonic: Callable[[], float]) -> None:
+        self._send, self._lost_after_s, self._monotonic = send, lost_after_s, monotonic
+        self._peer = b""
+        self._seen_s = float("-inf")
+        self.hello: wire.TrainerHello | None = None
+        self.status: wire.TrainerStatus | None = None
+        self.is_paused = False
+        self.sums: Counter[str] = Counter()
+        """Steps, tokens and preemptions of all operations since the daemon started."""
+        self.delays = Histogram(DELAY_BOUNDS_S)
+        """Of its pre-emptions since the daemon started, in seconds."""
+        self.computing = Histogram(DELAY_BOUNDS_S)
+        """What it still computed in these."""
+        self._recent_delays_s: deque[float] = deque(maxlen=RECENT)
+        self._recent_computing_s: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._monotonic() - self._seen_s <= self._lost_after_s
+
+    @property
+    def silent_s(self) -> float:
+        return self._monotonic() - self._seen_s
+
+    def hear(self, peer: bytes, message: TrainerMessage) -> bool:
+        """Take note of a message. Returns whether it is an introduction that wants a welcome."""
+        self._peer, self._seen_s = peer, self._monotonic()
+        if isinstance(message, wire.TrainerHello):
+            log.info("trainer says hello", trainer_id=message.trainer_id, device=message.device)
+            self.hello, self.status = message, None
+            # Also that it isn't: it may have been when one of the two was gone.
+            self.tell(wire.TrainPause(paused=self.is_paused))
+            return True
+        if isinstance(message, wire.TrainerStatus):
+            self._add_up(message)
+            self.status = message
+        return False
+
+    def _add_up(self, status: wire.TrainerStatus) -> None:
+        """Its figures begin anew with each operation; ours only grow."""
+        before = self.status
+        is_same = before is not None and before.operation_id == status.operation_id and before.steps <= status.steps
+        for name in ("steps", "tokens", "preemptions"):
+            self.sums[name] += max(0, getattr(status, name) - (getattr(before, name) if is_same else 0))
+        for delay_s in status.preemption_delays_s:
+            self.delays.observe(delay_s)
+            self._recent_delays_s.append(delay_s)
+        for computing_s in status.preemption_computing_s:
+            self.computing.observe(computing_s)
+            self._recent_computing_s.append(computing_s)
+
+    def tell(self, message: wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
+        """Send it something."""
+        self._send(self._peer, message)
+
+    def pause(self, paused: bool) -> None:
+        """Stop, or go on, between two micro-steps; remembered across reconnections."""
+        self.is_paused = paused
+        if self.is_connected:
+            self.tell(wire.TrainPause(paused=paused))
+
+    def view(self) -> dict[str, Any] | None:
+        """As the API shows it; None when there is none."""
+        if not self.is_connected:
+            return None
+        status = self.status
+        return {
+            "trainer_id": self.hello.trainer_id if self.hello else status.trainer_id if status else "",
+            "device": self.hello.device if self.hello else "",
+            "yields_to": self.hello.yields_to if self.hello else [],
+            "state": status.state if status else "idle",
+            "operation_id": status.operation_id if status else "",
+            "samples": status.samples if status else 0,
+            "sessions": status.sessions if status else 0,
+            "steps": status.steps if status else 0,
+            "max_steps": status.max_steps if status else 0,
+            "tokens": status.tokens if status else 0,
+            "loss": status.loss if status else 0.0,
+            "train_seconds": status.train_seconds if status else 0.0,
+            "preemptions": status.preemptions if status else 0,
+            "preemption_s_p50": _quantile(self._recent_delays_s, 0.5),
+            "preemption_s_p99": _quantile(self._recent_delays_s, 0.99),
+            "preemption_computing_s_p99": _quantile(self._recent_computing_s, 0.99),
+            "preemption_delays_s": list(self._recent_delays_s)[-SHOWN:],
+            "preemption_computing_s": list(self._recent_computing_s)[-SHOWN:],
+            "idle_ratio": status.idle_ratio if status else 0.0,
+            "samples_bytes": status.samples_bytes if status else 0,
+            "spilled_bytes": status.spilled_bytes if status else 0,
+            "lost_records": status.ring_lost_records if status else 0,
+        }
+
+
+def _quantile(values: Iterable[float], share: float) -> float:
+    """0 when there are none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0

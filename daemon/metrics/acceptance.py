@@ -1,0 +1,75 @@
+"""Metrics of verify rounds: drafted, accepted, by position, and how long what was accepted is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from honed.daemon.metrics.families import ENGINE_LABELS, MOST_POSITIONS, engines_shown, labels_of
+from honed.daemon.store.rollups import Counts
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+ROUND_LABELS = [*ENGINE_LABELS, "workload", "drafter_version"]
+Rounds = list[tuple[list[str], Counts]]
+"""Values of ROUND_LABELS, and what was counted under them."""
+
+
+def read(service: Service) -> Rounds:
+    """What the group needs, under the service's lock."""
+    known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service)}
+    return [
+        ([*known[engine_id], workload, version], counts)
+        for (engine_id, workload, version), counts in service.live.snapshot()
+        if engine_id in known
+    ]
+
+
+def families(rounds: Rounds) -> Iterator[Metric]:
+    """The group, out of what `read` gave."""
+    yield from _totals(rounds)
+    yield from _by_position(rounds)
+    length = HistogramMetricFamily(
+        "honed_acceptance_length", "Tokens a round emitted, bonus token included.", labels=ROUND_LABELS
+    )
+    for labels, counts in rounds:
+        length.add_metric(labels, _buckets(counts), counts.rounds + counts.accepted_tokens)
+    yield length
+
+
+def _totals(rounds: Rounds) -> Iterator[Metric]:
+    for name, text, field in (
+        ("honed_verify_rounds", "Verify rounds with at least one draft token.", "rounds"),
+        ("honed_draft_tokens", "Draft tokens verified.", "draft_tokens"),
+        ("honed_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
+        ("honed_emitted_tokens", "Tokens emitted, also by plain steps.", "emitted_tokens"),
+    ):
+        family = CounterMetricFamily(name, text, labels=ROUND_LABELS)
+        for labels, counts in rounds:
+            family.add_metric(labels, getattr(counts, field))
+        yield family
+
+
+def _by_position(rounds: Rounds) -> Iterator[Metric]:
+    for name, text, field in (
+        ("honed_position_drafted", "Rounds that drafted this position (from 0).", "drafted"),
+        ("honed_position_tried", "Rounds that drafted this position and accepted every one before it.", "tried"),
+        ("honed_position_accepted", "Rounds that accepted this position.", "accepted"),
+    ):
+        family = CounterMetricFamily(name, text, labels=[*ROUND_LABELS, "position"])
+        for labels, counts in rounds:
+            for position, value in enumerate(getattr(counts, field)[:MOST_POSITIONS].tolist()):
+                family.add_metric([*labels, str(position)], value)
+        yield family
+
+
+def _buckets(counts: Counts) -> list[tuple[str, float]]:
+    """Cumulative, one for every length up to MOST_POSITIONS."""
+    cumulative, buckets = 0, []
+    for num_accepted, value in enumerate(counts.accepted_histogram()[:MOST_POSITIONS].tolist()):
+        cumulative += value
+        buckets.append((str(float(num_accepted + 1)), float(cumulative)))
+    return [*buckets, ("+Inf", float(counts.rounds))]

@@ -1,0 +1,122 @@
+"""Metrics of deciding: load, policy, draft lengths, and what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from honed.adapt.control.settings import MODES
+from honed.daemon.control.overrides import NAMES
+from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
+DECISIONS = frozenset(
+    {*MODES, "policy", "override", "cold", "explore", "no_policy", "stale_policy", "observe", "error", "unplanned"}
+)
+"""What an engine may give as the reason of a step's lengths; see the table in `adapt.lengths.decider`."""
+
+
+def families(service: Service) -> Iterator[Metric]:
+    """The group, under the service's lock."""
+    errors = service.steering.errors
+    yield counter("honed_controller_errors", "Batches that taught nothing, policies that couldn't be made.", errors)
+    yield from _load(service)
+    yield from _policy(service)
+    yield from _decisions(service)
+    yield from _beliefs(service)
+    yield from _overrides(service)
+
+
+def _load(service: Service) -> Iterator[Metric]:
+    now_s = service.monotonic()
+    connected = engine_gauge("honed_engine_connected", "1 while the engine is heard.")
+    running = engine_gauge("honed_engine_requests_running", "Requests in the engine's batch.")
+    waiting = engine_gauge("honed_engine_requests_waiting", "Requests that wait for the engine.")
+    lengths = engine_gauge("honed_draft_tokens_per_round", "Draft tokens a round, in the latest batch that had rounds.")
+    for engine in engines_shown(service):
+        labels, status = labels_of(engine), engine.status
+        connected.add_metric(labels, service.engines.is_connected(engine, now_s))
+        if engine.latest_rounds is not None:
+            lengths.add_metric(labels, engine.latest_rounds.draft_tokens_per_round)
+        if status is not None:
+            running.add_metric(labels, status.num_running)
+            waiting.add_metric(labels, status.num_waiting)
+    yield from (connected, running, waiting, lengths)
+
+
+def _policy(service: Service) -> Iterator[Metric]:
+    budget = engine_gauge(
+        "honed_tree_budget_nodes",
+        "Most nodes that the policy sent lets a request verify, root excluded; for a chain, its draft tokens.",
+    )
+    age = engine_gauge("honed_policy_age_seconds", "Age of the engine's policy; negative: it has none.")
+    fallback = engine_gauge("honed_fallback_active", "1 while the engine decides without a policy.", "reason")
+    log_p99 = engine_gauge("honed_engine_log_seconds", "p99 of logging a step in vLLM.")
+    decide_p99 = engine_gauge("honed_engine_decide_seconds", "p99 of deciding a step in vLLM.")
+    errors = engine_counter("honed_engine_errors", "Exceptions caught inside vLLM.")
+    for engine in engines_shown(service):
+        labels, status = labels_of(engine), engine.status
+        if engine.policy is not None:
+            budget.add_metric(labels, engine.budget_nodes)
+        age.add_metric(labels, status.policy_age_s if status else -1.0)
+        for reason in FALLBACKS:
+            fallback.add_metric([*labels, reason], bool(status and status.fallback == reason))
+        if status is not None:
+            log_p99.add_metric(labels, status.log_us_p99 / 1e6)
+            decide_p99.add_metric(labels, status.decide_us_p99 / 1e6)
+            errors.add_metric(labels, status.errors)
+    yield from (budget, age, fallback, log_p99, decide_p99, errors)
+
+
+def _decisions(service: Service) -> Iterator[Metric]:
+    decisions = engine_counter("honed_decisions", "Engine steps by what decided the draft lengths.", "reason")
+    drift = engine_counter("honed_drift_detections", "Drift alarms.", "workload")
+    counted: dict[str, Counter[str]] = {}
+    for (engine_id, reason), value in service.decisions.items():
+        counted.setdefault(engine_id, Counter())[reason] += value
+    # Zeros, too: a counter that first appears with its first event has no increase.
+    alarms: Counter[tuple[str, str]] = Counter(dict.fromkeys(service.live.workloads(), 0))
+    for (engine_id, workload), value in service.steering.alarms.items():
+        alarms[engine_id, service.ingest.bounded(workload)] += value
+    known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service)}
+    for engine_id, labels in known.items():
+        for reason, steps in summed(counted.get(engine_id, {}), DECISIONS).items():
+            if steps or reason == "policy":
+                decisions.add_metric([*labels, reason], steps)
+    for (engine_id, workload), value in sorted(alarms.items()):
+        if engine_id in known:
+            drift.add_metric([*known[engine_id], workload], value)
+    yield from (decisions, drift)
+
+
+def _beliefs(service: Service) -> Iterator[Metric]:
+    found = (
+        ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time expected, smoothed.")),
+        ("measured_seconds", engine_gauge("honed_step_time_measured_seconds", "Step time measured, smoothed.")),
+        ("speedup", engine_gauge("honed_speedup_estimated_ratio", "Estimated speed against not drafting.")),
+    )
+    for engine in engines_shown(service):
+        headline = service.steering.headline(engine)
+        for name, family in found:
+            value = headline.get(name)
+            if value is not None and math.isfinite(value):
+                family.add_metric(labels_of(engine), value)
+    yield from (family for _, family in found)
+
+
+def _overrides(service: Service) -> Iterator[Metric]:
+    active = GaugeMetricFamily("honed_override_active", "1 while an operator's override is in force.", labels=["name"])
+    changes = CounterMetricFamily("honed_override_changes", "Overrides set, cleared and expired.", labels=["name", "change"])
+    in_force = {one["name"] for one in service.overrides.listing()}
+    for name in NAMES:
+        active.add_metric([name], name in in_force)
+        for change in ("set", "cleared", "expired"):
+            changes.add_metric([name, change], service.overrides.changes[name, change])
+    yield from (active, changes)

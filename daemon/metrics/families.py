@@ -1,0 +1,62 @@
+"""What the metric groups share: families in one line, and label sets that stay bounded whatever engines send.
+
+A scrape shows at most MOST_ENGINES engines (those heard last), MOST_POSITIONS draft positions, `events.max_workloads` workloads
+and `live_rounds.MOST_CELLS` combinations of them. Everything beyond is under "other" or not shown. Never a request id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from honed.daemon.ingest.engines import Engine
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+ENGINE_LABELS = ["model_name", "engine"]
+MOST_ENGINES = 64
+MOST_POSITIONS = 64
+OTHER = "other"
+
+
+def counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    """A counter without labels."""
+    return CounterMetricFamily(name, text, value=value)
+
+
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    """A gauge without labels."""
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def engine_counter(name: str, text: str, *more: str) -> CounterMetricFamily:
+    """A counter by engine, and by `more`."""
+    return CounterMetricFamily(name, text, labels=[*ENGINE_LABELS, *more])
+
+
+def engine_gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
+    """A gauge by engine, and by `more`."""
+    return GaugeMetricFamily(name, text, labels=[*ENGINE_LABELS, *more])
+
+
+def engines_shown(service: Service) -> list[Engine]:
+    """The engines that a scrape shows: those heard last, in order of their ids."""
+    latest = sorted(service.engines.by_id.values(), key=lambda engine: -engine.last_seen_s)
+    return sorted(latest[:MOST_ENGINES], key=lambda engine: engine.engine_id)
+
+
+def labels_of(engine: Engine) -> list[str]:
+    """Values of ENGINE_LABELS."""
+    return [engine.hello.model_name if engine.hello else "", engine.engine_id]
+
+
+def summed(values: Mapping[str, float], known: Set[str]) -> dict[str, float]:
+    """All `known` names with their values, 0 where there is none; the rest summed up as "other"."""
+    sums: Counter[str] = Counter(dict.fromkeys(sorted(known), 0))
+    for name, value in values.items():
+        sums[name if name in known else OTHER] += value  # type: ignore[assignment]
+    return dict(sums)

@@ -1,0 +1,55 @@
+"""Metrics of what arrives: rounds, batches and frames, and what of them got lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, gauge, labels_of, summed
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+REJECTIONS = frozenset({"undecodable", "store_unavailable", "wire_version"})
+
+
+def families(service: Service) -> Iterator[Metric]:
+    """The group, under the service's lock."""
+    figures = service.ingest.figures
+    yield counter("honed_events_received", "Verify rounds received, plain decode steps included.", figures.rounds)
+    yield counter("honed_event_batches_received", "Batches received, each once.", figures.batches)
+    yield counter("honed_event_batches_duplicate", "Batches that came again and were ignored.", figures.duplicates)
+    yield counter("honed_event_batches_refused", "Batches for which the store had no room; they come again.", figures.no_room)
+    yield from _lost(service)
+    rejected = CounterMetricFamily("honed_frames_rejected", "Frames dropped, by reason.", labels=["reason"])
+    for reason, value in summed(figures.rejected, REJECTIONS).items():
+        rejected.add_metric([reason], value)
+    yield rejected
+    yield gauge("honed_event_lag_seconds", "Age of the latest batch when it arrived.", figures.lag_s)
+    yield gauge("honed_event_queue_length", "Batches received and not yet committed.", service.store.queued_batches)
+    if figures.last_batch_unix_s:
+        yield gauge("honed_last_event_timestamp_seconds", "When the latest batch arrived.", figures.last_batch_unix_s)
+    skipped = service.steering.skipped_batches
+    yield counter("honed_event_batches_not_learned", "Batches the controllers skipped for lack of time.", skipped)
+
+
+def _lost(service: Service) -> Iterator[Metric]:
+    lost = engine_counter(
+        "honed_events_lost", "Rounds lost, by reason: queue_full (in an engine; as it says for its present boot).", "reason"
+    )
+    missing = engine_counter(
+        "honed_event_batches_lost",
+        "Batches of the engine's present boot that never came (missing) or contradicted themselves (malformed).",
+        "reason",
+    )
+    waiting = engine_gauge("honed_engine_queue_bytes", "Events that wait in the engine to be acknowledged.")
+    for engine in engines_shown(service):
+        labels, boot = labels_of(engine), engine.boot
+        lost.add_metric([*labels, "queue_full"], boot.lost.get("lost_rounds", 0))
+        missing.add_metric([*labels, "missing"], boot.missing_batches)
+        missing.add_metric([*labels, "malformed"], boot.malformed_batches)
+        if engine.status is not None:
+            waiting.add_metric(labels, engine.status.queue_bytes)
+    yield from (lost, missing, waiting)

@@ -1,0 +1,53 @@
+"""Prometheus metrics, read off the live state at each scrape: counters since the daemon's start, divided in PromQL.
+
+Each group of metrics is a module; see `metric_families` for what keeps a scrape small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import prometheus_client
+from prometheus_client.core import Metric
+
+from honed.daemon.metrics import acceptance as metrics_acceptance
+from honed.daemon.metrics import control as metrics_control
+from honed.daemon.metrics import ingest as metrics_ingest
+from honed.daemon.metrics import process as metrics_self
+from honed.daemon.metrics import training as metrics_training
+from honed.daemon.metrics import weights as metrics_weights
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+GROUPS = (metrics_ingest, metrics_control, metrics_training, metrics_weights, metrics_self)
+
+
+def render(service: Service) -> bytes:
+    """The exposition text."""
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(LiveCollector(service))
+    return prometheus_client.generate_latest(registry)
+
+
+class LiveCollector:
+    """Makes the metric families of one scrape."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering mustn't collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        # Read in full under the lock, so that a scrape shows one moment; the many samples of acceptance are made after it.
+        with service.lock:
+            families = [family for group in GROUPS for family in group.families(service)]
+            rounds = metrics_acceptance.read(service)
+        yield from families
+        yield from metrics_acceptance.families(rounds)
+        yield from metrics_self.process_families()

@@ -1,0 +1,50 @@
+"""Metrics of training: what the trainer does, what it yields, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from honed.daemon.metrics.families import counter, engine_counter, engines_shown, gauge, labels_of
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+TRAINER_STATES = ("idle", "collecting", "training", "waiting", "gating", "paused", "absent")
+
+
+def families(service: Service) -> Iterator[Metric]:
+    """The group, under the service's lock."""
+    trainer = service.trainer
+    view = trainer.view()
+    state = GaugeMetricFamily("honed_trainer_state", "1 for the state that the trainer is in.", labels=["state"])
+    for name in TRAINER_STATES:
+        state.add_metric([name], (view["state"] if view else "absent") == name)
+    yield state
+    yield counter("honed_training_steps", "Micro-steps trained.", trainer.sums["steps"])
+    yield counter("honed_training_tokens", "Tokens trained on.", trainer.sums["tokens"])
+    yield counter("honed_training_preemptions", "Times the trainer yielded to the engine.", trainer.sums["preemptions"])
+    delay = HistogramMetricFamily("honed_training_preemption_seconds", "From work's arrival until the trainer had stopped.")
+    delay.add_metric([], *trainer.delays.exposition())
+    yield delay
+    computing = HistogramMetricFamily("honed_training_preemption_computing_seconds", "What the trainer still computed of that.")
+    computing.add_metric([], *trainer.computing.exposition())
+    yield computing
+    if view is not None:
+        yield gauge("honed_gpu_idle_ratio", "Share of time in which the trainer could work.", view["idle_ratio"])
+        yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
+        yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])
+        yield gauge("honed_samples_spilled_bytes", "Samples on the trainer's disk.", view["spilled_bytes"])
+    yield from _captured(service)
+
+
+def _captured(service: Service) -> Iterator[Metric]:
+    captured = engine_counter("honed_captured_rows", "Rows of context features captured, in the engine's present boot.")
+    skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write, in the engine's present boot.")
+    for engine in engines_shown(service):
+        if engine.status is not None:
+            captured.add_metric(labels_of(engine), engine.status.captured_rows)
+            skipped.add_metric(labels_of(engine), engine.status.capture_skipped_rows)
+    yield from (captured, skipped)

@@ -1,0 +1,106 @@
+"""Metrics of the drafter's weights: which versions are what, swaps, promotions, roll-backs, and trials of two versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from honed.daemon.errors import HonedError
+from honed.daemon.metrics.families import engine_counter, engine_gauge, engines_shown, gauge, labels_of
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify", "purge")
+RESULTS = ("succeeded", "failed", "cancelled")
+DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
+
+
+def families(service: Service) -> Iterator[Metric]:
+    """The group, under the service's lock."""
+    yield from _versions(service)
+    yield from _changes(service)
+    yield gauge("honed_swap_pause_seconds", "How long the latest swap held the engine.", service.swaps.last_pause_s)
+    yield from _trial(service)
+    yield from _sharing(service)
+
+
+def _versions(service: Service) -> Iterator[Metric]:
+    info = GaugeMetricFamily("honed_drafter_info", "1 for the version in a role.", labels=["role", "version", "sha256"])
+    for role, version in service.drafters.aliases().items():
+        if version:
+            try:
+                sha256 = service.drafters.manifest(version).sha256
+            except HonedError:
+                sha256 = ""
+            info.add_metric([role, version, sha256], 1)
+    yield info
+    live = engine_gauge("honed_engine_drafter_info", "1 for the drafter version that the engine runs.", "version")
+    generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
+    updates = engine_counter("honed_target_updates", "Other weights of the target that the engine was given while it ran.")
+    for engine in engines_shown(service):
+        if engine.live_version:
+            live.add_metric([*labels_of(engine), engine.live_version], 1)
+        if engine.status is not None:
+            generation.add_metric(labels_of(engine), engine.status.drafter_generation)
+            updates.add_metric(labels_of(engine), engine.status.target_updates)
+    yield from (live, generation, updates)
+
+
+def _changes(service: Service) -> Iterator[Metric]:
+    swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result; turn: in a trial.", labels=["result"])
+    for result in ("ok", "turn", "failed"):
+        swaps.add_metric([result], service.swaps.results[result])
+    promotions = CounterMetricFamily("honed_promotions", "Versions made active, by what made them.", labels=["reason"])
+    for reason in ("recalibrate", "adopt", "promote"):
+        promotions.add_metric([reason], service.lifecycle.promotions[reason])
+    rollbacks = CounterMetricFamily("honed_rollbacks", "Versions rolled back, by reason.", labels=["reason"])
+    for reason in ("canary", "operator"):
+        rollbacks.add_metric([reason], service.lifecycle.rollbacks[reason])
+    ended = CounterMetricFamily("honed_operations", "Operations that ended, by kind and result.", labels=["kind", "result"])
+    for kind in KINDS:
+        for result in RESULTS:
+            ended.add_metric([kind, result], service.operations.ended[kind, result])
+    yield from (swaps, promotions, rollbacks, ended)
+
+
+def _trial(service: Service) -> Iterator[Metric]:
+    canaries = service.lifecycle.canaries
+    ended = CounterMetricFamily("honed_canaries", "Trials of drafter versions that ended, by verdict.", labels=["decision"])
+    for decision in DECISIONS:
+        ended.add_metric([decision], canaries.results[decision])
+    yield ended
+    trial = canaries.trial
+    yield gauge("honed_canary_active", "1 while two drafter versions take turns.", float(trial is not None))
+    rounds = trial.canary.rounds if trial is not None else 0
+    yield gauge("honed_canary_rounds", "Rounds compared in the present trial, both versions together.", rounds)
+    evidence = GaugeMetricFamily(
+        "honed_canary_log_evidence",
+        "log10 of the evidence on the version on trial, by workload (empty: all traffic) and by what it says of it.",
+        labels=["version", "workload", "says"],
+    )
+    change = GaugeMetricFamily(
+        "honed_canary_change_ratio",
+        "Estimated relative change of conditional acceptance by the version on trial.",
+        labels=["version", "workload"],
+    )
+    if trial is not None:
+        for workload, figures in trial.canary.figures().items():
+            for says in ("worse", "better"):
+                evidence.add_metric([trial.canary.new, workload, says], figures[f"evidence_{says}"])
+            change.add_metric([trial.canary.new, workload], figures["change"])
+    yield from (evidence, change)
+
+
+def _sharing(service: Service) -> Iterator[Metric]:
+    sharing = service.sharing
+    moved = CounterMetricFamily(
+        "honed_shared_versions", "Versions copied to and from the shared registry.", labels=["direction"]
+    )
+    for direction in ("pushed", "fetched"):
+        moved.add_metric([direction], sharing.moved[direction])
+    yield moved
+    failed = "Looks at the shared registry that failed."
+    yield CounterMetricFamily("honed_shared_registry_errors", failed, value=sharing.errors)

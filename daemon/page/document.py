@@ -1,0 +1,192 @@
+"""What the status page shows, as one JSON document: figures of the same views as the API, and the series that it plots.
+
+Whoever can reach the read-only listener can read it, so it holds figures and names, and no free text of operators.
+Making it reads the roll-ups of a window, so one is made at most every CACHE_S seconds, however many browsers look on.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from honed.daemon.page import weights as page_weights
+from honed.daemon.store.rollups import Counts, from_json
+from honed.daemon.views import views
+from honed.daemon.views.findings import findings
+from honed.daemon.views.plain_json import finite
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+CACHE_S = 2.0
+MOST_WORKLOADS = 6
+"""Lines that can be told apart; the rest is summed up as "others"."""
+MOST_POSITIONS = 24
+MOST_ENGINES = 8
+MOST_ROWS = 100_000
+OTHERS = "others"
+ENGINE_FIELDS = (
+    "engine_id", "connected", "model_name", "vllm_version", "honed_version", "num_spec_tokens", "drafter_version",
+    "num_running", "num_waiting", "policy", "decide_us_p99", "log_us_p99", "lost_rounds", "draft_tokens_per_round",
+    "tokens_per_s", "rounds",
+)  # fmt: skip
+STATUS_FIELDS = (
+    "version", "uptime_s", "state", "generation", "acceptance", "events", "trainer", "training_paused", "drafters",
+)  # fmt: skip
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A span of the past, and how finely it is plotted."""
+
+    span_s: int
+    step_s: int
+    resolution_s: int
+    """Of the roll-ups that it is made of."""
+
+
+WINDOWS = {
+    "5min": Window(300, 5, 1),
+    "1h": Window(3600, 60, 60),
+    "7d": Window(7 * 86400, 3600, 3600),
+}
+
+
+class PageDocuments:
+    """The documents by window, made anew when they are too old. Any thread may ask."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = threading.Lock()
+        self._made: dict[str, tuple[float, bytes]] = {}
+
+    def get(self, name: str) -> bytes:
+        """The JSON text of a window. Raises StoreError."""
+        # Held while making it: whoever asks meanwhile gets the same, instead of making it once more.
+        with self._lock:
+            made_s, text = self._made.get(name, (-math.inf, b""))
+            if self._service.monotonic() - made_s >= CACHE_S:
+                text = msgspec.json.encode(finite(document(self._service, name)))
+                self._made[name] = (self._service.monotonic(), text)
+            return text
+
+
+def document(service: Service, name: str) -> Document:
+    """Everything that the page shows. Raises StoreError."""
+    window = WINDOWS[name]
+    until = int(service.clock()) // window.step_s * window.step_s + window.step_s
+    times = list(range(until - window.span_s, until, window.step_s))
+    status = views.status(service)
+    engines = status["engines"][:MOST_ENGINES]
+    since = times[0]
+    believed = views.beliefs(service, [engine["engine_id"] for engine in engines])
+    return {
+        "t": service.clock(),
+        "window": name,
+        "step_s": window.step_s,
+        "times": times,
+        "status": {field: status[field] for field in STATUS_FIELDS} | {"store": {"bytes": status["store"]["bytes"]}},
+        "findings": [{"level": one.level, "text": one.text} for one in findings(status)],
+        "engines": [{field: engine[field] for field in ENGINE_FIELDS} for engine in engines],
+        "operation": page_weights.progress(status["operation"]),
+        "overrides": [{field: one[field] for field in ("name", "value", "ttl_s")} for one in status["overrides"]],
+        "workloads": views.workloads(service, float(window.span_s), window.resolution_s, believed),
+        **series(service, window, times),
+        "load": [load(service, engine_id, since, beliefs) for engine_id, beliefs in believed.items()],
+        **page_weights.weights(service),
+        "marks": marks(service, since),
+    }
+
+
+def series(service: Service, window: Window, times: list[int]) -> Document:
+    """Acceptance by workload, and by workload and position, a value for every time; null where nothing was verified."""
+    rows = service.store.read(
+        """SELECT bucket_s, workload, rounds, draft_tokens, accepted_tokens, tried_by_position, accepted_by_position
+           FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ? LIMIT ?""",
+        (window.resolution_s, times[0], times[-1] + window.step_s, MOST_ROWS),
+    )
+    cells: dict[str, dict[int, Counts]] = defaultdict(lambda: defaultdict(Counts))
+    totals: dict[str, int] = defaultdict(int)
+    for row in rows:
+        counts = Counts(
+            row["rounds"], row["draft_tokens"], row["accepted_tokens"],
+            tried=from_json(row["tried_by_position"]), accepted=from_json(row["accepted_by_position"]),
+        )  # fmt: skip
+        index = (row["bucket_s"] - times[0]) // window.step_s
+        cells[row["workload"]][index].add(counts)
+        totals[row["workload"]] += row["rounds"]
+    merged = merge(cells, sorted(totals, key=lambda name: (-totals[name], name)))
+    found = [
+        {
+            "workload": workload,
+            "rounds": [points[i].rounds if i in points else 0 for i in range(len(times))],
+            "length": [points[i].acceptance_length or None if i in points else None for i in range(len(times))],
+            "draft_tokens": [points[i].draft_tokens_per_round or None if i in points else None for i in range(len(times))],
+            "positions": by_position(points, len(times)),
+            "by_position": mean_by_position(points),
+        }
+        for workload, points in merged.items()
+    ]
+    return {"acceptance": found}
+
+
+def merge(cells: dict[str, dict[int, Counts]], names: list[str]) -> dict[str, dict[int, Counts]]:
+    """The workloads with most rounds by name, all others as one."""
+    most = MOST_WORKLOADS if len(names) <= MOST_WORKLOADS else MOST_WORKLOADS - 1
+    merged = {name: cells[name] for name in names[:most]}
+    for name in names[most:]:
+        rest = merged.setdefault(OTHERS, defaultdict(Counts))
+        for index, counts in cells[name].items():
+            rest[index].add(counts)
+    return merged
+
+
+def by_position(points: dict[int, Counts], length: int) -> list[list[float | None]]:
+    """P(position accepted | those before it accepted), positions × times."""
+    width = min(MOST_POSITIONS, max((len(counts.tried) for counts in points.values()), default=0))
+    table: list[list[float | None]] = [[None] * length for _ in range(width)]
+    for index, counts in points.items():
+        for position in range(min(width, len(counts.tried), len(counts.accepted))):
+            if tried := int(counts.tried[position]):
+                table[position][index] = round(int(counts.accepted[position]) / tried, 4)
+    return table
+
+
+def mean_by_position(points: dict[int, Counts]) -> list[float | None]:
+    """The same over all times."""
+    total = Counts()
+    for counts in points.values():
+        total.add(counts)
+    pairs = zip(total.accepted.tolist(), total.tried.tolist(), strict=False)
+    return [round(accepted / tried, 4) if tried else None for accepted, tried in pairs][:MOST_POSITIONS]
+
+
+def load(service: Service, engine_id: str, since: float, beliefs: Document) -> Document:
+    """Draft length against load: what was, in slots, and what the controller would choose, by batch size."""
+    with service.lock:
+        slots = [
+            (slot.t, round(slot.requests_per_step, 2), round(slot.draft_tokens_per_request, 3), slot.budget)
+            for slot in service.load.slots(engine_id, since)
+        ]
+    step_time = beliefs.get("step_time") or {}
+    return {
+        "engine_id": engine_id,
+        "slots": slots,
+        "plan": [(p["num_requests"], p["draft_tokens_per_request"]) for p in beliefs.get("draft_tokens_by_batch") or []],
+        "predicted_s": step_time.get("predicted_seconds"),
+        "measured_s": step_time.get("measured_seconds"),
+        "speedup": beliefs.get("speedup_estimate"),
+    }
+
+
+def marks(service: Service, since: float) -> list[Document]:
+    """When weights or decisions changed. Reasons, which operators write, stay out: what was changed comes before a colon."""
+    rows = service.store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 100", (since,))
+    return [row | {"text": row["text"].partition(":")[0]} for row in reversed(rows)]

@@ -1,0 +1,156 @@
+"""uvicorn on a thread: the admin API on a unix socket, and a read-only listener on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import h11
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from honed.daemon.api.access import USER_ID, load_tokens
+from honed.daemon.api.app import make_app, make_read_only_app
+from honed.daemon.errors import StartError
+from honed.daemon.ingest.router import MAY_WRITE
+from honed.daemon.service import Service
+from honed.daemon.settings.listen import check_address
+from honed.daemon.settings.settings import Settings
+
+log = structlog.get_logger("honed.http")
+
+MOST_CONNECTIONS = 256
+"""Of a listener: a program that leaks them uses up its own, not the daemon's files."""
+PATIENCE_S = 10.0
+"""A connection on which a request isn't whole after this, or twice this, is closed."""
+_PEER = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group."""
+
+
+class Protocol(H11Protocol):
+    """uvicorn's one that is strict about framing and bounds headers, and notes who is at the other end of a unix socket.
+
+    uvicorn waits for ever for a request that never comes, and counts connections only once they have sent one.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+            return
+        self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family == socket.AF_UNIX:
+            _, user_id, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            self.app_state = self.app_state | {USER_ID: user_id}
+
+    def _close_if_stuck(self, request_before: object) -> None:
+        """Close it if no request has come since it was looked at, and none is whole; else look again."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is request_before and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.transport.abort()
+        else:
+            self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
+
+
+class HttpServer:
+    """Both listeners of one daemon."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self._service, self._settings = service, settings
+        self._sockets: list[tuple[str, socket.socket, FastAPI]] = []
+        self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def bind(self) -> None:
+        """Take the addresses before anything is started. Raises StartError."""
+        http, path = self._settings.http, self._settings.paths.admin_socket
+        try:
+            self._sockets.append(("admin-socket", bind_unix(path), make_app(self._service)))
+            if http.metrics_listen:
+                listener = bind_loopback(http.metrics_listen, "http.metrics_listen")
+                self._sockets.append(("metrics", listener, make_read_only_app(self._service)))
+            if http.admin_listen:
+                tokens = load_tokens(http.read_token_file, http.admin_token_file)
+                listener = bind_loopback(http.admin_listen, "http.admin_listen")
+                self._sockets.append(("admin-tcp", listener, make_app(self._service, tokens)))
+        except StartError:
+            self.stop()
+            raise
+
+    def start(self) -> None:
+        """Answer requests."""
+        for name, listener, app in self._sockets:
+            config = uvicorn.Config(
+                app,
+                http=Protocol,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=3,
+                timeout_keep_alive=5,
+                limit_concurrency=256,
+                h11_max_incomplete_event_size=64 << 10,
+                ws="none",
+            )
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=f"honed-{name}", daemon=True)
+            thread.start()
+            self._running.append((server, thread))
+
+    def problems(self) -> list[str]:
+        """Listeners whose thread has ended."""
+        return [f"the HTTP listener {thread.name} has ended" for _, thread in self._running if not thread.is_alive()]
+
+    def stop(self) -> None:
+        """Finish the requests under way, close the listeners, remove the socket's file."""
+        for server, _ in self._running:
+            server.should_exit = True
+        for _, thread in self._running:
+            thread.join(10.0)
+        for _, listener, _ in self._sockets:
+            listener.close()
+        with contextlib.suppress(OSError):
+            self._settings.paths.admin_socket.unlink()
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Listen on a file that owner and group may use. The caller holds the folder's lock, so a file there is a dead one."""
+    if len(os.fsencode(path)) > 107:
+        raise StartError(f"socket path {path} is longer than 107 bytes; use a shorter runtime_dir")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o660)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"socket {path}: {error.strerror}{MAY_WRITE}") from error
+    return listener
+
+
+def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.socket:
+    """Listen on host:port. Raises StartError for a port in use and for any address that isn't loopback."""
+    try:
+        host, number = check_address(address)
+    except ValueError as error:
+        raise StartError(f"{setting} {address!r} {error}") from error
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, number))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        why = f'{error.strerror}; set another address or "" for none'
+        raise StartError(f"{setting} {address}: {why}") from error
+    return listener

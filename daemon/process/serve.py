@@ -1,0 +1,163 @@
+"""The daemon's process: start in order, wait for a signal, stop in order.
+
+Order of the start: folders, lock, database, registry, sockets, HTTP; READY is told to systemd when all of it works. A failure
+on the way is one clear line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import secrets
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+
+from honed.daemon.errors import HonedError, SettingsError, StartError
+from honed.daemon.process.http_server import HttpServer
+from honed.daemon.process.notify import Notifier
+from honed.daemon.process.supervise import supervise
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings, load
+
+log = structlog.get_logger("honed.serve")
+
+EXIT_USAGE = 2
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def run(settings: Settings, stop: threading.Event | None = None) -> int:
+    """Serve until SIGTERM or SIGINT (or `stop`). Returns the exit code."""
+    is_asked = stop or threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: is_asked.set())
+    try:
+        configure_logging()
+        faulthandler.enable()  # the watchdog's SIGABRT leaves every thread's stack in the journal
+        os.umask(0o027)
+        with ExitStack() as stack:
+            service, http = start_all(settings, stack)
+            code = supervise(service, is_asked, Notifier(), http.problems)
+        log.info("stopped", exit_code=code)
+        return code
+    except HonedError as error:
+        print(f"honed: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def start(settings: Settings, stack: ExitStack) -> Service:
+    """Start everything; `stack` stops it in the opposite order. Raises StartError."""
+    return start_all(settings, stack)[0]
+
+
+def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer]:
+    """As `start`, with the HTTP server, too."""
+    paths = settings.paths
+    make_folder(paths.state_dir, 0o750)
+    make_folder(paths.runtime_dir, 0o750)
+    make_engines_folder(paths.runtime_dir / "engines")
+    for folder in (paths.state_dir, paths.runtime_dir):
+        stack.enter_context(locked(folder / "lock"))
+    try:
+        service = Service(settings, daemon_id=secrets.token_hex(8))
+    except (OSError, ValueError) as error:
+        raise StartError(str(error)) from error
+    stack.callback(service.stop)
+    http = HttpServer(service, settings)
+    http.bind()
+    service.start()
+    stack.callback(http.stop)
+    http.start()
+    return service, http
+
+
+def make_folder(path: Path, mode: int) -> None:
+    """Make a folder and its parents. Raises StartError."""
+    try:
+        if not path.is_dir():
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+        found, parent = path.lstat(), path.parent.stat()
+    except OSError as error:
+        raise StartError(f"folder {path} can't be made: {error.strerror}") from error
+    # Where everybody may make folders (/tmp), somebody else may have made this one first, to be given what goes there.
+    if parent.st_mode & stat.S_ISVTX and (found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH):
+        raise StartError(
+            f"folder {path} was made by somebody else (user {found.st_uid}), or everybody may write to it: "
+            "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
+        )
+
+
+def make_engines_folder(path: Path) -> None:
+    """Make the folder in which vLLM makes its engines' own, perhaps as another user of the group. Raises StartError.
+
+    Setgid, so that what vLLM makes there belongs to the group that the trainer is in. One that is there stays as it is.
+    """
+    if path.is_dir():
+        return
+    make_folder(path, 0o770)
+    path.chmod(0o2770)  # mkdir takes neither the bit nor, with the umask, the group's right to write
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises StartError when another daemon has it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    except OSError as error:
+        raise StartError(f"lock {path}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            who = f" (process {holder})" if holder else ""
+            stop = "`systemctl stop honed`" + (f" or `kill {holder}`" if holder else "")
+            raise StartError(
+                f"another honed daemon{who} uses {path.parent}: stop it ({stop}), or give this one folders of its own with "
+                "--state-dir and --runtime-dir, or HONED_STATE_DIR and HONED_RUNTIME_DIR"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def configure_logging() -> None:
+    """JSON lines on stderr, as the journal likes them. Raises SettingsError for an unknown HONED_LOG_LEVEL."""
+    level = os.environ.get("HONED_LOG_LEVEL", "info").lower()
+    if level not in LOG_LEVELS:
+        raise SettingsError(f"HONED_LOG_LEVEL={level!r}: use one of {', '.join(LOG_LEVELS)}")
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+def main() -> int:
+    """`python -m honed.daemon.process.serve`: settings from file and environment only."""
+    try:
+        settings = load()
+    except SettingsError as error:
+        print(f"honed: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""The sections of the settings: those of the daemon itself, and those made of the frozen dataclasses that other folders own.
+
+Unknown keys are refused, and so is a number out of its range: `RANGES`, here as in the dataclasses, has one for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
+
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.monitor.canary import CanarySettings
+from honed.adapt.protocol.ranges import SECONDS, SHARE, Range, Ranges
+from honed.daemon.settings.listen import check_address
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.gate.gate import GateSettings
+
+D = TypeVar("D")
+
+
+def default_state_dir(env: Mapping[str, str] = os.environ) -> Path:
+    """/var/lib/honed for root, else the user's XDG state folder."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/honed")
+    return Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "honed"
+
+
+def default_runtime_dir(env: Mapping[str, str] = os.environ) -> Path:
+    """/run/honed for root, else the user's XDG runtime folder, else a folder of the user in the temporary directory."""
+    if os.geteuid() == 0:
+        return Path("/run/honed")
+    if env.get("XDG_RUNTIME_DIR"):
+        return Path(env["XDG_RUNTIME_DIR"]) / "honed"
+    return Path(tempfile.gettempdir()) / f"honed-{os.geteuid()}"
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    RANGES: ClassVar[Ranges] = {}
+    OWNER: ClassVar[type[Any] | None] = None
+    """The dataclass that it was made of."""
+
+    @field_validator("*")
+    @classmethod
+    def _is_in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        allowed = cls.RANGES.get(info.field_name or "")
+        if allowed is not None and not allowed.holds(value):
+            raise ValueError(f"must be {allowed}")
+        return value
+
+    @model_validator(mode="after")
+    def _suits_its_owner(self) -> Self:
+        """What an owner demands beyond ranges, as of two fields together, is found at the start, too."""
+        if self.OWNER is not None:
+            value_of(self.OWNER, self)
+        return self
+
+
+class PathSettings(Section):
+    """Where the daemon keeps what must survive (state) and what must not (runtime)."""
+
+    state_dir: Path = Field(default_factory=default_state_dir)
+    """What must survive: the database and the registry of drafters."""
+    runtime_dir: Path = Field(default_factory=default_runtime_dir)
+    """What must not: sockets, rings and flags. vLLM needs the same one, as HONED_RUNTIME_DIR."""
+
+    @property
+    def database(self) -> Path:
+        return self.state_dir / "honed.db"
+
+    @property
+    def registry(self) -> Path:
+        return self.state_dir / "registry"
+
+    @property
+    def engine_socket(self) -> Path:
+        return self.runtime_dir / "engine.sock"
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.runtime_dir / "admin.sock"
+
+
+class StoreSettings(Section):
+    """How much is kept, and for how long; 0 means without limit."""
+
+    max_raw_bytes: int = 4 << 30
+    """Compressed raw batches kept; the oldest go first."""
+    max_raw_age_s: float = 7 * 86400.0
+    """Age up to which raw batches are kept."""
+    max_age_1s_s: float = 6 * 3600.0
+    """Age up to which sums by second are kept."""
+    max_age_1min_s: float = 30 * 86400.0
+    """Age up to which sums by minute are kept."""
+    max_age_1h_s: float = 5 * 366 * 86400.0
+    """Age up to which sums by hour are kept."""
+    synchronous: Literal["FULL", "EXTRA"] = "FULL"
+    """NORMAL isn't offered: in WAL mode it loses acknowledged commits when the power fails."""
+    queue_bytes: int = 256 << 20
+    """Received and not yet committed; beyond this batches stay with their engines, unacknowledged."""
+    commit_interval_s: float = 0.05
+    """How long the writer gathers batches for one commit."""
+
+    RANGES: ClassVar[Ranges] = {
+        "max_raw_bytes": Range(0),
+        **dict.fromkeys(("max_raw_age_s", "max_age_1s_s", "max_age_1min_s", "max_age_1h_s"), Range(0, 1e10)),
+        "queue_bytes": Range(1 << 20),
+        "commit_interval_s": Range(0, 5),
+    }
+
+
+class EventSettings(Section):
+    """The socket that engines and trainers connect to."""
+
+    max_frame_bytes: int = 64 << 20
+    """Longest message taken from an engine or a trainer."""
+    engine_lost_s: float = 5.0
+    """Silence after which an engine counts as disconnected."""
+    log_token_ids: bool = False
+    """Ask engines to log token ids. They are prompts in disguise: off unless the operator says so."""
+    max_workloads: int = 64
+    """Distinct workload labels kept apart; those beyond are counted as "other"."""
+
+    RANGES: ClassVar[Ranges] = {
+        "max_frame_bytes": Range(1 << 16, 1 << 40),
+        "engine_lost_s": SECONDS,
+        "max_workloads": Range(1, 10_000),
+    }
+
+
+class HttpSettings(Section):
+    """The read-only listener and limits of the admin API."""
+
+    metrics_listen: str = "127.0.0.1:9464"
+    """host:port of the status page, /metrics, /healthz and /readyz; "" for none. Only loopback addresses."""
+    admin_listen: str = ""
+    """host:port of the admin API beside its unix socket, with tokens; "" for none. Only loopback addresses."""
+    read_token_file: Path | None = None
+    """File of the token that reads; default: systemd's credential honed-read-token, else nobody only reads."""
+    admin_token_file: Path | None = None
+    """File of the token that changes things; default: systemd's credential honed-admin-token."""
+    max_body_bytes: int = 64 << 10
+    """Longest body of a request."""
+    mutations_per_minute: int = 120
+    """Changes over the admin API, on each of its listeners."""
+
+    RANGES: ClassVar[Ranges] = {"max_body_bytes": Range(1024, 1 << 30), "mutations_per_minute": Range(1, 1_000_000)}
+
+    @field_validator("metrics_listen", "admin_listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        if value:
+            check_address(value)
+        return value
+
+
+class RegistrySettings(Section):
+    """Which drafter versions are kept, and with whom they are shared."""
+
+    keep_versions: int = 16
+    """Newest versions that stay; those with an alias and those in use stay beside them. 0: all stay."""
+    url: str = ""
+    """A place that several hosts share, as fsspec names it ("file:///mnt/nfs/honed", "s3://bucket/honed"); "": none."""
+    publish: bool = True
+    """Copy versions that were made here and became active to `url`."""
+    try_fetched: bool = True
+    """Try out what other hosts put there for the same target, on live traffic, like a candidate of one's own."""
+    poll_s: float = 300.0
+    """Between two looks at `url`."""
+
+    RANGES: ClassVar[Ranges] = {"keep_versions": Range(0), "poll_s": Range(0, 1e9, excludes_low=True)}
+
+
+class RecalibrationSettings(Section):
+    """When a drafter is retrained without being asked, and how long each part may take."""
+
+    automatic: bool = True
+    """Recalibrate when a workload's acceptance drifts."""
+    min_interval_s: float = 900.0
+    """Between the end of one recalibration and the automatic start of the next. Where one that answers drift failed, it is
+    tried again after this, then twice as long, and so on, six times in all."""
+    max_seconds: float = 600.0
+    """Longest training of a recalibration that doesn't say; waiting for samples and for idle time doesn't count, see
+    `trainer.deadline_s`."""
+    scope: Literal["kv-frozen", "full"] = "kv-frozen"
+    """"full" trains everything, and its swap resets the prefix cache: for it vLLM has to run with HONED_FEATURES=layers;
+    "kv-frozen" leaves alone what cached keys depend on."""
+    trainer_lost_s: float = 30.0
+    """Silence after which the trainer counts as gone, and what it was doing as failed."""
+    swap_timeout_s: float = 60.0
+    """How long engines may take to swap."""
+    collect_share: float = 1.0
+    """Share of requests that are captured while a recalibration is under way."""
+    on_target_update: Literal["keep", "purge"] = "keep"
+    """What becomes of the samples when vLLM is given other weights of the target without a restart. A step of reinforcement
+    learning changes little, and they are worth keeping; "purge" for a fine-tuned target that comes that way."""
+
+    RANGES: ClassVar[Ranges] = {
+        "min_interval_s": Range(0, 1e9),
+        **dict.fromkeys(("max_seconds", "trainer_lost_s", "swap_timeout_s"), SECONDS),
+        "collect_share": SHARE,
+    }
+
+
+def section_of(settings_class: type[Any]) -> type[Section]:
+    """Make a section out of a frozen dataclass: same fields, defaults and ranges, unknown keys refused, nested ones alike."""
+    hints = get_type_hints(settings_class)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(settings_class):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            nested = section_of(kind)  # type: ignore[arg-type]
+            fields[field.name] = (nested, Field(default_factory=nested))
+        elif field.default_factory is not dataclasses.MISSING:
+            fields[field.name] = (kind, Field(default_factory=field.default_factory))
+        else:
+            fields[field.name] = (kind, ... if field.default is dataclasses.MISSING else field.default)
+    made = create_model(settings_class.__name__, __base__=Section, __doc__=settings_class.__doc__, **fields)
+    made.OWNER, made.RANGES = settings_class, settings_class.RANGES
+    return made
+
+
+def value_of(settings_class: type[D], section: Section) -> D:
+    """The dataclass that a section was made of, with the section's values. Raises ValueError for what it doesn't take."""
+    hints = get_type_hints(settings_class)
+    fields = {name: getattr(section, name) for name in type(section).model_fields}
+    return settings_class(**{n: value_of(hints[n], v) if isinstance(v, Section) else v for n, v in fields.items()})
+
+
+if TYPE_CHECKING:  # made at run time, so a type checker only knows what they have in common
+
+    class ControllerSection(Section): ...
+
+    class CanarySection(Section): ...
+
+    class TrainerSection(Section): ...
+
+    class GateSection(Section): ...
+else:
+    ControllerSection, CanarySection = section_of(ControllerSettings), section_of(CanarySettings)
+    TrainerSection, GateSection = section_of(TrainerSettings), section_of(GateSettings)

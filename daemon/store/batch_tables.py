@@ -1,0 +1,165 @@
+"""How a batch gets into the tables `batches`, `boots` and `rollups`: exactly once, all three in one transaction."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from sqlite_utils import Database
+
+from honed.adapt.protocol.wire import EventBatch
+from honed.daemon.store.rollups import COUNT_COLUMNS, POSITION_COLUMNS, RESOLUTIONS_S, BatchCounts, Counts
+
+_ADD_COUNTS = ", ".join(
+    [f"{name} = {name} + excluded.{name}" for name in COUNT_COLUMNS]
+    + [f"{name} = add_positions({name}, excluded.{name})" for name in POSITION_COLUMNS]
+)
+_COLUMNS = (*COUNT_COLUMNS, *POSITION_COLUMNS)
+_NAMED = ", ".join(f":{name}" for name in _COLUMNS)
+
+INSERT_BATCH = """
+INSERT INTO batches (engine_id, boot_id, seq, received_unix_ns, sent_unix_ns, drafter_version, steps, rounds,
+  draft_tokens, accepted_tokens, malformed, bytes, frame_bytes, frame)
+VALUES (:engine_id, :boot_id, :seq, :received_unix_ns, :sent_unix_ns, :drafter_version, :steps, :rounds,
+  :draft_tokens, :accepted_tokens, :malformed, :bytes, :frame_bytes, :frame)
+"""
+ADD_RAW_BYTES = "UPDATE meta SET value = value + ? WHERE key = 'raw_bytes'"
+ADD_TO_ROLLUP = f"""
+INSERT INTO rollups (resolution_s, bucket_s, engine_id, workload, drafter_version, {", ".join(_COLUMNS)})
+VALUES (:resolution_s, :bucket_s, :engine_id, :workload, :drafter_version, {_NAMED})
+ON CONFLICT DO UPDATE SET {_ADD_COUNTS}
+"""
+ADD_TO_BOOT = f"""
+INSERT INTO boots (engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, committed_seq, batches, lost_rounds,
+  lost_draft_tokens, lost_accepted_tokens, lost_batches, missing_batches, malformed_batches, {", ".join(_COLUMNS)})
+VALUES (:engine_id, :boot_id, :seen, :seen, :committed_seq, :batches, :lost_rounds, :lost_draft_tokens,
+  :lost_accepted_tokens, :lost_batches, :missing_batches, :malformed_batches, {_NAMED})
+ON CONFLICT (engine_id, boot_id) DO UPDATE SET
+  last_seen_unix_ns = max(last_seen_unix_ns, excluded.last_seen_unix_ns),
+  committed_seq = max(committed_seq, excluded.committed_seq),
+  batches = batches + excluded.batches,
+  lost_rounds = max(lost_rounds, excluded.lost_rounds),
+  lost_draft_tokens = max(lost_draft_tokens, excluded.lost_draft_tokens),
+  lost_accepted_tokens = max(lost_accepted_tokens, excluded.lost_accepted_tokens),
+  lost_batches = max(lost_batches, excluded.lost_batches),
+  missing_batches = missing_batches + excluded.missing_batches,
+  malformed_batches = malformed_batches + excluded.malformed_batches, {_ADD_COUNTS}
+"""
+SAVE_HELLO = """
+INSERT INTO boots (engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, hello) VALUES (?1, ?2, ?3, ?3, ?4)
+ON CONFLICT (engine_id, boot_id) DO UPDATE SET last_seen_unix_ns = ?3, hello = ?4
+"""
+
+
+@dataclass(slots=True)
+class StoredBatch:
+    """A batch on its way to the disk."""
+
+    batch: EventBatch
+    frame: bytes
+    received_unix_ns: int
+    counts: BatchCounts
+    missing: int = 0
+    """Sequence numbers right before this one that will never come."""
+
+
+@dataclass(slots=True)
+class _Boot:
+    counts: Counts
+    values: dict[str, int]
+
+
+def insert(db: Database, group: list[StoredBatch]) -> int:
+    """Store what isn't stored yet and add it up. Returns how many were new."""
+    committed: dict[tuple[str, str], int] = {}
+    boots: dict[tuple[str, str], _Boot] = {}
+    rollups: dict[tuple[int, int, str, str, str], Counts] = {}
+    raw_bytes = 0
+    for item in group:
+        batch, counts = item.batch, item.counts
+        key = (batch.engine_id, batch.boot_id)
+        if key not in committed:
+            committed[key] = committed_seq(db, *key)
+        # Raw batches are deleted by retention, so the boot's high-water mark, not the batch table, tells duplicates.
+        if batch.seq <= committed[key]:
+            continue
+        committed[key] = batch.seq
+        total = counts.total
+        compressed = zlib.compress(item.frame, 1)
+        row: dict[str, Any] = {
+            "engine_id": batch.engine_id,
+            "boot_id": batch.boot_id,
+            "seq": batch.seq,
+            "received_unix_ns": item.received_unix_ns,
+            "sent_unix_ns": batch.sent_unix_ns,
+            "drafter_version": batch.drafter_version,
+            "steps": counts.steps,
+            "rounds": total.rounds,
+            "draft_tokens": total.draft_tokens,
+            "accepted_tokens": total.accepted_tokens,
+            "malformed": counts.malformed,
+            "bytes": len(item.frame),
+            "frame_bytes": len(compressed),
+            "frame": compressed,
+        }
+        raw_bytes += len(compressed)
+        db.conn.execute(INSERT_BATCH, row)
+        boot = boots.setdefault(key, _Boot(Counts(), {"batches": 0, "missing_batches": 0, "malformed_batches": 0}))
+        boot.counts.add(total)
+        boot.values["batches"] += 1
+        boot.values["missing_batches"] += item.missing
+        boot.values["malformed_batches"] += bool(counts.malformed)
+        boot.values |= {"committed_seq": batch.seq, "seen": item.received_unix_ns, **losses(batch)}
+        for (second, workload), cell in counts.cells.items():
+            for resolution in RESOLUTIONS_S:
+                where = (resolution, second - second % resolution, batch.engine_id, workload, batch.drafter_version)
+                rollups.setdefault(where, Counts()).add(cell)
+    for (engine_id, boot_id), boot in boots.items():
+        row = {"engine_id": engine_id, "boot_id": boot_id, **boot.values, **boot.counts.row()}
+        db.conn.execute(ADD_TO_BOOT, row)
+    for (resolution, bucket, engine_id, workload, version), sums in rollups.items():
+        row = {"resolution_s": resolution, "bucket_s": bucket, "engine_id": engine_id, "workload": workload}
+        db.conn.execute(ADD_TO_ROLLUP, row | {"drafter_version": version} | sums.row())
+    if raw_bytes:
+        db.conn.execute(ADD_RAW_BYTES, (raw_bytes,))
+    return sum(boot.values["batches"] for boot in boots.values())
+
+
+def refuse(db: Database, item: StoredBatch) -> None:
+    """Count a batch that can't be stored as malformed, and pass its number: nobody is to wait for it."""
+    row = {
+        "engine_id": item.batch.engine_id,
+        "boot_id": item.batch.boot_id,
+        "seen": item.received_unix_ns,
+        "committed_seq": item.batch.seq,
+        "batches": 1,
+        "missing_batches": item.missing,
+        "malformed_batches": 1,
+        **dict.fromkeys(losses(item.batch), 0),
+        **Counts().row(),
+    }
+    db.conn.execute(ADD_TO_BOOT, row)
+
+
+def losses(batch: EventBatch) -> dict[str, int]:
+    """The engine's totals of what it dropped in this boot, as columns."""
+    return {
+        "lost_rounds": batch.lost_rounds,
+        "lost_draft_tokens": batch.lost_draft_tokens,
+        "lost_accepted_tokens": batch.lost_accepted_tokens,
+        "lost_batches": batch.lost_batches,
+    }
+
+
+def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:
+    """Highest stored sequence number of a boot; 0 when there is none."""
+    row = db.conn.execute(
+        "SELECT committed_seq FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id)
+    ).fetchone()
+    return int(row[0]) if row else 0
+
+
+def save_hello(db: Database, engine_id: str, boot_id: str, hello_json: str, unix_ns: int) -> None:
+    """Keep what an engine said of itself, so that a restarted daemon knows it before it says so again."""
+    db.conn.execute(SAVE_HELLO, (engine_id, boot_id, unix_ns, hello_json))

@@ -1,0 +1,75 @@
+"""Trials on disk: what is needed to go on after a restart, what failed for good, and the evidence over time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlite_utils import Database
+
+from honed.daemon.store.store import Store
+
+EVERY_POINT = 500
+"""After so many pairs only every tenth is kept."""
+
+
+def save(db: Database, row: dict[str, Any]) -> None:
+    """Write a trial as it is now."""
+    columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+    db.conn.execute(f"INSERT OR REPLACE INTO canaries ({columns}) VALUES ({places})", row)
+
+
+def save_points(db: Database, rows: list[dict[str, Any]]) -> None:
+    """Add evidence after a pair of windows."""
+    for row in rows:
+        columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+        db.conn.execute(f"INSERT OR REPLACE INTO canary_points ({columns}) VALUES ({places})", row)
+
+
+def is_kept(pairs: int) -> bool:
+    """Whether a pair's evidence goes to the disk."""
+    return pairs <= EVERY_POINT or pairs % 10 == 0
+
+
+def unfinished(store: Store) -> list[dict[str, Any]]:
+    """Trials that no verdict has ended, newest first. Raises StoreError."""
+    rows = store.read("SELECT * FROM canaries WHERE decision = '' ORDER BY began_unix_s DESC")
+    return [row | {"state": json.loads(row["state"])} for row in rows]
+
+
+def failed(store: Store) -> dict[str, str]:
+    """SHA-256 of the weights that were found worse or withdrawn, and how. Raises StoreError."""
+    rows = store.read(
+        "SELECT new_sha256, decision, text FROM canaries WHERE decision IN ('worse', 'withdrawn') ORDER BY began_unix_s"
+    )
+    return {row["new_sha256"]: why_failed(row["decision"], row["text"]) for row in rows}
+
+
+def tried(store: Store) -> set[str]:
+    """SHA-256 of all weights that have been on trial. Raises StoreError."""
+    return {row["new_sha256"] for row in store.read("SELECT DISTINCT new_sha256 FROM canaries")}
+
+
+def why_failed(decision: str, text: str) -> str:
+    """How weights came not to be offered again; "" when they still are."""
+    if decision == "worse":
+        return f"found worse on live traffic: {text}"
+    return text if decision == "withdrawn" else ""
+
+
+def listing(store: Store, limit: int) -> list[dict[str, Any]]:
+    """Trials, newest first. Raises StoreError."""
+    return store.read(
+        "SELECT operation_id, kind, old, new, began_unix_s, ended_unix_s, decision, text FROM canaries "
+        "ORDER BY began_unix_s DESC LIMIT ?",
+        (limit,),
+    )
+
+
+def points(store: Store, operation_id: str) -> list[dict[str, Any]]:
+    """A trial's evidence over time, oldest first; workload "" is all traffic. Raises StoreError."""
+    return store.read(
+        "SELECT t, pairs, rounds, workload, evidence_worse, evidence_better, change FROM canary_points "
+        "WHERE operation_id = ? ORDER BY pairs, workload",
+        (operation_id,),
+    )

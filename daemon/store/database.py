@@ -1,0 +1,57 @@
+"""Opening the database: the release of SQLite that it takes, and how each of our connections is set."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pysqlite3 as sqlite3
+from sqlite_utils import Database
+
+from honed.daemon.errors import StartError
+from honed.daemon.store.rollups import add_json
+
+BROKEN_SQLITE = ((3, 7, 0), (3, 51, 2))
+"""First and last release whose WAL reset can corrupt a database that several connections use."""
+
+LEAST_FREE_BYTES = 1 << 20
+
+
+def check_sqlite_version(version: tuple[int, int, int] = sqlite3.sqlite_version_info) -> None:
+    """Refuse releases with the WAL-reset corruption bug. Raises StartError."""
+    if BROKEN_SQLITE[0] <= version <= BROKEN_SQLITE[1]:
+        text = ".".join(map(str, version))
+        raise StartError(
+            f"SQLite {text} can corrupt databases in WAL mode (fixed in 3.51.3); install the pysqlite3 wheel, which "
+            "bundles a newer one"
+        )
+
+
+def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -> Database:
+    """Open a connection as all of ours are opened. Any thread may use it, one at a time."""
+    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+    connection = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
+    connection.row_factory = sqlite3.Row
+    database = Database(connection)
+    if not read_only:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+    connection.create_function("add_positions", 2, add_json, deterministic=True)
+    return database
+
+
+def why_not(error: sqlite3.Error, path: Path) -> str:
+    """What to do about a database that can't be opened, as the end of a sentence; "" where nothing is known."""
+    text = str(error)
+    if "locked" in text or "busy" in text:
+        return f"; another program is writing to it (`fuser {path}` names it): end that, or choose another --state-dir"
+    if "unable to open" in text or "readonly" in text:
+        return f"; {path.parent} must be a folder that this user may write to: `chown` it, or choose another --state-dir"
+    if "not a database" in text or "malformed" in text:
+        return "; move the file away: the daemon makes a new one, and the drafters beside it are not touched"
+    # SQLite calls it an I/O error where its log can't be made any longer.
+    if ("I/O" in text or "full" in text) and shutil.disk_usage(path.parent).free < LEAST_FREE_BYTES:
+        return f"; the disk of {path.parent} is full: make room"
+    return ""

@@ -1,0 +1,284 @@
+"""The event log as files: every stored verify round one row, as JSON lines or Parquet.
+
+Reads the database itself, read-only, so it works beside a running daemon and without one. It never holds a read
+transaction for longer than a page of batches (a long one would keep SQLite's write-ahead log from being recycled), and
+memory stays bounded: a page of batches and a row group at a time. The file appears under its name only when complete.
+
+A round's time is its step's end on the engine's monotonic clock, placed in wall time by the pair of clock readings that
+its batch carries: t = sent_unix − (sent_mono − end).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import msgspec
+
+from honed.adapt.protocol import wire
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE
+
+if TYPE_CHECKING:
+    import pyarrow
+
+PAGE_BATCHES = 64
+ROW_GROUP_ROWS = 65_536
+
+COLUMNS = {
+    "engine_id": "text",
+    "boot_id": "text",
+    "seq": "int64",
+    "t_unix_ns": "int64",
+    "step": "int64",
+    "request": "uint64",
+    "workload": "text",
+    "drafter_version": "text",
+    "position": "int32",
+    "num_draft_tokens": "int32",
+    "num_accepted_tokens": "int32",
+    "num_invalid_tokens": "int32",
+    "num_trimmed_tokens": "int32",
+    "num_emitted": "int32",
+    "temperature": "float32",
+    "step_duration_us": "int64",
+    "step_requests": "int32",
+    "step_tokens": "int32",
+    "step_prefill_tokens": "int32",
+    "step_context_tokens": "int64",
+    "step_drafting": "int32",
+    "decision": "text",
+    "emitted": "ids",
+    "draft": "ids",
+}
+"""A row's columns, in order, and their types. `request` is a keyed hash: equal within a boot, meaningless outside."""
+
+Row = dict[str, Any]
+
+
+class ExportError(RuntimeError):
+    """The export can't be made; `cure` says what to do."""
+
+    def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.cure = cure
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which rounds are wanted; empty and None choose all. `since_s` is included, `until_s` is not."""
+
+    engine: str = ""
+    workload: str = ""
+    since_s: float | None = None
+    until_s: float | None = None
+
+    def holds(self, t_unix_ns: int) -> bool:
+        """Is a moment in the wanted span?"""
+        return (self.since_s is None or t_unix_ns >= self.since_s * 1e9) and (
+            self.until_s is None or t_unix_ns < self.until_s * 1e9
+        )
+
+
+@dataclass
+class Tally:
+    """What an export has come across."""
+
+    rounds: int = 0
+    batches: int = 0
+    unreadable_batches: int = 0
+
+
+class _Sink(Protocol):
+    def write(self, rows: list[Row]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, int]:
+    """Write the chosen rounds to `out` ("-": stdout, JSON lines only) and say how many there were.
+
+    Raises:
+        ExportError: no database, one that can't be read, an unknown format, a missing library, an unwritable file.
+    """
+    if format not in ("jsonl", "parquet"):
+        raise ExportError(f"unknown format {format!r}", cure="Use jsonl or parquet.", exit_code=EXIT_USAGE)
+    if format == "parquet" and out == "-":
+        raise ExportError("parquet needs a file", cure="Give --out a file name.", exit_code=EXIT_USAGE)
+    tally = Tally()
+    part = Path(f"{out}.part")
+    try:
+        sink = _JsonLines(sys.stdout) if out == "-" else _open_sink(part, format)
+        try:
+            for batch in batches(database, chosen, tally):
+                try:
+                    rows = list(rounds(batch, chosen))
+                except (IndexError, KeyError):  # columns of unequal length: no row of it can be trusted
+                    tally.unreadable_batches += 1
+                    continue
+                tally.batches += 1
+                tally.rounds += len(rows)
+                sink.write(rows)
+        finally:
+            sink.close()
+        if out != "-":
+            os.replace(part, out)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ExportError(f"{out} can't be written: {error.strerror or error}") from error
+    finally:
+        if out != "-":
+            part.unlink(missing_ok=True)
+    return {"rounds": tally.rounds, "batches": tally.batches, "unreadable_batches": tally.unreadable_batches}
+
+
+def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.EventBatch]:
+    """Stored batches in the order of their arrival; those that can't be read are counted and left out."""
+    import pysqlite3
+
+    if not database.exists():
+        cure = "Name the daemon's state folder with --state-dir."
+        raise ExportError(f"there is no database at {database}", cure=cure, exit_code=EXIT_USAGE)
+    since_ns = int((chosen.since_s or 0.0) * 1e9)
+    after = 0
+    try:
+        connection = pysqlite3.connect(f"file:{_uri_path(database)}?mode=ro", uri=True, timeout=10.0)
+        try:
+            while page := connection.execute(
+                "SELECT id, malformed, frame FROM batches"
+                " WHERE id > ? AND sent_unix_ns >= ? AND (? = '' OR engine_id = ?) ORDER BY id LIMIT ?",
+                (after, since_ns, chosen.engine, chosen.engine, PAGE_BATCHES),
+            ).fetchall():
+                after = page[-1][0]
+                for _, malformed, frame in page:
+                    batch = None if malformed else read_frame(frame)
+                    if batch is None:
+                        tally.unreadable_batches += 1
+                    else:
+                        yield batch
+        finally:
+            connection.close()
+    except pysqlite3.Error as error:
+        cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
+        raise ExportError(f"{database} can't be read: {error}", cure=cure) from error
+
+
+def read_frame(frame: bytes) -> wire.EventBatch | None:
+    """The batch in a stored frame; None for what isn't one."""
+    try:
+        message = wire.decode_to_daemon(zlib.decompress(frame))
+    except (zlib.error, wire.WireError):
+        return None
+    return message if isinstance(message, wire.EventBatch) else None
+
+
+def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
+    """The batch's verify rounds, each with the figures of its step. Token ids are None where they weren't logged."""
+    s, r = batch.steps, batch.rounds
+    place = {step: index for index, step in enumerate(s.step)}
+    has_emitted, has_draft = bool(r.emitted), bool(r.draft)
+    emitted_at = draft_at = 0
+    for i, step in enumerate(r.step):
+        emitted = r.emitted[emitted_at : emitted_at + r.num_emitted[i]] if has_emitted else None
+        draft = r.draft[draft_at : draft_at + r.num_draft_tokens[i]] if has_draft else None
+        emitted_at += r.num_emitted[i]
+        draft_at += r.num_draft_tokens[i]
+        at = place[step]
+        t_unix_ns = batch.sent_unix_ns - (batch.sent_mono_ns - s.end_ns[at])
+        workload = batch.workloads[r.workload[i]]
+        if (chosen.workload and workload != chosen.workload) or not chosen.holds(t_unix_ns):
+            continue
+        yield {
+            "engine_id": batch.engine_id,
+            "boot_id": batch.boot_id,
+            "seq": batch.seq,
+            "t_unix_ns": t_unix_ns,
+            "step": step,
+            "request": r.request[i],
+            "workload": workload,
+            "drafter_version": batch.drafter_version,
+            "position": r.position[i],
+            "num_draft_tokens": r.num_draft_tokens[i],
+            "num_accepted_tokens": r.num_accepted_tokens[i],
+            "num_invalid_tokens": r.num_invalid_tokens[i],
+            "num_trimmed_tokens": r.num_trimmed_tokens[i] if r.num_trimmed_tokens else 0,
+            "num_emitted": r.num_emitted[i],
+            "temperature": r.temperature[i],
+            "step_duration_us": s.duration_us[at],
+            "step_requests": s.num_requests[at],
+            "step_tokens": s.num_tokens[at],
+            "step_prefill_tokens": s.num_prefill_tokens[at],
+            "step_context_tokens": s.context_tokens[at],
+            "step_drafting": s.num_drafting[at],
+            "decision": s.decision[at],
+            "emitted": emitted,
+            "draft": draft,
+        }
+
+
+def parquet_schema() -> pyarrow.Schema:
+    """Column types of the Parquet file; texts are dictionary-encoded, since few different ones occur."""
+    import pyarrow as pa
+
+    kinds = {"text": pa.dictionary(pa.int32(), pa.string()), "ids": pa.list_(pa.int32())}
+    return pa.schema([(name, kinds.get(kind) or pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
+
+
+def _open_sink(part: Path, format: str) -> _Sink:
+    part.unlink(missing_ok=True)
+    part.touch(0o600)  # token ids may be among the columns
+    return _JsonLines(part.open("w", encoding="utf-8")) if format == "jsonl" else _Parquet(part)
+
+
+def _uri_path(path: Path) -> str:
+    return str(path.resolve()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+
+class _JsonLines:
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, rows: list[Row]) -> None:
+        self._file.write(self._encoder.encode_lines(rows).decode())
+
+    def close(self) -> None:
+        self._file.flush()
+        if self._file is not sys.stdout:
+            self._file.close()
+
+
+class _Parquet:
+    """Row groups of about ROW_GROUP_ROWS: more than that is never held."""
+
+    def __init__(self, part: Path) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ModuleNotFoundError as error:
+            cure = "pip install '/path/to/honed[export]', or use --format jsonl."
+            raise ExportError("parquet needs pyarrow", cure=cure, exit_code=EXIT_USAGE) from error
+        self._arrow = pyarrow
+        self._schema = parquet_schema()
+        self._writer = pyarrow.parquet.ParquetWriter(part, self._schema, compression="zstd")
+        self._pending: list[Row] = []
+
+    def write(self, rows: list[Row]) -> None:
+        self._pending += rows
+        if len(self._pending) >= ROW_GROUP_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._writer.write_table(self._arrow.Table.from_pylist(self._pending, schema=self._schema))
+            self._pending = []

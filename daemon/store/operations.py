@@ -1,0 +1,151 @@
+"""Things that take a while (recalibrations, promotions, roll-backs): their state, on disk and for the API."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from honed.daemon.errors import UnknownError, there_are
+from honed.daemon.store.store import Store
+
+log = structlog.get_logger("honed.operations")
+
+FINISHED = frozenset({"succeeded", "failed", "cancelled"})
+KEPT_IN_MEMORY = 500
+PLANNED = "planned"
+"""Stage, and id, of an operation that a dry run asked for."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """One of them. `state` ends at succeeded, failed or cancelled; `stage` may go on to "watching" and "done"."""
+
+    operation_id: str
+    kind: str
+    state: str
+    stage: str
+    created_unix_s: float
+    reason: str
+    actor: str
+    finished_unix_s: float | None = None
+    idempotency_key: str | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    request_hash: str = ""
+    """Of the request that began it, so that its key can't stand for another one."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state in FINISHED
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it was only asked what would be done."""
+        return self.stage == PLANNED
+
+    def view(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return {name: getattr(self, name) for name in Operation.__slots__ if name not in ("idempotency_key", "request_hash")}
+
+
+class Operations:
+    """All that are known, newest last. Guarded by the service's lock."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
+        self._by_id: dict[str, Operation] = {}
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """(kind, state) -> operations that ended since the daemon started."""
+
+    def load(self, resumed: Collection[str] = ()) -> None:
+        """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
+        rows = self._store.read("SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,))
+        for row in reversed(rows):
+            row["detail"] = json.loads(row["detail"])
+            operation = Operation(**row)
+            self._by_id[operation.operation_id] = operation
+            if operation.operation_id in resumed:
+                continue
+            if not operation.is_finished:
+                self.finish(operation, "failed", error="daemon restarted")
+            elif operation.stage == "watching":
+                operation.detail["watch"] = "ended by a restart of the daemon"
+                self.move(operation, stage="done")
+
+    def create(self, kind: str, stage: str, reason: str, actor: str, key: str | None, **detail: Any) -> Operation:
+        """Begin one."""
+        operation = Operation(
+            f"op-{secrets.token_hex(6)}", kind, "running", stage, self._clock(), reason, actor, None, key, detail
+        )
+        self._by_id[operation.operation_id] = operation
+        while len(self._by_id) > KEPT_IN_MEMORY:
+            self._by_id.pop(next(iter(self._by_id)))
+        self._save(operation)
+        return operation
+
+    def planned(self, kind: str, reason: str, actor: str, **detail: Any) -> Operation:
+        """What a dry run is answered with: nothing of it is kept."""
+        now = self._clock()
+        return Operation(PLANNED, kind, "succeeded", PLANNED, now, reason, actor, now, detail=detail | {"dry_run": True})
+
+    def note_request(self, operation: Operation, request_hash: str) -> None:
+        """Which request began it."""
+        operation.request_hash = request_hash
+        self._save(operation)
+
+    def by_key(self, key: str | None) -> Operation | None:
+        """The operation that an earlier request with the same idempotency key began."""
+        if key is None:
+            return None
+        for operation in self._by_id.values():
+            if operation.idempotency_key == key:
+                return operation
+        return None
+
+    def get(self, operation_id: str) -> Operation:
+        """Raises UnknownError."""
+        try:
+            return self._by_id[operation_id]
+        except KeyError as error:
+            why = f"no operation {operation_id!r}; {there_are(self._by_id)}"
+            raise UnknownError(why, cure="`honed operations` lists them.") from error
+
+    def find(self, operation_id: str) -> Operation | None:
+        """The operation, None when it isn't known (any more)."""
+        return self._by_id.get(operation_id)
+
+    def listing(self) -> list[Operation]:
+        """Newest first."""
+        return list(reversed(self._by_id.values()))
+
+    def move(self, operation: Operation, *, stage: str | None = None, **detail: Any) -> None:
+        """Note progress."""
+        if stage is not None:
+            operation.stage = stage
+        operation.detail.update(detail)
+        self._save(operation)
+
+    def finish(self, operation: Operation, state: str, *, stage: str = "done", error: str = "", **detail: Any) -> None:
+        """End it; `stage` may say that something still follows."""
+        operation.state, operation.stage, operation.error = state, stage, error
+        operation.finished_unix_s = self._clock()
+        self.ended[operation.kind, state] += 1
+        operation.detail.update(detail)
+        level = log.warning if state == "failed" else log.info
+        level("operation ended", operation_id=operation.operation_id, kind=operation.kind, state=state, error=error)
+        self._save(operation)
+
+    def _save(self, operation: Operation) -> None:
+        row = {name: getattr(operation, name) for name in Operation.__slots__}
+        row["detail"] = json.dumps(operation.detail)
+        columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+        sql = f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({places})"
+        self._store.submit(lambda db: db.conn.execute(sql, row) and None).add_done_callback(
+            lambda done: done.exception() and log.error("an operation was not written", error=str(done.exception()))
+        )

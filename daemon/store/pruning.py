@@ -1,0 +1,104 @@
+"""Forgetting, a little at a time: raw batches by bytes and age, roll-ups by age, free pages back to the file system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sqlite_utils import Database
+
+from honed.daemon.settings.sections import StoreSettings
+from honed.daemon.store.batch_tables import ADD_RAW_BYTES
+
+BATCHES_PER_ROUND = 2000
+PAGES_PER_ROUND = 2000
+
+
+EVERY_S = 10.0
+SOON_S = 0.5
+"""Between two rounds while there is more to be done: batches are committed in between."""
+MOST_DRIFT_S = 60.0
+SETTLING_S = 600.0
+
+
+class Retention:
+    """Rounds of it, when they are due.
+
+    What is too old is known by the wall clock. It isn't believed for `SETTLING_S` after the start, and after it has jumped by
+    more than `MOST_DRIFT_S`: a machine that comes up in the wrong year would forget everything.
+
+    Args:
+        clock: seconds since the epoch.
+        monotonic: seconds.
+    """
+
+    def __init__(self, settings: StoreSettings, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self._settings, self._clock, self._monotonic = settings, clock, monotonic
+        self._due_s = float("-inf")
+        self._offset_s = clock() - monotonic()
+        self._believed_from_s = monotonic() + SETTLING_S
+
+    def due_in_s(self) -> float:
+        """Seconds until the next round, 0 or more."""
+        return max(self._due_s - self._monotonic(), 0.0)
+
+    def run(self, db: Database) -> None:
+        """A round, if it is due. Not to be called in a transaction."""
+        now_s = self._monotonic()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + EVERY_S  # should the database refuse
+        unix_s = self._clock()
+        if abs(unix_s - now_s - self._offset_s) > MOST_DRIFT_S:
+            self._offset_s, self._believed_from_s = unix_s - now_s, now_s + SETTLING_S
+        with db.atomic():
+            deleted = apply_deletions(db, self._settings, unix_s if now_s >= self._believed_from_s else None)
+        if _give_pages_back(db) or deleted == BATCHES_PER_ROUND:
+            self._due_s = now_s + SOON_S
+
+
+def _give_pages_back(db: Database) -> bool:
+    """A round's worth; whether there are more. Needs auto_vacuum=INCREMENTAL, which is set before the first table is made."""
+    before = _num_free_pages(db)
+    db.conn.execute(f"PRAGMA incremental_vacuum({PAGES_PER_ROUND})").fetchall()
+    return PAGES_PER_ROUND <= _num_free_pages(db) < before
+
+
+def _num_free_pages(db: Database) -> int:
+    return int(db.conn.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def apply_deletions(db: Database, settings: StoreSettings, now_s: float | None) -> int:
+    """Delete what is too old or too much, at most a round's worth. Returns how many raw batches went.
+
+    Args:
+        now_s: seconds since the epoch; None where nobody knows, then nothing is too old.
+    """
+    ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
+    for resolution, age_s in ages.items():
+        if age_s and now_s is not None:
+            db.conn.execute("DELETE FROM rollups WHERE resolution_s = ? AND bucket_s < ?", (resolution, int(now_s - age_s)))
+    return _delete_batches(db, settings, now_s)
+
+
+def _delete_batches(db: Database, settings: StoreSettings, now_s: float | None) -> int:
+    """Delete from the low end of the ids, which grow with arrival, as long as a batch is too old or they are too many."""
+    excess = raw_bytes(db) - settings.max_raw_bytes if settings.max_raw_bytes else 0
+    oldest_ns = int((now_s - settings.max_raw_age_s) * 1e9) if settings.max_raw_age_s and now_s is not None else 0
+    last, freed, count = 0, 0, 0
+    rows: Any = db.conn.execute(
+        "SELECT id, frame_bytes, received_unix_ns FROM batches ORDER BY id LIMIT ?", (BATCHES_PER_ROUND,)
+    )
+    for batch_id, frame_bytes, received_unix_ns in rows:
+        if freed >= excess and received_unix_ns >= oldest_ns:
+            break
+        last, freed, count = batch_id, freed + frame_bytes, count + 1
+    if count:
+        db.conn.execute("DELETE FROM batches WHERE id <= ?", (last,))
+        db.conn.execute(ADD_RAW_BYTES, (-freed,))
+    return count
+
+
+def raw_bytes(db: Database) -> int:
+    """Compressed bytes of the raw batches that are held."""
+    return int(db.conn.execute("SELECT value FROM meta WHERE key = 'raw_bytes'").fetchone()[0])

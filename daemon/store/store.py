@@ -1,0 +1,294 @@
+"""The daemon's memory on disk: SQLite in WAL mode, one writer thread, batched commits.
+
+Guarantees: a batch whose commit is reported survives a killed process and a power cut (synchronous=FULL: the log is
+synced before COMMIT returns); a batch is counted in the roll-ups in the same transaction that stores it, so both or
+neither happened; the same (engine, boot, seq) is never stored twice. While the disk refuses, batches wait in memory up to
+`queue_bytes` and are retried; beyond that `put` says no and the engine keeps them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pysqlite3 as sqlite3
+import structlog
+from sqlite_utils import Database
+
+from honed.daemon.errors import StartError, StoreError
+from honed.daemon.settings.sections import StoreSettings
+from honed.daemon.store import batch_tables
+from honed.daemon.store.batch_tables import StoredBatch
+from honed.daemon.store.database import check_sqlite_version, connect, why_not
+from honed.daemon.store.histogram import Histogram
+from honed.daemon.store.migrations import check_known, migrations
+from honed.daemon.store.pruning import Retention
+from honed.daemon.store.rollups import BatchCounts
+
+T = TypeVar("T")
+log = structlog.get_logger("honed.store")
+
+MAX_GROUP_BYTES = 16 << 20
+RETRY_S = 0.5
+COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class Store:
+    """One database, its writer thread and its reading connection."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: StoreSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        on_commit: Callable[[list[StoredBatch]], None] = lambda batches: None,
+    ) -> None:
+        check_sqlite_version()
+        self._path, self._settings, self._monotonic, self._on_commit = path, settings, monotonic, on_commit
+        try:
+            self._db = connect(path, settings.synchronous)
+            check_known(self._db, path)
+            migrations.apply(self._db)
+            self._reader = connect(path, read_only=True)
+        except sqlite3.Error as error:
+            raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
+        self._reader_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._batches: deque[StoredBatch] = deque()
+        self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
+        self._queued_bytes = 0
+        self._is_closing = False
+        self._is_busy = False
+        self._retention = Retention(settings, clock, monotonic)
+        self.errors = 0
+        self.last_error = ""
+        self.failed_at_s = float("-inf")
+        """When the database last refused something, by the monotonic clock."""
+        self.is_failing = False
+        """The latest commit of batches was refused."""
+        self.commit_times = Histogram(COMMIT_BOUNDS_S)
+        self._thread = threading.Thread(target=self._run, name="honed-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Commit what is queued (as far as the disk takes it), stop the writer, close the file."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            with self._reader_lock:
+                self._reader.close()
+            self._db.close()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until what was queued is committed (and `on_commit` was called); False when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._batches or self._jobs or self._is_busy:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._changed.wait(min(left, 0.1))
+        return True
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def queued_batches(self) -> int:
+        return len(self._batches)
+
+    @property
+    def size_bytes(self) -> int:
+        """Database and log on disk."""
+        total = 0
+        for suffix in ("", "-wal"):
+            try:
+                total += Path(f"{self._path}{suffix}").stat().st_size
+            except OSError:
+                continue
+        return total
+
+    def put(self, batch: StoredBatch) -> bool:
+        """Queue a batch; False when the queue is full (never blocks)."""
+        with self._changed:
+            if self._is_closing or self._queued_bytes + len(batch.frame) > self._settings.queue_bytes:
+                return False
+            self._batches.append(batch)
+            self._queued_bytes += len(batch.frame)
+            self._changed.notify_all()
+            return True
+
+    def submit(self, job: Callable[[Database], T]) -> Future[T]:
+        """Run `job` in the writer's next transaction; the result is there once it is committed."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closing:
+                future.set_exception(StoreError("the store is closed"))
+                return future
+            self._jobs.append((job, future))
+            self._changed.notify_all()
+        return future
+
+    def write(self, job: Callable[[Database], T], timeout_s: float = 10.0) -> T:
+        """`submit` and wait. Raises StoreError when the database refuses."""
+        try:
+            return self.submit(job).result(timeout_s)
+        except TimeoutError as error:
+            raise StoreError(f"the database didn't answer within {timeout_s:g} s") from error
+
+    def read(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:
+        """Rows of a query, from the last committed state. Raises StoreError."""
+        with self._reader_lock:
+            try:
+                return [dict(row) for row in self._reader.conn.execute(sql, parameters)]
+            except sqlite3.Error as error:
+                self.note_error(error)
+                raise StoreError(f"database: {error}") from error
+
+    def note_error(self, error: BaseException) -> None:
+        self.errors += 1
+        self.last_error, self.failed_at_s = str(error), self._monotonic()
+
+    # --- the writer thread ---
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._batches or self._jobs or self._is_closing):
+                    if not self._changed.wait(self._retention.due_in_s()):
+                        break
+                if self._is_closing and not self._batches and not self._jobs:
+                    return
+                self._is_busy = True
+            self._run_jobs()
+            self._commit_batches()
+            self._retain()
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            job, future = self._jobs.popleft()
+            try:
+                with self._db.atomic():
+                    result = job(self._db)
+            except sqlite3.Error as error:
+                self.note_error(error)
+                failure = StoreError(f"database: {error}")
+                failure.__cause__ = error
+                future.set_exception(failure)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _commit_batches(self) -> None:
+        """Store a group of batches in one transaction; on a refusal by the disk keep them for later."""
+        if not self._batches:
+            return
+        with self._changed:
+            if self._settings.commit_interval_s and not self._is_closing:
+                self._changed.wait_for(lambda: self._is_closing or bool(self._jobs), self._settings.commit_interval_s)
+            group = list(self._group())
+        try:
+            self._store(group)
+        except Exception as error:
+            self.note_error(error)
+            if _is_of_the_disk(error):
+                self._wait(error)
+                return
+            group = self._store_one_by_one(group)
+        else:
+            self._forget(len(group))
+        self._on_commit(group)
+
+    def _store(self, group: list[StoredBatch]) -> None:
+        started = time.perf_counter()
+        with self._db.atomic():
+            batch_tables.insert(self._db, group)
+        self.commit_times.observe(time.perf_counter() - started)
+        self.is_failing = False
+
+    def _wait(self, error: Exception) -> None:
+        """The disk refuses: keep the batches for later, unless this is the end."""
+        self.is_failing = True
+        log.error("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
+        with self._changed:
+            if self._is_closing:
+                self._forget(len(self._batches))
+            self._changed.wait(RETRY_S)
+
+    def _store_one_by_one(self, group: list[StoredBatch]) -> list[StoredBatch]:
+        """Find the batch that spoils a transaction, and count it as malformed. Returns those that are settled."""
+        settled: list[StoredBatch] = []
+        for item in group:
+            try:
+                self._store([item])
+            except Exception as error:
+                self.note_error(error)
+                if _is_of_the_disk(error):
+                    return settled
+                log.exception("a batch can't be stored; it is dropped, and counted as malformed", error=str(error))
+                item.counts = BatchCounts(malformed=str(error))
+                try:
+                    with self._db.atomic():
+                        batch_tables.refuse(self._db, item)
+                except Exception as refusal:
+                    self.note_error(refusal)
+                    if _is_of_the_disk(refusal):
+                        return settled
+            settled.append(item)
+            self._forget(1)
+        return settled
+
+    def _group(self) -> Iterator[StoredBatch]:
+        num_bytes = 0
+        for batch in self._batches:
+            if num_bytes and num_bytes + len(batch.frame) > MAX_GROUP_BYTES:
+                return
+            num_bytes += len(batch.frame)
+            yield batch
+
+    def _forget(self, count: int) -> None:
+        with self._changed:
+            for _ in range(count):
+                self._queued_bytes -= len(self._batches.popleft().frame)
+
+    def _retain(self) -> None:
+        try:
+            self._retention.run(self._db)
+        except sqlite3.Error as error:
+            self.note_error(error)
+            log.error("retention failed", error=str(error))
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether a batch isn't to blame: the disk is full, fails or is locked, or the database is damaged."""
+    of_the_batch = sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, sqlite3.NotSupportedError
+    return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, of_the_batch)
+
+
+@contextmanager
+def opened(path: Path, settings: StoreSettings, **arguments: Any) -> Iterator[Store]:
+    """A started store, closed at the end."""
+    store = Store(path, settings, **arguments)
+    store.start()
+    try:
+        yield store
+    finally:
+        store.close()

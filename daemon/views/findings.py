@@ -1,0 +1,149 @@
+"""What is wrong, said first: reads a status answer and lists what an operator should know, worst first.
+
+Pure: a `/v1/status` document in, findings out. Nothing here asks the daemon for more.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from honed.daemon.settings.filesystem import IN_MEMORY, folder_in_memory
+
+LAG_S = 5.0
+"""Events older than this when they are committed are worth a word: the store or the daemon is behind."""
+
+LATELY_S = 3600.0
+"""What was lost, or refused by the disk, is worth a word for so long; the figures stay."""
+
+FALLBACKS = {
+    "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
+    "stale_policy": "last heard from the daemon too long ago and drafts its static length",
+    "observe_only": "only observes: honed can't choose draft lengths there",
+    "error": "caught an error of honed's in vLLM and drafts its static length",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about something that isn't as it should be. `level` is "error" or "warning"."""
+
+    level: str
+    text: str
+    cure: str = ""
+    """What to do, where the text doesn't say it."""
+
+
+def findings(status: dict[str, Any]) -> list[Finding]:
+    """All findings of a status document, errors before warnings."""
+    found = [*_of_daemon(status), *_of_events(status), *_of_engines(status), *_of_training(status)]
+    return sorted(found, key=lambda f: f.level != "error")
+
+
+def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
+    for problem in status.get("problems") or []:
+        yield Finding("error", f"the daemon itself: {problem}")
+    runtime = status.get("runtime") or {}
+    if (filesystem := runtime.get("filesystem")) and filesystem not in IN_MEMORY and _may_capture(status):
+        place = f"the runtime directory {runtime.get('dir')} is on {filesystem}, not on a tmpfs"
+        cure = f"set HONED_RUNTIME_DIR to {folder_in_memory()}, for vLLM as well"
+        yield Finding("warning", f"{place}: samples, which are prompts in disguise, reach the disk; {cure}")
+
+
+def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
+    events, store = status.get("events") or {}, status.get("store") or {}
+    if (lost := events.get("lost_rounds")) and _was_lately(events.get("loss_age_s")):
+        yield Finding("error", f"{lost:,} verify rounds were lost: an engine's queue ran full")
+    if (errors := store.get("errors")) and _was_lately(store.get("error_age_s")):
+        last = f" (last: {store['last_error']})" if store.get("last_error") else ""
+        yield Finding("error", f"the database failed {errors:,} times{last}: check the disk under the state folder")
+    if rejected := events.get("rejected_frames"):
+        yield Finding("warning", f"{rejected:,} frames could not be read: an engine of another honed version?")
+    if (lag := events.get("lag_s") or 0.0) > LAG_S:
+        yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
+
+
+def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
+    engines = status.get("engines") or []
+    if not engines:
+        yield Finding("warning", "no engine has attached: start vLLM with what `honed vllm-args` prints")
+    for engine in engines:
+        name = engine.get("engine_id", "?")
+        if not engine.get("connected"):
+            cure = "Start vLLM; where it runs, what is said of its process here tells why it doesn't reach the daemon."
+            yield Finding("error", f"engine {name} is not connected", cure)
+            continue
+        fallback = (engine.get("policy") or {}).get("fallback") or ""
+        if fallback:
+            level = "error" if fallback == "error" else "warning"
+            yield Finding(level, f"engine {name} {FALLBACKS.get(fallback, f'is in fallback {fallback}')}")
+        is_lately = _was_lately(engine.get("loss_age_s"))
+        if (missing := engine.get("missing_batches")) and is_lately:
+            yield Finding("error", f"engine {name}: {missing:,} batches neither came nor were counted as lost")
+        if (malformed := engine.get("malformed_batches")) and is_lately:
+            yield Finding(
+                "error", f"engine {name}: {malformed:,} batches contradicted themselves or couldn't be stored; not counted"
+            )
+        if errors := engine.get("errors"):
+            yield Finding("warning", f"engine {name}: {errors:,} errors of honed's were caught inside vLLM: see its log")
+        for remark in [engine.get("note"), *(engine.get("limits") or [])]:
+            if remark:
+                yield Finding("warning", f"engine {name}: {remark}")
+
+
+def _was_lately(age_s: float | None) -> bool:
+    return age_s is not None and 0.0 <= age_s < LATELY_S
+
+
+def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
+    if status.get("trainer") is None:
+        yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
+    for pattern in (status.get("trainer") or {}).get("yields_to") or []:
+        if (names := [e.get("engine_id", "") for e in status.get("engines") or []]) and not fnmatch.filter(names, pattern):
+            text = f"trainer.yields_to names {pattern!r}, and no engine is called so: training goes on whatever that one does"
+            yield Finding("warning", text, f"Engines are called {', '.join(names)}.")
+    if status.get("training_paused"):
+        yield Finding("warning", "training is paused: `honed resume` lets it go on")
+    if error := (status.get("shared_registry") or {}).get("last_error"):
+        yield Finding("warning", f"versions can't be shared with other hosts: {error}")
+    for alarm in status.get("drift_alarms") or []:
+        if hindrance := alarm.get("hindrance"):
+            yield _unanswered(alarm, hindrance)
+    if not (status.get("drafters") or {}).get("active"):
+        yield Finding("warning", "no drafter version is active: the first engine with a DFlash drafter brings one")
+    for override in status.get("overrides") or []:
+        name, value = override.get("name"), override.get("value")
+        less = _drafting_less(status, value) if name == "draft_tokens" else ""
+        yield Finding("warning", f"override {name} = {value} is in force{less}: `honed override clear {name}` ends it")
+
+
+def _unanswered(alarm: dict[str, Any], hindrance: str) -> Finding:
+    place = f"workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} drifted"
+    if not (times := alarm.get("failed_attempts") or 0):
+        return Finding("warning", f"{place}, but no recalibration can begin: {hindrance}")
+    tried = "its recalibration failed" if times == 1 else f"{times} recalibrations of it failed"
+    if (due_in_s := alarm.get("due_in_s")) is None:
+        again = "No further one follows by itself: see to what they failed of, then `honed recalibrate`."
+    else:
+        again = f"Another follows in {due_in_s / 60.0:.0f} min; `honed recalibrate` doesn't wait."
+    return Finding("warning", f"{place}, and {tried}: {hindrance}", again)
+
+
+def _drafting_less(status: dict[str, Any], value: Any) -> str:
+    """Which engines can't draft as many tokens as an override says."""
+    if not isinstance(value, int | float):
+        return ""
+    found = [
+        f"engine {engine.get('engine_id')} drafts at most {most}"
+        for engine in status.get("engines") or []
+        if engine.get("connected") and (most := engine.get("num_spec_tokens") or 0) and value > most
+    ]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _may_capture(status: dict[str, Any]) -> bool:
+    """Whether an engine captures samples; one that hasn't attached yet may."""
+    engines = status.get("engines") or []
+    return not engines or any("capture" in (engine.get("capabilities") or ()) for engine in engines)

@@ -1,0 +1,258 @@
+"""The daemon's live state and stored sums, as documents for the API. Reads only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from honed.daemon.errors import UnknownError, there_are
+from honed.daemon.ingest.engines import Engine
+from honed.daemon.store import canary_tables
+from honed.daemon.store.rollups import Counts
+
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
+RECENT_S = 60
+RATE_S = 10
+MAX_POINTS = 20_000
+RESOLUTIONS = {"1s": 1, "1min": 60, "1h": 3600}
+
+
+def acceptance(counts: Counts) -> dict[str, Any]:
+    return {
+        "rounds": counts.rounds,
+        "draft_tokens": counts.draft_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+        "acceptance_length": counts.acceptance_length,
+        "acceptance_rate": counts.acceptance_rate,
+        "draft_tokens_per_round": counts.draft_tokens_per_round,
+    }
+
+
+def status(service: Service) -> dict[str, Any]:
+    """Everything at a glance."""
+    recent = recent_by_engine(service)
+    last_minute = Counts()
+    for counts, _ in recent.values():
+        last_minute.add(counts)
+    total = total_counts(service)
+    with service.lock:
+        problems = service.problems
+        operation = service.lifecycle.current
+        figures, now_s = service.ingest.figures, service.monotonic()
+        return {
+            "version": service.version,
+            "daemon_id": service.daemon_id,
+            "uptime_s": now_s - service.started_s,
+            "state": "degraded" if problems or service.store.is_failing else "ok",
+            "problems": problems,
+            "generation": service.drafters.generation,
+            "engines": engines(service, recent),
+            "runtime": {"dir": str(service.settings.paths.runtime_dir), "filesystem": service.runtime_filesystem},
+            "trainer": service.trainer.view(),
+            "training_paused": service.trainer.is_paused,
+            "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
+            "shared_registry": service.sharing.view(),
+            "acceptance": {"last_minute": acceptance(last_minute), "total": acceptance(total)},
+            "events": {
+                "received_rounds": figures.rounds,
+                "lost_rounds": sum(e.boot.lost.get("lost_rounds", 0) for e in service.engines.by_id.values()),
+                "loss_age_s": age_s(max((e.boot.lost_at_s for e in service.engines.by_id.values()), default=-np.inf), now_s),
+                "batches": figures.batches,
+                "lag_s": figures.lag_s,
+                "rejected_frames": sum(figures.rejected.values()),
+                "duplicate_batches": figures.duplicates,
+                "queued_batches": service.store.queued_batches,
+            },
+            "store": {
+                "bytes": service.store.size_bytes,
+                "errors": service.store.errors,
+                "last_error": service.store.last_error,
+                "error_age_s": age_s(service.store.failed_at_s, now_s),
+            },
+            "operation": operation.view() if operation is not None else None,
+            "canary": trial.view() if (trial := service.lifecycle.canaries.trial) is not None else None,
+            "drift_alarms": service.recalibrations.alarms.view(now_s),
+            "overrides": service.overrides.listing(),
+        }
+
+
+def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = None) -> list[dict[str, Any]]:
+    """All engines seen since the daemon started."""
+    found = recent if recent is not None else recent_by_engine(service)
+    with service.lock:
+        now_s = service.monotonic()
+        return [
+            engine_view(e, now_s, service.engines.is_connected(e, now_s), *found.get(e.engine_id, (Counts(), 0.0)))
+            for e in service.engines.by_id.values()
+        ]
+
+
+def age_s(at_s: float, now_s: float) -> float:
+    """Seconds since then; −1: never."""
+    return now_s - at_s if at_s > -np.inf else -1.0
+
+
+def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts, tokens_per_s: float) -> dict[str, Any]:
+    """One engine; `recent` are its rounds of the last minute."""
+    hello, status, policy, boot = engine.hello, engine.status, engine.policy, engine.boot
+    stored = boot.stored
+    return {
+        "engine_id": engine.engine_id,
+        "boot_id": boot.boot_id,
+        "connected": is_connected,
+        "asleep": engine.is_asleep,
+        "note": engine.note,
+        "model_name": hello.model_name if hello else "",
+        "target_path": hello.target_path if hello else "",
+        "vllm_version": hello.vllm_version if hello else "",
+        "honed_version": hello.honed_version if hello else "",
+        "runner": hello.runner if hello else "",
+        "method": hello.method if hello else "",
+        "num_spec_tokens": hello.num_spec_tokens if hello else 0,
+        "max_num_seqs": hello.max_num_seqs if hello else 0,
+        "capabilities": hello.capabilities if hello else [],
+        "limits": hello.limits if hello else [],
+        "captured_tokens": hello.captured_tokens if hello else [],
+        "captured_lengths": hello.captured_lengths if hello else [],
+        "captures": hello.features if hello and hello.capture_path else "",
+        "drafter_version": engine.live_version,
+        "drafter_generation": status.drafter_generation if status else 0,
+        "target_updates": status.target_updates if status else 0,
+        "num_running": status.num_running if status else 0,
+        "num_waiting": status.num_waiting if status else 0,
+        "policy": {
+            "generation": status.policy_generation if status else 0,
+            "kind": policy.kind if policy else "",
+            "age_s": status.policy_age_s if status else -1.0,
+            "fallback": status.fallback if status else "no_policy",
+            "reason": policy.override if policy else "",
+        },
+        "decide_us_p50": status.decide_us_p50 if status else 0.0,
+        "decide_us_p99": status.decide_us_p99 if status else 0.0,
+        "log_us_p50": status.log_us_p50 if status else 0.0,
+        "log_us_p99": status.log_us_p99 if status else 0.0,
+        "errors": status.errors if status else 0,
+        "rounds": stored.rounds,
+        "draft_tokens": stored.draft_tokens,
+        "accepted_tokens": stored.accepted_tokens,
+        "lost_rounds": boot.lost.get("lost_rounds", 0),
+        "lost_draft_tokens": boot.lost.get("lost_draft_tokens", 0),
+        "lost_accepted_tokens": boot.lost.get("lost_accepted_tokens", 0),
+        "missing_batches": boot.missing_batches,
+        "malformed_batches": boot.malformed_batches,
+        "loss_age_s": age_s(boot.lost_at_s, now_s),
+        "draft_tokens_per_round": (recent if recent.rounds else stored).draft_tokens_per_round,
+        "tokens_per_s": tokens_per_s,
+        "captured_rows": status.captured_rows if status else 0,
+        "drafted_by_position": stored.drafted.tolist(),
+        "accepted_by_position": stored.accepted.tolist(),
+    }
+
+
+def recent_by_engine(service: Service) -> dict[str, tuple[Counts, float]]:
+    """Each engine's rounds of the last minute, and the tokens per second that it lately emitted."""
+    now = int(service.clock())
+    found: dict[str, tuple[Counts, float]] = {}
+    emitted: dict[str, int] = defaultdict(int)
+    rows = service.store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s >= ?", (now - RECENT_S,))
+    for row in rows:
+        counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
+        counts.add(Counts.from_row(row))
+        # The present second isn't over and the last one may not be committed yet.
+        if now - RATE_S - 1 <= row["bucket_s"] < now - 1:
+            emitted[row["engine_id"]] += row["emitted_tokens"]
+    return {engine_id: (counts, emitted[engine_id] / RATE_S) for engine_id, (counts, _) in found.items()}
+
+
+def total_counts(service: Service) -> Counts:
+    """All rounds ever stored."""
+    total = Counts()
+    for row in service.store.read("SELECT * FROM boots"):
+        total.add(Counts.from_row(row))
+    return total
+
+
+def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What the controllers of these engines believe; the lock, for which events wait, is let go between two of them."""
+    found = {}
+    for engine_id in engine_ids:
+        with service.lock:
+            engine = service.engines.by_id.get(engine_id)
+            found[engine_id] = service.steering.beliefs(engine) if engine is not None else {}
+    return found
+
+
+def workloads(
+    service: Service, window_s: float, resolution_s: int = 0, believed: dict[str, dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Sums by engine, workload and drafter version over the last `window_s` seconds (0: all time).
+
+    Args:
+        resolution_s: of the roll-ups that are read; 0: the finest that are kept for so long.
+        believed: what `beliefs` gave, if it is at hand.
+    """
+    finest = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
+    resolution = resolution_s or finest
+    since = int(service.clock() - window_s) // resolution * resolution if window_s else 0
+    sums: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
+    rows = service.store.read("SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s >= ?", (resolution, since))
+    for row in rows:
+        sums[row["engine_id"], row["workload"], row["drafter_version"]].add(Counts.from_row(row))
+    if believed is None:
+        believed = beliefs(service, list(service.engines.by_id))
+    return [
+        {
+            "engine_id": engine_id,
+            "workload": workload,
+            "drafter_version": version,
+            "window_s": window_s,
+            **acceptance(counts),
+            "by_position": ratio(counts.accepted, counts.tried),
+            "drafted_by_position": counts.drafted.tolist(),
+            "accepted_by_position": counts.accepted.tolist(),
+            "drift": drift_of(believed.get(engine_id, {}), workload),
+        }
+        for (engine_id, workload, version), counts in sorted(sums.items())
+    ]
+
+
+def ratio(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> list[float]:
+    """part / whole, 0 where there is nothing."""
+    size = min(len(part), len(whole))
+    return [float(part[i] / whole[i]) if whole[i] else 0.0 for i in range(size)]
+
+
+def drift_of(beliefs: dict[str, Any], workload: str) -> dict[str, Any]:
+    """What the controller says of a workload's drift."""
+    drift = (beliefs.get("workloads") or {}).get(workload, {}).get("drift")
+    return drift if isinstance(drift, dict) else {"state": str(drift or "unknown"), "evidence": 0.0}
+
+
+def timeline(service: Service, resolution: str, since: float, workload: str) -> dict[str, Any]:
+    """Points of one resolution since a moment, oldest first, and the marks beside them."""
+    rows = service.store.read(
+        """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
+             sum(accepted_tokens) AS accepted_tokens, sum(emitted_tokens) AS emitted_tokens
+           FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND (? = '' OR workload = ?)
+           GROUP BY 1, 2, 3 ORDER BY 1 DESC LIMIT ?""",
+        (RESOLUTIONS[resolution], int(since), workload, workload, MAX_POINTS),
+    )
+    for row in rows:
+        row["draft_tokens_per_round"] = row["draft_tokens"] / row["rounds"] if row["rounds"] else 0.0
+    marks = service.store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,))
+    return {"points": rows[::-1], "marks": marks[::-1]}
+
+
+def canary(service: Service, operation_id: str) -> dict[str, Any]:
+    """A trial and its evidence over time. Raises UnknownError."""
+    rows = canary_tables.listing(service.store, 1000)
+    for row in rows:
+        if row["operation_id"] == operation_id:
+            return row | {"points": canary_tables.points(service.store, operation_id)}
+    why = f"no trial {operation_id!r}; {there_are(row['operation_id'] for row in rows)}"
+    raise UnknownError(why, cure="`honed canary` lists them.")

@@ -1,0 +1,172 @@
+"""`honed explain` shows what a real controller believes, also before it believes anything."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from honed.adapt.control.controller import EngineController
+from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.protocol.wire import EventBatch, RoundColumns, StepColumns
+from honed.daemon.commands.show.explain import bar, curve, explain
+
+K = 3
+
+
+def shown(document: dict[str, object]) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(explain(document))
+    return console.export_text()
+
+
+def batch(seq: int, rng: np.random.Generator, second: float = 0.5) -> EventBatch:
+    count = 40
+    drafted = rng.integers(0, K + 1, count)
+    accepted = np.minimum((rng.random((count, K)) < [0.9, second, 0.5]).cumprod(axis=1).sum(axis=1), drafted)
+    numbers = list(range(seq * count, (seq + 1) * count))
+    steps = StepColumns(
+        step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[(5000 + 900 * int(k)) for k in drafted],
+        num_requests=[1] * count, num_tokens=[1 + int(k) for k in drafted], num_prefill_tokens=[0] * count,
+        num_draft_tokens=drafted.tolist(), context_tokens=[500] * count, num_drafting=drafted.tolist(),
+        decision=["policy"] * count,
+    )  # fmt: skip
+    rounds = RoundColumns(
+        step=numbers, request=[1] * count, workload=[0] * count, position=[0] * count, num_draft_tokens=drafted.tolist(),
+        num_accepted_tokens=accepted.tolist(), num_invalid_tokens=[0] * count, temperature=[0.0] * count,
+        num_emitted=(accepted + 1).tolist(),
+    )  # fmt: skip
+    return EventBatch(
+        engine_id="e", boot_id="b", seq=seq + 1, sent_unix_ns=0, sent_mono_ns=0, drafter_version="v", workloads=["[chat]"],
+        steps=steps, rounds=rounds,
+    )  # fmt: skip
+
+
+def test_a_controller_that_has_seen_nothing_can_be_explained() -> None:
+    text = shown(EngineController("e", K, 4).beliefs())
+    assert "not known yet" in text
+    assert "typical requests" not in text
+
+
+def steps_of(length: int, count: int) -> EventBatch:
+    """A batch of steps that all drafted so much."""
+    drafted, numbers = [length] * count, list(range(count))
+    steps = StepColumns(
+        step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[5000 + 900 * length] * count,
+        num_requests=[1] * count, num_tokens=[1 + length] * count, num_prefill_tokens=[0] * count,
+        num_draft_tokens=drafted, context_tokens=[500] * count, num_drafting=drafted, decision=["cold"] * count,
+    )  # fmt: skip
+    return EventBatch(
+        engine_id="e", boot_id="b", seq=1, sent_unix_ns=0, sent_mono_ns=0, drafter_version="v", workloads=[], steps=steps,
+        rounds=RoundColumns(),
+    )  # fmt: skip
+
+
+def test_what_step_times_are_waiting_for_is_named_and_how_to_bring_it_about() -> None:
+    def said() -> str:
+        controller.propose(0.0)
+        return " ".join(shown(controller.beliefs()).split())
+
+    controller = EngineController("e", K, 4, ControllerSettings(explore_share=0.0))
+    assert "0 steps seen, of 32 needed; lengths are fixed until then" in said()
+    controller.observe(steps_of(K, 2000))
+    text = said()
+    assert "2,000 steps seen, all drafted 3 tokens a request" in text
+    assert "controller.explore_share above 0" in text
+    found = re.search(r"honed override set draft_tokens (\d) --ttl 1m", text)
+    assert found is not None
+    controller.observe(steps_of(int(found[1]), 10))
+    assert "not known yet" not in said(), "the cure that was named cures it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({}, "Others are being tried"), ({"mode": "static"}, "draft_tokens 1 --ttl"), ({"mode": "off"}, "draft_tokens 1 --ttl")],
+)
+def test_what_step_times_are_waiting_for_depends_on_what_is_tried(settings: dict[str, Any], says: str) -> None:
+    controller = EngineController("e", K, 4, ControllerSettings(**settings))
+    controller.observe(steps_of(K, 2000))
+    assert "honed doesn't decide on this engine" in shown(controller.beliefs()), "it was sent no policy"
+    controller.propose(0.0)
+    text = " ".join(shown(controller.beliefs()).split())
+    assert says in text
+    assert ("lengths are fixed until then" in text) == (not settings)
+
+
+def test_an_engine_without_a_controller_gets_a_sentence_and_no_empty_tables() -> None:
+    text = shown({})
+    assert "nothing is learned of this engine yet, or it doesn't speculate" in text
+    assert len(text.strip().splitlines()) == 1
+
+
+def test_beliefs_are_shown_with_what_they_lead_to() -> None:
+    controller, rng = EngineController("e", K, 4), np.random.default_rng(0)
+    for seq in range(30):
+        controller.observe(batch(seq, rng))
+        controller.propose(float(seq))
+    beliefs = controller.beliefs()
+    text = shown(beliefs)
+    assert "[chat]" in text
+    plan = beliefs["draft_tokens_by_batch"][0]  # type: ignore[index]
+    assert f"x {plan['speedup']:.2f}" in text
+    assert "k 3" in text
+    assert "policy 100.0 %" in text
+    changes = beliefs["changes"]
+    assert changes[0]["reason"] == "first policy"  # type: ignore[index]
+    assert str(changes[-1]["reason"])[:30] in text  # type: ignore[index]
+
+
+def taught(**settings: Any) -> dict[str, Any]:
+    """What a controller believes that has seen lengths of all kinds."""
+    controller, rng = EngineController("e", K, 4, ControllerSettings(**settings)), np.random.default_rng(0)
+    for seq in range(3):
+        controller.observe(batch(seq, rng))
+    controller.propose(0.0)
+    return controller.beliefs()
+
+
+def test_a_rule_whose_lengths_cannot_be_predicted_is_named_instead() -> None:
+    text = shown(taught(mode="kelly"))
+    assert "by the rule 'kelly'" in text
+    assert "typical requests" not in text
+
+
+def test_lengths_that_vllm_decides_are_said_to_be_its() -> None:
+    assert "honed doesn't decide" in shown(taught(mode="off"))
+    assert "honed doesn't decide" not in shown(taught())
+
+
+def test_an_alarm_is_shown_with_the_positions_that_it_names() -> None:
+    controller, rng, alarms = EngineController("e", K, 4), np.random.default_rng(1), []
+    for seq in range(60):
+        alarms += controller.observe(batch(seq, rng, 0.5 if seq < 40 else 0.05))
+    assert [alarm.positions for alarm in alarms] == [(2,)]
+    text = " ".join(shown(controller.beliefs()).split())
+    assert "acceptance of workload '[chat]' fell below its reference" in text
+    assert "most at draft position 2, e-value" in text
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    assert curve([1.0, 0.5, 0.0]) == "█▄ "
+    assert len(bar(1.0, 2.0)) * 2 == len(bar(2.0, 2.0))
+    assert bar(0.0, 2.0) == ""
+
+
+def test_what_acceptance_is_worth_by_depth_is_shown_where_it_isnt_taken_as_it_is() -> None:
+    text = shown({"workloads": {"[chat]": {"calibration": {"by_depth": [[0.0, 1.0], [0.77, 0.59]]}}, "code": {}}})
+    assert "by depth" in text
+    lines = next(line for line in text.splitlines() if "+0.77 0.59" in line)
+    assert "[chat]" in lines
+    assert "by depth" not in shown({"workloads": {"[chat]": {"calibration": {"by_depth": []}}}})
+
+
+def test_what_the_context_does_to_acceptance_is_shown_where_it_does_something() -> None:
+    rows = [[0, 0.5], [128, 1.0], [256, 2.25]]
+    text = shown({"engine": {"context_shift": []}, "workloads": {"[chat]": {"context_shift": rows}, "code": {}}})
+    assert "failure odds by context length" in text
+    shift = next(line for line in text.splitlines() if "x 2.25" in line)
+    assert "[chat]" in shift
+    assert "context length" not in shown({"engine": {"context_shift": []}, "workloads": {"[chat]": {"context_shift": []}}})

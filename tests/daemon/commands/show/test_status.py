@@ -1,0 +1,247 @@
+"""What is shown says what the document says, survives what is missing from it, and never reads a client's text as markup."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from honed.adapt.protocol.wire import GateFigures
+from honed.daemon.commands.show import cells
+from honed.daemon.commands.show import status as show
+from honed.daemon.views.findings import LAG_S, LATELY_S, findings
+from honed.recalib.gate.gate import summarise
+
+HEALTHY: dict[str, Any] = {
+    "version": "0.1.0",
+    "uptime_s": 3700.0,
+    "state": "ok",
+    "engines": [
+        {
+            "engine_id": "engine-0",
+            "connected": True,
+            "model_name": "tiny",
+            "num_spec_tokens": 7,
+            "policy": {"kind": "goodput", "generation": 12, "fallback": ""},
+            "rounds": 1234567,
+            "lost_rounds": 0,
+            "drafter_version": "v0002-beef",
+        }
+    ],
+    "trainer": {
+        "state": "idle",
+        "device": "cpu",
+        "preemptions": 3,
+        "preemption_s_p99": 0.021,
+        "preemption_computing_s_p99": 0.004,
+        "yields_to": ["*"],
+    },
+    "drafters": {"active": "v0002-beef", "previous": "v0001-cafe"},
+    "acceptance": {"last_minute": {"rounds": 10, "acceptance_length": 3.25, "acceptance_rate": 0.375}, "total": {}},
+    "events": {"received_rounds": 99, "lost_rounds": 0, "batches": 3, "lag_s": 0.1, "rejected_frames": 0},
+    "store": {"bytes": 1 << 20, "errors": 0},
+    "overrides": [],
+}
+
+
+def text_of(renderable: RenderableType, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return HEALTHY | changes
+
+
+def engine(**changes: Any) -> dict[str, Any]:
+    return changed(engines=[HEALTHY["engines"][0] | changes])
+
+
+def on_disk(**changes: Any) -> dict[str, Any]:
+    return engine(**changes) | {"runtime": {"dir": "/var/honed", "filesystem": "ext4"}}
+
+
+def test_a_folder_on_disk_is_no_matter_where_nothing_is_captured() -> None:
+    assert findings(on_disk(capabilities=["events"])) == []
+    assert findings(on_disk(capabilities=["capture"]) | {"runtime": {"dir": "/run/honed", "filesystem": "tmpfs"}}) == []
+
+
+def test_a_healthy_service_has_nothing_to_report() -> None:
+    assert findings(HEALTHY) == []
+    assert "all is well" in text_of(show.status(HEALTHY))
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "part"),
+    [
+        (changed(problems=["the writer thread has ended"]), "error", "writer thread"),
+        (changed(events={"lost_rounds": 12345, "loss_age_s": 5.0}), "error", "12,345 verify rounds were lost"),
+        (changed(events={"rejected_frames": 2}), "warning", "2 frames"),
+        (changed(events={"lag_s": LAG_S + 1}), "warning", "6.0 s old"),
+        (changed(store={"errors": 4, "last_error": "disk is full", "error_age_s": 5.0}), "error", "disk is full"),
+        (engine(connected=False), "error", "engine-0 is not connected"),
+        (engine(policy={"fallback": "stale_policy"}), "warning", "too long ago"),
+        (engine(policy={"fallback": "error"}), "error", "caught an error"),
+        (engine(policy={"fallback": "something_new"}), "warning", "something_new"),
+        (engine(missing_batches=1, loss_age_s=5.0), "error", "neither came nor"),
+        (engine(malformed_batches=1, loss_age_s=5.0), "error", "contradicted"),
+        (engine(errors=1), "warning", "caught inside vLLM"),
+        (engine(limits=["no swap here"]), "warning", "no swap here"),
+        (engine(note="two processes"), "warning", "two processes"),
+        (changed(engines=[]), "warning", "vllm-args"),
+        (changed(trainer=None), "warning", "no trainer"),
+        (changed(training_paused=True), "warning", "paused: `honed resume`"),
+        (changed(trainer={"yields_to": ["engine-*", "chat"]}), "warning", "trainer.yields_to names 'chat', and no engine"),
+        (on_disk(capabilities=["events", "capture"]), "warning", "/var/honed is on ext4, not on a tmpfs"),
+        (on_disk() | {"engines": [], "runtime": {}}, "warning", "no engine has attached"),
+        (changed(drafters={}), "warning", "no drafter version is active: the first engine"),
+        (
+            changed(overrides=[{"name": "policy", "value": "off"}]),
+            "warning",
+            "override policy = off is in force: `honed override clear policy` ends it",
+        ),
+        (changed(overrides=[{"name": "draft_tokens", "value": 9}]), "warning", "in force (engine engine-0 drafts at most 7)"),
+    ],
+)
+def test_each_trouble_is_one_finding(status: dict[str, Any], level: str, part: str) -> None:
+    (found,) = findings(status)
+    assert found.level == level
+    assert part in found.text
+    assert found.text in text_of(show.status(status))
+
+
+@pytest.mark.parametrize("age_s", [LATELY_S, -1.0])
+def test_what_was_lost_long_ago_is_a_figure_and_no_finding(age_s: float) -> None:
+    status = changed(events={"lost_rounds": 12345, "loss_age_s": age_s}, store={"errors": 4, "error_age_s": age_s})
+    assert findings(status) == []
+    assert "12,345 rounds lost" in text_of(show.status(status))
+    assert findings(engine(missing_batches=1, malformed_batches=1, loss_age_s=age_s)) == []
+
+
+def test_the_worst_comes_first() -> None:
+    levels = [f.level for f in findings(changed(trainer=None, engines=[], store={"errors": 1, "error_age_s": 0.0}))]
+    assert levels == ["error", "warning", "warning"]
+
+
+def test_figures_are_shown_as_they_are() -> None:
+    text = text_of(show.status(HEALTHY))
+    for figure in ("1,234,567", "3.250", "37.5 %", "goodput #12", "v0002-beef", "1:01:40", "0.021 s", "0.004 s"):
+        assert figure in text
+
+
+@pytest.mark.parametrize("name", ["status", "drafters", "operation", "canary"])
+def test_empty_documents_render(name: str) -> None:
+    assert text_of(getattr(show, name)({}))
+
+
+@pytest.mark.parametrize("name", ["engines", "workloads", "operations", "overrides", "audit", "gate"])
+def test_rows_without_fields_render(name: str) -> None:
+    assert text_of(getattr(show, name)([{}]))
+    assert text_of(getattr(show, name)([]))
+
+
+@pytest.mark.parametrize(
+    ("name", "nothing"),
+    [
+        ("engines", "no engine has attached"),
+        ("drafters", "no version is in the registry"),
+        ("operations", "nothing has been asked for"),
+        ("canaries", "no version has been on trial"),
+        ("overrides", "no override is in force"),
+        ("audit", "nothing has been changed"),
+    ],
+)
+def test_where_there_is_nothing_to_show_it_says_so(name: str, nothing: str) -> None:
+    (line,) = text_of(getattr(show, name)({} if name == "drafters" else [])).splitlines()
+    assert nothing in line
+
+
+def test_a_clients_label_is_never_markup() -> None:
+    label = "[/bold] [red]x[/red] [link=http://a]"
+    assert label in text_of(show.workloads([{"workload": label}]))
+    assert label in text_of(show.audit([{"reason": label}]))
+    assert label in text_of(show.status(changed(overrides=[{"name": label, "value": 1}], version=label)))
+
+
+def test_the_gate_says_gain_and_interval() -> None:
+    row = {"workload": "b", "sessions": 40, "parent": 1.2, "candidate": 1.8, "gain_low": 1.4, "gain_high": 1.6}
+    text = text_of(show.gate([row | {"passed": True, "must_gain": True}, row | {"passed": False}]))
+    assert "+50.0 %" in text
+    assert "+40.0 … +60.0 %" in text
+    assert text.count("passed") == 2  # the column's head and one row
+    assert "failed" in text
+
+
+def test_an_operation_shows_gate_and_pause() -> None:
+    detail = {"version": "v0002-x", "pause_ms": 3.21, "stage_ms": 40.0, "gate": [{"workload": "b"}]}
+    text = text_of(show.operation({"operation_id": "op-1", "state": "succeeded", "detail": detail}))
+    assert "3.21 ms pause, 40.0 ms staging" in text
+    assert "op-1" in text
+
+
+def test_aliases_stand_beside_their_versions() -> None:
+    gate = summarise([GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
+    document = {
+        "aliases": {"active": "v0002-b", "previous": "v0001-a", "candidate": None, "floor": "v0001-a"},
+        "versions": [
+            {"version": "v0001-a", "created_unix_s": 1.0},
+            {"version": "v0002-b", "created_unix_s": 2.0, "figures": {"gate": gate}},
+        ],
+    }
+    lines = text_of(show.drafters(document)).splitlines()
+    assert "active" in lines[1]
+    assert "+50 %" in lines[1]
+    assert "previous, floor" in lines[2]
+
+
+def test_narrow_terminals_keep_every_word_whole() -> None:
+    words = text_of(show.engines(HEALTHY["engines"]), width=40).split()
+    assert {"engine-0", "connected", "v0002-beef,", "1,234,567", "goodput", "#12"} <= set(words)
+
+
+OPERATION: dict[str, Any] = {
+    "operation_id": "op-7bdba40678a9", "kind": "recalibrate", "state": "cancelled", "stage": "collecting", "actor": "operator",
+    "created_unix_s": 1.0, "finished_unix_s": 1234567.0, "reason": "a reason of many words that says why it was asked for",
+}  # fmt: skip
+
+
+def wholes(operation: dict[str, Any]) -> set[str]:
+    """What must stand in one piece, whatever the width."""
+    began = cells.moment(operation["created_unix_s"])
+    return {"op-7bdba40678a9", "recalibrate", "cancelled", "collecting", "operator", began, "14 days, 6:56:06"}
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_narrow_terminals_break_prose_and_nothing_else(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(show.operations([OPERATION]), crop=False)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [part for part in wholes(OPERATION) if part not in lines[1]] == []
+    assert len(lines) > 2, "the reason goes on below"
+
+
+def test_wide_terminals_break_nothing() -> None:
+    assert text_of(show.operations([OPERATION])).splitlines()[1].rstrip().endswith(f"{OPERATION['reason']}")
+
+
+TRIAL: dict[str, Any] = {
+    "operation_id": "op-1", "kind": "canary", "old": "v0001-a", "new": "v0002-b", "began_unix_s": 1.0, "rounds": 1280,
+    "max_rounds": 20000, "pairs": 10, "change": -0.12, "evidence_worse": 1.4, "evidence_better": -3.0,
+    "decision": "", "text": "all traffic looks worst so far",
+}  # fmt: skip
+
+
+def test_a_trial_that_is_under_way_is_on_the_first_screen() -> None:
+    text = text_of(show.status(changed(canary=TRIAL)))
+    assert "v0002-b against v0001-a, 1,280 of at most 20,000 rounds: -12.0 % accepted, evidence 10^1.4 against" in text
+
+
+def test_trials_and_their_evidence_over_time() -> None:
+    assert "going on" in text_of(show.canaries([TRIAL]))
+    point = {"t": 2.0, "rounds": 128, "evidence_worse": 0.2, "evidence_better": -0.1, "change": -0.1}
+    points = [point | {"pairs": n, "workload": name} for n in range(1, 101) for name in ("", "code")]
+    shown = text_of(show.canary(TRIAL | {"decision": "worse", "points": points})).splitlines()
+    assert len(shown) < 60
+    assert any("worse" in line for line in shown)
+    assert " 100 " in shown[-1] + shown[-2]  # the latest is always there

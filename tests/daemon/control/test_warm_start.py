@@ -1,0 +1,105 @@
+"""What was learned before a restart is known after it; of another engine's settings nothing is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings
+from tests.daemon.conftest import wait_for
+from tests.daemon.fake_engine import FakeEngine
+
+MakeEngine = Callable[..., FakeEngine]
+BATCHES = 40
+
+
+@dataclass
+class Life:
+    """A service that is started and stopped by the test."""
+
+    settings: Settings
+    running: Service | None = None
+
+    def start(self) -> Service:
+        self.running = Service(self.settings, daemon_id="test")
+        self.running.start()
+        return self.running
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self.running.stop()
+            self.running = None
+
+
+@pytest.fixture
+def life(settings: Settings) -> Any:
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    made = Life(settings)
+    yield made
+    made.stop()
+
+
+def beliefs(service: Service) -> dict[str, Any]:
+    """What the engine's controller believes, once there is one."""
+
+    def found() -> dict[str, Any]:
+        with service.lock:
+            engine = service.engines.by_id.get("engine-0")
+            return service.steering.beliefs(engine) if engine is not None and engine.controller is not None else {}
+
+    return dict(wait_for(found, "a controller"))
+
+
+def num_steps(found: dict[str, Any]) -> int:
+    return int(found["step_time"]["num_steps"])
+
+
+def learned(service: Service) -> dict[str, Any]:
+    """Beliefs, once they rest on all that was sent."""
+    wait_for(lambda: num_steps(beliefs(service)) >= BATCHES, "what was sent to be learned")
+    with service.lock:
+        controller = service.engines.by_id["engine-0"].controller
+        assert controller is not None
+        controller.propose(0.0)  # brings up to date what is foretold, as once a second
+    return beliefs(service)
+
+
+def learn(engine: FakeEngine) -> None:
+    engine.hello()
+    for seq in range(1, BATCHES + 1):
+        engine.send(engine.batch(seq, rounds=16))
+    engine.wait_acked(BATCHES)
+
+
+def test_a_daemon_that_is_started_again_knows_what_it_knew(life: Life, make_engine: MakeEngine) -> None:
+    service, engine = life.start(), make_engine()
+    learn(engine)
+    before = learned(service)
+    life.stop()
+    after_service = life.start()
+    engine.reconnect()
+    engine.hello()
+    after = learned(after_service)
+    assert num_steps(after) == num_steps(before)
+    # How right it was: that depends on when what was foretold was brought up to date, once a second.
+    held = [found["workloads"]["default"].pop("calibration")["bins"] for found in (before, after)]
+    weights = [sum(weight for _, _, weight in bins) for bins in held]
+    assert weights[0] > 100.0
+    assert weights[1] == pytest.approx(weights[0], rel=0.01)
+    assert after["workloads"] == before["workloads"]
+    assert after["step_time"]["is_ready"] == before["step_time"]["is_ready"]
+
+
+def test_an_engine_that_is_started_again_is_known_when_it_is_as_it_was(life: Life, make_engine: MakeEngine) -> None:
+    service = life.start()
+    learn(make_engine(boot_id="first"))
+    learned(service)
+    make_engine(boot_id="second").hello()
+    assert num_steps(beliefs(service)) == BATCHES
+    make_engine(boot_id="third").hello(num_spec_tokens=7)
+    assert num_steps(beliefs(service)) == 0

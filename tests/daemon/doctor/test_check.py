@@ -1,0 +1,423 @@
+"""What doctor says of the machine, the daemon and Prometheus; each check is shown to find what it looks for."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from honed.adapt.protocol import wire
+from honed.daemon.commands import doctor as doctor_command
+from honed.daemon.commands.main import app
+from honed.daemon.doctor import daemon as doctor_daemon
+from honed.daemon.doctor import diagnose, service_environment
+from honed.daemon.doctor import host as doctor_host
+from honed.daemon.doctor import memory as doctor_memory
+from honed.daemon.doctor.check import ORDER, Check, exit_code, worst_first
+from honed.daemon.process.serve import start
+from honed.daemon.settings.settings import load
+from honed.daemon.store import database
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.memory import MemoryEstimate
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.config.training import Precision, Scope
+from honed.recalib.training import training_run
+from honed.recalib.training.progress import Progress
+from tests.daemon.commands.show.test_status import HEALTHY
+from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.small_server import serving
+from tests.tools import ROOT
+
+GIB = 1 << 30
+TINY = ROOT / "benchmarks" / "tiny"
+
+
+def levels(checks: Iterator[Check] | list[Check]) -> list[str]:
+    return [check.level for check in checks]
+
+
+def only(checks: Iterator[Check]) -> Check:
+    (found,) = checks
+    assert found.level == "ok" or found.cure or found.level == "unknown", "what is wrong comes with a cure"
+    return found
+
+
+# --- folders, sockets, disk -------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_everybody_can_enter_are_errors(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    assert only(doctor_host.check_folder("state directory", tmp_path)).level == "ok"
+    tmp_path.chmod(0o755)
+    found = only(doctor_host.check_folder("state directory", tmp_path))
+    assert (found.level, found.cure) == ("error", f"chmod o= {tmp_path}")
+    assert only(doctor_host.check_folder("state directory", tmp_path / "gone")).level == "warning"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o600)
+    assert "is no folder" in only(doctor_host.check_folder("x", tmp_path / "file")).text
+
+
+def test_a_runtime_folder_on_disk_is_a_warning() -> None:
+    assert levels(doctor_host.check_in_memory(Path("/dev/shm"))) == []
+    found = only(doctor_host.check_in_memory(Path(__file__).parent))
+    assert found.level == "warning"
+    assert "samples, which are prompts in disguise, reach the disk" in found.text
+
+
+def test_engines_folders_must_hand_on_their_group(tmp_path: Path) -> None:
+    assert levels(doctor_host.check_engines_folder(tmp_path / "gone")) == []
+    tmp_path.chmod(0o2770)
+    assert only(doctor_host.check_engines_folder(tmp_path)).level == "ok"
+    tmp_path.chmod(0o770)
+    assert "chmod g+s" in only(doctor_host.check_engines_folder(tmp_path)).cure
+    tmp_path.chmod(0o700)
+    assert only(doctor_host.check_engines_folder(tmp_path)).level == "ok"  # daemon and vLLM are one user
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "used", "level"),
+    [
+        (100 * GIB, 4 * GIB, 0, "ok"),
+        (2 * GIB, 4 * GIB, 0, "warning"),
+        (2 * GIB, 4 * GIB, 4 * GIB, "ok"),
+        (GIB // 2, 0, 0, "error"),
+    ],
+)
+def test_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, limit: int, used: int, level: str
+) -> None:
+    monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
+    assert only(doctor_host.check_room(tmp_path, limit, used)).level == level
+
+
+def test_sockets_are_told_apart(folder: Path) -> None:
+    path = folder / "s"
+    assert "no daemon is running" in only(doctor_host.check_socket("admin socket", path)).text
+    path.write_text("")
+    assert only(doctor_host.check_socket("admin socket", path)).text == f"{path} is no socket"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o660)
+        assert "nobody listens" in only(doctor_host.check_socket("admin socket", path)).text
+        listener.listen()
+        assert only(doctor_host.check_socket("admin socket", path)).level == "ok"
+        path.chmod(0o666)
+        assert only(doctor_host.check_socket("admin socket", path)).cure == f"chmod 0660 {path}"
+
+
+def test_a_sqlite_that_corrupts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor_host.check_sqlite()).level == "ok"
+    monkeypatch.setattr(database.sqlite3, "sqlite_version_info", (3, 40, 1))
+    found = only(doctor_host.check_sqlite())
+    assert found.level == "error"
+    assert "SQLite 3.40.1 can corrupt databases" in found.text
+    assert "pysqlite3" in found.cure
+
+
+def test_a_trainer_without_pytorch_or_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor_host.check_torch("cpu")).level == "ok"
+    monkeypatch.setattr(doctor_host.os.path, "exists", lambda path: False)
+    assert only(doctor_host.check_torch("cuda:0")).level == "error"
+    monkeypatch.setattr(doctor_host, "find_spec", lambda name: None)
+    assert "pip install '/path/to/honed[train]'" in only(doctor_host.check_torch("cpu")).cure
+
+
+def test_a_trainer_on_cuda_needs_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = only(doctor_host.check_compiler("", tmp_path))
+    assert found.level == "error"
+    assert f"there is no C compiler (gcc or clang) and no {tmp_path}/Python.h: training on CUDA" in found.text
+    assert "apt install gcc python3." in found.cure
+    (tmp_path / "Python.h").write_text("")
+    assert "Python.h" not in only(doctor_host.check_compiler("", tmp_path)).text
+    (tmp_path / "clang").write_text("")
+    (tmp_path / "clang").chmod(0o755)
+    assert only(doctor_host.check_compiler("", tmp_path)).level == "ok"
+    assert "no C compiler (icc), which CC names:" in only(doctor_host.check_compiler("icc", tmp_path)).text
+    monkeypatch.setattr(doctor_host.os.path, "exists", lambda path: True)
+    assert [check.subject for check in doctor_host.check_torch("cuda")] == ["trainer", "trainer's compiler"]
+    assert [check.subject for check in doctor_host.check_torch("cpu")] == ["trainer"]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------
+
+SMI = "0, 143771, 20000\n1, 143771, 100\n"
+
+
+def need(num_bytes: int, **changes: Any) -> doctor_memory.Need:
+    cures = [("trainer.seed = 1 makes it fit", MemoryEstimate({"weights": num_bytes // 2}))]
+    return doctor_memory.Need(MemoryEstimate({"weights": num_bytes}), cures, **changes)
+
+
+def tiny_config() -> DrafterConfig:
+    return DrafterConfig.from_json(json.loads((TINY / "drafter" / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+@pytest.mark.parametrize("precision", ["auto", "float32", "bfloat16"])
+def test_the_need_is_what_the_trainer_says(monkeypatch: pytest.MonkeyPatch, scope: Scope, precision: Precision) -> None:
+    said: list[MemoryEstimate] = []
+    monkeypatch.setattr(training_run, "check_fits", lambda needed, *rest: said.append(needed))
+    settings = TrainerSettings(precision=precision, ema_decay=0.5)
+    request = wire.TrainRequest("o", "engine-0", "", str(TINY / "target"), "v0", str(TINY / "drafter"), scope=scope)
+    feed = SimpleNamespace(is_fused=scope != "full")
+    run = training_run.TrainingRun(request, settings, TINY / "drafter", feed, Progress(), lambda: 0.0, None)  # type: ignore[arg-type]
+    run.check_memory()
+    assert said == [doctor_memory.need(settings, tiny_config(), scope, is_fused=feed.is_fused).estimate]
+
+
+def test_a_drafter_that_is_not_known_is_guessed_and_that_is_said() -> None:
+    found = doctor_memory.need(TrainerSettings(), None, "kv-frozen", is_fused=True, guess="no version is active yet")
+    assert 23 * GIB < found.total_bytes < 25 * GIB  # 1.05 B parameters, in float32
+    assert "a guess, as for the drafter of an 8B target: no version is active yet" in str(found)
+    assert "a guess" in only(doctor_memory.check_gpu(SMI, "cuda:1", found)).text
+    assert only(doctor_memory.check_gpu(SMI, "cuda:1", found)).level == "warning"
+
+
+def test_the_active_version_s_own_shape_counts(tmp_path: Path) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    active = {"drafters": {"active": "v0001-aaaaaaaa"}}
+    assert diagnose._drafter(settings, None) == (None, "no daemon says which version is active")
+    assert diagnose._drafter(settings, {"drafters": {}}) == (None, "no version is active yet")
+    assert diagnose._drafter(settings, active) == (None, "the config.json of version v0001-aaaaaaaa can't be read")
+    folder = tmp_path / "registry" / "versions" / "v0001-aaaaaaaa"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert "version v0001-aaaaaaaa: " in diagnose._drafter(settings, active)[1]
+    (folder / "config.json").write_text((TINY / "drafter" / "config.json").read_text())
+    assert diagnose._drafter(settings, active) == (tiny_config(), "")
+    (found,) = [c for c in diagnose._memory(settings, active) if c.subject == "memory"]
+    assert "a guess" not in found.text
+
+
+@pytest.mark.parametrize(("drafter", "is_guess"), [(str(TINY / "drafter"), False), ("z-lab/somewhere-else", True)])
+def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, drafter: str, is_guess: bool) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    command = ["vllm", "serve", "target", "--speculative-config", json.dumps({"method": "dflash", "model": drafter})]
+    (found,) = [c for c in diagnose._memory(settings, None, command) if c.subject == "memory"]
+    assert ("a guess" in found.text) == is_guess
+
+
+@pytest.mark.parametrize(("state", "is_judged"), [("idle", True), ("collecting", True), ("training", False), ("gating", False)])
+def test_what_a_running_training_takes_is_not_held_against_it(tmp_path: Path, state: str, is_judged: bool) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    found = only(diagnose._memory(settings, {"trainer": {"state": state}}))
+    assert (found.subject, "are available" in found.text) == ("memory", is_judged)
+
+
+def test_gpu_memory_left_for_training() -> None:
+    assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB))).level == "ok"
+    found = only(doctor_memory.check_gpu(SMI, "cuda:1", need(10 * GIB)))
+    assert found.level == "error"
+    assert "100 MiB of 140.4 GiB are free on GPU 1, 0 MiB of it for training; training takes about 10.0 GiB" in found.text
+    assert "Lower vLLM's --gpu-memory-utilization by 0.08 and restart it; or set trainer.device to cpu." in found.cure
+    assert "the machine's GPUs are 0, 1" in only(doctor_memory.check_gpu(SMI, "cuda:7", need(1))).text
+    assert only(doctor_memory.check_gpu(None, "cuda", need(1))).level == "unknown"
+
+
+def test_a_tenth_of_what_is_free_is_left_to_others() -> None:
+    assert only(doctor_memory.check_gpu(SMI, "cuda", need(17 * GIB))).level == "ok"
+    found = only(doctor_memory.check_gpu(SMI, "cuda", need(19 * GIB)))  # of 19.5
+    assert (found.level, found.cure.partition("; or ")[2]) == ("error", "trainer.seed = 1 makes it fit.")
+
+
+def test_a_limit_that_is_too_low_for_training() -> None:
+    found = only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB, limit_bytes=6 * GIB)))
+    assert (found.level, "trainer.memory_bytes allows 6.0 GiB" in found.text) == ("error", True)
+    assert found.cure == f"Raise trainer.memory_bytes to {10 * GIB}; or trainer.seed = 1 makes it fit."
+    meminfo = "MemAvailable:   8388608 kB\n"
+    assert "Raise trainer.memory_bytes" in only(doctor_memory.check_host(meminfo, need(GIB, limit_bytes=1), GIB)).cure
+
+
+def test_memory_of_the_machine() -> None:
+    meminfo = "MemTotal: 1 kB\nMemAvailable:   8388608 kB\n"
+    assert only(doctor_memory.check_host(meminfo, need(4 * GIB), 2 * GIB)).level == "ok"
+    found = only(doctor_memory.check_host(meminfo, need(7 * GIB), 2 * GIB))
+    assert (found.level, "trainer.seed = 1 makes it fit" in found.cure) == ("warning", True)
+    assert only(doctor_memory.check_host(meminfo, None, 2 * GIB)).level == "ok"
+    assert only(doctor_memory.check_host(meminfo, None, 9 * GIB)).level == "warning"
+
+
+# --- the daemon's own word --------------------------------------------------------------------------------------------------
+
+
+def engine(drafted: int, accepted: int, **changes: Any) -> dict[str, Any]:
+    figures = {"drafted_by_position": [drafted, drafted], "accepted_by_position": [accepted, 0], "honed_version": "0.1.0"}
+    return HEALTHY | {"engines": [HEALTHY["engines"][0] | figures | changes]}
+
+
+def test_a_drafter_of_another_target_shows_in_what_is_accepted() -> None:
+    (found,) = [c for c in doctor_daemon.check_daemon(engine(5000, 150), "0.1.0") if c.level != "ok"]
+    assert found.level == "error"
+    assert "right on 3.0 % of first tokens in 5,000 rounds: it was trained for another target" in found.text
+    assert "honed recalibrate" in found.cure
+    assert levels(doctor_daemon.check_daemon(engine(5000, 3500), "0.1.0")) == ["ok", "ok"]
+    assert levels(doctor_daemon.check_daemon(engine(40, 0), "0.1.0")) == ["ok"]  # too few to say
+
+
+def test_versions_that_differ_are_named() -> None:
+    texts = [c.text for c in doctor_daemon.check_daemon(engine(0, 0, honed_version="0.0.9"), "0.2.0") if c.level == "warning"]
+    assert texts == ["it runs honed 0.1.0, this command is 0.2.0", "has honed 0.0.9, the daemon 0.1.0"]
+
+
+def test_what_status_finds_doctor_says_too() -> None:
+    found = list(doctor_daemon.check_daemon(HEALTHY | {"trainer": None, "problems": ["the writer thread has ended"]}, "0.1.0"))
+    assert levels(found) == ["ok", "error", "warning"]
+
+
+def test_metrics_and_prometheus() -> None:
+    def fetch(status: int, body: str) -> Callable[[str], tuple[int, str]]:
+        return lambda url: (status, body)
+
+    check = doctor_daemon.check_metrics
+    assert only(check("127.0.0.1:9464", fetch(200, "honed_build_info{} 1"))).level == "ok"
+    assert "isn't honed's" in only(check("127.0.0.1:9464", fetch(200, "go_info 1"))).text
+    assert "answers 404" in only(check("127.0.0.1:9464", fetch(404, ""))).text
+    assert "gives no answer (refused)" in only(check("127.0.0.1:9464", fetch(0, "refused"))).text
+    assert only(check("", fetch(200, ""))).level == "warning"
+    check_prometheus = doctor_daemon.check_prometheus
+    assert only(check_prometheus("http://p", fetch(200, '{"value":[1,"1"]}'), is_asked=False)).level == "ok"
+    assert only(check_prometheus("http://p", fetch(200, '{"result":[]}'), is_asked=False)).level == "warning"
+    assert only(check_prometheus("http://p", fetch(0, "refused"), is_asked=False)).level == "unknown"
+    assert only(check_prometheus("http://p", fetch(0, "refused"), is_asked=True)).level == "error"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    for name in [name for name in os.environ if name.startswith("HONED_")]:
+        monkeypatch.delenv(name)
+    found = {"runtime_dir": folder / "run", "state_dir": folder / "state"}
+    monkeypatch.setenv("HONED_RUNTIME_DIR", str(found["runtime_dir"]))
+    monkeypatch.setenv("HONED_STATE_DIR", str(found["state_dir"]))
+    monkeypatch.setattr("honed.daemon.doctor.diagnose.vllm_processes.running", lambda: [])
+    return found
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def of(result: Result, level: str) -> dict[str, str]:
+    return {c["subject"]: c["text"] for c in json.loads(result.stdout)["checks"] if c["level"] == level}
+
+
+def test_without_a_daemon_it_says_so_once_and_ends_with_1(paths: dict[str, Path]) -> None:
+    result = run("--json")
+    assert result.exit_code == 1
+    assert set(of(result, "error")) == {"admin socket", "engine socket"}
+
+
+def test_beside_a_sound_daemon_there_are_only_warnings(paths: dict[str, Path]) -> None:
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ["HONED_HTTP__METRICS_LISTEN"] = f"127.0.0.1:{port}"
+    try:
+        with ExitStack() as stack:
+            stack.callback(structlog.reset_defaults)
+            for path in paths.values():
+                path.mkdir(mode=0o750)
+            start(load(), stack)
+            fake = FakeEngine(paths["runtime_dir"] / "engine.sock")
+            fake.hello()
+            fake.send_status()
+            result = run("--json")
+            fake.close()
+    finally:
+        del os.environ["HONED_HTTP__METRICS_LISTEN"]
+    assert of(result, "error") == {}, result.stdout
+    assert result.exit_code == 4
+    assert {"SQLite", "admin socket", "engine socket", "metrics", "daemon"} <= set(of(result, "ok"))
+
+
+def test_a_runtime_folder_on_disk_is_said_once(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = {"dir": str(paths["runtime_dir"]), "filesystem": "ext4"}
+    status = HEALTHY | {"engines": [], "runtime": runtime}
+    monkeypatch.setattr(doctor_host, "filesystem_of", lambda path: "ext4")
+    paths["runtime_dir"].mkdir(mode=0o750)
+    with serving(paths["runtime_dir"] / "admin.sock", lambda *_: (200, status)):
+        shown = run().stdout
+        assert shown.count("reach the disk") == 1
+        assert f"! runtime directory: {paths['runtime_dir']} is on ext4" in shown
+        runtime["dir"] = "/elsewhere"
+        assert run().stdout.count("reach the disk") == 2, "the daemon's folder is another one"
+
+
+def test_an_engine_that_is_gone_comes_with_a_cure() -> None:
+    (found,) = [c for c in doctor_daemon.check_daemon(engine(0, 0, connected=False), "0.1.0") if c.level == "error"]
+    assert found.text == "engine engine-0 is not connected"
+    assert found.cure.startswith("Start vLLM")
+
+
+def test_one_error_is_one_error() -> None:
+    def last(*levels: Any) -> str:
+        console = Console(file=io.StringIO())
+        console.print(doctor_command.view([Check("x", level, "") for level in levels]))
+        return console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined, no-any-return]
+
+    assert last("error", "warning", "ok", "unknown") == "1 error, 1 warning, 1 not looked at, 1 fine"
+    assert last("error", "error", "warning", "warning", "ok") == "2 errors, 2 warnings, 1 fine"
+
+
+def test_wrong_settings_are_said_and_the_command_is_still_judged(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HONED_STORE__MAX_RAW_BITES", "1")
+    result = run("--json", "--", "vllm", "serve", "m")
+    assert result.exit_code == 1
+    assert "MAX_RAW_BITES" in of(result, "error")["settings"]
+    assert "vLLM command" in of(result, "error")
+
+
+def test_the_services_settings_are_read_as_systemd_hands_them_over(
+    folder: Path, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, environment = folder / "honed.toml", folder / "honed.env"
+    monkeypatch.setattr(service_environment, "CONFIG", config)
+    monkeypatch.setattr(service_environment, "ENVIRONMENT", environment)
+    config.write_text('[paths]\nstate_dir = "/data/honed"\n[trainer]\ndevice = "cpu"\n')
+    environment.write_text(f"HONED_RUNTIME_DIR={folder}\n# a comment\nHONED_TRAINER__DEVISE=cuda\n")
+    assert "HONED_TRAINER__DEVISE" not in run("--json").stdout, "this user's own environment names folders: it isn't about them"
+    monkeypatch.delenv("HONED_STATE_DIR")
+    monkeypatch.delenv("HONED_RUNTIME_DIR")
+    for arguments in ([], ["--config", str(config)]):
+        assert "unknown setting HONED_TRAINER__DEVISE" in of(run("--json", *arguments), "error")["settings"]
+    environment.write_text(f"HONED_RUNTIME_DIR={folder}\nHONED_TRAINER__DEVICE='cuda'\n")
+    result = run("--json")
+    assert "trains on cuda" in result.stdout or "trainer.device is cuda" in result.stdout
+    assert f"{folder}/admin.sock" in of(result, "error")["admin socket"]
+    assert "paths.state_dir = '/data/honed'" in of(result, "warning")["settings"]
+    assert "/var/lib/honed" in result.stdout
+
+
+def test_a_command_is_judged_before_it_is_run(paths: dict[str, Path]) -> None:
+    result = run("--", "vllm", "serve", "m", "--scheduler-cls", "my.Own")
+    assert result.exit_code == 1
+    assert "✗ vLLM command: has --scheduler-cls my.Own, not honed's" in result.stdout
+    assert "    → Use --scheduler-cls honed.attach.scheduler.make_scheduler" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "code"), [(["ok"], 0), (["ok", "unknown"], 0), (["warning", "ok"], 4), (["warning", "error"], 1)]
+)
+def test_exit_codes(found: list[Any], code: int) -> None:
+    checks = [Check("x", level, "") for level in found]
+    assert exit_code(checks) == code
+    assert [check.level for check in worst_first(checks)] == [level for level in ORDER if level in found]

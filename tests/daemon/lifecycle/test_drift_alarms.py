@@ -1,0 +1,215 @@
+"""Alarms that stand until a recalibration has answered them."""
+
+from __future__ import annotations
+
+import pytest
+
+from honed.adapt.monitor.drift import Alarm
+from honed.daemon.lifecycle.drift_alarms import MAX_ATTEMPTS, DriftAlarms, Standing
+from honed.daemon.store.operations import Operation
+
+PAUSE_S = 100.0
+
+
+def alarm(workload: str, text: str = "it lost") -> Alarm:
+    return Alarm("regressed", workload, "v0001-x", (1,), 3.0, 500, 1.2, 1.9, text)
+
+
+def operation() -> Operation:
+    return Operation("op-1", "recalibrate", "running", "collecting", 0.0, "", "honed")
+
+
+def workloads(found: list[Standing]) -> list[str]:
+    return [one.alarm.workload for one in found]
+
+
+def fail(alarms: DriftAlarms, now_s: float, error: str = "no gain") -> None:
+    """A recalibration of b begins and fails."""
+    tried = operation()
+    alarms.answered_by(tried, "e", ["b"], now_s)
+    tried.state, tried.error = "failed", error
+    alarms.tick(now_s)
+
+
+def test_each_workload_has_its_own_alarm_and_the_newest_counts() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b", "first"))
+    alarms.note("e", alarm("c"))
+    alarms.note("f", alarm("b"))
+    alarms.note("e", alarm("b", "second"))
+    assert [(one.engine_id, one.alarm.workload, one.alarm.text) for one in alarms.due(0.0)] == [
+        ("e", "c", "it lost"), ("f", "b", "it lost"), ("e", "b", "second"),
+    ]  # fmt: skip
+
+
+def test_a_recalibration_answers_the_workloads_that_it_is_of() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    for workload in ("b", "c"):
+        alarms.note("e", alarm(workload))
+    alarms.note("f", alarm("b"))
+    tried = operation()
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    assert [(one.engine_id, one.alarm.workload) for one in alarms.due(0.0)] == [("e", "c"), ("f", "b")]
+    tried.state = "succeeded"
+    alarms.answered_by(operation(), "e", [], 1.0)  # of all of that engine's
+    assert [(one.engine_id, one.alarm.workload) for one in alarms.due(1e9)] == [("f", "b")]
+
+
+def test_what_failed_is_tried_again_after_pauses_that_double_and_not_for_ever() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    now_s, pauses = 0.0, []
+    while alarms.due(1e9):
+        fail(alarms, now_s)
+        if standing := alarms.due(1e9):
+            assert alarms.view(now_s)[0]["hindrance"] == "no gain"
+            assert not alarms.due(standing[0].due_s - 0.1)
+            pauses.append(alarms.view(now_s)[0]["due_in_s"])
+            now_s = standing[0].due_s
+    assert pauses == [PAUSE_S * 2**n for n in range(MAX_ATTEMPTS - 1)]
+    (given_up,) = alarms.view(now_s)
+    assert (given_up["failed_attempts"], given_up["due_in_s"], given_up["hindrance"]) == (MAX_ATTEMPTS, None, "no gain")
+    alarms.note("e", alarm("b", "worse still"))
+    assert [one.alarm.text for one in alarms.due(now_s)] == ["worse still"]
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_what_is_found_while_two_versions_take_turns_waits_for_the_end_of_that(is_explained: bool) -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("a"))
+    for text in ("first", "second"):
+        alarms.hold("e", alarm("b", text))
+    assert workloads(alarms.due(1e9)) == ["a"]
+    assert [(one["workload"], one["text"]) for one in alarms.view(0.0)] == [("a", "it lost"), ("b", "second")]
+    alarms.release(is_explained=is_explained)
+    assert workloads(alarms.due(0.0)) == (["a"] if is_explained else ["a", "b"])
+    alarms.release(is_explained=False)
+    assert len(alarms.view(0.0)) == (1 if is_explained else 2)
+
+
+def test_a_newer_alarm_is_not_replaced_by_the_one_that_failed() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    tried = operation()
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.note("e", alarm("b", "worse still"))
+    tried.state = "failed"
+    alarms.tick(1.0)
+    (standing,) = alarms.due(1.0)
+    assert (standing.alarm.text, standing.num_failed) == ("worse still", 0)
+
+
+def test_while_it_is_under_way_it_neither_stands_nor_falls() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    tried = operation()
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.tick(1e9)
+    assert alarms.due(1e9) == []
+    tried.state = "failed"
+    alarms.tick(1e9)
+    assert workloads(alarms.due(2e9)) == ["b"]
+
+
+def test_what_somebody_cancelled_is_not_tried_again() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    tried = operation()
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    tried.state = "cancelled"
+    alarms.tick(0.0)
+    assert alarms.due(1e9) == []
+
+
+class Disk:
+    """What alarms are kept on, and the clocks: the monotonic one starts anew with each life."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.unix_ahead_s = 1e9
+
+    def save(self, text: str) -> None:
+        self.text = text
+
+    def life(self, known: Operation | None = None, now_s: float = 0.0) -> DriftAlarms:
+        alarms = DriftAlarms(PAUSE_S, self.save, lambda: self.unix_ahead_s)
+        if self.text:
+            alarms.load(self.text, lambda operation_id: known if operation_id else None, now_s)
+        return alarms
+
+
+def test_alarms_stand_again_after_a_restart_with_their_attempts_and_their_time() -> None:
+    disk = Disk()
+    alarms = disk.life()
+    for workload in ("b", "c"):
+        alarms.note("e", alarm(workload))
+    for now_s in (1000.0, 2000.0):
+        fail(alarms, now_s)
+    before = alarms.view(2000.0)
+    disk.unix_ahead_s += 1990.0  # the machine was started again: its clock shows 10
+    after = disk.life(now_s=10.0)
+    assert after.view(10.0) == before
+    assert workloads(after.due(10.0)) == ["c"]
+    assert not [one for one in after.due(10.0 + 2 * PAUSE_S - 0.1) if one.alarm.workload == "b"]
+    assert workloads(after.due(10.0 + 2 * PAUSE_S)) == ["c", "b"]
+    assert after.due(1e9)[1].alarm == alarm("b")
+
+
+def test_a_calendar_that_was_set_back_delays_no_attempt_by_more_than_its_pause() -> None:
+    disk = Disk()
+    alarms = disk.life()
+    alarms.note("e", alarm("b"))
+    fail(alarms, 0.0)
+    disk.unix_ahead_s -= 1e6
+    assert workloads(disk.life().due(PAUSE_S)) == ["b"]
+
+
+@pytest.mark.parametrize("state", ["failed", "succeeded", "cancelled", "running"])
+def test_what_was_being_answered_stands_again_after_a_restart_if_that_failed(state: str) -> None:
+    disk, tried = Disk(), operation()
+    alarms = disk.life()
+    alarms.note("e", alarm("b"))
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    tried.state = state
+    alarms = disk.life(known=tried)
+    assert alarms.due(1e9) == []
+    alarms.tick(0.0)
+    assert bool(alarms.due(1e9)) == (state == "failed")
+    if state == "running":  # its canary went on, and fails now
+        tried.state = "failed"
+        alarms.tick(0.0)
+        assert [one.num_failed for one in alarms.due(1e9)] == [1]
+    assert disk.life().due(1e9) == alarms.due(1e9)  # what came of it is kept
+
+
+def test_an_answer_that_nobody_knows_any_more_was_none() -> None:
+    disk = Disk()
+    alarms = disk.life()
+    alarms.note("e", alarm("b"))
+    alarms.answered_by(operation(), "e", ["b"], 0.0)
+    assert [one.num_failed for one in disk.life(known=None).due(0.0)] == [0]
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_what_was_held_is_held_after_a_restart_and_released_for_good(is_explained: bool) -> None:
+    disk = Disk()
+    disk.life().hold("e", alarm("b"))
+    alarms = disk.life()
+    assert (alarms.due(1e9), len(alarms.view(0.0))) == ([], 1)
+    alarms.release(is_explained=is_explained)
+    assert workloads(disk.life().due(0.0)) == ([] if is_explained else ["b"])
+
+
+def test_a_failure_that_the_next_request_is_the_first_to_see_still_counts() -> None:
+    """An operator asks again before the tick: the failed alarms are that request's."""
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    tried, again = operation(), operation()
+    alarms.answered_by(tried, "e", ["b"], 0.0)
+    tried.state = "failed"
+    alarms.answered_by(again, "e", ["b"], 1.0)
+    assert alarms.due(1e9) == []
+    again.state = "failed"
+    alarms.tick(2.0)
+    (standing,) = alarms.due(1e9)
+    assert (standing.num_failed, standing.due_s) == (2, 2.0 + 2 * PAUSE_S)

@@ -1,0 +1,681 @@
+"""A version's life through the API: recalibrate, promote, roll back; engines and trainer are spoken to over the real socket."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from safetensors.numpy import save_file
+
+from honed.adapt.monitor.drift import Alarm
+from honed.adapt.protocol import wire
+from honed.daemon.api.app import make_app
+from honed.daemon.control.live_rounds import LiveRounds
+from honed.daemon.errors import ConflictError, StoreError
+from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings
+from honed.daemon.views.findings import findings
+from honed.recalib.registry.manifest import Manifest
+from tests.daemon.conftest import wait_for
+from tests.daemon.fake_engine import FakeTrainer, ServingEngine
+
+
+def write_checkpoint(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Only the MLP differs: what is in an engine's cache stays right, as with scope "kv-frozen".
+    tensors = {"fc.weight": np.ones((4, 4), np.float32), "layers.0.mlp.up_proj.weight": np.full((4, 4), value, np.float32)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
+
+
+@dataclass
+class Stage:
+    """A daemon, an engine that runs a registered drafter, a trainer, and the API."""
+
+    service: Service
+    engine: ServingEngine
+    trainer: FakeTrainer
+    client: TestClient
+    first: str
+    folder: Path
+
+    def version(self, value: float, **more: Any) -> str:
+        """Another version, as the trainer would make it."""
+        return self.service.drafters.registry.create(
+            lambda folder: write_checkpoint(folder, value), parent=self.first, target_path="/models/tiny", **more
+        ).version
+
+    def operation(self, operation_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.client.get(f"/v1/operations/{operation_id}").json()
+        return found
+
+    def wait_state(self, operation_id: str, state: str) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            found = self.operation(operation_id)
+            return found if found["state"] == state else None
+
+        return wait_for(look, f"state {state}")  # type: ignore[no-any-return]
+
+    def recalibrate(self, **body: Any) -> tuple[str, wire.TrainRequest]:
+        answer = self.client.post("/v1/recalibrations", json=body)
+        assert answer.status_code == 202, answer.text
+        return answer.json()["operation_id"], self.trainer.expect(wire.TrainRequest)
+
+    def serve_workload(self, name: str) -> None:
+        """Have a few rounds of it."""
+        self.engine.workload = name
+        self.engine.serve(lambda: ("engine-0", name) in self.service.live.workloads(), f"rounds of {name}")
+        self.engine.workload = "default"
+
+    def promote(self, version: str, *, force: bool = True, answer: bool = True) -> str:
+        """By an operator, who doesn't want it watched unless `force` is off."""
+        answered = self.client.post(f"/v1/drafters/{version}:promote", json={"force": force})
+        assert answered.status_code == 202, answered.text
+        operation_id: str = answered.json()["operation_id"]
+        if answer:
+            self.engine.answer_swap()
+            self.wait_state(operation_id, "succeeded")
+        return operation_id
+
+    def finish(self, operation_id: str, rounds: int = 40) -> dict[str, Any]:
+        """Do whatever is asked (a trial's turns may come first), in steps of so many requests, until it is over."""
+
+        def look() -> dict[str, Any] | None:
+            found = self.operation(operation_id)
+            return found if found["state"] in ("succeeded", "failed", "cancelled") and found["stage"] == "done" else None
+
+        found: dict[str, Any] = self.engine.serve(look, f"the end of {operation_id}", rounds)
+        return found
+
+    def aliases(self) -> dict[str, str | None]:
+        found: dict[str, str | None] = self.client.get("/v1/drafters").json()["aliases"]
+        return found
+
+
+@pytest.fixture
+def stage(service: Service, settings: Settings, folder: Path) -> Iterator[Stage]:
+    write_checkpoint(folder / "drafter", 0.0)
+    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    welcome = engine.attach(capture_path="/ring")
+    trainer.introduce()
+    with TestClient(make_app(service)) as client:
+        yield Stage(service, engine, trainer, client, welcome.drafter_version, folder)
+    engine.close()
+    trainer.close()
+
+
+def test_the_first_checkpoint_becomes_active_and_the_floor(stage: Stage) -> None:
+    assert stage.first.startswith("v0001-")
+    assert stage.aliases() == {"active": stage.first, "floor": stage.first, "candidate": None, "previous": None}
+
+
+def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None:
+    stage.engine.send_status(drafter_version=stage.first, is_asleep=True)
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["asleep"], "the status")
+    new = stage.version(1.0)
+    refused = stage.client.post(f"/v1/drafters/{new}:promote", json={})
+    assert refused.status_code == 409
+    assert "engine engine-0 sleeps" in refused.json()["detail"]
+    assert stage.client.post("/v1/engines/engine-0:verify").status_code == 409
+    stage.engine.send_status(drafter_version="lost", is_asleep=False)
+    stage.engine.live_version = "lost"
+    stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the active version", rounds=0)
+
+
+def test_weights_that_came_through_vllms_own_endpoint_are_left_alone(stage: Stage) -> None:
+    """Until an operator promotes a version: then they are overwritten, and the engine follows again."""
+    stage.engine.send_status(drafter_version="foreign")
+    stage.engine.live_version = "foreign"
+    wait_for(lambda: stage.client.get("/v1/engines").json()[0]["drafter_version"] == "foreign", "the status")
+    for _ in range(3):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+    stage.engine.turn(rounds=40)
+    assert stage.engine.swaps == []
+    for path in ("/v1/recalibrations", "/v1/engines/engine-0:verify"):
+        refused = stage.client.post(path, json={})
+        assert refused.status_code == 409
+        assert "the drafter of engine engine-0 got its weights through vLLM's own endpoint" in refused.json()["detail"]
+        assert "honed promote VERSION --force" in refused.json()["cure"]
+    answer = stage.client.post(f"/v1/drafters/{stage.first}:promote", json={"force": True}).json()
+    stage.engine.serve(lambda: stage.engine.swaps, "the swap", rounds=0)
+    assert stage.engine.swaps[0]["takes_over"] == "1"
+    stage.wait_state(answer["operation_id"], "succeeded")
+    assert stage.engine.live_version == stage.first
+    new = stage.version(1.0)
+    stage.client.post(f"/v1/drafters/{new}:promote", json={"force": True})
+    stage.engine.serve(lambda: stage.engine.live_version == new, "the next swap", rounds=0)
+    assert "takes_over" not in stage.engine.swaps[1]
+
+
+def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
+    stage.serve_workload("b")
+    operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")
+    assert (request.parent_version, request.workloads, request.capture_path) == (stage.first, ["b"], "/ring")
+    # While it collects, requests are captured.
+    stage.engine.expect(wire.Policy, lambda policy: policy.capture_share == 1.0)
+    stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="training", operation_id=operation_id, steps=7))
+    wait_for(lambda: stage.operation(operation_id)["stage"] == "training", "the stage")
+    new = stage.version(1.0)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=new, steps=9))
+    stage.engine.acceptance = {stage.first: 0.4, new: 0.7}
+    done = stage.finish(operation_id)
+    assert (done["state"], done["detail"]["pause_ms"], done["detail"]["steps"]) == ("succeeded", 1.5, 9)
+    assert stage.engine.live_version == new
+    assert stage.aliases() | {"floor": None} == {"active": new, "previous": stage.first, "candidate": None, "floor": None}
+    assert stage.service.store.drain(10)
+    marks = stage.client.get("/v1/timeline?since=0").json()["marks"]
+    assert [mark["kind"] for mark in marks] == ["canary", "canary", "promote"]
+
+
+def test_old_versions_go_but_for_those_with_a_name(stage: Stage) -> None:
+    versions = [stage.version(float(number)) for number in range(1, 20)]
+    stage.promote(versions[0])
+
+    def kept() -> list[str]:
+        return [manifest.version for manifest in stage.service.drafters.registry.versions()]
+
+    keep = stage.service.settings.registry.keep_versions
+    wanted = [stage.first, versions[0], *versions[-keep:]]  # the floor and previous, the active one, the newest
+    assert len(wanted) < 20
+    wait_for(lambda: kept() == wanted, "the old versions' end")
+
+
+def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
+    operation_id, request = stage.recalibrate(dry_run=True)
+    assert request.dry_run
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True))
+    assert stage.wait_state(operation_id, "succeeded")["stage"] == "done"
+    assert stage.aliases()["active"] == stage.first
+
+
+def test_a_workload_that_was_never_seen_is_refused_with_those_there_are(stage: Stage) -> None:
+    stage.serve_workload("b")
+    refused = stage.client.post("/v1/recalibrations", json={"workloads": ["b", "nope"]})
+    assert refused.status_code == 404
+    assert "has never had a round of workload 'nope'; there is b" in refused.json()["detail"]
+    assert stage.service.recalibrations.training is None
+
+
+def test_a_workload_from_before_a_restart_is_known(stage: Stage) -> None:
+    stage.serve_workload("b")
+    assert stage.service.store.drain(10)
+    stage.service.live = LiveRounds()
+    stage.recalibrate(workloads=["b"])
+
+
+def test_a_candidate_that_does_not_pass_the_gate_fails_with_its_figures(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    row = wire.GateFigures(workload="a", sessions=3, parent=2.0, candidate=1.9, gain_low=0.9, gain_high=1.0, passed=False)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=False, error="it lost on a", gate=[row]))
+    failed = stage.wait_state(operation_id, "failed")
+    assert failed["error"] == "it lost on a"
+    assert failed["detail"]["gate"][0]["candidate"] == 1.9
+
+
+def test_a_swap_that_an_engine_refuses_leaves_the_old_version_active(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.answer_swap(ok=False, error="shapes differ")
+    assert "engine-0: shapes differ" in stage.wait_state(operation_id, "failed")["error"]
+    assert stage.aliases()["active"] == stage.first
+
+
+def test_promote_and_roll_back(stage: Stage) -> None:
+    new = stage.version(1.0)
+    promoted = stage.promote(new)
+    back = stage.client.post("/v1/drafters:rollback", json={"reason": "worse"}).json()
+    assert stage.engine.answer_swap().args["version"] == stage.first
+    stage.wait_state(back["operation_id"], "succeeded")
+    assert stage.aliases()["active"] == stage.first
+    assert stage.operation(promoted)["stage"] == "done"
+    assert stage.client.post("/v1/drafters:rollback").status_code == 409
+    assert stage.service.store.drain(10)
+    actions = [row["action"] for row in stage.client.get("/v1/audit").json()]
+    assert actions[::-1] == ["promote", "promote.swapped", "rollback"]
+
+
+def test_an_engine_lost_in_the_swap_is_asked_again_when_it_comes_back(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    first = stage.engine.expect(wire.Command)
+    stage.engine.reconnect()
+    stage.engine.hello(drafter_version=stage.first)
+    again = stage.engine.answer_swap()
+    assert again.command_id == first.command_id
+    stage.wait_state(operation_id, "succeeded")
+
+
+def test_an_engine_that_swapped_but_could_not_say_so_settles_it_by_its_hello(stage: Stage) -> None:
+    new = stage.version(1.0)
+    operation_id = stage.client.post(f"/v1/drafters/{new}:promote").json()["operation_id"]
+    stage.engine.expect(wire.Command)
+    stage.engine.reconnect()
+    stage.engine.hello(drafter_version=new)
+    stage.wait_state(operation_id, "succeeded")
+    assert stage.aliases()["active"] == new
+
+
+def test_a_restarted_engine_is_brought_to_the_active_version(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.promote(new)
+    stage.engine.boot_id = "second boot"
+    stage.engine.reconnect()
+    assert stage.engine.hello(drafter_path=str(stage.folder / "drafter")).drafter_version == stage.first
+    assert stage.engine.answer_swap().args["version"] == new
+    wait_for(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the active version")
+
+
+def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:
+    new = stage.version(1.0)
+    weights = stage.service.drafters.path(new) / "model.safetensors"
+    weights.chmod(0o640)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    answer = stage.client.post(f"/v1/drafters/{new}:promote")
+    assert answer.status_code == 409
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_nobody_waits_while_a_versions_files_are_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, lock, was_free = stage.service.drafters.registry.verify, stage.service.lock, []
+
+    def verify_slowly(version: str) -> Manifest:
+        """As of a large file: others must get at the lock meanwhile."""
+
+        def look() -> None:
+            if lock.acquire(timeout=5.0):
+                was_free.append(version)
+                lock.release()
+
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        return verify(version)
+
+    monkeypatch.setattr(stage.service.drafters.registry, "verify", verify_slowly)
+    first = stage.version(1.0)
+    stage.promote(first)
+    operation_id, _ = stage.recalibrate()
+    second = stage.version(2.0)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=second))
+    wait_for(lambda: stage.operation(operation_id)["stage"] == "canary", "the canary")
+    assert was_free == [first, second]
+
+
+def test_what_was_read_is_read_again_once_it_has_changed(stage: Stage) -> None:
+    drafters, version = stage.service.drafters, stage.version(1.0)
+    drafters.read_ahead(version)
+    drafters.verified(version)
+    path = drafters.path(version) / "model.safetensors"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.chmod(0o640)
+    path.write_bytes(changed)
+    with pytest.raises(ConflictError, match="the file was changed"):
+        drafters.verified(version)
+    drafters.read_ahead(version)  # says nothing
+    with pytest.raises(ConflictError, match="the file was changed"):
+        drafters.verified(version)
+
+
+def test_without_a_trainer_or_an_engine_a_clear_refusal(service: Service) -> None:
+    with TestClient(make_app(service)) as client:
+        assert "no trainer is connected" in client.post("/v1/recalibrations", json={}).json()["detail"]
+        version = service.drafters.registry.create(lambda folder: write_checkpoint(folder, 1.0)).version
+        assert "no engine is connected" in client.post(f"/v1/drafters/{version}:promote").json()["detail"]
+        forced = client.post(f"/v1/drafters/{version}:promote", json={"force": True})
+        assert forced.status_code == 202, forced.text
+        assert forced.json()["state"] == "succeeded"
+        assert service.drafters.active == version
+
+
+def test_a_trainer_that_restarts_is_asked_again_a_few_times(stage: Stage) -> None:
+    operation_id, request = stage.recalibrate()
+    stage.trainer.introduce(operation_id=operation_id)
+    assert stage.operation(operation_id)["state"] == "running"
+    for _ in range(MAX_RESTARTS):
+        stage.trainer.introduce()
+        assert stage.trainer.expect(wire.TrainRequest) == request
+    stage.trainer.introduce()
+    assert "restarted 4 times" in stage.wait_state(operation_id, "failed")["error"]
+
+
+def test_a_silent_trainer_fails_its_operation(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation_id, _ = stage.recalibrate()
+    later = stage.service.monotonic() + 1000
+    monkeypatch.setattr(stage.service.trainer, "_monotonic", lambda: later)
+    assert "silent" in stage.wait_state(operation_id, "failed")["error"]
+
+
+def test_a_trainer_ends_what_nobody_waits_for_and_takes_up_the_next(stage: Stage) -> None:
+    """As after a restart of the daemon, whose operations have failed by then: it would be busy for an hour."""
+    stage.trainer.introduce(operation_id="op-before")
+    assert stage.trainer.expect(wire.TrainCancel).operation_id == "op-before"
+    operation_id, _ = stage.recalibrate()
+    for one in (operation_id, "op-before"):
+        stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="training", operation_id=one))
+    assert stage.trainer.expect(wire.TrainCancel).operation_id == "op-before"
+    assert stage.operation(operation_id)["state"] == "running"
+
+
+def test_cancelling_tells_the_trainer(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    assert stage.client.post("/v1/recalibrations", json={}).status_code == 409
+    answer = stage.client.post(f"/v1/operations/{operation_id}:cancel", json={"reason": "no"})
+    assert answer.json()["state"] == "cancelled"
+    assert stage.trainer.expect(wire.TrainCancel).operation_id == operation_id
+    assert stage.client.post(f"/v1/operations/{operation_id}:cancel").status_code == 409
+
+
+def test_a_candidate_of_an_outdated_parent_is_not_swapped_in(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate()
+    other = stage.version(2.0)
+    stage.promote(other)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=stage.version(1.0)))
+    assert "became active meanwhile" in stage.wait_state(operation_id, "failed")["error"]
+    assert stage.aliases()["active"] == other
+
+
+def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
+    stage.serve_workload("b")
+    alarm = Alarm("regressed", "b", stage.first, (1,), 3.0, 500, 1.2, 1.9, "b lost")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+    request = stage.trainer.expect(wire.TrainRequest)
+    assert (request.workloads, request.reason) == (["b"], "b lost")
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error="no samples"))
+    stage.wait_state(request.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+        stage.service.tick(stage.service.monotonic())
+        assert stage.service.recalibrations.training is None
+        stage.service.tick(stage.service.monotonic() + 10_000)
+        assert stage.service.recalibrations.training is not None
+
+
+def first_life(settings: Settings, folder: Path) -> tuple[Service, ServingEngine, FakeTrainer, str]:
+    """A daemon that is to be started again, an engine with its version, and a trainer that hasn't introduced itself yet."""
+    write_checkpoint(folder / "drafter", 0.0)
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="one")
+    service.start()
+    engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    return service, engine, trainer, engine.attach(capture_path="/ring").drafter_version
+
+
+def drift(stage: Stage, workload: str, version: str = "") -> None:
+    """Of the first version, unless told."""
+    alarm = Alarm("regressed", workload, version or stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
+
+
+def test_drift_of_two_workloads_at_once_is_answered_one_after_the_other(stage: Stage) -> None:
+    for workload in ("b", "c"):
+        stage.serve_workload(workload)
+    with stage.service.lock:
+        drift(stage, "b")
+        drift(stage, "c")
+    request = stage.trainer.expect(wire.TrainRequest)
+    assert request.workloads == ["b"]
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error="x"))
+    stage.wait_state(request.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
+        assert stage.service.recalibrations.training is not None
+    assert stage.trainer.expect(wire.TrainRequest).workloads == ["c"]
+
+
+def test_an_automatic_recalibration_that_failed_is_tried_again(stage: Stage) -> None:
+    stage.serve_workload("b")
+    with stage.service.lock:
+        drift(stage, "b")
+    request = stage.trainer.expect(wire.TrainRequest)
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=True, error="gate: no sure gain"))
+    stage.wait_state(request.operation_id, "failed")
+    wait_for(lambda: stage.client.get("/v1/status").json()["drift_alarms"], "the alarm to stand again")
+    (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert (standing["workload"], standing["failed_attempts"]) == ("b", 1)
+    assert standing["hindrance"] == "gate: no sure gain"
+    (found,) = [one for one in findings(stage.client.get("/v1/status").json()) if "drifted" in one.text]
+    assert "Another follows in" in found.cure
+    status = stage.client.get("/v1/status").json()
+    status["drift_alarms"][0] |= {"failed_attempts": 6, "due_in_s": None}
+    (given_up,) = [one for one in findings(status) if "drifted" in one.text]
+    assert "No further one follows by itself" in given_up.cure
+    interval_s = stage.service.settings.recalibration.min_interval_s
+    assert interval_s - 60.0 < standing["due_in_s"] <= interval_s
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + interval_s)
+    again = stage.trainer.expect(wire.TrainRequest)
+    assert (again.workloads, again.reason) == (["b"], "b lost")
+    assert stage.client.get("/v1/status").json()["drift_alarms"] == []
+
+
+def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
+    stage.serve_workload("b")
+    stage.service.recalibrations._settings = stage.service.settings.recalibration.model_copy(update={"scope": "full"})
+    with stage.service.lock:
+        boot = stage.service.engines.by_id["engine-0"].boot
+        assert boot.hello is not None
+        boot.hello = msgspec.structs.replace(boot.hello, features="fused")
+        drift(stage, "b")
+        stage.service.tick(stage.service.monotonic())
+    status = stage.client.get("/v1/status").json()
+    assert "HONED_FEATURES=layers" in status["drift_alarms"][0]["hindrance"]
+    (found,) = [one for one in findings(status) if "drifted" in one.text]
+    assert "no recalibration can begin" in found.text
+    assert "HONED_FEATURES=layers" in found.text
+
+
+def test_drift_that_nothing_has_answered_outlives_restarts_of_the_daemon(settings: Settings, folder: Path) -> None:
+    service, engine, trainer, first = first_life(settings, folder)
+    interval_s = settings.recalibration.min_interval_s
+    try:
+        with TestClient(make_app(service)) as client:
+            stage = Stage(service, engine, trainer, client, first, folder)
+            stage.serve_workload("b")
+            drift(stage, "b")  # nobody is there to answer it
+        service.stop()
+        service = Service(settings, daemon_id="two")
+        service.start()
+        engine.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.introduce()
+        assert trainer.expect(wire.TrainRequest).workloads == ["b"]
+        service.stop()  # amid the attempt
+        service = Service(settings, daemon_id="three")
+        service.start()
+        (standing,) = wait_for(lambda: service.recalibrations.alarms.view(service.monotonic()), "the alarm to stand again")
+        assert (standing["workload"], standing["text"], standing["failed_attempts"]) == ("b", "b lost", 1)
+        assert standing["hindrance"] == "daemon restarted"
+        service.stop()
+        service = Service(settings, daemon_id="four")  # the attempts and the time of the next are kept as well
+        service.start()
+        (standing,) = service.recalibrations.alarms.view(service.monotonic())
+        assert standing["failed_attempts"] == 1
+        assert interval_s - 60.0 < standing["due_in_s"] <= interval_s
+        for one in (engine, trainer):
+            one.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.introduce()
+        wait_for(lambda: service.trainer.is_connected, "the trainer")
+        with service.lock:
+            service.tick(service.monotonic() + interval_s)
+        assert trainer.expect(wire.TrainRequest).workloads == ["b"]
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+def test_the_pause_after_a_recalibration_outlives_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+    service, engine, trainer, first = first_life(settings, folder)
+    trainer.introduce()
+    try:
+        with TestClient(make_app(service)) as client:
+            stage = Stage(service, engine, trainer, client, first, folder)
+            stage.serve_workload("b")
+            operation_id, _ = stage.recalibrate()
+            trainer.send(wire.TrainResult(operation_id=operation_id, ok=False, error="x"))
+            stage.wait_state(operation_id, "failed")
+        service.stop()
+        service = Service(settings, daemon_id="two")
+        service.start()
+        for one in (engine, trainer):
+            one.reconnect()
+        engine.attach(capture_path="/ring")
+        trainer.introduce()
+        with TestClient(make_app(service)) as client:
+            drift(Stage(service, engine, trainer, client, first, folder), "b")
+        check_pause(service, trainer, "b")
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+def check_pause(service: Service, trainer: FakeTrainer, workload: str) -> None:
+    """Drift of the workload is answered when the pause after the latest recalibration is over, and not before."""
+    with service.lock:
+        service.tick(service.monotonic())
+        assert service.recalibrations.training is None
+        service.tick(service.monotonic() + service.settings.recalibration.min_interval_s)
+    assert trainer.expect(wire.TrainRequest).workloads == [workload]
+
+
+@pytest.mark.parametrize("text", ["{}", "no JSON", '{"standing": [{"engine_id": 1}]}'])
+def test_kept_drift_that_cannot_be_read_keeps_no_daemon_from_starting(settings: Settings, text: str) -> None:
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="one")
+    service.start()
+    service.journal.insert("meta", {"key": "drift_alarms", "value": text}, replace=True)
+    service.stop()
+    service = Service(settings, daemon_id="two")
+    service.start()
+    try:
+        assert service.recalibrations.alarms.view(service.monotonic()) == []
+    finally:
+        service.stop()
+
+
+def test_a_recalibration_may_wait_for_idle_time_as_long_as_the_trainer_lets_it(stage: Stage) -> None:
+    operation_id, _ = stage.recalibrate(max_seconds=10.0)
+    with stage.service.lock:
+        stage.service.recalibrations.tick(stage.service.monotonic() + 3000.0)
+    assert stage.operation(operation_id)["state"] == "running"
+
+
+@pytest.mark.parametrize("path", ["org/drafter", "/home/somebody/drafter"])
+def test_a_drafter_that_cannot_be_read_is_named(service: Service, settings: Settings, path: str) -> None:
+    engine = ServingEngine(settings.paths.engine_socket)
+    engine.hello(drafter_path=path)
+    status = TestClient(make_app(service)).get("/v1/status").json()
+    (found,) = [one for one in findings(status) if "retrained:" in one.text]
+    assert f"{path}/config.json can't be read" in found.text
+    assert "/home" in found.text
+    engine.close()
+
+
+def test_a_trainer_that_connects_is_told_whether_training_is_paused(stage: Stage) -> None:
+    assert not stage.trainer.expect(wire.TrainPause).paused  # it has introduced itself
+    stage.client.post("/v1/training:pause", json={"reason": "x"})
+    assert stage.trainer.expect(wire.TrainPause).paused
+    stage.trainer.introduce()
+    assert stage.trainer.expect(wire.TrainPause).paused
+    stage.client.post("/v1/training:resume", json={"reason": "x"})
+    assert not stage.trainer.expect(wire.TrainPause).paused
+    stage.trainer.introduce()
+    assert not stage.trainer.expect(wire.TrainPause).paused
+
+
+def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = stage.version(1.0)
+    stage.promote(new)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise StoreError("full")
+
+    monkeypatch.setattr(stage.service.store, "write", refuse)
+    assert stage.client.post("/v1/drafters:rollback").status_code == 202
+    assert stage.engine.answer_swap().args["version"] == stage.first
+
+
+def test_a_roll_back_that_cannot_move_the_aliases_has_failed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.promote(stage.version(1.0))
+
+    def refuse(changes: dict[str, str | None]) -> None:
+        raise StoreError("full")
+
+    monkeypatch.setattr(stage.service.drafters, "move", refuse)
+    assert stage.client.post("/v1/drafters:rollback").status_code == 503
+    newest = stage.client.get("/v1/operations").json()[0]
+    assert (newest["kind"], newest["state"]) == ("rollback", "failed")
+    assert "full" in newest["error"]
+
+
+def test_the_same_key_gives_the_same_operation(stage: Stage) -> None:
+    headers = {"Idempotency-Key": "abc"}
+    one = stage.client.post("/v1/recalibrations", json={}, headers=headers).json()
+    two = stage.client.post("/v1/recalibrations", json={}, headers=headers).json()
+    assert one["operation_id"] == two["operation_id"]
+    stage.trainer.expect(wire.TrainRequest)
+    stage.trainer.send(wire.TrainResult(operation_id=one["operation_id"], ok=False, error="x"))
+    stage.wait_state(one["operation_id"], "failed")
+    assert stage.client.post("/v1/recalibrations", json={}, headers=headers).json()["state"] == "failed"
+
+
+def test_a_change_based_on_an_older_generation_is_refused(stage: Stage) -> None:
+    generation = stage.client.get("/v1/drafters").json()["generation"]
+    new = stage.version(1.0)
+    path = f"/v1/drafters/{new}:promote"
+    stale = stage.client.post(path, headers={"If-Match": str(generation - 1)})
+    assert (stale.status_code, stale.json()["title"]) == (412, "Changed meanwhile")
+    assert stage.client.post(path, headers={"If-Match": "soon"}).status_code == 422
+    assert stage.client.post(path, headers={"If-Match": f'"{generation}"'}).status_code == 202
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(stage: Stage) -> None:
+    version, before = stage.version(1.0), stage.aliases()
+    answer = stage.client.post(f"/v1/drafters/{version}:promote", json={"dry_run": True}, headers={"Idempotency-Key": "k"})
+    assert answer.status_code == 202
+    view = answer.json()
+    assert (view["operation_id"], view["stage"]) == ("planned", "planned")
+    assert (view["detail"]["version"], view["detail"]["engines"]) == (version, ["engine-0"])
+    assert stage.client.post("/v1/drafters:rollback", json={"dry_run": True}).status_code == 409  # nothing to go back to
+    assert stage.aliases() == before
+    assert stage.client.get("/v1/operations").json() == []
+    # The key isn't used up: it may be given to the real one.
+    made = stage.client.post(f"/v1/drafters/{version}:promote", json={}, headers={"Idempotency-Key": "k"})
+    stage.engine.answer_swap()
+    stage.wait_state(made.json()["operation_id"], "succeeded")
+    back = stage.client.post("/v1/drafters:rollback", json={"dry_run": True}).json()["detail"]
+    assert (back["version"], back["rolled_back"]) == (stage.first, version)
+    assert stage.aliases()["active"] == version
+
+
+def test_a_key_of_an_operation_is_refused_for_another_request(stage: Stage) -> None:
+    version = stage.version(1.0)
+    headers = {"Idempotency-Key": "k"}
+    path = f"/v1/drafters/{version}:promote"
+    first = stage.client.post(path, json={"reason": "one"}, headers=headers).json()
+    assert stage.client.post(path, json={"reason": "one"}, headers=headers).json()["operation_id"] == first["operation_id"]
+    for other, body in ((path, {"reason": "two"}), ("/v1/drafters:rollback", {}), ("/v1/training:pause", {})):
+        answer = stage.client.post(other, json=body, headers=headers)
+        assert (answer.status_code, answer.json()["title"]) == (422, "Key was used before")
+    assert len(stage.client.get("/v1/operations").json()) == 1

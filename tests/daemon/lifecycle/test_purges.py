@@ -1,0 +1,217 @@
+"""Samples are forgotten, whoever holds them, and the operation says whether they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from honed.adapt.protocol import wire
+from honed.attach.capture.ring import RingWriter
+from honed.daemon.api.app import make_app
+from honed.daemon.lifecycle.purges import erase_files
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings, load
+from honed.recalib.samples.ring_reader import RingReader
+from tests.daemon.conftest import flags_in, wait_for
+from tests.daemon.fake_engine import FakeEngine, FakeTrainer
+
+SECRET = "a-session-to-forget"
+
+
+def write_samples(paths: Any) -> list[Path]:
+    """Two engines' rings and a file on the trainer's disk; all that holds a sample."""
+    rings = [paths.runtime_dir / "engines" / name / "ring" for name in ("engine-0", "engine-1")]
+    for path in rings:
+        ring = RingWriter(path, feature_size=8, feature_dtype="bfloat16", feature_kind="fused", capacity_bytes=1 << 16)
+        ring.write_rows("request", "a", "", 0, np.arange(4, dtype=np.int32), np.zeros((4, 8), np.uint16), session=SECRET)
+        ring.close()
+    spilled = paths.state_dir / "samples" / "8-bf16" / "1.safetensors"
+    spilled.parent.mkdir(parents=True)
+    spilled.write_text(SECRET)
+    return [*rings, spilled]
+
+
+def holding(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if path.exists() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[TestClient]:
+    with TestClient(make_app(service)) as client:
+        yield client
+
+
+@pytest.fixture
+def trainer(settings: Settings) -> Iterator[FakeTrainer]:
+    trainer = FakeTrainer(settings.paths.engine_socket)
+    yield trainer
+    trainer.close()
+
+
+def purge(client: TestClient) -> str:
+    answer = client.post("/v1/samples:purge", json={"reason": "somebody asked for it"})
+    assert answer.status_code == 202, answer.text
+    operation_id: str = answer.json()["operation_id"]
+    return operation_id
+
+
+def ended(client: TestClient, operation_id: str) -> dict[str, Any]:
+    def end() -> dict[str, Any]:
+        view: dict[str, Any] = client.get(f"/v1/operations/{operation_id}").json()
+        return view if view["state"] != "running" else {}
+
+    return wait_for(end, "the end of the purge")
+
+
+def test_without_a_trainer_the_daemon_erases_rings_and_disk(client: TestClient, settings: Settings) -> None:
+    written = write_samples(settings.paths)
+    assert holding(written) == written
+    following = RingReader(written[0])
+    following.poll()
+    assert ended(client, purge(client))["state"] == "succeeded"
+    assert holding(written) == []
+    assert following.poll().is_purged, "whoever read it before is told to forget"
+    (row,) = client.get("/v1/audit").json()
+    assert (row["action"], row["reason"]) == ("samples.purge", "somebody asked for it")
+
+
+def test_where_there_is_nothing_nothing_is_left(client: TestClient) -> None:
+    assert ended(client, purge(client))["state"] == "succeeded"
+
+
+def test_it_has_succeeded_when_the_trainer_says_so_and_not_before(client: TestClient, trainer: FakeTrainer) -> None:
+    trainer.introduce()
+    operation_id = purge(client)
+    asked = trainer.expect(wire.Purge)
+    assert asked.operation_id == operation_id
+    assert client.get(f"/v1/operations/{operation_id}").json()["state"] == "running"
+    second = client.post("/v1/samples:purge", json={})
+    assert (second.status_code, operation_id in second.json()["detail"]) == (409, True)
+    trainer.send(wire.Purged(operation_id="another"))
+    trainer.send(wire.Purged(operation_id=operation_id))
+    assert ended(client, operation_id)["state"] == "succeeded"
+
+
+def test_what_the_trainer_could_not_erase_is_said(client: TestClient, trainer: FakeTrainer) -> None:
+    trainer.introduce()
+    operation_id = purge(client)
+    trainer.send(wire.Purged(operation_id=operation_id, problems=["sample ring x may only be read", "and y"]))
+    done = ended(client, operation_id)
+    assert (done["state"], done["error"]) == ("failed", "sample ring x may only be read; and y")
+
+
+def test_a_trainer_that_was_restarted_meanwhile_is_asked_again(client: TestClient, trainer: FakeTrainer) -> None:
+    trainer.introduce()
+    operation_id = purge(client)
+    assert trainer.expect(wire.Purge).operation_id == operation_id
+    trainer.introduce()
+    assert trainer.expect(wire.Purge).operation_id == operation_id
+
+
+def test_for_a_trainer_that_falls_silent_the_daemon_does_it(
+    client: TestClient, service: Service, settings: Settings, trainer: FakeTrainer
+) -> None:
+    written = write_samples(settings.paths)
+    trainer.introduce()
+    operation_id = purge(client)
+    with service.lock:
+        service.purges.tick()
+    assert holding(written) == written
+    with service.lock:
+        service.trainer._seen_s -= settings.recalibration.trainer_lost_s + 1.0
+        service.purges.tick()
+    assert ended(client, operation_id)["state"] == "succeeded"
+    assert holding(written) == []
+    trainer.send(wire.Purged(operation_id=operation_id))  # late, and no news
+    trainer.introduce()
+
+
+def test_a_ring_that_may_only_be_read_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, other, _ = write_samples(settings.paths)
+    opens = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **others: Any) -> int:  # file modes stop nobody who runs the tests as root
+        if path == ring and flags & os.O_RDWR:
+            raise PermissionError(path)
+        return opens(path, flags, *more, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (problem,) = erase_files(ring.parents[1], settings.paths.state_dir / "samples")
+    assert str(ring) in problem
+    assert holding([ring, other]) == [ring]
+
+
+def test_a_damaged_ring_is_named_and_the_others_are_erased(settings: Settings) -> None:
+    ring, other, spilled = write_samples(settings.paths)
+    ring.write_bytes(b"no ring")
+    (problem,) = erase_files(ring.parents[1], settings.paths.state_dir / "samples")
+    assert str(ring) in problem
+    assert holding([other, spilled]) == []
+
+
+@pytest.fixture
+def purging(folder: Path) -> Iterator[Service]:
+    """A service that forgets what it has of a target that was updated."""
+    flags = flags_in(folder)
+    flags["recalibration"] |= {"on_target_update": "purge"}
+    settings = load(None, flags, env={})
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    running = Service(settings, daemon_id="test")
+    running.start()
+    yield running
+    running.stop()
+
+
+def update_target(service: Service, *totals: int) -> None:
+    """An engine says how often its target was updated."""
+    engine = FakeEngine(service.settings.paths.engine_socket)
+    engine.hello()
+    for total in totals:
+        engine.send_status(target_updates=total)
+    wait_for(lambda: (status := service.engines.by_id["engine-0"].status) and status.target_updates == totals[-1], "the status")
+    engine.close()
+
+
+def test_samples_of_a_target_that_was_updated_go_where_that_is_wanted(purging: Service) -> None:
+    written = write_samples(purging.settings.paths)
+    update_target(purging, 4)  # how many there were before the daemon began isn't news
+    assert holding(written) == written
+    update_target(purging, 4, 5)
+    wait_for(lambda: not holding(written), "the purge")
+    with TestClient(make_app(purging)) as client:
+        (row,) = client.get("/v1/audit").json()
+        (mark,) = client.get("/v1/timeline?since=0").json()["marks"]
+    assert (row["actor"], row["action"], row["reason"]) == (
+        "honed",
+        "samples.purge",
+        "the target of engine engine-0 was updated",
+    )
+    assert (mark["kind"], mark["engine_id"]) == ("target", "engine-0")
+
+
+def test_an_update_while_a_purge_is_under_way_is_followed_by_another_one(purging: Service) -> None:
+    trainer = FakeTrainer(purging.settings.paths.engine_socket)
+    trainer.introduce()
+    update_target(purging, 0, 1, 2, 3)
+    first = trainer.expect(wire.Purge).operation_id
+    trainer.send(wire.Purged(operation_id=first))
+    second = trainer.expect(wire.Purge).operation_id
+    trainer.send(wire.Purged(operation_id=second))
+    with TestClient(make_app(purging)) as client:
+        assert ended(client, second)["state"] == "succeeded"
+        assert {one["operation_id"] for one in client.get("/v1/operations").json()} == {first, second}
+    trainer.close()
+
+
+def test_samples_are_kept_otherwise(service: Service) -> None:
+    written = write_samples(service.settings.paths)
+    update_target(service, 0, 1)
+    assert holding(written) == written
+    assert not service.operations.listing()

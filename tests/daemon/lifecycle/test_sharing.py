@@ -1,0 +1,185 @@
+"""Two hosts, a daemon and an engine each, and a folder that both can reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from honed.daemon.api.app import make_app
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import load
+from honed.daemon.store.operations import Operation
+from honed.daemon.views.findings import findings
+from honed.daemon.views.views import status
+from honed.recalib.registry.manifest import Manifest, RegistryError
+from tests.daemon.conftest import flags_in, wait_for
+from tests.daemon.exposition import scrape
+from tests.daemon.fake_engine import ServingEngine
+from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
+
+
+@dataclasses.dataclass
+class Host:
+    """One of them."""
+
+    service: Service
+    engine: ServingEngine
+    target: Path
+
+    def make(self, value: float) -> Manifest:
+        """A version as the trainer would make it."""
+        registry = self.service.drafters.registry
+        parent = self.service.drafters.active
+        return registry.create(
+            lambda folder: write_checkpoint(folder, value), parent=parent, scope="kv-frozen", target_path=str(self.target)
+        )
+
+    def promote(self, version: str) -> None:
+        with self.service.lock:
+            operation = self.service.lifecycle.promote(version, reason="test", actor="test", force=True)
+        self.engine.answer_swap()
+        wait_for(lambda: operation.state == "succeeded", "the promotion")
+
+    def adoptions(self) -> list[Operation]:
+        with self.service.lock:
+            return [operation for operation in self.service.operations.listing() if operation.kind == "adopt"]
+
+    def shared(self) -> dict[str, Any]:
+        with self.service.lock:
+            found = self.service.sharing.view()
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def make_host(folder: Path) -> Iterator[Callable[..., Host]]:
+    with ExitStack() as stack:
+
+        def make(name: str, **registry: Any) -> Host:
+            root = folder / name
+            for part in ("state", "run", "target"):
+                (root / part).mkdir(parents=True, exist_ok=True)
+            (root / "target" / "config.json").write_text(json.dumps({"hidden_size": 4}))
+            write_checkpoint(root / "drafter", 0.0)
+            shared = {"url": f"file://{folder}/shared", "poll_s": 0.5}
+            settings = load(None, flags_in(root) | {"registry": shared | registry}, env={})
+            service = Service(settings, daemon_id=name)
+            service.start()
+            stack.callback(service.stop)
+            engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(root / "drafter"))
+            stack.callback(engine.close)
+            engine.attach(target_path=str(root / "target"), capture_path="/ring")
+            return Host(service, engine, root / "target")
+
+        yield make
+
+
+def test_what_proved_itself_on_one_host_is_tried_out_and_promoted_on_the_other(make_host: Callable[..., Host]) -> None:
+    one, other = make_host("one"), make_host("other")
+    made = one.make(1.0)
+    one.promote(made.version)
+    wait_for(lambda: one.shared()["pushed"] == 1, "the push")
+
+    name = f"v0002-{made.sha256[:8]}"
+    other.engine.acceptance = {other.service.drafters.active: 0.4, name: 0.7}
+    other.engine.serve(lambda: other.service.drafters.active == name, "the promotion on the other host")
+    manifest = other.service.drafters.manifest(name)
+    assert manifest.origin.endswith(f":{made.version}")
+    assert manifest.target_path == str(other.target), "engines there know the target by another path"
+    assert other.shared()["fetched"] == 1
+    (operation,) = other.adoptions()
+    assert operation.detail["version"] == name
+    assert other.engine.serve(lambda: other.service.lifecycle.is_quiet or None, "quiet")
+    found = scrape(other.service)
+    assert found["honed_promotions_total"]["reason=adopt"] == 1
+    assert found["honed_shared_versions_total"] == {"direction=pushed": 0, "direction=fetched": 1}
+    assert found["honed_shared_registry_errors_total"] == {"": 0}
+
+
+def test_what_was_fetched_before_a_restart_is_tried_out_after_it(make_host: Callable[..., Host], folder: Path) -> None:
+    one, other = make_host("one"), make_host("other", try_fetched=False)
+    made = one.make(1.0)
+    one.promote(made.version)
+    other.engine.serve(lambda: other.shared()["fetched"] == 1, "the version")
+    assert other.adoptions() == []
+    other.service.stop()
+    again = make_host("other")
+    name = f"v0002-{made.sha256[:8]}"
+    again.engine.acceptance = {again.service.drafters.active: 0.4, name: 0.7}
+    again.engine.serve(lambda: again.service.drafters.active == name, "the promotion after the restart")
+    assert again.shared()["fetched"] == 0
+
+
+def test_what_does_worse_there_goes_out_again_and_is_not_fetched_twice(make_host: Callable[..., Host]) -> None:
+    one, other = make_host("one"), make_host("other")
+    before = other.service.drafters.active
+    made = one.make(1.0)
+    one.promote(made.version)
+    name = f"v0002-{made.sha256[:8]}"
+    other.engine.acceptance = {before: 0.7, name: 0.3}
+    other.engine.serve(lambda: any(o.state == "failed" for o in other.adoptions()), "the verdict")
+    assert other.service.drafters.active == before
+    successes = other.shared()["last_success_unix_s"]
+    other.engine.serve(lambda: other.shared()["last_success_unix_s"] > successes, "another look")
+    assert other.shared()["fetched"] == 1
+    assert len(other.service.drafters.registry.versions()) == 2
+
+
+def test_imported_weights_stay_where_they_are_and_older_ones_are_not_wanted(make_host: Callable[..., Host]) -> None:
+    one, other = make_host("one", try_fetched=False), make_host("other", try_fetched=False)
+    older = one.make(1.0)
+    newer = other.make(2.0)
+    other.promote(newer.version)
+    wait_for(lambda: other.shared()["pushed"] == 1, "the push")
+    wait_for(lambda: one.shared()["fetched"] == 1, "the fetch")
+    assert one.shared()["pushed"] == 0, "what every host has from its engine is of no use to others"
+    one.promote(older.version)
+    wait_for(lambda: one.shared()["pushed"] == 1, "the push")
+    looked = other.shared()["last_success_unix_s"]
+    wait_for(lambda: other.shared()["last_success_unix_s"] > looked + 0.5, "two more looks")
+    assert other.shared()["fetched"] == 0
+
+
+def test_a_place_that_fails_is_said_and_harms_nothing_else(make_host: Callable[..., Host], folder: Path) -> None:
+    (folder / "file").write_text("not a folder")
+    one = make_host("one", url=f"file://{folder}/file")
+    one.promote(one.make(1.0).version)
+    wait_for(lambda: one.shared()["errors"] > 0, "the error")
+    (finding,) = [f for f in findings(status(one.service)) if "shared" in f.text]
+    assert finding.level == "warning"
+    assert "shared registry file://" in finding.text
+    assert one.service.problems == []
+
+
+def test_credentials_of_the_url_are_shown_to_nobody(make_host: Callable[..., Host]) -> None:
+    host = make_host("one", url="memory://key:secret@bucket/honed")
+    assert host.shared()["url"] == "memory://bucket/honed"
+
+
+def test_a_url_that_nobody_can_read_stops_the_start(make_host: Callable[..., Host]) -> None:
+    with pytest.raises(RegistryError, match="nope"):
+        make_host("one", url="nope://x")
+
+
+def test_nobody_is_shown_the_credentials_in_the_url(folder: Path) -> None:
+    url = "memory://KEY:SE/CRET@bucket/honed"
+    settings = load(None, flags_in(folder) | {"registry": {"url": url}}, env={})
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="test")
+    service.start()
+    try:
+        with TestClient(make_app(service)) as client:
+            for path in ("/v1/config", "/v1/status"):
+                answer = client.get(path).text
+                assert "SE/CRET" not in answer
+                assert '"memory://bucket/honed"' in answer
+    finally:
+        service.stop()

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from honed.daemon.control.live_rounds import MOST_CELLS, LiveRounds
+from honed.daemon.metrics.families import MOST_ENGINES, MOST_POSITIONS
+from honed.daemon.service import Service
+from honed.daemon.store.rollups import Counts
+from tests.daemon.exposition import scrape
+from tests.daemon.fake_engine import FakeEngine
+
+ROUNDS = "drafter_version= engine=engine-0 model_name=tiny workload=default"
+
+
+def by_position(found: dict[str, float]) -> list[float]:
+    return [value for _, value in sorted(found.items())]
+
+
+def test_rounds_tokens_and_positions(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.send(engine.batch(1, drafted=[3, 3, 2, 0], accepted=[3, 1, 2, 0], rounds=4))
+    engine.wait_acked(1)
+    found = scrape(service)
+    assert found["honed_verify_rounds_total"] == {ROUNDS: 3}
+    assert found["honed_draft_tokens_total"] == {ROUNDS: 8}
+    assert found["honed_accepted_tokens_total"] == {ROUNDS: 6}
+    assert found["honed_emitted_tokens_total"] == {ROUNDS: 10}
+    assert by_position(found["honed_position_drafted_total"]) == [3, 3, 2]
+    assert by_position(found["honed_position_tried_total"]) == [3, 3, 1]
+    assert by_position(found["honed_position_accepted_total"]) == [3, 2, 1]
+    assert found["honed_acceptance_length_sum"] == {ROUNDS: 9}
+    buckets = {key.split("le=")[1].split()[0]: value for key, value in found["honed_acceptance_length_bucket"].items()}
+    assert buckets == {"1.0": 0, "2.0": 1, "3.0": 2, "4.0": 3, "+Inf": 3}
+
+
+def test_versions_and_workloads_that_come_and_go_dont_make_a_scrape_grow(service: Service) -> None:
+    one = Counts(rounds=1, draft_tokens=2, accepted_tokens=1, emitted_tokens=2)
+    live = LiveRounds()
+    for number in range(MOST_CELLS + 10):
+        live.add(("engine-0", "a" if number % 2 else "b", f"v{number:04}"), one)
+        live.add(("engine-0", "steady", "v0000"), one)
+    cells = dict(live.snapshot())
+    assert len(cells) == MOST_CELLS
+    assert cells["engine-0", "steady", "v0000"].rounds == MOST_CELLS + 10, "what is in use stays"
+    assert live.dropped == 11
+    assert live.workloads() == {("engine-0", "a"), ("engine-0", "b"), ("engine-0", "steady")}
+
+
+def test_what_was_read_doesnt_change_while_it_is_rendered() -> None:
+    live = LiveRounds()
+    live.add(("e", "w", ""), Counts(rounds=1))
+    before = live.snapshot()
+    live.add(("e", "w", ""), Counts(rounds=1))
+    assert before[0][1].rounds == 1
+
+
+def test_a_scrape_is_bounded_in_engines_and_positions(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
+    engine = make_engine()
+    for number in range(MOST_ENGINES + 5):
+        engine.engine_id = f"engine-{number:03}"
+        engine.hello()
+    engine.send(engine.batch(1, drafted=[500], accepted=[500], rounds=1))
+    engine.wait_acked(1)
+    found = scrape(service)
+    assert len(found["honed_engine_connected"]) == MOST_ENGINES
+    assert f"engine=engine-{MOST_ENGINES + 4:03} model_name=tiny" in found["honed_engine_connected"], "heard last"
+    assert len(found["honed_position_accepted_total"]) == MOST_POSITIONS
+    assert len(found["honed_acceptance_length_bucket"]) == MOST_POSITIONS + 1
+    assert next(iter(found["honed_acceptance_length_sum"].values())) == 501

@@ -1,0 +1,93 @@
+"""A listener whose clients misbehave: they hold connections, and send nothing or not all of a request."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from honed.daemon.process import http_server
+from honed.daemon.process.http_server import HttpServer
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import load
+from tests.daemon.conftest import flags_in
+
+PATIENCE_S = 0.2
+MOST = 8
+
+
+@pytest.fixture
+def admin_socket(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(http_server, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", MOST)
+    server = HttpServer(service, load(None, flags_in(folder), env={}))
+    server.bind()
+    server.start()
+    yield service.settings.paths.admin_socket
+    server.stop()
+
+
+def connected(path: Path) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel.settimeout(20.0)
+    channel.connect(str(path))
+    return channel
+
+
+def received(channel: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    found = b""
+    try:
+        while piece := channel.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /v1/status HT", b"POST /v1/training:pause HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{"],
+    ids=["nothing", "half a line", "half a body"],
+)
+def test_a_connection_without_a_whole_request_is_closed(admin_socket: Path, sent: bytes) -> None:
+    with connected(admin_socket) as channel:
+        channel.sendall(sent)
+        assert received(channel) == b""
+
+
+def test_one_that_asks_now_and_then_is_kept(admin_socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "PATIENCE_S", 2.0)  # a busy machine may stand still for a while
+    with contextlib.closing(HTTPConnection("x")) as connection:
+        connection.sock = connected(admin_socket)
+        connection.auto_open = 0
+        until_s = time.monotonic() + 4.5
+        while time.monotonic() < until_s:
+            connection.request("GET", "/healthz")
+            with connection.getresponse() as answer:
+                assert answer.status == 200
+                answer.read()
+            time.sleep(0.1)
+
+
+def test_beyond_so_many_connections_new_ones_are_closed_at_once_and_room_comes_back(
+    admin_socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "PATIENCE_S", 60.0)
+    with ExitStack() as stack:
+        for _ in range(MOST):
+            stack.enter_context(connected(admin_socket))
+        with connected(admin_socket) as one_more:
+            assert received(one_more) == b""
+    for _ in range(100):  # that those have gone is noticed a moment later
+        with connected(admin_socket) as channel:
+            channel.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            if received(channel).startswith(b"HTTP/1.1 200"):
+                return
+    raise AssertionError("no room came back")

@@ -1,0 +1,252 @@
+"""The daemon as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from honed.adapt.protocol import wire
+from honed.daemon.errors import StartError
+from honed.daemon.process.http_server import bind_loopback
+from honed.daemon.process.serve import locked, make_folder
+from honed.daemon.store.database import connect
+from tests.daemon.conftest import DaemonProcess, wait_for
+
+
+def refused(daemon: DaemonProcess) -> str:
+    """Start a daemon that mustn't start; returns the one line that it says."""
+    process = daemon.spawn()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    lines = [line for line in said.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1, said
+    assert lines[0].startswith("honed: ")
+    return lines[0]
+
+
+def test_sigterm_commits_what_was_received_and_cleans_up(daemon: DaemonProcess) -> None:
+    daemon.env["HONED_STORE__COMMIT_INTERVAL_S"] = "0.5"
+    daemon.start()
+    assert (daemon.runtime_dir / "admin.sock").stat().st_mode & 0o777 == 0o660
+    assert (daemon.runtime_dir / "engine.sock").stat().st_mode & 0o777 == 0o660
+    assert daemon.runtime_dir.stat().st_mode & 0o777 == 0o750
+    assert stat.S_IMODE((daemon.runtime_dir / "engines").stat().st_mode) == 0o2770, "for vLLM, as another user of the group"
+    engine = daemon.engine(is_immediate=False)  # it is to see the last acknowledgement however slow it is to read
+    engine.hello()
+    for seq in range(1, 31):
+        engine.send(engine.batch(seq))
+    with daemon.http() as client:
+        while client.get("/v1/status").json()["events"]["batches"] < 30:
+            pass
+    assert daemon.process is not None
+    daemon.process.terminate()
+    engine.wait_acked(30)
+    assert daemon.end(signal.SIGTERM) == 0
+    assert not (daemon.runtime_dir / "admin.sock").exists()
+    assert not (daemon.runtime_dir / "engine.sock").exists()
+    reader = connect(daemon.state_dir / "honed.db", read_only=True)
+    assert reader.conn.execute("SELECT committed_seq, rounds FROM boots").fetchall()[0][:] == (30, 240)
+    reader.close()
+
+
+def test_a_folder_for_engines_that_is_there_stays_as_it_is(daemon: DaemonProcess) -> None:
+    (daemon.runtime_dir / "engines").mkdir(parents=True)
+    (daemon.runtime_dir / "engines").chmod(0o700)
+    daemon.start()
+    assert stat.S_IMODE((daemon.runtime_dir / "engines").stat().st_mode) == 0o700
+
+
+def test_a_second_daemon_on_the_same_state_or_sockets_is_refused(daemon: DaemonProcess, folder: Path) -> None:
+    daemon.start()
+    assert daemon.process is not None
+    said = refused(daemon)
+    assert f"another honed daemon (process {daemon.process.pid}) uses {daemon.state_dir}: stop it" in said
+    assert f"`kill {daemon.process.pid}`" in said
+    assert "HONED_STATE_DIR and HONED_RUNTIME_DIR" in said
+    other = DaemonProcess(folder / "other")
+    other.env["HONED_RUNTIME_DIR"] = str(daemon.runtime_dir)
+    assert f"uses {daemon.runtime_dir}" in refused(other)
+    assert daemon.answers()
+
+
+def test_a_database_that_another_program_writes_to_is_refused_with_what_to_do(daemon: DaemonProcess) -> None:
+    daemon.state_dir.mkdir()
+    other = connect(daemon.state_dir / "honed.db")
+    other.conn.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.conn.execute("CREATE TABLE held (a)")
+    said = refused(daemon)
+    assert f"another program is writing to it (`fuser {daemon.state_dir / 'honed.db'}` names it)" in said
+    other.close()
+
+
+def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        daemon.env["HONED_HTTP__METRICS_LISTEN"] = f"127.0.0.1:{port}"
+        assert f"127.0.0.1:{port}: Address already in use" in refused(daemon)
+    assert not (daemon.runtime_dir / "admin.sock").exists()
+
+
+def test_an_unknown_setting_is_named(daemon: DaemonProcess) -> None:
+    daemon.env["HONED_STORE__MAX_RAW_BITES"] = "1"
+    said = refused(daemon)
+    assert "unknown setting HONED_STORE__MAX_RAW_BITES in the environment; did you mean HONED_STORE__MAX_RAW_BYTES?" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("HONED_STATE_DIR", "can't be made"),
+        ("HONED_RUNTIME_DIR", "longer than 107 bytes"),
+        ("HONED_HTTP__METRICS_LISTEN", "isn't a loopback address"),
+    ],
+)
+def test_what_cannot_work_is_said(daemon: DaemonProcess, folder: Path, name: str, says: str) -> None:
+    (folder / "file").write_text("")
+    values = {
+        "HONED_STATE_DIR": str(folder / "file" / "state"),
+        "HONED_RUNTIME_DIR": str(folder / ("x" * 100)),
+        "HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464",
+    }
+    daemon.env[name] = values[name]
+    assert says in refused(daemon)
+
+
+def test_a_daemon_killed_in_any_state_leaves_nothing_that_stops_the_next(daemon: DaemonProcess) -> None:
+    for _ in range(2):
+        daemon.start()
+        daemon.end(signal.SIGKILL)
+    daemon.start()
+    assert daemon.end(signal.SIGTERM) == 0
+
+
+def test_systemd_is_told(daemon: DaemonProcess, folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(folder / "notify"))
+        manager.settimeout(30)
+        daemon.env |= {"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "200000"}
+        daemon.start()
+        said = [manager.recv(100).decode() for _ in range(3)]
+        assert said[0] == "READY=1"
+        assert said[2] == "WATCHDOG=1"
+        daemon.end(signal.SIGTERM)
+        manager.setblocking(False)
+        rest = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                rest.append(manager.recv(100))
+        assert rest[-1] == b"STOPPING=1"
+
+
+def test_the_log_is_json_and_holds_no_events(daemon: DaemonProcess) -> None:
+    daemon.start()
+    engine = daemon.engine()
+    engine.hello()
+    engine.send(engine.batch(1))
+    engine.wait_acked(1)
+    process = daemon.process
+    assert process is not None
+    assert process.stderr is not None
+    process.terminate()
+    lines = process.stderr.read().splitlines()
+    process.wait(30)
+    process.stderr.close()
+    daemon.process = None
+    assert {json.loads(line)["event"] for line in lines} >= {"serving", "engine says hello", "stopping"}
+    assert json.loads(lines[-1])["event"] == "stopped", "so that nobody wonders whether it was killed on the way"
+
+
+def test_what_an_engine_said_of_itself_survives_a_restart(daemon: DaemonProcess) -> None:
+    daemon.start()
+    engine = daemon.engine()
+    engine.hello()
+    engine.send(engine.batch(1))
+    engine.wait_acked(1)
+    daemon.end(signal.SIGKILL)
+    daemon.start()
+    engine.reconnect()
+    engine.send_status(num_running=3)  # no hello: the daemon knows the boot from its database
+    engine.expect(wire.Policy)
+    with daemon.http() as client:
+        view = client.get("/v1/engines").json()[0]
+    assert (view["model_name"], view["rounds"], view["num_running"]) == ("tiny", 8, 3)
+
+
+def test_the_daemon_imports_no_torch() -> None:
+    code = "import sys, honed.daemon.process.serve; print([m for m in ('torch', 'vllm', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ.copy())
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_imports_nothing_heavy_before_it_is_needed() -> None:
+    code = "import sys, honed.daemon.commands.main; print([m for m in ('numpy', 'torch', 'pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ.copy())
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_daemon_does_its_sums_on_one_core(daemon: DaemonProcess) -> None:
+    """On two, of which others had one, fits took nine times as long, and engines were without a policy for seconds."""
+
+    def num_threads(**changes: str) -> int:
+        environment = {name: value for name, value in daemon.env.items() if not name.endswith("_NUM_THREADS")}
+        command = [sys.executable, "-c", "from honed.daemon.commands.main import main; main()", "serve"]
+        daemon.process = subprocess.Popen(command, env=environment | changes, stderr=subprocess.PIPE, text=True)
+        wait_for(daemon.answers, "the daemon's answer")
+        tasks = len(os.listdir(f"/proc/{daemon.process.pid}/task"))
+        daemon.end(signal.SIGTERM)
+        return tasks
+
+    cores = len(os.sched_getaffinity(0))
+    assert num_threads(OPENBLAS_NUM_THREADS="2") - num_threads() == min(cores, 2) - 1
+
+
+def test_only_loopback_is_listened_on() -> None:
+    for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:80"):
+        with pytest.raises(StartError, match="loopback"):
+            bind_loopback(address)
+    for address in ("9464", "host:1", "127.0.0.1:x"):
+        with pytest.raises(StartError, match="host:port"):
+            bind_loopback(address)
+    with pytest.raises(StartError):
+        bind_loopback("127.0.0.1:99999")
+    bind_loopback("localhost:0").close()
+
+
+def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp, to be given the sockets that go there."""
+    shared, folder = tmp_path / "tmp", tmp_path / "tmp" / "honed-1000"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    make_folder(folder, 0o750)
+    make_folder(folder, 0o750)
+    folder.chmod(0o777)
+    with pytest.raises(StartError, match="made by somebody else"):
+        make_folder(folder, 0o750)
+    shared.chmod(0o777)
+    make_folder(folder, 0o750)  # a volume that is given to a container
+    folder.chmod(0o750)
+    shared.chmod(0o1777)
+    if os.getuid() == 0:  # whose folders are anybody's to use
+        os.chown(folder, 12345, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(StartError, match="made by somebody else"):
+        make_folder(folder, 0o750)
+
+
+def test_a_lock_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StartError, match="lock"), locked(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "victim").read_text() == "kept"

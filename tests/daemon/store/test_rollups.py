@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from honed.adapt.protocol import wire
+from honed.daemon.store.rollups import Counts, MalformedBatchError, add_json, add_positions, count_batch
+from tests.daemon.fake_engine import make_batch
+
+NOW_NS = 1_800_000_000 * 10**9
+
+rounds = st.lists(st.integers(0, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1, max_size=40)
+
+
+@given(rounds)
+def test_counts_agree_with_counting_one_by_one(pairs: list[tuple[int, int]]) -> None:
+    drafted, accepted = [k for k, _ in pairs], [a for _, a in pairs]
+    total = count_batch(make_batch(1, rounds=len(pairs), drafted=drafted, accepted=accepted), NOW_NS).total
+    drafts = [(k, a) for k, a in pairs if k]
+    assert total.rounds == len(drafts)
+    assert total.plain_rounds == len(pairs) - len(drafts)
+    assert total.draft_tokens == sum(drafted) == total.drafted.sum()
+    assert total.accepted_tokens == sum(accepted) == total.accepted.sum()
+    assert total.emitted_tokens == sum(a + 1 for a in accepted)
+    width = len(total.drafted)
+    assert total.drafted.tolist() == [sum(k > j for k, _ in drafts) for j in range(width)]
+    assert total.tried.tolist() == [sum(k > j and a >= j for k, a in drafts) for j in range(width)]
+    assert total.accepted.tolist() == [sum(a > j for _, a in drafts) for j in range(width)]
+    histogram = total.accepted_histogram().tolist()
+    assert histogram == [sum(a == n for _, a in drafts) for n in range(len(histogram))]
+
+
+def test_struck_out_drafts_are_not_drafted_but_their_round_is_a_draft() -> None:
+    batch = make_batch(1, rounds=2, drafted=[3, 3], accepted=[0, 1])
+    batch.rounds.num_invalid_tokens[:] = [3, 1]
+    total = count_batch(batch, NOW_NS).total
+    assert (total.rounds, total.draft_tokens, total.accepted_tokens) == (2, 2, 1)
+    assert total.tried.tolist()[:2] == [1, 1]
+
+
+def test_trimmed_drafts_are_drafted_as_vllm_counts_but_were_never_tried() -> None:
+    batch = make_batch(1, rounds=3, drafted=[4, 4, 4], accepted=[1, 0, 2])
+    batch.rounds.num_trimmed_tokens[:] = [3, 4, 1]
+    total = count_batch(batch, NOW_NS).total
+    assert (total.rounds, total.draft_tokens, total.accepted_tokens) == (3, 12, 3)
+    assert total.tried.tolist() == [2, 1, 1, 0]
+    assert total.accepted.tolist() == [2, 1, 0, 0]
+
+
+def test_workloads_and_seconds_are_kept_apart() -> None:
+    batch = _two_steps(5 * 10**9)
+    cells = count_batch(batch, NOW_NS).cells
+    assert {key: counts.rounds for key, counts in cells.items()} == {(3, "a"): 1, (3, "b"): 1, (5, "a"): 2}
+
+
+def _two_steps(sent_ns: int) -> wire.EventBatch:
+    return wire.EventBatch(
+        engine_id="e",
+        boot_id="b",
+        seq=1,
+        sent_unix_ns=sent_ns,
+        sent_mono_ns=10 * 10**9,
+        drafter_version="",
+        workloads=["a", "b"],
+        steps=wire.StepColumns(step=[9, 7], end_ns=[10 * 10**9, 8 * 10**9]),
+        rounds=wire.RoundColumns(
+            step=[7, 7, 9, 9], workload=[0, 1, 0, 0], num_draft_tokens=[1] * 4, num_accepted_tokens=[1] * 4
+        ),
+    )
+
+
+def test_no_round_is_placed_in_the_future() -> None:
+    cells = count_batch(make_batch(1, unix_ns=NOW_NS + 3600 * 10**9), NOW_NS).cells
+    assert max(second for second, _ in cells) <= NOW_NS // 10**9
+
+
+def test_too_many_workloads_share_one_name() -> None:
+    batch = _two_steps(NOW_NS)
+    cells = count_batch(batch, NOW_NS, lambda name: "other").cells
+    assert {workload for _, workload in cells} == {"other"}
+    assert sum(counts.rounds for counts in cells.values()) == 4
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"num_accepted_tokens": [4]},
+        {"num_accepted_tokens": [1, 1]},
+        {"num_accepted_tokens": [-1]},
+        {"num_draft_tokens": [-1]},
+        {"num_draft_tokens": [10**9]},
+        {"num_draft_tokens": [2**70]},
+        {"workload": [1]},
+        {"workload": [-1]},
+        {"workload": []},
+        {"step": []},
+        {"num_emitted": [-5]},
+        {"num_invalid_tokens": [4]},
+        {"num_invalid_tokens": [-1]},
+        {"num_trimmed_tokens": [3]},
+        {"num_trimmed_tokens": [-1]},
+        {"num_trimmed_tokens": [1, 1]},
+    ],
+)
+def test_columns_that_contradict_each_other_are_malformed(columns: dict[str, list[int]]) -> None:
+    good = {"step": [1], "workload": [0], "num_draft_tokens": [3], "num_accepted_tokens": [1]}
+    batch = make_batch(1, rounds=1)
+    broken = wire.EventBatch(
+        **{name: getattr(batch, name) for name in batch.__struct_fields__ if name != "rounds"},
+        rounds=wire.RoundColumns(**(good | columns)),
+    )
+    with pytest.raises(MalformedBatchError):
+        count_batch(broken, NOW_NS)
+
+
+def test_sums_survive_the_database_row() -> None:
+    counts = count_batch(make_batch(1), NOW_NS).total
+    again = Counts.from_row(counts.row())
+    again.add(counts)
+    assert again.rounds == 2 * counts.rounds
+    assert again.tried.tolist() == (2 * counts.tried).tolist()
+
+
+@given(st.lists(st.integers(0, 9), max_size=5), st.lists(st.integers(0, 9), max_size=5))
+def test_adding_positions_is_commutative_and_keeps_the_sum(a: list[int], b: list[int]) -> None:
+    x, y = np.array(a, dtype=np.int64), np.array(b, dtype=np.int64)
+    assert add_positions(x, y).tolist() == add_positions(y, x).tolist()
+    assert add_positions(x, y).sum() == x.sum() + y.sum()
+    assert add_json(None, "[1,2]") == "[1,2]"

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pysqlite3
+import pytest
+
+from honed.adapt.protocol import wire
+from honed.daemon.errors import StartError, StoreError
+from honed.daemon.settings.sections import StoreSettings
+from honed.daemon.store import batch_tables
+from honed.daemon.store import pruning as retention
+from honed.daemon.store.batch_tables import StoredBatch
+from honed.daemon.store.database import check_sqlite_version, connect, why_not
+from honed.daemon.store.migrations import SCHEMA_1, migrations, split_statements
+from honed.daemon.store.pruning import Retention
+from honed.daemon.store.rollups import count_batch
+from honed.daemon.store.store import Store
+from tests.daemon.conftest import Clock, wait_for
+from tests.daemon.fake_engine import make_batch
+
+
+def stored(batch: wire.EventBatch, received_s: float | None = None) -> StoredBatch:
+    received_ns = time.time_ns() if received_s is None else int(received_s * 1e9)
+    return StoredBatch(batch, wire.encode(batch), received_ns, count_batch(batch, received_ns))
+
+
+def put(store: Store, *batches: StoredBatch) -> None:
+    for batch in batches:
+        assert store.put(batch)
+    assert store.drain(20)
+
+
+def test_a_batch_is_counted_where_it_is_stored(store: Store) -> None:
+    put(store, stored(make_batch(1)), stored(make_batch(2)))
+    assert [row["seq"] for row in store.read("SELECT seq FROM batches ORDER BY id")] == [1, 2]
+    boot = store.read("SELECT * FROM boots")[0]
+    assert (boot["committed_seq"], boot["batches"], boot["rounds"], boot["accepted_tokens"]) == (2, 2, 16, 24)
+    for resolution in (1, 60, 3600):
+        rows = store.read("SELECT * FROM rollups WHERE resolution_s = ?", (resolution,))
+        assert sum(row["rounds"] for row in rows) == 16
+        assert all(row["bucket_s"] % resolution == 0 for row in rows)
+
+
+def test_the_same_batch_is_stored_once(store: Store) -> None:
+    put(store, stored(make_batch(1)), stored(make_batch(1)))
+    put(store, stored(make_batch(1)))
+    assert store.read("SELECT count(*) AS n FROM batches")[0]["n"] == 1
+    assert store.read("SELECT rounds FROM boots")[0]["rounds"] == 8
+    assert store.read("SELECT sum(rounds) AS n FROM rollups WHERE resolution_s = 60")[0]["n"] == 8
+
+
+def test_a_batch_stays_stored_once_when_retention_has_deleted_it(store: Store) -> None:
+    put(store, stored(make_batch(1)))
+    store.write(lambda db: db.conn.execute("DELETE FROM batches") and None)
+    put(store, stored(make_batch(1)))
+    assert store.read("SELECT rounds FROM boots")[0]["rounds"] == 8
+
+
+def test_two_boots_of_one_engine_have_their_own_numbers(store: Store) -> None:
+    put(store, stored(make_batch(1, boot_id="a")), stored(make_batch(1, boot_id="b")))
+    assert store.read("SELECT count(*) AS n FROM batches")[0]["n"] == 2
+
+
+def test_the_frame_is_kept_as_it_came(store: Store) -> None:
+    batch = make_batch(1)
+    put(store, stored(batch))
+    frame = zlib.decompress(store.read("SELECT frame FROM batches")[0]["frame"])
+    assert wire.decode_to_daemon(frame) == batch
+
+
+def test_on_commit_sees_only_what_another_connection_can_read(folder: Path) -> None:
+    seen: list[int] = []
+    holder: list[Store] = []
+
+    def on_commit(group: list[StoredBatch]) -> None:
+        rows = holder[0].read("SELECT max(committed_seq) AS seq FROM boots")
+        assert rows[0]["seq"] == group[-1].batch.seq
+        seen.extend(item.batch.seq for item in group)
+
+    store = Store(folder / "honed.db", StoreSettings(commit_interval_s=0.0), on_commit=on_commit)
+    holder.append(store)
+    store.start()
+    put(store, *[stored(make_batch(seq)) for seq in range(1, 51)])
+    store.close()
+    assert seen == list(range(1, 51))
+
+
+def test_a_full_queue_says_no_instead_of_waiting(folder: Path) -> None:
+    store = Store(folder / "honed.db", StoreSettings(queue_bytes=1 << 20))
+    big = stored(make_batch(1, rounds=30_000))
+    answers = [store.put(big) for _ in range(20)]  # the writer isn't started: nothing leaves the queue
+    assert answers[0]
+    assert not answers[-1]
+    store.close()
+
+
+def test_batches_wait_in_memory_while_the_disk_refuses(folder: Path, clock: Clock) -> None:
+    acked: list[int] = []
+    store = Store(
+        folder / "honed.db",
+        StoreSettings(commit_interval_s=0.0),
+        clock=clock,
+        on_commit=lambda group: acked.extend(item.batch.seq for item in group),
+    )
+    store.start()
+    # SQLite itself refuses: the database may not grow any more.
+    store.write(lambda db: db.conn.execute("PRAGMA max_page_count = 1").fetchall() and None)
+    for seq in (1, 2):
+        assert store.put(stored(make_batch(seq, rounds=3000)))
+    wait_for(lambda: store.is_failing, "the refusal")
+    assert store.errors
+    assert "full" in store.last_error
+    assert acked == []
+    assert store.queued_batches == 2
+    wait_for(lambda: _lift_cap(store), "the disk to have room again")
+    assert store.drain(20)
+    store.close()
+    assert acked == [1, 2]
+    assert not store.is_failing
+
+
+def _lift_cap(store: Store) -> bool:
+    store.write(lambda db: db.conn.execute("PRAGMA max_page_count = 100000").fetchall() and None)
+    return True
+
+
+def test_a_batch_that_spoils_its_transaction_does_not_take_the_others_along(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert = batch_tables.insert
+
+    def spoiled(db: Any, group: list[StoredBatch]) -> int:
+        if any(item.batch.seq == 2 for item in group):
+            raise ValueError("unstorable")
+        return insert(db, group)
+
+    monkeypatch.setattr(batch_tables, "insert", spoiled)
+    acked: list[int] = []
+    store = Store(
+        folder / "honed.db",
+        StoreSettings(commit_interval_s=1.0),
+        on_commit=lambda group: acked.extend(item.batch.seq for item in group),
+    )
+    for seq in (1, 2, 3):
+        store.put(stored(make_batch(seq)))
+    store.start()
+    assert store.drain(20)
+    assert acked == [1, 2, 3]
+    boots = store.read("SELECT committed_seq, batches, rounds, malformed_batches FROM boots")
+    assert boots == [{"committed_seq": 3, "batches": 3, "rounds": 16, "malformed_batches": 1}]
+    assert store.read("SELECT seq FROM batches ORDER BY id") == [{"seq": 1}, {"seq": 3}]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "error", [pysqlite3.DatabaseError("database disk image is malformed"), pysqlite3.OperationalError("x")]
+)
+def test_batches_wait_while_the_database_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    insert, is_damaged = batch_tables.insert, True
+
+    def damaged(db: Any, group: list[StoredBatch]) -> int:
+        if is_damaged and group[-1].batch.seq >= 2:
+            raise error
+        return insert(db, group)
+
+    monkeypatch.setattr(batch_tables, "insert", damaged)
+    acked: list[int] = []
+    store = Store(folder / "honed.db", StoreSettings(), on_commit=lambda group: acked.extend(item.batch.seq for item in group))
+    store.start()
+    put(store, stored(make_batch(1)))
+    for seq in (2, 3):
+        assert store.put(stored(make_batch(seq)))
+    wait_for(lambda: store.is_failing, "the refusal")
+    assert acked == [1]
+    is_damaged = False
+    assert store.drain(20)
+    store.close()
+    assert acked == [1, 2, 3]
+
+
+def test_jobs_run_in_a_transaction_of_their_own(store: Store) -> None:
+    def broken(db: Any) -> None:
+        db.conn.execute("INSERT INTO marks (t, engine_id, kind, text) VALUES (1, '', 'swap', 'x')")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        store.write(broken)
+    assert store.read("SELECT * FROM marks") == []
+    with pytest.raises(StoreError, match="no such table"):
+        store.write(lambda db: db.conn.execute("INSERT INTO nowhere VALUES (1)"))
+
+
+def test_the_audit_table_only_grows(store: Store) -> None:
+    store.write(lambda db: db.conn.execute("INSERT INTO audit VALUES (1, 1.0, 'me', 'promote', 'v', '', 'ok')") and None)
+    for sql in ("DELETE FROM audit", "UPDATE audit SET actor = 'you'"):
+        with pytest.raises(StoreError, match="append-only"):
+            store.write(lambda db, sql=sql: db.conn.execute(sql) and None)
+
+
+def test_closing_commits_what_is_queued(folder: Path) -> None:
+    store = Store(folder / "honed.db", StoreSettings(commit_interval_s=1.0))
+    store.start()
+    for seq in range(1, 101):
+        store.put(stored(make_batch(seq)))
+    store.close()
+    reader = connect(folder / "honed.db", read_only=True)
+    assert reader.conn.execute("SELECT committed_seq FROM boots").fetchone()[0] == 100
+    reader.close()
+    assert not store.put(stored(make_batch(101)))
+    with pytest.raises(StoreError, match="closed"):
+        store.write(lambda db: None)
+
+
+def test_readers_do_not_wait_for_the_writer(store: Store) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(db: Any) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    future = store.submit(slow)
+    assert inside.wait(20)
+    assert store.read("SELECT count(*) AS n FROM boots") == [{"n": 0}]
+    go_on.set()
+    future.result(20)
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+
+def test_old_raw_batches_go_and_their_sums_stay(store: Store, clock: Clock) -> None:
+    put(store, stored(make_batch(1), clock.now - 100), stored(make_batch(2), clock.now))
+    settings = StoreSettings(max_raw_age_s=50)
+    assert store.write(lambda db: retention.apply_deletions(db, settings, clock.now)) == 1
+    assert [row["seq"] for row in store.read("SELECT seq FROM batches")] == [2]
+    assert store.read("SELECT rounds FROM boots")[0]["rounds"] == 16
+
+
+def test_the_oldest_raw_batches_go_when_there_are_too_many_bytes(store: Store, clock: Clock) -> None:
+    put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 11)])
+    sizes = [row["frame_bytes"] for row in store.read("SELECT frame_bytes FROM batches ORDER BY id")]
+    settings = StoreSettings(max_raw_bytes=sum(sizes[-3:]))
+    store.write(lambda db: retention.apply_deletions(db, settings, clock.now))
+    assert [row["seq"] for row in store.read("SELECT seq FROM batches ORDER BY id")] == [8, 9, 10]
+    assert store.write(retention.raw_bytes) == sum(sizes[-3:])
+
+
+def test_rollups_go_by_age_and_resolution(store: Store, clock: Clock) -> None:
+    old_ns = int((clock.now - 1000) * 1e9)
+    put(store, stored(make_batch(1, unix_ns=old_ns), clock.now))
+    settings = StoreSettings(max_age_1s_s=500, max_age_1min_s=5000)
+    store.write(lambda db: retention.apply_deletions(db, settings, clock.now))
+    assert {row["resolution_s"] for row in store.read("SELECT resolution_s FROM rollups")} == {60, 3600}
+
+
+def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None:
+    clock = Clock()
+    settings = StoreSettings(commit_interval_s=0.0, max_raw_bytes=1)
+    store = Store(folder / "honed.db", settings, clock=clock, monotonic=clock)
+    store.start()
+    for seq in range(1, 60):
+        clock.now += 11
+        put(store, stored(make_batch(seq, rounds=2000), clock.now))
+    assert store.read("SELECT count(*) AS n FROM batches")[0]["n"] <= 1
+    assert store.read("PRAGMA freelist_count")[0]["freelist_count"] < 100
+    store.close()
+
+
+def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "BATCHES_PER_ROUND", 2)
+    put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 6)])
+    passes = Retention(StoreSettings(max_raw_bytes=1), clock, clock)
+    rest = []
+    for _ in range(3):
+        store.write(passes.run)
+        rest.append((store.read("SELECT count(*) AS n FROM batches")[0]["n"], passes.due_in_s()))
+        clock.now += passes.due_in_s()
+    assert rest == [(3, retention.SOON_S), (1, retention.SOON_S), (0, retention.EVERY_S)]
+
+
+def test_a_clock_that_jumps_makes_nothing_old(store: Store, clock: Clock) -> None:
+    put(store, stored(make_batch(1), clock.now))
+    monotonic = Clock()
+    passes = Retention(StoreSettings(max_raw_age_s=3600.0, max_age_1s_s=3600), clock, monotonic)
+
+    def rest_after(seconds: float) -> tuple[int, int]:
+        clock.now, monotonic.now = clock.now + seconds, monotonic.now + seconds
+        store.write(passes.run)
+        rows = store.read("SELECT (SELECT count(*) FROM batches), (SELECT count(*) FROM rollups WHERE resolution_s = 1)")
+        batches, seconds_kept = rows[0].values()
+        return batches, seconds_kept
+
+    assert rest_after(retention.SETTLING_S)[0] == 1
+    clock.now += 10 * 365 * 86400.0
+    assert rest_after(retention.EVERY_S)[0] == 1
+    clock.now -= 10 * 365 * 86400.0
+    assert rest_after(retention.EVERY_S)[0] == 1
+    assert rest_after(3600.0) == (0, 0)
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_1_database_opens_with_what_it_holds(folder: Path) -> None:
+    path = folder / "honed.db"
+    raw = pysqlite3.connect(str(path))
+    for statement in split_statements(SCHEMA_1):
+        raw.execute(statement)
+    raw.execute("CREATE TABLE _sqlite_migrations (id INTEGER PRIMARY KEY, migration_set TEXT, name TEXT, applied_at TEXT)")
+    raw.execute("INSERT INTO _sqlite_migrations VALUES (1, 'honed', 'm001_initial', '2026-11-20')")
+    columns = "engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, committed_seq"
+    raw.execute(f"INSERT INTO boots ({columns}) VALUES ('e', 'b', 1, 1, 7)")
+    raw.commit()
+    raw.close()
+    store = Store(path, StoreSettings())
+    assert store.read("SELECT committed_seq FROM boots") == [{"committed_seq": 7}]
+    store.close()
+
+
+def test_a_database_of_a_newer_release_is_refused(folder: Path) -> None:
+    path = folder / "honed.db"
+    Store(path, StoreSettings()).close()
+    raw = pysqlite3.connect(str(path))
+    raw.execute("INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('honed', 'm999_later', '2027-01-01')")
+    raw.commit()
+    raw.close()
+    with pytest.raises(StartError, match=r"honed\.db was written by a newer honed \(m999_later\): install that one"):
+        Store(path, StoreSettings())
+
+
+def test_a_full_disk_is_named_where_sqlite_calls_it_an_io_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage(path: Path) -> Any:
+        return shutil._ntuple_diskusage(100, 100, 0)  # type: ignore[attr-defined]
+
+    assert why_not(pysqlite3.OperationalError("disk I/O error"), folder / "honed.db") == ""
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert (
+        why_not(pysqlite3.OperationalError("disk I/O error"), folder / "honed.db")
+        == f"; the disk of {folder} is full: make room"
+    )
+
+
+def test_an_empty_database_gets_every_migration(folder: Path) -> None:
+    database = connect(folder / "honed.db")
+    assert len(migrations.pending(database)) > 0
+    migrations.apply(database)
+    assert migrations.pending(database) == []
+    database.close()
+
+
+def test_a_file_that_is_no_database_is_a_clear_error(folder: Path) -> None:
+    (folder / "honed.db").write_bytes(b"this is not a database, it is a text" * 100)
+    with pytest.raises(StartError, match=r"honed\.db: file is not a database; move the file away"):
+        Store(folder / "honed.db", StoreSettings())
+
+
+@pytest.mark.parametrize(("version", "is_fine"), [((3, 51, 2), False), ((3, 40, 1), False), ((3, 51, 3), True)])
+def test_releases_of_sqlite_that_corrupt_are_refused(version: tuple[int, int, int], is_fine: bool) -> None:
+    if is_fine:
+        check_sqlite_version(version)
+    else:
+        with pytest.raises(StartError, match=r"3\.51\.3"):
+            check_sqlite_version(version)
+
+
+def test_commits_are_synced(store: Store) -> None:
+    def synchronous(db: Any) -> int:
+        return int(db.conn.execute("PRAGMA synchronous").fetchone()[0])
+
+    assert store.write(synchronous) == 2  # FULL
+    assert store.read("PRAGMA journal_mode") == [{"journal_mode": "wal"}]
