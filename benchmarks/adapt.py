@@ -45,15 +45,15 @@ from typing import Any
 
 import httpx2
 
-from benchmarks import vllm_server
-from benchmarks.client_load import read_prompts
-from benchmarks.demo_figures import toml
-from benchmarks.honed_side import engine_of, start_daemon, wait_attached
-from benchmarks.lockstep import Load, Lockstep, Seen
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
-from benchmarks.stacked_target import make_stacked_target
-from benchmarks.target_core import pin_target, target_core
+from benchmarks.demo.figures import toml
+from benchmarks.make_tiny.stacked_target import make_stacked_target
+from benchmarks.make_tiny.target_core import pin_target, target_core
+from benchmarks.server import vllm_server
+from benchmarks.server.client_load import read_prompts
+from benchmarks.server.honed_side import engine_of, start_daemon, wait_attached
+from benchmarks.server.lockstep import Load, Lockstep, Seen
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT, Child, ProcessError, Processes, free_port
 from honed.daemon.client.client import AdminClient, AdminError
 from honed.daemon.commands.replay import Question, replay
 

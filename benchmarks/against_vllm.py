@@ -29,13 +29,13 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.against_scenarios import SCENARIOS, Scenario
-from benchmarks.measured import commit, hardware
 from benchmarks.regret import warm_up_work
+from benchmarks.server.measured import commit, hardware
+from benchmarks.simulated.against_scenarios import SCENARIOS, Scenario
 from benchmarks.simulated.engine import Outcome, simulate
 from benchmarks.simulated.oracle import Oracle, Steered
 from benchmarks.simulated.traffic import Traffic
-from benchmarks.vllm_adaptive import AdaptiveVerification, FedVerification
+from benchmarks.simulated.vllm_adaptive import AdaptiveVerification, FedVerification
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.rules import make_contender
 from honed.adapt.protocol.wire import EventBatch

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT
 from honed.adapt.acceptance.estimate import Floats, acceptance_length, scale_odds
 from honed.adapt.monitor.canary import CanarySettings
 from honed.adapt.monitor.evidence import Evidence

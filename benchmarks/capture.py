@@ -24,14 +24,14 @@ from typing import Any
 
 import httpx2
 
-from benchmarks import vllm_server
-from benchmarks.attached_server import Attached, attached
-from benchmarks.client_load import play, read_prompts
-from benchmarks.honed_side import POLICY_S, engine_of
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT, ProcessError
-from benchmarks.target_core import pin_target, stolen_share
-from benchmarks.vllm_server import NUM_DRAFT_TOKENS
+from benchmarks.make_tiny.target_core import pin_target, stolen_share
+from benchmarks.server import vllm_server
+from benchmarks.server.attached_server import Attached, attached
+from benchmarks.server.client_load import play, read_prompts
+from benchmarks.server.honed_side import POLICY_S, engine_of
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT, ProcessError
+from benchmarks.server.vllm_server import NUM_DRAFT_TOKENS
 from honed.adapt.control.settings import ControllerSettings
 from honed.daemon.client.client import AdminError
 

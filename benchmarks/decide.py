@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured import commit, hardware
+from benchmarks.server.measured import commit, hardware
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.protocol.wire import Policy, WorkloadPrior
 from honed.adapt.steps.step_time import StepTimeModel

@@ -29,13 +29,14 @@ from typing import Any
 
 import httpx2
 
-from benchmarks import demo_report, vllm_server
-from benchmarks.client_load import Played, Prompt, differing, play, read_prompts
-from benchmarks.demo_display import Display, Watcher
-from benchmarks.demo_figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
-from benchmarks.honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
-from benchmarks.processes import ROOT, Child, ProcessError, Processes, free_port
-from benchmarks.vllm_server import Server
+from benchmarks.demo import report as demo_report
+from benchmarks.demo.display import Display, Watcher
+from benchmarks.demo.figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
+from benchmarks.server import vllm_server
+from benchmarks.server.client_load import Played, Prompt, differing, play, read_prompts
+from benchmarks.server.honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
+from benchmarks.server.processes import ROOT, Child, ProcessError, Processes, free_port
+from benchmarks.server.vllm_server import Server
 from honed.daemon.client.client import FINISHED, AdminClient, AdminError
 
 Document = dict[str, Any]

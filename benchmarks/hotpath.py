@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.decide import policy
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT
-from benchmarks.vllm_server import TARGET, check_pair
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT
+from benchmarks.server.vllm_server import TARGET, check_pair
 from honed.adapt.protocol.wire import Policy
 
 K = 15

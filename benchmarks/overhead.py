@@ -31,13 +31,13 @@ from typing import Any
 
 import httpx2
 
-from benchmarks import vllm_server
-from benchmarks.client_load import Prompt, play, read_prompts
-from benchmarks.demo_figures import toml
-from benchmarks.honed_side import POLICY_S, engine_of, start_daemon, vllm_args, wait_attached
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT, ProcessError, Processes, free_port
-from benchmarks.vllm_server import NUM_DRAFT_TOKENS, Counters, Server
+from benchmarks.demo.figures import toml
+from benchmarks.server import vllm_server
+from benchmarks.server.client_load import Prompt, play, read_prompts
+from benchmarks.server.honed_side import POLICY_S, engine_of, start_daemon, vllm_args, wait_attached
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT, ProcessError, Processes, free_port
+from benchmarks.server.vllm_server import NUM_DRAFT_TOKENS, Counters, Server
 from honed.daemon.client.client import AdminClient, AdminError
 
 Document = dict[str, Any]

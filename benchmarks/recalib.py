@@ -32,13 +32,13 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks import recalib_engine
-from benchmarks.client_load import Prompt
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT
-from benchmarks.recalib_engine import Engine, Rounds, read_prompts
-from benchmarks.recalib_target import fine_tune
-from benchmarks.tiny_continuations import is_useful
+from benchmarks.make_tiny.continuations import is_useful
+from benchmarks.server import recalib_engine
+from benchmarks.server.client_load import Prompt
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT
+from benchmarks.server.recalib_engine import Engine, Rounds, read_prompts
+from benchmarks.server.recalib_target import fine_tune
 from honed.adapt.protocol import wire
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Loss
@@ -220,7 +220,7 @@ def moved_target(folder: Path, plan: Plan) -> tuple[Path, list[Prompt], Document
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
-    from benchmarks.tiny_decode import continue_greedily
+    from benchmarks.make_tiny.decode import continue_greedily
 
     torch.set_num_threads(plan.threads)
     prompts = [p.text for p in read_prompts(TINY / "traffic_a.jsonl", 600)[-FINE_TUNE_PROMPTS:]]

@@ -34,11 +34,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measured import commit, hardware
-from benchmarks.regret_traces import EXTRA, TRACES
-from benchmarks.regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
+from benchmarks.server.measured import commit, hardware
 from benchmarks.simulated.engine import Outcome, simulate
 from benchmarks.simulated.oracle import run_oracle, run_steered
+from benchmarks.simulated.regret_traces import EXTRA, TRACES
+from benchmarks.simulated.regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
 from benchmarks.simulated.traffic import Trace, Traffic
 from honed.adapt.acceptance.estimate import Floats
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured import commit, hardware
+from benchmarks.server.measured import commit, hardware
 from honed.adapt.protocol import wire
 from honed.daemon.control.live_rounds import MOST_CELLS
 from honed.daemon.metrics import acceptance as metrics_acceptance

@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import server_shapes
-from benchmarks.kernel_timing import measure_ceilings
-from benchmarks.measured import commit, hardware, percentile
+from benchmarks.kernels.timing import measure_ceilings
+from benchmarks.server import shapes as server_shapes
+from benchmarks.server.measured import commit, hardware, percentile
 
 K = 15
 PROMPT_TOKENS, TOKENS = 128, 96

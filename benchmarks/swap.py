@@ -29,12 +29,12 @@ from typing import Any
 import httpx2
 from safetensors.torch import load_file, save_file
 
-from benchmarks import vllm_server
-from benchmarks.attached_server import Attached, attached
-from benchmarks.client_load import Prompt, differing, play, read_prompts
-from benchmarks.honed_side import caught_up, engine_of
-from benchmarks.measured import commit, hardware, percentile
-from benchmarks.processes import ROOT, ProcessError
+from benchmarks.server import vllm_server
+from benchmarks.server.attached_server import Attached, attached
+from benchmarks.server.client_load import Prompt, differing, play, read_prompts
+from benchmarks.server.honed_side import caught_up, engine_of
+from benchmarks.server.measured import commit, hardware, percentile
+from benchmarks.server.processes import ROOT, ProcessError
 from honed.adapt.protocol import wire
 from honed.daemon.client.client import FINISHED, AdminClient, AdminError
 from honed.daemon.store.database import connect

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.measured import commit, hardware
-from benchmarks.processes import ROOT
-from benchmarks.tiny_candidates import Pair, candidate_requests
+from benchmarks.make_tiny.candidates import Pair, candidate_requests
+from benchmarks.server.measured import commit, hardware
+from benchmarks.server.processes import ROOT
 from honed.adapt.replay.replay import Figure
 from honed.adapt.trees.candidate_log import CandidateRequest
 from honed.adapt.trees.costs import TREE_COSTS

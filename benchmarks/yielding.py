@@ -35,11 +35,11 @@ from typing import Any
 
 import httpx2
 
-from benchmarks import vllm_server
-from benchmarks.attached_server import Attached, attached
-from benchmarks.client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
-from benchmarks.measured import commit, hardware, percentile, stolen_s, stolen_since
-from benchmarks.processes import ROOT, ProcessError
+from benchmarks.server import vllm_server
+from benchmarks.server.attached_server import Attached, attached
+from benchmarks.server.client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
+from benchmarks.server.measured import commit, hardware, percentile, stolen_s, stolen_since
+from benchmarks.server.processes import ROOT, ProcessError
 from honed.daemon.client.client import AdminError
 
 Document = dict[str, Any]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import kernel_bench as harness
-from benchmarks.kernel_case import Case, Goal, Work
-from benchmarks.kernel_timing import Ceilings, peak_bytes, take_turns
+from benchmarks.kernels.case import Case, Goal, Work
+from benchmarks.kernels.timing import Ceilings, peak_bytes, take_turns
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(bytes_per_s=1e9, flops_per_s=1e9)

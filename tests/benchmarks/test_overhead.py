@@ -3,8 +3,8 @@
 import subprocess
 
 from benchmarks.overhead import Pair, Run, commit, hardware, idle_cpu_share, summary
-from benchmarks.processes import ROOT
-from benchmarks.vllm_server import Counters
+from benchmarks.server.processes import ROOT
+from benchmarks.server.vllm_server import Counters
 
 
 def pair(plain: float, attached: float, idle_attached: float = 0.0, idle_plain: float = 0.0) -> Pair:

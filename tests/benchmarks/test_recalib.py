@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks import recalib
-from benchmarks.recalib_engine import Rounds
-from benchmarks.recalib_target import LoRA, add_lora, in_house_style, merge_lora
+from benchmarks.server.recalib_engine import Rounds
+from benchmarks.server.recalib_target import LoRA, add_lora, in_house_style, merge_lora
 
 
 def test_a_ratio_lies_in_its_interval() -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import swap, yielding
-from benchmarks.measured import percentile
-from benchmarks.processes import ProcessError
+from benchmarks.server.measured import percentile
+from benchmarks.server.processes import ProcessError
 
 
 def steps_with_swap_after(number: int, gap_ms: float, count: int = 40) -> list[tuple[int, float, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import honed_side, vllm_server
+from benchmarks.server import honed_side, vllm_server
 
 TINY = vllm_server.ROOT / "benchmarks" / "tiny"
 SETTINGS = """

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import client_load, honed_side, vllm_server
-from benchmarks.processes import Child, Processes, free_port
+from benchmarks.server import client_load, honed_side, vllm_server
+from benchmarks.server.processes import Child, Processes, free_port
 from honed.daemon.client.client import AdminClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

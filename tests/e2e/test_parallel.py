@@ -18,8 +18,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from benchmarks import client_load, honed_side, vllm_server
-from benchmarks.processes import Processes, free_port
+from benchmarks.server import client_load, honed_side, vllm_server
+from benchmarks.server.processes import Processes, free_port
 from honed.adapt.protocol import wire
 from honed.daemon.client.client import AdminClient
 from honed.recalib.registry.weights_digest import weights_digests

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import honed_side, vllm_server
-from benchmarks.processes import Processes, free_port
-from benchmarks.recalib_target import fine_tune
+from benchmarks.server import honed_side, vllm_server
+from benchmarks.server.processes import Processes, free_port
+from benchmarks.server.recalib_target import fine_tune
 from honed.daemon.client.client import AdminClient
 from tests.e2e.calibrating import IS_SWITCHED_ON, SETTINGS, TINY, honed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.stacked_target import make_stacked_target, read_all
+from benchmarks.make_tiny.stacked_target import make_stacked_target, read_all
 from tests.tools import ROOT
 
 TARGET = ROOT / "benchmarks" / "tiny" / "target"

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import vllm_server
-from benchmarks.client_load import Prompt, play, read_prompts
-from benchmarks.demo_figures import toml
-from benchmarks.honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
-from benchmarks.processes import ROOT, Processes, free_port
-from benchmarks.vllm_server import Server
+from benchmarks.demo.figures import toml
+from benchmarks.server import vllm_server
+from benchmarks.server.client_load import Prompt, play, read_prompts
+from benchmarks.server.honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
+from benchmarks.server.processes import ROOT, Processes, free_port
+from benchmarks.server.vllm_server import Server
 from honed.adapt.protocol.wire import GateFigures
 from honed.daemon.client.client import AdminClient
 from honed.recalib.gate.gate import summarise

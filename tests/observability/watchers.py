@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.processes import Child, Processes, free_port
+from benchmarks.server.processes import Child, Processes, free_port
 from tests.dashboards.contents import ALERTS, RECORDING
 from tests.tools import path_of
 

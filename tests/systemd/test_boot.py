@@ -49,7 +49,7 @@ HONED_TRAINER__MAX_STEPS=100000
 """
 PLAY = """
 import asyncio, json, pathlib
-from benchmarks import client_load
+from benchmarks.server import client_load
 prompts = client_load.read_prompts(pathlib.Path("/opt/test/benchmarks/tiny/{file}"), {count})
 played = asyncio.run(client_load.play("http://127.0.0.1:8000", prompts, concurrency=8, max_tokens=80, workload="{workload}"))
 print(json.dumps({{"failed": played.num_failed, "tokens": played.num_tokens, "replies": [r.token_ids for r in played.replies],

@@ -1,0 +1,153 @@
+"""Make and train the tiny pair's drafter: DFlash with three layers and blocks of eight, on domain A alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.make_tiny.tokens import MASK_TOKEN_ID, VOCAB_SIZE
+from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
+from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.training import losses
+
+TARGET_LAYER_IDS = (1, 3, 4, 5)
+
+# Letters: S sequences, T tokens of each, N anchors of each, K draft positions, A unfused features.
+
+
+def drafter_json() -> dict[str, object]:
+    """The drafter's config.json as vLLM reads it."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "block_size": 8,
+        "num_target_layers": 6,
+        "dflash_config": {"mask_token_id": MASK_TOKEN_ID, "target_layer_ids": list(TARGET_LAYER_IDS)},
+    }
+
+
+def fresh_drafter(target_dir: Path, seed: int = 0) -> DFlashDrafter:
+    """A drafter with random weights beside the target."""
+    torch.manual_seed(seed)
+    head = load_target_head(target_dir)
+    drafter = DFlashDrafter(DrafterConfig.from_json(drafter_json()), head.embed_tokens, head.lm_head)
+    for name, parameter in drafter.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.02 if "down_proj" not in name and "o_proj" not in name else 0.008)
+    return drafter
+
+
+def write_drafter(drafter: DFlashDrafter, folder: Path) -> None:
+    """Save in bfloat16 with the config.json above."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(drafter_json(), indent=2) + "\n")
+    save_drafter(drafter, folder, folder)
+
+
+@dataclass(frozen=True)
+class DrafterTraining:
+    """How long and how fast to train from scratch; the rates fall linearly over the last `decay_share` of the steps."""
+
+    steps: int = 2500
+    sequences: int = 8
+    anchors: int = 64
+    matrix_lr: float = 0.01
+    other_lr: float = 2e-3
+    warmup_share: float = 0.02
+    decay_share: float = 0.6
+    decay_tokens: float = 4.0
+    train_key_norms: bool = True
+    seed: int = 0
+
+
+FINISH = DrafterTraining(steps=500, matrix_lr=0.004, other_lr=5e-4, decay_share=1.0, train_key_norms=False, seed=1)
+
+
+def tie_key_norms(drafter: DFlashDrafter) -> None:
+    """Give all layers the mean of their `k_norm`.
+
+    vLLM 0.32's CPU build norms the context keys of *every* layer with layer 0's `k_norm`: its `rms_norm` takes no weights of
+    two dimensions, CUDA's does by its source. With one for all layers the pair is the same function either way.
+    """
+    norms = [layer.self_attn.k_norm.weight for layer in drafter.layers]
+    with torch.no_grad():
+        mean = torch.stack(norms).mean(0).bfloat16()
+        for norm in norms:
+            norm.copy_(mean)
+
+
+def block_loss(
+    drafter: DFlashDrafter, aux: Tensor, token_ids: Tensor, anchors: Tensor, decay_tokens: float
+) -> tuple[Tensor, Tensor]:  # [S, T, A], [S, T], [S, N] -> [], [K]
+    """Position-decayed cross-entropy on the target's tokens, and the share that is right at each position."""
+    num_samples, length = token_ids.shape
+    segments = torch.arange(num_samples).repeat_interleave(length)  # [S * T]
+    positions = torch.arange(length).repeat(num_samples)
+    rows = (anchors + length * torch.arange(num_samples)[:, None]).flatten()  # [S * N]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = drafter.draft_hidden(drafter.fuse(aux).flatten(0, 1), positions, token_ids.flatten(), rows, segments)
+        logits = F.linear(hidden, drafter.lm_head)  # [S * N, K, V]
+    offsets = 1 + torch.arange(logits.shape[1])
+    labels = token_ids.gather(1, (anchors[:, :, None] + offsets).flatten(1)).view(logits.shape[:2])
+    weights = losses.position_weights(labels.shape[1], decay_tokens).expand(labels.shape)
+    is_right = (logits.detach().argmax(-1) == labels).float().mean(0)
+    surprise = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
+    return (surprise * losses.shares(weights, (0, 1))).sum(), is_right
+
+
+def train_drafter(
+    drafter: DFlashDrafter,
+    pools: list[tuple[Tensor, Tensor]],  # [M, T, A] bfloat16 and [M, T] for each length T
+    settings: DrafterTraining,
+    save: Callable[[DFlashDrafter], None],
+) -> None:
+    """Train on random blocks of random sequences."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    matrices = [p for n, p in drafter.named_parameters() if p.ndim == 2]
+    others = [p for n, p in drafter.named_parameters() if p.ndim != 2 and (settings.train_key_norms or "k_norm" not in n)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=settings.other_lr, weight_decay=0.0),
+    ]
+    loss_of = torch.compile(block_loss, dynamic=False)
+    block = drafter.config.block_size
+    for step in range(1, settings.steps + 1):
+        progress = step / settings.steps
+        factor = max(0.02, min(1.0, progress / settings.warmup_share, (1.0 - progress) / settings.decay_share))
+        for optimizer, full in zip(optimizers, (settings.matrix_lr, settings.other_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = full * factor
+        aux, token_ids = pools[step % len(pools)]
+        chosen = torch.randint(0, len(aux), (settings.sequences,), generator=generator)
+        anchors = torch.randint(1, token_ids.shape[1] - block + 1, (settings.sequences, settings.anchors), generator=generator)
+        loss, is_right = loss_of(drafter, aux[chosen].float(), token_ids[chosen], anchors, settings.decay_tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            right = " ".join(f"{share:.2f}" for share in is_right.tolist())
+            print(f"drafter step {step} loss {loss.item():.3f} right {right}", flush=True)
+        if step % 250 == 0:
+            save(drafter)
+    save(drafter)

@@ -1,0 +1,124 @@
+"""Train the tiny pair's target: a Qwen3 of 5.8 M parameters, on both domains, within a given time on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.make_tiny.tokens import END_TOKEN_ID, VOCAB_SIZE
+
+# Letters: B sequences in a batch, T tokens of each, V vocabulary.
+
+
+@dataclass(frozen=True)
+class TargetTraining:
+    """How long and how fast to train. The rates fall with the share of time that is over, so the end is always annealed."""
+
+    minutes: float = 25.0
+    sequence_tokens: int = 384
+    batch_sequences: int = 10
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    warmup_share: float = 0.02
+    decay_share: float = 0.5
+    save_every_s: float = 150.0
+    seed: int = 0
+
+
+def target_config() -> Qwen3Config:
+    """Six layers of width 256: big enough for text of the domain, small enough for a repository."""
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        bos_token_id=END_TOKEN_ID,
+        eos_token_id=END_TOKEN_ID,
+        attn_implementation="sdpa",
+    )
+
+
+def next_token_loss(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:  # tokens [B, T + 1] -> []
+    """Mean cross-entropy, matrices multiplied in bfloat16, master weights in float32."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model.lm_head(model.model(tokens[:, :-1]).last_hidden_state)  # [B, T, V]
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].reshape(-1))
+
+
+def make_optimizers(model: Qwen3ForCausalLM, settings: TargetTraining) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=settings.other_lr, weight_decay=0.0, betas=(0.9, 0.95)),
+    ]
+
+
+def rate_factor(progress: float, settings: TargetTraining) -> float:
+    """Linear warm-up, a plateau, and a linear fall to 2 % over the last `decay_share` of the time."""
+    falling = (1.0 - progress) / settings.decay_share
+    return max(0.02, min(1.0, progress / settings.warmup_share, falling))
+
+
+def crop_batch(streams: list[Tensor], settings: TargetTraining, generator: torch.Generator) -> Tensor:  # [B, T + 1]
+    """Random crops, the same number from each domain."""
+    length = settings.sequence_tokens + 1
+    rows = []
+    for index in range(settings.batch_sequences):
+        stream = streams[index % len(streams)]
+        start = int(torch.randint(0, len(stream) - length, (1,), generator=generator))
+        rows.append(stream[start : start + length])
+    return torch.stack(rows)
+
+
+def train_target(streams: list[Tensor], settings: TargetTraining, save: Callable[[Qwen3ForCausalLM], None]) -> Qwen3ForCausalLM:
+    """Train until the time is over; `save` is called now and then, and with the final weights."""
+    torch.manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
+    model = Qwen3ForCausalLM(target_config())
+    optimizers = make_optimizers(model, settings)
+    loss_of = torch.compile(next_token_loss)
+    began_s = saved_s = time.monotonic()
+    step = 0
+    while (progress := (time.monotonic() - began_s) / (60 * settings.minutes)) < 1.0:
+        for optimizer, full in zip(optimizers, (settings.matrix_lr, settings.other_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = full * rate_factor(progress, settings)
+        loss = loss_of(model, crop_batch(streams, settings, generator))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % 25 == 0:
+            print(f"target step {step} progress {progress:.3f} loss {loss.item():.3f}", flush=True)
+        if time.monotonic() - saved_s > settings.save_every_s:
+            save(model)
+            saved_s = time.monotonic()
+    save(model)
+    return model
+
+
+def save_target(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write the checkpoint in bfloat16, in files below 6 MB."""
+    weights = {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
+    rounded = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    rounded.load_state_dict(weights)
+    rounded.generation_config = GenerationConfig(eos_token_id=END_TOKEN_ID, bos_token_id=END_TOKEN_ID)
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    rounded.save_pretrained(folder, max_shard_size="5MB")

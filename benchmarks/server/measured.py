@@ -1,0 +1,60 @@
+"""What a kept result says of where it comes from."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.server.processes import ROOT
+
+STEAL = 7
+"""Place of stolen time among the figures of a core in /proc/stat (proc(5))."""
+
+
+def hardware() -> dict[str, Any]:
+    """What it ran on."""
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {"cpu": model, "cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+
+
+def commit() -> str:
+    """The repository's commit, with a + when files differ from it; "unknown" where git doesn't say."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def stolen_s(stat: Path = Path("/proc/stat")) -> dict[int, float]:
+    """By core: seconds since the start of the machine in which it had work and its host ran something else ("steal").
+
+    Empty where the kernel doesn't say. Told in steps of 10 ms.
+    """
+    if not stat.exists():
+        return {}
+    found = {}
+    for line in stat.read_text().splitlines():
+        name, *ticks = line.split()
+        if name.startswith("cpu") and name != "cpu" and len(ticks) > STEAL:
+            found[int(name.removeprefix("cpu"))] = int(ticks[STEAL]) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def stolen_since(before: Mapping[int, float]) -> dict[int, float]:
+    """What was stolen after `stolen_s` gave `before`."""
+    return {core: until_s - before.get(core, until_s) for core, until_s in stolen_s().items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of them don't exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
