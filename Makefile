@@ -90,7 +90,7 @@ test-parallel: setup
 
 lint: setup
 	@echo "== ruff"
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 typecheck: setup
 	@echo "== mypy --strict"
@@ -98,7 +98,7 @@ typecheck: setup
 
 dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
-	@$(BIN)/python dashboards/make_dashboards.py
+	@$(BIN)/python -m honed.dashboards.make.boards
 
 reference: setup
 	@echo "== writing docs/reference.md, docs/compatibility.md and daemon/openapi.json anew"

@@ -124,8 +124,15 @@ def main() -> int:
         shares += "".join(f" {_median(rows, name):7.4f}" for name in COLUMNS[NUM_SPREAD:])
         lengths = f"{_median(rows, 'k_anyway'):7.2f} {_median(rows, 'k_ahead'):5.2f}"
         print(f"{scenario.trace.name:24s} {_median(rows, 'vllm'):8.0f} {lengths}  {shares}", flush=True)
-    keys = {"honed": "ahead", "honed_at_once": "blind", "honed_at_once_with_features": "with", "vllm_fed": "fed",
-            "oracle": "oracle", "oracle_that_sees_drafts": "sees", "vllm_rule_where_refused": "anyway"}  # fmt: skip
+    keys = {
+        "honed": "ahead",
+        "honed_at_once": "blind",
+        "honed_at_once_with_features": "with",
+        "vllm_fed": "fed",
+        "oracle": "oracle",
+        "oracle_that_sees_drafts": "sees",
+        "vllm_rule_where_refused": "anyway",
+    }
     figures = {
         "ratio": {name: {key: round(_median(rows, one), 4) for key, one in keys.items()} for name, rows in found.items()},
         "half_range": {

@@ -2,11 +2,12 @@
 
 Old and new version take turns in pairs of windows; a round drafts 1 to 7 tokens, whichever with the same chance; every position
 is accepted with a given conditional probability, the new version's being that many per cent lower or higher. What is simulated
-is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.monitor.evidence` and `adapt.monitor.canary` themselves.
-For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took (both
-versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is more
-where little is accepted. And a case against independence: every window has a mood, a shift of all its log-odds, as when one
-long request fills it; equal versions must not be told apart by that, and a loss be found. The last line of stdout is JSON.
+is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.monitor.evidence` and `adapt.monitor.canary`
+themselves. For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took
+(both versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which
+is more where little is accepted. And a case against independence: every window has a mood, a shift of all its log-odds, as
+when one long request fills it; equal versions must not be told apart by that, and a loss be found. The last line of stdout is
+JSON.
 """
 
 from __future__ import annotations
@@ -139,8 +140,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     arguments = parser.parse_args()
     figures = run(arguments.runs)
-    result = {"curves": figures, "runs": arguments.runs, "hardware": hardware(), "commit": commit(),
-              "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}  # fmt: skip
+    result = {
+        "curves": figures,
+        "runs": arguments.runs,
+        "hardware": hardware(),
+        "commit": commit(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
     out = arguments.out or RESULTS / f"canary-{time.strftime('%Y-%m-%d')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")

@@ -30,9 +30,14 @@ K = 15
 BATCHES = (16, 64, 256)
 STEPS_PER_POLICY = 200
 MODEL = StepTimeModel.of(
-    base=5e-3, per_request=1e-5, per_token=2e-6, per_token_above_1024=5e-6, per_context_token=1e-8, per_prefill_token=2e-5,
+    base=5e-3,
+    per_request=1e-5,
+    per_token=2e-6,
+    per_token_above_1024=5e-6,
+    per_context_token=1e-8,
+    per_prefill_token=2e-5,
     drafting=5e-4,
-)  # fmt: skip
+)
 """A memory-bound target up to 1,024 tokens, dearer above, so that a batch of 256 has something to share out as well; the
 drafter always drafts K, as on CUDA."""
 LEAST_DRAFTS = 1.0
@@ -158,16 +163,25 @@ def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) ->
     """A goodput policy for three workloads, with a price of its own for every kind of steps."""
     priors = [
         WorkloadPrior(
-            workload=name, acceptance=np.clip(rng.normal(mean, 0.02, K), 0.05, 0.95).tolist(), strength=8.0,
+            workload=name,
+            acceptance=np.clip(rng.normal(mean, 0.02, K), 0.05, 0.95).tolist(),
+            strength=8.0,
             context_shift=list(shift),
         )
         for name, mean in (("", 0.6), ("chat", 0.55), ("code", 0.8))
-    ]  # fmt: skip
+    ]
     return Policy(
-        engine_id="bench", generation=generation, ttl_s=1e9, kind="goodput", static_k=K, max_k=K, priors=priors,
-        step_seconds=list(MODEL.parameters), captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],
+        engine_id="bench",
+        generation=generation,
+        ttl_s=1e9,
+        kind="goodput",
+        static_k=K,
+        max_k=K,
+        priors=priors,
+        step_seconds=list(MODEL.parameters),
+        captured_tokens=[*range(8, 512, 8), *range(512, 4097, 16)],
         kind_effects=[(batch, k, float(rng.normal(0.0, 0.02))) for batch in range(33) for k in range(K + 1)],
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -79,9 +79,13 @@ def main() -> int:
 def prepare() -> None:
     """What vLLM reads from the environment, before its first import."""
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1",
-    )  # fmt: skip
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+    )
 
 
 class Engine:
@@ -98,17 +102,26 @@ class Engine:
 
         num_blocks = batch * (MOST_TOKENS + PROMPT_TOKENS + 2 * K) // BLOCK_SIZE + batch + 64
         config = EngineArgs(
-            str(ROOT / TARGET), dtype="float32", max_model_len=512, max_num_seqs=batch, enforce_eager=True,
-            enable_prefix_caching=False, block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks,
+            str(ROOT / TARGET),
+            dtype="float32",
+            max_model_len=512,
+            max_num_seqs=batch,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=num_blocks,
             speculative_config={"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4},
-        ).create_engine_config()  # fmt: skip
+        ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
         self.scheduler: Any = (make_scheduler if is_attached else Scheduler)(
-            vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE, log_stats=True,
-        )  # fmt: skip
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
         self.honed: Any = getattr(self.scheduler, "_honed", None)
         if is_attached and self.honed is None:
             raise RuntimeError("honed did not attach: see vLLM's log above")
@@ -129,7 +142,7 @@ class Engine:
             workload = ("chat", "code", "default")[self._next % 3]
             params = SamplingParams(
                 max_tokens=tokens, ignore_eos=True, temperature=0.0, extra_args={"honed_workload": workload}
-            )  # fmt: skip
+            )
             self.scheduler.add_request(Request(name, [1] * PROMPT_TOKENS, params, None))
             self._next += 1
 

@@ -99,13 +99,15 @@ def measure(case: Case, device: torch.device, rounds: int, ceilings: Ceilings) -
         "ceiling_share": round(ceilings.floor_s(work.bytes_moved, work.flops) / median_s, 3),
         "alternatives": {
             name: {"time_us": spread(times[name] * 1e6), "ratio": spread(times[name] / times[OP])}
-            for name in work.alternatives if name in times
+            for name in work.alternatives
+            if name in times
         },
         "yardsticks": {
             name: {"time_us": spread(times[name] * 1e6), "cost": spread(times[OP] / times[name])}
-            for name in work.yardsticks if name in times
+            for name in work.yardsticks
+            if name in times
         },
-    }  # fmt: skip
+    }
     if work.has_peak:
         row["peak_bytes"] = {name: peak_bytes(device, run) for name, run in candidates.items() if name not in work.yardsticks}
     if failed:
@@ -180,8 +182,10 @@ def line_of(op: str, row: Row) -> str:
         return head + NOT_MEASURED
     times = row["time_us"]
     work = f"{row['flops'] / 1e9:.3g} GFLOP" if row["flops"] else f"{row['bytes'] / 1e6:.3g} MB"
-    parts = [f"{times['median']:.4g} us ({times['low']:.4g} … {times['high']:.4g}), {work}",
-             f"{row['ceiling_share']:.2f} of the ceiling"]  # fmt: skip
+    parts = [
+        f"{times['median']:.4g} us ({times['low']:.4g} … {times['high']:.4g}), {work}",
+        f"{row['ceiling_share']:.2f} of the ceiling",
+    ]
     if best := best_alternative(row):
         parts.append(f"{row['alternatives'][best]['ratio']['median']:.2f}× as fast as {best}")
     parts += [f"{values['cost']['median']:.2f}× {name}" for name, values in row["yardsticks"].items()]

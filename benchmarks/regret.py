@@ -1,9 +1,9 @@
 """Regret: what honed's choice of draft lengths loses to an oracle, on made-up traffic whose truth is known.
 
 Every trace of `regret_traces` is run by honed's own loop (decider and controller as in production), by the oracle of
-`benchmarks.simulated.oracle`, and by the rules of `adapt.lengths.rules` (with a step-time model fitted to the true costs, and, for
-"table", lengths tuned on the trace's mean curve: more than they would have). All do the same work with the same luck. Regret is
-1 − the oracle's seconds / the rule's. What is given:
+`benchmarks.simulated.oracle`, and by the rules of `adapt.lengths.rules` (with a step-time model fitted to the true costs, and,
+for "table", lengths tuned on the trace's mean curve: more than they would have). All do the same work with the same luck.
+Regret is 1 − the oracle's seconds / the rule's. What is given:
 
     regret    after a warm-up of 2,000 verify rounds or 20 simulated seconds, whichever ends later
     cold      the same with the warm-up counted
@@ -110,9 +110,7 @@ def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
     oracle, runs = run_oracle(traffic), [run_steered(traffic, seed=seed) for seed in range(seeds)]
     end = float(min([oracle.work[-1], *(run.work[-1] for run in runs)]))
     warm, path = [warm_up_work(run) for run in runs], [path_shares(run) for run in runs]
-    recovered = [
-        round(statistics.median(recovery(run, at * trace.num_tokens) for run in runs)) for at in trace.events
-    ]  # fmt: skip
+    recovered = [round(statistics.median(recovery(run, at * trace.num_tokens) for run in runs)) for at in trace.events]
     lost = [statistics.mean(lost_steps(run, at * trace.num_tokens) for run in runs) for at in trace.events]
     ahead = run_steered(traffic, is_pipelined=True)
     row = Row(

@@ -48,8 +48,11 @@ def main() -> int:
     rows = {name: measure(engines, workloads, arguments.repeats) for name, (engines, workloads) in SIZES.items()}
     for name, row in rows.items():
         pages = ", ".join(f"{window} {row['page_ms'][window][1]:.0f} ms" for window in WINDOWS)
-        print(f"{name}: scrape {row['scrape_ms'][1]:.1f} ms, {row['locked_ms'][1]:.1f} ms locked, {row['samples']} samples, "
-              f"{row['bytes'] / 1024:.0f} KiB; page {pages}", flush=True)  # fmt: skip
+        print(
+            f"{name}: scrape {row['scrape_ms'][1]:.1f} ms, {row['locked_ms'][1]:.1f} ms locked, {row['samples']} samples, "
+            f"{row['bytes'] / 1024:.0f} KiB; page {pages}",
+            flush=True,
+        )
     result = {"sizes": rows, "num_spec_tokens": K, "hardware": hardware(), "commit": commit()}
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -118,19 +121,41 @@ def filled(engines: int, workloads: int) -> Iterator[Service]:
 
 def hello_of(engine: int) -> wire.EngineHello:
     return wire.EngineHello(
-        wire_version=wire.WIRE_VERSION, engine_id=f"engine-{engine}", boot_id="boot", pid=1, model_name="model",
-        target_path="/model", drafter_path="", drafter_version="v0001-00000000", vllm_version="0.32.0", honed_version="0.1.0",
-        runner="v2", method="dflash", num_spec_tokens=K, max_num_seqs=256, max_model_len=4096,
+        wire_version=wire.WIRE_VERSION,
+        engine_id=f"engine-{engine}",
+        boot_id="boot",
+        pid=1,
+        model_name="model",
+        target_path="/model",
+        drafter_path="",
+        drafter_version="v0001-00000000",
+        vllm_version="0.32.0",
+        honed_version="0.1.0",
+        runner="v2",
+        method="dflash",
+        num_spec_tokens=K,
+        max_num_seqs=256,
+        max_model_len=4096,
         capabilities=["events", "draft_length"],
-    )  # fmt: skip
+    )
 
 
 def status_of(hello: wire.EngineHello) -> wire.EngineStatus:
     return wire.EngineStatus(
-        engine_id=hello.engine_id, boot_id=hello.boot_id, num_running=8, num_waiting=0, kv_cache_usage=0.2, policy_generation=1,
-        policy_age_s=0.1, fallback="", drafter_version=hello.drafter_version, drafter_generation=0, queue_bytes=0,
-        queue_batches=0, errors=0,
-    )  # fmt: skip
+        engine_id=hello.engine_id,
+        boot_id=hello.boot_id,
+        num_running=8,
+        num_waiting=0,
+        kv_cache_usage=0.2,
+        policy_generation=1,
+        policy_age_s=0.1,
+        fallback="",
+        drafter_version=hello.drafter_version,
+        drafter_generation=0,
+        queue_bytes=0,
+        queue_batches=0,
+        errors=0,
+    )
 
 
 def batch(hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np.random.Generator) -> wire.EventBatch:
@@ -140,19 +165,37 @@ def batch(hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np
     accepted = np.minimum(rng.geometric(0.35, rounds) - 1, drafted)
     mono, ago_ns = time.monotonic_ns(), ago_s * 10**9
     return wire.EventBatch(
-        engine_id=hello.engine_id, boot_id=hello.boot_id, seq=seq, sent_unix_ns=time.time_ns() - ago_ns, sent_mono_ns=mono,
-        drafter_version=hello.drafter_version, workloads=[f"workload-{i}" for i in range(workloads)],
+        engine_id=hello.engine_id,
+        boot_id=hello.boot_id,
+        seq=seq,
+        sent_unix_ns=time.time_ns() - ago_ns,
+        sent_mono_ns=mono,
+        drafter_version=hello.drafter_version,
+        workloads=[f"workload-{i}" for i in range(workloads)],
         steps=wire.StepColumns(
-            step=[seq], end_ns=[mono - ago_ns], duration_us=[5000 + 20 * int(drafted.sum())], num_requests=[rounds],
-            num_tokens=[int(drafted.sum()) + rounds], num_prefill_tokens=[0], num_draft_tokens=[int(drafted.sum())],
-            context_tokens=[4000], num_drafting=[K], decision=["policy"],
+            step=[seq],
+            end_ns=[mono - ago_ns],
+            duration_us=[5000 + 20 * int(drafted.sum())],
+            num_requests=[rounds],
+            num_tokens=[int(drafted.sum()) + rounds],
+            num_prefill_tokens=[0],
+            num_draft_tokens=[int(drafted.sum())],
+            context_tokens=[4000],
+            num_drafting=[K],
+            decision=["policy"],
         ),
         rounds=wire.RoundColumns(
-            step=[seq] * rounds, request=list(range(rounds)), workload=[i % workloads for i in range(rounds)],
-            position=[500] * rounds, num_draft_tokens=drafted.tolist(), num_accepted_tokens=accepted.tolist(),
-            num_invalid_tokens=[0] * rounds, temperature=[0.0] * rounds, num_emitted=(accepted + 1).tolist(),
+            step=[seq] * rounds,
+            request=list(range(rounds)),
+            workload=[i % workloads for i in range(rounds)],
+            position=[500] * rounds,
+            num_draft_tokens=drafted.tolist(),
+            num_accepted_tokens=accepted.tolist(),
+            num_invalid_tokens=[0] * rounds,
+            temperature=[0.0] * rounds,
+            num_emitted=(accepted + 1).tolist(),
         ),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -145,9 +145,13 @@ def play_engine(
 ) -> None:
     """A process with vLLM in it that does as it is asked."""
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1",
-    )  # fmt: skip
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+    )
     os.environ.pop("HONED_RUNTIME_DIR", None)
     if not is_small:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -173,10 +177,15 @@ def play_engine(
     began_s = time.perf_counter()
     loaded = {"draft_load_config": {"load_format": "auto"}}  # vLLM builds its fused projection when it loads weights
     llm = LLM(
-        str(target), skip_tokenizer_init=True, load_format="dummy", max_model_len=1024, max_num_seqs=MOST_SEQS,
-        enable_prefix_caching=False, **options,
+        str(target),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        max_model_len=1024,
+        max_num_seqs=MOST_SEQS,
+        enable_prefix_caching=False,
+        **options,
         speculative_config={"method": "dflash", "model": str(drafter), "num_speculative_tokens": K, **loaded},
-    )  # fmt: skip
+    )
     side = Engine(llm)
     if runtime_dir is not None:
         side.attach()
@@ -340,9 +349,11 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     def sample(number: int) -> TrainingSample:
         return TrainingSample(
             features=torch.randn(ROWS, config.hidden_size, generator=generator, dtype=torch.float32).to(torch.bfloat16),
-            token_ids=torch.randint(config.vocab_size - 1, (ROWS,), generator=generator), positions=torch.arange(ROWS),
-            session=str(number), workload="w",
-        )  # fmt: skip
+            token_ids=torch.randint(config.vocab_size - 1, (ROWS,), generator=generator),
+            positions=torch.arange(ROWS),
+            session=str(number),
+            workload="w",
+        )
 
     samples = [sample(number) for number in range(4)]
     units_ms: list[float] = []
@@ -394,12 +405,20 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
         config, settings, ROWS, shared_bytes=shared.itemsize, compute_bytes=compute_dtype(device, "auto").itemsize
     )
     del bare
-    connection.send({
-        "tokens_per_s": round(learnt / seconds, 1), "updates": TRAIN_UPDATES, "seconds": round(seconds, 3),
-        "whole_micro_step_ms": round(1e3 * statistics.median(times), 2), "warm_up_s": round(warm_s, 1),
-        "unit_ms": quantiles(units_ms), "units": len(units_ms), "parameters": sum(p.numel() for p in drafter.parameters()),
-        "peak_bytes": peak_bytes, "estimated_bytes": needed.total_bytes,
-    })  # fmt: skip
+    connection.send(
+        {
+            "tokens_per_s": round(learnt / seconds, 1),
+            "updates": TRAIN_UPDATES,
+            "seconds": round(seconds, 3),
+            "whole_micro_step_ms": round(1e3 * statistics.median(times), 2),
+            "warm_up_s": round(warm_s, 1),
+            "unit_ms": quantiles(units_ms),
+            "units": len(units_ms),
+            "parameters": sum(p.numel() for p in drafter.parameters()),
+            "peak_bytes": peak_bytes,
+            "estimated_bytes": needed.total_bytes,
+        }
+    )
     while True:
         (name,) = connection.recv()
         if name == "figures":
@@ -436,16 +455,16 @@ def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Of milliseconds."""
-    return {
-        "p50": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3), "max": round(max(values), 3)
-    }  # fmt: skip
+    return {"p50": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3), "max": round(max(values), 3)}
 
 
 def spread(values: Sequence[float], digits: int) -> dict[str, float]:
     """Median and range."""
     return {
-        "median": round(statistics.median(values), digits), "min": round(min(values), digits), "max": round(max(values), digits)
-    }  # fmt: skip
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+    }
 
 
 if __name__ == "__main__":

@@ -53,9 +53,14 @@ def main() -> int:
             for batch in BATCHES:
                 rows[name]["speed"][f"{cost} x{batch}"] = speeds(requests, cost, batch)
     result = {
-        "rows": rows, "summary": summary(rows), "prompts": arguments.prompts, "hardware": hardware(), "commit": commit(),
-        "seconds": round(time.monotonic() - began_s, 1), "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }  # fmt: skip
+        "rows": rows,
+        "summary": summary(rows),
+        "prompts": arguments.prompts,
+        "hardware": hardware(),
+        "commit": commit(),
+        "seconds": round(time.monotonic() - began_s, 1),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["summary"] | {"seconds": result["seconds"]}))

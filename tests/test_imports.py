@@ -41,12 +41,28 @@ TRAIN_COMMAND = ("honed.daemon.commands.main", "honed.recalib.process.trainer")
 """`honed train` starts the trainer; it is imported there and then only."""
 
 PURE = {
-    "__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
-    "random", "struct", "types", "typing", "msgspec", "numpy",
-}  # fmt: skip
+    "__future__",
+    "abc",
+    "array",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "random",
+    "struct",
+    "types",
+    "typing",
+    "msgspec",
+    "numpy",
+}
 """What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
 COMPILED = {"contextlib", "numba", "llvmlite"}
-"""What adapt/lengths/compiled.py takes beside that; nobody imports it before it is needed, since the daemon may not make code."""
+"""What adapt/lengths/compiled.py takes beside that; nobody imports it before it is needed, since the daemon may not make
+code."""
 INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton", "huggingface_hub"}
 HEAVY = {"torch", "vllm", "triton", "transformers"}
 
@@ -113,7 +129,8 @@ def _walk(node: ast.AST, is_lazy: bool, is_for_types: bool) -> Iterator[Import]:
 
 
 def _module_of(module: str, name: str) -> str:
-    """`from honed.adapt import wire` is about honed.adapt.protocol.wire; `from honed.adapt.protocol.wire import Ack` is so too."""
+    """`from honed.adapt import wire` is about honed.adapt.protocol.wire; `from honed.adapt.protocol.wire import Ack` is so
+    too."""
     return f"{module}.{name}" if source_of(f"{module}.{name}") else module
 
 
@@ -150,7 +167,9 @@ def test_adapt_is_pure(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(*FOLDERS), ids=label)
 def test_what_is_compiled_is_imported_when_it_is_needed(path: Path) -> None:
-    assert all(found.is_lazy and top(path) == "adapt" for found in imports(path) if found.name == "honed.adapt.lengths.compiled")
+    assert all(
+        found.is_lazy and top(path) == "adapt" for found in imports(path) if found.name == "honed.adapt.lengths.compiled"
+    )
 
 
 @pytest.mark.parametrize("path", modules("attach", "kernels"), ids=label)

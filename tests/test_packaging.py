@@ -16,6 +16,8 @@ from tests.tools import ROOT
 
 NOT_INSTALLED = {"tests", "benchmarks", "docs", "src"}
 IGNORED = {"build", "dist", "site", "demo-out"}
+WORKSHOP = {"__pycache__", "make"}
+"""Folders that are not installed: `dashboards/make` needs packages that only developers have."""
 DATA = {".json", ".yml", ".html", ".css", ".js", ".service", ".conf", ".toml", ".env"}
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -29,7 +31,7 @@ def folders() -> set[str]:
 
 def shipped(name: str) -> list[Path]:
     """All files of a code folder, at any depth."""
-    found = (path for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    found = (path for path in (ROOT / name).rglob("*") if path.is_file() and not WORKSHOP & set(path.parts))
     return sorted(path for path in found if not path.name.startswith("."))
 
 

@@ -130,7 +130,7 @@ class AcceptanceCounts:
         kept = weights * np.exp((until - until[-1]) / self.forgetting_rounds)
         trials, successes = count_trials(
             drafted, accepted, self.num_spec_tokens, invalid, kept, None if theta is None else theta[keep]
-        )  # fmt: skip
+        )
         self.scale(float(np.exp(-until[-1] / self.forgetting_rounds)))
         self.trials += trials
         self.successes += successes

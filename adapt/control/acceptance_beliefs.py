@@ -203,8 +203,12 @@ def _prior(
 ) -> WorkloadPrior:
     weight = round(features.weight, 3) if features is not None else 0.0
     return WorkloadPrior(
-        workload=name, acceptance=[round(value, 4) for value in curve.tolist()], strength=round(strength, 2),
-        context_shift=shift, feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
-        feature_weight=weight, depth_intercepts=[] if lines.are_none else lines.intercepts.tolist(),
+        workload=name,
+        acceptance=[round(value, 4) for value in curve.tolist()],
+        strength=round(strength, 2),
+        context_shift=shift,
+        feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
+        feature_weight=weight,
+        depth_intercepts=[] if lines.are_none else lines.intercepts.tolist(),
         depth_slopes=[] if lines.are_none else lines.slopes.tolist(),
-    )  # fmt: skip
+    )

@@ -87,9 +87,13 @@ class Plans:
             if not policy.equal_lengths:
                 return self._most_rewarding(gains, count, is_latency)
             choice = choose_equal(
-                (count * gains).tolist(), count, self.model, is_latency=is_latency,
-                context_tokens=int(count * self.context_tokens), captured_lengths=policy.captured_lengths,
-            )  # fmt: skip
+                (count * gains).tolist(),
+                count,
+                self.model,
+                is_latency=is_latency,
+                context_tokens=int(count * self.context_tokens),
+                captured_lengths=policy.captured_lengths,
+            )
             return count * choice.point.cap
         rule = make_contender(policy.kind if policy.kind in CONTENDERS else "static", k)
         if not isinstance(rule, Static):

@@ -25,9 +25,18 @@ SHIFT_STEP = 0.05
 LINE_STEP = 0.05
 """A line's intercept or slope that moved by more is material."""
 _LIMITS = (
-    "override", "kind", "static_k", "max_k", "request_ceiling", "capture_share", "table", "explore_share", "equal_lengths",
-    "captured_lengths", "feeds_estimates",
-)  # fmt: skip
+    "override",
+    "kind",
+    "static_k",
+    "max_k",
+    "request_ceiling",
+    "capture_share",
+    "table",
+    "explore_share",
+    "equal_lengths",
+    "captured_lengths",
+    "feeds_estimates",
+)
 
 
 def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:

@@ -94,9 +94,15 @@ class StepBeliefs:
 def step_rows(steps: StepColumns) -> list[tuple[int, ...]]:
     """Turn columns into rows. Raises ValueError when they don't fit together."""
     columns = (
-        steps.end_ns, steps.duration_us, steps.num_requests, steps.num_tokens,
-        steps.num_prefill_tokens, steps.num_draft_tokens, steps.context_tokens, steps.num_drafting,
-    )  # fmt: skip
+        steps.end_ns,
+        steps.duration_us,
+        steps.num_requests,
+        steps.num_tokens,
+        steps.num_prefill_tokens,
+        steps.num_draft_tokens,
+        steps.context_tokens,
+        steps.num_drafting,
+    )
     if len({len(column) for column in columns}) > 1:
         raise ValueError("batch has step columns of unequal length")
     return list(zip(*columns, strict=True))

@@ -104,9 +104,14 @@ def allocate(
 ) -> Ints:
     """Choose draft lengths [N]; see `choose`."""
     choice = choose(
-        survival, model, context_tokens=context_tokens, num_prefill_tokens=num_prefill_tokens,
-        ceilings=ceilings, previous=previous, hysteresis=hysteresis,
-    )  # fmt: skip
+        survival,
+        model,
+        context_tokens=context_tokens,
+        num_prefill_tokens=num_prefill_tokens,
+        ceilings=ceilings,
+        previous=previous,
+        hysteresis=hysteresis,
+    )
     return np.array(choice.num_draft_tokens, dtype=np.int64)
 
 

@@ -366,13 +366,20 @@ def search(
     if parameters[6] > 0.0 or parameters[7] > 0.0:
         entries = entries * (gains.shape[1] + 1) // 2
     if entries <= MOST_ENTRIES:
-        return exact(
-            gains, group, ceilings, parameters, token_seconds, context_tokens, num_prefill_tokens, is_latency, hold
-        )  # fmt: skip
+        return exact(gains, group, ceilings, parameters, token_seconds, context_tokens, num_prefill_tokens, is_latency, hold)
     return by_levels(
-        gains, parts, group, ceilings, parameters, token_seconds, captured_below, context_tokens, num_prefill_tokens,
-        is_latency, hold,
-    )  # fmt: skip
+        gains,
+        parts,
+        group,
+        ceilings,
+        parameters,
+        token_seconds,
+        captured_below,
+        context_tokens,
+        num_prefill_tokens,
+        is_latency,
+        hold,
+    )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -441,10 +448,12 @@ def decide_at(address: int) -> None:
         if at < count:
             known[slots[at]]["context"] = contexts[i]
     group = curves(
-        slots, known, carray(_pointer(desk["workloads"]), (desk["num_rows"],), WORKLOAD),
+        slots,
+        known,
+        carray(_pointer(desk["workloads"]), (desk["num_rows"],), WORKLOAD),
         desk["has_shift"] != 0 and desk["are_contexts_known"] != 0,
         _table(desk["steps"], desk["num_rows"], desk["num_buckets"]),
-    )  # fmt: skip
+    )
     ceilings, context_tokens = np.empty(count, np.int64), desk["context_tokens"]
     noted = 0
     for i in range(count):
@@ -457,16 +466,27 @@ def decide_at(address: int) -> None:
     token_seconds = _floats(desk["token_seconds"], desk["num_totals"])
     if desk["num_prefill_tokens"] == 0 and desk["num_kind_rows"] > 0:
         token_seconds = with_kinds(
-            token_seconds, _ints(desk["kind_rows"], desk["num_batch_kinds"]),
-            _table(desk["kind_effects"], desk["num_kind_rows"], desk["num_kind_lengths"]), count, desk["depth"],
-            _floats(desk["parameters"], desk["num_parameters"]), context_tokens,
-        )  # fmt: skip
+            token_seconds,
+            _ints(desk["kind_rows"], desk["num_batch_kinds"]),
+            _table(desk["kind_effects"], desk["num_kind_rows"], desk["num_kind_lengths"]),
+            count,
+            desk["depth"],
+            _floats(desk["parameters"], desk["num_parameters"]),
+            context_tokens,
+        )
     lengths, longest, threshold, cap, _, without, drafting, _ = search(
-        _table(desk["gains"], shape[0], shape[1]), carray(_pointer(desk["parts"]), shape, np.uint16), group, ceilings,
-        _floats(desk["parameters"], desk["num_parameters"]), token_seconds,
-        _ints(desk["captured_below"], desk["num_totals"]), context_tokens, desk["num_prefill_tokens"],
-        desk["is_latency"] != 0, (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
-    )  # fmt: skip
+        _table(desk["gains"], shape[0], shape[1]),
+        carray(_pointer(desk["parts"]), shape, np.uint16),
+        group,
+        ceilings,
+        _floats(desk["parameters"], desk["num_parameters"]),
+        token_seconds,
+        _ints(desk["captured_below"], desk["num_totals"]),
+        context_tokens,
+        desk["num_prefill_tokens"],
+        desk["is_latency"] != 0,
+        (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
+    )
     _ints(desk["lengths"], count)[:] = lengths
     desk["longest"], desk["cap"], desk["threshold"], desk["margin"] = longest, cap, threshold, drafting / without - 1.0
 
@@ -477,10 +497,13 @@ def learn_at(address: int) -> None:
     desk = carray(_pointer(address), (1,), DESK)[0]
     count, rows, outcomes = desk["count"], desk["num_rows"], desk["num_outcomes"]
     learn(
-        _ints(desk["slots"], count), _ints(desk["drafted"], count), _ints(desk["accepted"], count),
+        _ints(desk["slots"], count),
+        _ints(desk["drafted"], count),
+        _ints(desk["accepted"], count),
         carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST),
-        _table(desk["on_failure"], rows, outcomes), _table(desk["on_success"], rows, outcomes),
-    )  # fmt: skip
+        _table(desk["on_failure"], rows, outcomes),
+        _table(desk["on_success"], rows, outcomes),
+    )
 
 
 def prepare() -> None:
@@ -494,11 +517,31 @@ def prepare() -> None:
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
     nobody, desk = array("q"), Desk()
     desk.put(
-        known=requests, num_slots=1, workloads=workloads, num_rows=1, steps=table, num_buckets=2, gains=table, parts=parts,
-        num_curves=1, depth=2, on_failure=table, on_success=table, num_outcomes=2, parameters=parameters,
-        num_parameters=len(PARAMETERS), token_seconds=seconds, captured_below=captured, num_totals=8, lengths=slots,
-        kind_rows=slots, num_batch_kinds=1, kind_effects=table, num_kind_rows=1, num_kind_lengths=2,
-    )  # fmt: skip
+        known=requests,
+        num_slots=1,
+        workloads=workloads,
+        num_rows=1,
+        steps=table,
+        num_buckets=2,
+        gains=table,
+        parts=parts,
+        num_curves=1,
+        depth=2,
+        on_failure=table,
+        on_success=table,
+        num_outcomes=2,
+        parameters=parameters,
+        num_parameters=len(PARAMETERS),
+        token_seconds=seconds,
+        captured_below=captured,
+        num_totals=8,
+        lengths=slots,
+        kind_rows=slots,
+        num_batch_kinds=1,
+        kind_effects=table,
+        num_kind_rows=1,
+        num_kind_lengths=2,
+    )
     desk.call(nobody)
     desk.learn(nobody, nobody)
     decide_at(desk.address)

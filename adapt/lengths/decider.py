@@ -253,10 +253,13 @@ class Decider:
             ways = range(1 - longest, limit - longest + 1)
             moved = np.clip(now + np.array(ways)[:, None], 0, ceilings)
             rates = rates_of(
-                moved, requests.gains_of(request_ids, limit, are_contexts_known=True), self._model,
-                is_latency=self._tables.is_latency, context_tokens=requests.noted_tokens(request_ids),
+                moved,
+                requests.gains_of(request_ids, limit, are_contexts_known=True),
+                self._model,
+                is_latency=self._tables.is_latency,
+                context_tokens=requests.noted_tokens(request_ids),
                 num_prefill_tokens=num_prefill_tokens,
-            )  # fmt: skip
+            )
             options = zip(ways, moved.mean(axis=1).tolist(), rates.tolist(), strict=True)
             self._length_trials.begin(begins, len(lengths), {way: (length, rate) for way, length, rate in options})
             moves = self._length_trials.go_on()
@@ -279,9 +282,13 @@ class Decider:
             self._most_tokens = most_tokens
         if not policy.equal_lengths:
             lengths, longest, threshold, cap, margin = requests.search(
-                request_ids, context_tokens, num_prefill_tokens, to_hold(self._point, hysteresis), *noted,
+                request_ids,
+                context_tokens,
+                num_prefill_tokens,
+                to_hold(self._point, hysteresis),
+                *noted,
                 are_contexts_known=are_contexts_known,
-            )  # fmt: skip
+            )
             self._point = OperatingPoint(threshold, cap)
             return lengths, longest, margin
         contexts, first, every = noted
@@ -291,11 +298,17 @@ class Decider:
         if context_tokens < 0:
             context_tokens = requests.noted_tokens(request_ids)
         choice = choose_equal(
-            gains, len(request_ids), self._model, is_latency=self._tables.is_latency, context_tokens=context_tokens,
-            num_prefill_tokens=num_prefill_tokens, previous=self._point, hysteresis=hysteresis,
+            gains,
+            len(request_ids),
+            self._model,
+            is_latency=self._tables.is_latency,
+            context_tokens=context_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            previous=self._point,
+            hysteresis=hysteresis,
             captured_lengths=policy.captured_lengths,
             ceilings=requests.ceiling[requests.slots_of(request_ids)] if requests.num_ceilings else None,
-        )  # fmt: skip
+        )
         self._point = choice.point
         return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0), choice.margin
 

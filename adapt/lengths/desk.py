@@ -97,9 +97,21 @@ class Desk:
         threshold, cap, hysteresis = hold
         at, num = contexts.buffer_info() if contexts is not None else (0, 0)
         CALL.pack_into(
-            self._room, 0, len(slots), slots.buffer_info()[0], at, num, first, every, context_tokens, num_prefill_tokens,
-            are_contexts_known, cap, threshold, hysteresis,
-        )  # fmt: skip
+            self._room,
+            0,
+            len(slots),
+            slots.buffer_info()[0],
+            at,
+            num,
+            first,
+            every,
+            context_tokens,
+            num_prefill_tokens,
+            are_contexts_known,
+            cap,
+            threshold,
+            hysteresis,
+        )
 
     def learn(self, drafted: array[int], accepted: array[int]) -> None:
         """Say what became of them."""

@@ -1,9 +1,9 @@
 """What the engine's side knows of its running requests, in arrays over slots.
 
 A request's failure odds relative to its workload's, theta, are estimated by Mantel-Haenszel sums over its own recent rounds,
-drawn to 1 by `constant` (what the workload's curve weighs), tilted by what its drafts showed (`adapt.acceptance.draft_features`). Where
-acceptance depends on the length of the context, theta is times the factor of that (`adapt.acceptance.context_shift`), and the request's
-own is measured against the curve of its context.
+drawn to 1 by `constant` (what the workload's curve weighs), tilted by what its drafts showed
+(`adapt.acceptance.draft_features`). Where acceptance depends on the length of the context, theta is times the factor of that
+(`adapt.acceptance.context_shift`), and the request's own is measured against the curve of its context.
 
 What is done for every request is compiled, see `adapt.lengths.compiled`.
 """
@@ -78,11 +78,20 @@ class RequestBeliefs:
         self._tables, self._num_priced = tables, 0
         curves = tables.curves
         self._desk.put(
-            workloads=tables.workloads, num_rows=len(tables.workloads), steps=tables.shift, num_buckets=tables.shift.shape[1],
-            has_shift=int(tables.has_shift), gains=curves.gains, parts=curves.parts, num_curves=len(curves.gains),
-            depth=curves.gains.shape[1], is_latency=int(tables.is_latency), on_failure=tables.on_failure,
-            on_success=tables.on_success, num_outcomes=tables.on_failure.shape[1],
-        )  # fmt: skip
+            workloads=tables.workloads,
+            num_rows=len(tables.workloads),
+            steps=tables.shift,
+            num_buckets=tables.shift.shape[1],
+            has_shift=int(tables.has_shift),
+            gains=curves.gains,
+            parts=curves.parts,
+            num_curves=len(curves.gains),
+            depth=curves.gains.shape[1],
+            is_latency=int(tables.is_latency),
+            on_failure=tables.on_failure,
+            on_success=tables.on_success,
+            num_outcomes=tables.on_failure.shape[1],
+        )
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
@@ -206,10 +215,17 @@ class RequestBeliefs:
         self._kinds = kind_rows, effects = model.kind_table()  # held: the desk knows but where they are
         self._num_priced = len(seconds)
         self._desk.put(
-            parameters=model.parameter_array, num_parameters=len(model.parameters), token_seconds=seconds,
-            captured_below=captured_below, num_totals=len(seconds), kind_rows=kind_rows, num_batch_kinds=len(kind_rows),
-            kind_effects=effects, num_kind_rows=len(effects), num_kind_lengths=effects.shape[1],
-        )  # fmt: skip
+            parameters=model.parameter_array,
+            num_parameters=len(model.parameters),
+            token_seconds=seconds,
+            captured_below=captured_below,
+            num_totals=len(seconds),
+            kind_rows=kind_rows,
+            num_batch_kinds=len(kind_rows),
+            kind_effects=effects,
+            num_kind_rows=len(effects),
+            num_kind_lengths=effects.shape[1],
+        )
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
         """Add up the requests' gains by depth, as far as their ceilings go, [at most `limit`]."""
@@ -221,9 +237,7 @@ class RequestBeliefs:
         """Look up the requests' gains by depth, 0 beyond their ceilings, [n, at most `limit`]."""
         compiled = self._compiled or self._load()
         tables, slots = self._tables, self.slots_of(request_ids)
-        curve = compiled.curves(
-            slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift
-        )  # fmt: skip
+        curve = compiled.curves(slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift)
         gains: Floats = tables.curves.gains[curve, :limit]
         if self.num_ceilings:
             gains = np.where(np.arange(gains.shape[1]) < self.ceiling[slots][:, None], gains, 0.0)

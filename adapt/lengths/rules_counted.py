@@ -93,10 +93,13 @@ class Threshold(Contender):
         if self._shared_lengths:
             return [young] * len(request_ids)
         return [
-            young if (request := get(request_id)) is None or not (length := request.window.length)
-            else length if length < limit else limit
+            young
+            if (request := get(request_id)) is None or not (length := request.window.length)
+            else length
+            if length < limit
+            else limit
             for request_id in request_ids
-        ]  # fmt: skip
+        ]
 
 
 class EmaTiers(Contender):

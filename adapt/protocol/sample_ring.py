@@ -88,9 +88,20 @@ RESERVED_OFFSET = 24
 def pack_header(header: RingHeader) -> bytes:
     """Encode a ring header (shorter than HEADER_BYTES; the rest stays zero)."""
     return _HEADER.pack(
-        MAGIC, LAYOUT_VERSION, HEADER_BYTES, header.capacity_bytes, header.reserved, header.written, header.num_records,
-        header.feature_size, header.feature_dtype, header.feature_kind, 0, header.generation, header.created_unix_ns,
-    )  # fmt: skip
+        MAGIC,
+        LAYOUT_VERSION,
+        HEADER_BYTES,
+        header.capacity_bytes,
+        header.reserved,
+        header.written,
+        header.num_records,
+        header.feature_size,
+        header.feature_dtype,
+        header.feature_kind,
+        0,
+        header.generation,
+        header.created_unix_ns,
+    )
 
 
 def unpack_header(data: bytes) -> RingHeader:
@@ -112,10 +123,19 @@ def unpack_header(data: bytes) -> RingHeader:
 def pack_record(record: RecordHeader) -> bytes:
     """Encode a record's fixed part."""
     return _RECORD.pack(
-        RECORD_MAGIC, record.kind | record.flags << 8, record.seq, record.payload_bytes, record.crc32, record.num_rows,
-        record.head_bytes, record.first_position, record.feature_size, record.feature_dtype, record.temperature_milli,
+        RECORD_MAGIC,
+        record.kind | record.flags << 8,
+        record.seq,
+        record.payload_bytes,
+        record.crc32,
+        record.num_rows,
+        record.head_bytes,
+        record.first_position,
+        record.feature_size,
+        record.feature_dtype,
+        record.temperature_milli,
         0,
-    )  # fmt: skip
+    )
 
 
 def unpack_record(data: bytes) -> RecordHeader:

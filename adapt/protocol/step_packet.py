@@ -1,7 +1,7 @@
 """Reads a step's verify events as the device packed them: one buffer in, arrays out.
 
-The layout is that of kernels/events/layout.py, version 1; offsets are in the buffer's header, so only the header's words and the
-columns' types are known here. A reader never looks past the buffer, whatever the header says.
+The layout is that of kernels/events/layout.py, version 1; offsets are in the buffer's header, so only the header's words and
+the columns' types are known here. A reader never looks past the buffer, whatever the header says.
 
 Letters: B = requests in the step, K = draft tokens that there is room for, P = path, D = depths, m = candidates.
 """
@@ -80,12 +80,16 @@ def unpack(buffer: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> St
 
     is_tree, has_candidates = max_depth > 0, depths * candidates > 0
     packet = StepPacket(
-        step=(head[9] & 0xFFFFFFFF) | head[10] << 32, num_draft_tokens=column(0, "<i2"), num_accepted=column(1, "<i2"),
-        bonus_token_ids=column(2, "<i4"), draft_tokens=column(3, "<i4", drafts),
-        parents=column(4, "<i2", drafts) if is_tree else None, path=column(5, "<i2", max_depth) if is_tree else None,
+        step=(head[9] & 0xFFFFFFFF) | head[10] << 32,
+        num_draft_tokens=column(0, "<i2"),
+        num_accepted=column(1, "<i2"),
+        bonus_token_ids=column(2, "<i4"),
+        draft_tokens=column(3, "<i4", drafts),
+        parents=column(4, "<i2", drafts) if is_tree else None,
+        path=column(5, "<i2", max_depth) if is_tree else None,
         candidates=column(6, "<i4", depths, candidates) if has_candidates else None,
         log_probs=column(7, "<f2", depths, candidates) if has_candidates else None,
-    )  # fmt: skip
+    )
     _check(packet, drafts, max_depth if is_tree else drafts)
     return packet
 

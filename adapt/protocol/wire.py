@@ -241,9 +241,11 @@ class WorkloadPrior(_Message, frozen=True):
     strength: float = 8.0
     """Pseudo-rounds that this prior weighs against the request's own rounds."""
     context_shift: list[float] = []
-    """[B] factor on the failure odds by context length, in the buckets of adapt.acceptance.context_shift; empty: no difference."""
+    """[B] factor on the failure odds by context length, in the buckets of adapt.acceptance.context_shift; empty: no
+    difference."""
     depth_intercepts: list[float] = []
-    """[K] α_j of adapt.acceptance.depth_calibration, which says what a request's acceptance is worth at each depth; empty: as it is."""
+    """[K] α_j of adapt.acceptance.depth_calibration, which says what a request's acceptance is worth at each depth; empty:
+    as it is."""
     depth_slopes: list[float] = []
     """[K] β_j of the same."""
     feature_mean: float = 0.0

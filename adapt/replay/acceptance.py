@@ -3,11 +3,11 @@
 Position j is tried by a round iff the j−1 drafts before it were accepted and it was drafted: a hazard under right censoring.
 A policy that gives easy requests longer drafts is seen at late positions on easy requests only, so requests and positions are
 told apart: request q of workload w accepts with a_qj = m_j / (m_j + θ_q·(1 − m_j)). θ_q is the Mantel–Haenszel factor of
-`adapt.acceptance.estimate`, drawn to 1; m_j is estimated with every success weighted by its request's θ, since at a given position
-E[failures of q] = θ_q · (1 − m_j)/m_j · E[successes of q] however often q was tried there. The two are found in turn.
+`adapt.acceptance.estimate`, drawn to 1; m_j is estimated with every success weighted by its request's θ, since at a given
+position E[failures of q] = θ_q · (1 − m_j)/m_j · E[successes of q] however often q was tried there. The two are found in turn.
 
-The length of the context isn't told apart (`adapt.acceptance.context_shift` is not in use here): what it does to a request is part of its
-θ, which is taken to hold from its first round to its last.
+The length of the context isn't told apart (`adapt.acceptance.context_shift` is not in use here): what it does to a request is
+part of its θ, which is taken to hold from its first round to its last.
 
 Letters: Q = requests, C = cells (workload and drafter version), K = draft tokens.
 """

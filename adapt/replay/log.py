@@ -21,8 +21,15 @@ from honed.adapt.acceptance.rounds import trimmed_tokens
 from honed.adapt.protocol.wire import EventBatch
 
 _STEP_COLUMNS = (
-    "step", "end_ns", "duration_us", "num_requests", "num_tokens", "num_prefill_tokens", "context_tokens", "num_drafting",
-)  # fmt: skip
+    "step",
+    "end_ns",
+    "duration_us",
+    "num_requests",
+    "num_tokens",
+    "num_prefill_tokens",
+    "context_tokens",
+    "num_drafting",
+)
 _ROUND_COLUMNS = ("step", "workload", "position", "num_draft_tokens", "num_accepted_tokens", "num_emitted")
 _STRIDE = np.array([0xD6E8FEB86659FD93], dtype=np.uint64)
 _MOST_CELLS = 4096
@@ -127,9 +134,22 @@ class LogBuilder:
         is_busy = follows & (np.bincount(step, minlength=len(number)) > 0) & (since_last > 0)
         seconds = np.where(is_busy, since_last, np.maximum(duration_us, 1) * 1000) / 1e9
         return Log(
-            seconds, requests, tokens, prefill, context, block,
-            step, request, position, drafted, accepted, emitted, invalid > 0, cell[first], tuple(self._cells),
-        )  # fmt: skip
+            seconds,
+            requests,
+            tokens,
+            prefill,
+            context,
+            block,
+            step,
+            request,
+            position,
+            drafted,
+            accepted,
+            emitted,
+            invalid > 0,
+            cell[first],
+            tuple(self._cells),
+        )
 
 
 def _columns(source: object, names: Sequence[str]) -> Ints:

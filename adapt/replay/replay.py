@@ -170,10 +170,17 @@ class Replay:
         rounds, tokens, seconds = float(w.sum()), float(w @ log.emitted), float(w @ self._shares(log.seconds))
         tpot = self._tpot(log.seconds[log.step])
         return Logged(
-            tokens / seconds, float(tpot.mean()), float(np.quantile(tpot, 0.95)), tokens / rounds,
-            float(w @ log.drafted) / rounds, round(tokens), seconds,
-            round(rounds), self._num_requests, len(np.unique(log.step[w > 0])),
-        )  # fmt: skip
+            tokens / seconds,
+            float(tpot.mean()),
+            float(np.quantile(tpot, 0.95)),
+            tokens / rounds,
+            float(w @ log.drafted) / rounds,
+            round(tokens),
+            seconds,
+            round(rounds),
+            self._num_requests,
+            len(np.unique(log.step[w > 0])),
+        )
 
     def predict(self, rule: Rule) -> Prediction:
         """Replay one rule."""
@@ -191,12 +198,18 @@ class Replay:
             tpot, tpot_p95 = self._mean_tpot(got.waits, variance), float(np.quantile(of_requests, 0.95))
             exact_seconds = float(w @ (got.seconds * prices.is_seen(shape)[log.step])) / float(w @ got.seconds)
         return Prediction(
-            rule.text, speed, ratio, tpot, tpot_p95, tokens / rounds, float(w @ (got.rounds * lengths)) / rounds,
+            rule.text,
+            speed,
+            ratio,
+            tpot,
+            tpot_p95,
+            tokens / rounds,
+            float(w @ (got.rounds * lengths)) / rounds,
             float(w @ got.exact_rounds) / rounds,
             float(w @ (got.exact_rounds * np.minimum(np.minimum(log.accepted, lengths) + 1, log.emitted))) / tokens,
             exact_seconds,
             self._graph_steps(lengths),
-        )  # fmt: skip
+        )
 
     # --- one evaluation -----------------------------------------------------------------------------------------------
 
@@ -215,9 +228,11 @@ class Replay:
         another = view.prices.seconds(_without_prefill(shape))
         share = another / np.maximum(log.num_requests, log.rounds_in_step)
         return _Outcome(
-            self._shares(whole) + (rounds - 1.0) * share[log.step], rounds, exact_rounds,
+            self._shares(whole) + (rounds - 1.0) * share[log.step],
+            rounds,
+            exact_rounds,
             whole[log.step] + (rounds - 1.0) * another[log.step],
-        )  # fmt: skip
+        )
 
     def _tpot(self, waits: Floats) -> Floats:
         """Seconds per token of each request that the figures are about."""
@@ -261,8 +276,13 @@ class Replay:
             block = np.where(block > 0, self.num_spec_tokens, 0) if self._can_skip else log.block
         per_round = np.bincount(log.step, lengths, count) / np.maximum(log.rounds_in_step, 1)
         return Shape(
-            log.num_requests, log.num_tokens + more, log.context_tokens, log.num_prefill_tokens, per_round, block,
-        )  # fmt: skip
+            log.num_requests,
+            log.num_tokens + more,
+            log.context_tokens,
+            log.num_prefill_tokens,
+            per_round,
+            block,
+        )
 
     # --- how sure -----------------------------------------------------------------------------------------------------
 

@@ -134,14 +134,23 @@ def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeMo
         for cell in order.tolist()
     ]
     return Policy(
-        engine_id="", generation=1, ttl_s=_FOREVER_S, kind=rule.name,
+        engine_id="",
+        generation=1,
+        ttl_s=_FOREVER_S,
+        kind=rule.name,
         static_k=most if settings.static_k < 0 else min(settings.static_k, most),
         max_k=most if settings.max_k < 0 else min(settings.max_k, most),
-        priors=priors, step_seconds=list(model.parameters), kind_effects=list(model.kinds),
+        priors=priors,
+        step_seconds=list(model.parameters),
+        kind_effects=list(model.kinds),
         captured_tokens=list(model.captured_tokens),
-        hysteresis=settings.hysteresis, explore_share=settings.explore_share, request_ceiling=settings.request_ceiling,
-        table=list(rule.table), equal_lengths=settings.are_lengths_equal, captured_lengths=list(settings.captured_lengths),
-    )  # fmt: skip
+        hysteresis=settings.hysteresis,
+        explore_share=settings.explore_share,
+        request_ceiling=settings.request_ceiling,
+        table=list(rule.table),
+        equal_lengths=settings.are_lengths_equal,
+        captured_lengths=list(settings.captured_lengths),
+    )
 
 
 def play(log: Log, policy: LengthPolicy, num_spec_tokens: int, beliefs: Beliefs, seed: int) -> Ints:

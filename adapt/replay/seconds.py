@@ -2,10 +2,10 @@
 
     T' = T · c(kind')·M(step') / (c(kind)·M(step))
 
-M is the model of `adapt.steps.step_time`, fitted to the log's steps; c(kind) the robust mean of measured / M over steps of that kind
-(batch size, draft length, block, with or without prefill), drawn to the overall mean by `KIND_STRENGTH` steps. So a length
-that was seen at that batch size costs what it did cost, one that wasn't what the model says, and whatever else slowed the
-engine down at that moment (T / cM) still does: up to `MOST_SLOWER` times as a factor, what lies beyond as so many seconds.
+M is the model of `adapt.steps.step_time`, fitted to the log's steps; c(kind) the robust mean of measured / M over steps of
+that kind (batch size, draft length, block, with or without prefill), drawn to the overall mean by `KIND_STRENGTH` steps. So a
+length that was seen at that batch size costs what it did cost, one that wasn't what the model says, and whatever else slowed
+the engine down at that moment (T / cM) still does: up to `MOST_SLOWER` times as a factor, what lies beyond as so many seconds.
 
 Steps without verify rounds are all prompt and mostly without drafts: they tell nothing of what decoding without drafts costs.
 They teach nothing here, and keep the seconds that were logged.
@@ -83,9 +83,13 @@ class StepRows:
         self.seconds = log.seconds[self.steps]
         s = self.shape
         coarse = np.stack(
-            [np.log2(np.maximum(s.requests, 1) ** 4).astype(np.int64), np.rint(s.drafted).astype(np.int64), s.block,
-             np.ceil(np.log2(s.prefill + 1)).astype(np.int64)]
-        )  # fmt: skip
+            [
+                np.log2(np.maximum(s.requests, 1) ** 4).astype(np.int64),
+                np.rint(s.drafted).astype(np.int64),
+                s.block,
+                np.ceil(np.log2(s.prefill + 1)).astype(np.int64),
+            ]
+        )
         _, kind = np.unique(coarse, axis=1, return_inverse=True)
         kind = kind.ravel()
         order = rng.permutation(len(kind))
@@ -157,9 +161,13 @@ def price(rows: StepRows, weights: Floats | None = None) -> Prices:
         kinds, counts = np.unique(rows.shape.kind(), return_counts=True)
         return Prices(StepTimeModel(), kinds, np.ones(len(kinds)), counts, 1.0, slower, beyond, blocks)
     parameters = fit_parameters(
-        rows.matrix(), rows.seconds[rows.rows], weights[rows.rows] + 1e-9, rows.scale, rows.captured_tokens,
+        rows.matrix(),
+        rows.seconds[rows.rows],
+        weights[rows.rows] + 1e-9,
+        rows.scale,
+        rows.captured_tokens,
         rows.steps[rows.rows].astype(np.float64),
-    )  # fmt: skip
+    )
     model = StepTimeModel(tuple(parameters.tolist()), rows.captured_tokens)
     expected = modelled(model, rows.shape)
     ratio = np.clip(rows.seconds / expected, 1.0 / MOST_SLOWER, MOST_SLOWER)

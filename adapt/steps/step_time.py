@@ -45,12 +45,21 @@ if TYPE_CHECKING:
 KNOTS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FILLED = (8, 32, 128)
 PARAMETERS = (
-    "base", "per_request", "per_context_token", "per_prefill_token",
-    "drafting", "drafting_per_request", "per_block_token", "per_block_token_and_request",
+    "base",
+    "per_request",
+    "per_context_token",
+    "per_prefill_token",
+    "drafting",
+    "drafting_per_request",
+    "per_block_token",
+    "per_block_token_and_request",
     "drafting_per_context_token",
-    "verifying", "verifying_per_request",
-    "per_token", *(f"per_token_above_{knot}" for knot in KNOTS), *(f"per_token_up_to_{most}" for most in FILLED),
-)  # fmt: skip
+    "verifying",
+    "verifying_per_request",
+    "per_token",
+    *(f"per_token_above_{knot}" for knot in KNOTS),
+    *(f"per_token_up_to_{most}" for most in FILLED),
+)
 """Order of `Policy.step_seconds`; all in seconds per unit. A list of another length is another version's: not ready."""
 
 _DRAFTING, _VERIFYING, _TOKENS = slice(4, 9), slice(9, 11), slice(11, None)
@@ -537,10 +546,23 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
     drafting = (block > 0).astype(np.float64)
     hinges = [np.maximum(padded - knot, 0.0) for knot in KNOTS] + [np.minimum(padded, most) for most in FILLED]
     matrix = np.stack(
-        [np.ones(len(steps)), requests, context, prefill,
-         drafting, drafting * requests, block, block * requests, drafting * context,
-         verifying, verifying * requests, padded, *hinges], axis=1,
-    )  # fmt: skip
+        [
+            np.ones(len(steps)),
+            requests,
+            context,
+            prefill,
+            drafting,
+            drafting * requests,
+            block,
+            block * requests,
+            drafting * context,
+            verifying,
+            verifying * requests,
+            padded,
+            *hinges,
+        ],
+        axis=1,
+    )
     if drafting.all() or not drafting.any():
         matrix[:, _DRAFTING] = 0.0  # never skipped (or never used): its cost can't be told from the rest
     elif len(np.unique(block[block > 0])) == 1:

@@ -20,7 +20,8 @@ from honed.adapt.steps.step_time import Step, StepTimeModel
 WINDOWS = ((16, 0.45), (64, 0.15))
 """(steps, smallest relative change that counts, as a logarithm): the greater a change, the fewer steps prove it."""
 _MANY_SPELLS = 4.0
-"""Standard deviations of a machine's spells (`adapt.steps.spells`) that a change has to exceed: what one of them does is none."""
+"""Standard deviations of a machine's spells (`adapt.steps.spells`) that a change has to exceed: what one of them does is
+none."""
 _MOST_DEMANDED = 3.0
 """Times the smallest change: on a machine of many spells no more than that has to be shown."""
 MIN_AGREEING = 0.8

@@ -244,10 +244,16 @@ class TreeBudget:
         ceilings: Ints | None = None,
     ) -> Choice:
         return choose_nodes(
-            table, sunk(model, self.num_depths), is_latency=self.settings.is_latency, context_tokens=context_tokens,
-            num_prefill_tokens=num_prefill_tokens, ceilings=ceilings, limits=self.settings.limits,
-            previous=previous, hysteresis=self.settings.hysteresis,
-        )  # fmt: skip
+            table,
+            sunk(model, self.num_depths),
+            is_latency=self.settings.is_latency,
+            context_tokens=context_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            ceilings=ceilings,
+            limits=self.settings.limits,
+            previous=previous,
+            hysteresis=self.settings.hysteresis,
+        )
 
     def _promise(self, workloads: Sequence[str], model: StepTimeModel, context_tokens: int, num_prefill_tokens: int) -> float:
         """Estimate the best rate with the drafter over that without.

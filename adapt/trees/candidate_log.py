@@ -82,11 +82,15 @@ class CandidateRequest:
 def render_line(request: CandidateRequest) -> bytes:
     """Write a request as a line; log-probabilities with four decimals."""
     line = CandidateLine(
-        request=request.request, workload=request.workload, temperature=request.temperature,
-        first_position=request.first_position, tokens=request.tokens.tolist(),
-        positions=(request.starts + request.first_position).tolist(), candidates=request.candidates.tolist(),
+        request=request.request,
+        workload=request.workload,
+        temperature=request.temperature,
+        first_position=request.first_position,
+        tokens=request.tokens.tolist(),
+        positions=(request.starts + request.first_position).tolist(),
+        candidates=request.candidates.tolist(),
         log_probs=np.round(np.maximum(request.log_probs, -99.0), 4).tolist(),
-    )  # fmt: skip
+    )
     return msgspec.json.encode(line) + b"\n"
 
 

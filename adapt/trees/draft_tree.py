@@ -124,9 +124,11 @@ class _Builder:
             self._admit(*entry)
         columns = list(zip(*self._nodes, strict=True)) or [(), (), (), ()]
         return DraftTree(
-            np.array(columns[0], dtype=np.int64), np.array(columns[1], dtype=np.int64),
-            np.array(columns[2], dtype=np.int64), np.array(columns[3], dtype=np.float64),
-        )  # fmt: skip
+            np.array(columns[0], dtype=np.int64),
+            np.array(columns[1], dtype=np.int64),
+            np.array(columns[2], dtype=np.int64),
+            np.array(columns[3], dtype=np.float64),
+        )
 
     def _admit(self, cost: float, depth: int, path: tuple[int, ...], parent: int) -> None:
         node = len(self._nodes)

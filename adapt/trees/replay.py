@@ -76,10 +76,16 @@ def predict(
         after, before = grower.calibration.error, grower.calibration_before.error
     total = sums.sum(axis=0)
     return TreePrediction(
-        policy, num_requests,
-        ratio_of(sums, _TOKENS, _SECONDS, seed), ratio_of(sums, _TOKENS, _ROUNDS, seed),
-        float(total[_NODES] / total[_ROUNDS]), float(total[_EXACT] / total[_ROUNDS]), after, before, sums,
-    )  # fmt: skip
+        policy,
+        num_requests,
+        ratio_of(sums, _TOKENS, _SECONDS, seed),
+        ratio_of(sums, _TOKENS, _ROUNDS, seed),
+        float(total[_NODES] / total[_ROUNDS]),
+        float(total[_EXACT] / total[_ROUNDS]),
+        after,
+        before,
+        sums,
+    )
 
 
 def run(requests: Sequence[CandidateRequest], rule: TreePolicy, model: StepTimeModel, num_requests: int, block: int) -> Floats:

@@ -212,9 +212,16 @@ class RowWriter:
         request.next_position = first + count
         assert self._ring is not None
         self._ring.write_rows(
-            request.key, request.workload, drafter_version, first, token_ids, features, flags, request.temperature,
+            request.key,
+            request.workload,
+            drafter_version,
+            first,
+            token_ids,
+            features,
+            flags,
+            request.temperature,
             request.session,
-        )  # fmt: skip
+        )
         self.num_rows += count
         self.num_bytes += features.nbytes
 

@@ -69,9 +69,16 @@ class RingWriter:
         if self._max_rows < 1:
             raise ValueError(f"a sample ring of {capacity_bytes} bytes is too small for rows of {row_bytes} bytes")
         header = RingHeader(
-            self._capacity, 0, 0, 0, feature_size, self._dtype_code, _code(FEATURE_KINDS, feature_kind), 0,
+            self._capacity,
+            0,
+            0,
+            0,
+            feature_size,
+            self._dtype_code,
+            _code(FEATURE_KINDS, feature_kind),
+            0,
             time.time_ns(),
-        )  # fmt: skip
+        )
         self._map = _make_file(self.path, HEADER_BYTES + self._capacity, pack_header(header), mode)
         self._words = np.frombuffer(self._map, "<u8", HEADER_BYTES // 8)
         self._bytes = np.frombuffer(self._map, np.uint8, self._capacity, HEADER_BYTES)
@@ -157,9 +164,18 @@ class RingWriter:
             crc = zlib.crc32(part.data, crc)
             at += part.nbytes
         record = RecordHeader(
-            kind, flags, self._num_records, payload_bytes, crc, rows, head, position, self._feature_size,
-            self._dtype_code, milli,
-        )  # fmt: skip
+            kind,
+            flags,
+            self._num_records,
+            payload_bytes,
+            crc,
+            rows,
+            head,
+            position,
+            self._feature_size,
+            self._dtype_code,
+            milli,
+        )
         self._put(place, np.frombuffer(pack_record(record), np.uint8))
         self._written = end
         self._num_records += 1

@@ -80,15 +80,23 @@ EVENTS: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "__init__", first=("vllm_config",)),
     Method(_SCHED, "Scheduler", "schedule", calls=("_update_after_schedule",)),
     Method(
-        _SCHED, "Scheduler", "update_from_output", ("scheduler_output", "model_runner_output"),
+        _SCHED,
+        "Scheduler",
+        "update_from_output",
+        ("scheduler_output", "model_runner_output"),
         calls=("make_spec_decoding_stats",),
     ),
     Passes(
-        _SCHED, "Scheduler", "update_from_output", "make_spec_decoding_stats",
+        _SCHED,
+        "Scheduler",
+        "update_from_output",
+        "make_spec_decoding_stats",
         ("num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
     ),
     Method(
-        _SCHED, "Scheduler", "make_spec_decoding_stats",
+        _SCHED,
+        "Scheduler",
+        "make_spec_decoding_stats",
         first=("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id"),
     ),
     Method(_SCHED, "Scheduler", "add_request", first=("request",)),
@@ -112,22 +120,29 @@ EVENTS: tuple[Clause, ...] = (
     Attributes("v1/core/kv_cache_manager.py", "KVCacheManager", ("usage",)),
     Open("v1/core/sched/output.py", "SchedulerOutput"),
     Attributes(
-        "v1/core/sched/output.py", "SchedulerOutput",
+        "v1/core/sched/output.py",
+        "SchedulerOutput",
         ("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"),
     ),
     Attributes("v1/outputs.py", "ModelRunnerOutput", ("sampled_token_ids", "req_id_to_index")),
     Attributes("v1/request.py", "Request", ("request_id", "sampling_params", "num_tokens", "num_computed_tokens")),
     Attributes("sampling_params.py", "SamplingParams", ("extra_args", "temperature")),
     Attributes(
-        "config/vllm.py", "VllmConfig",
+        "config/vllm.py",
+        "VllmConfig",
         (
-            "model_config", "parallel_config", "scheduler_config", "speculative_config", "num_speculative_tokens",
+            "model_config",
+            "parallel_config",
+            "scheduler_config",
+            "speculative_config",
+            "num_speculative_tokens",
             "use_v2_model_runner",
         ),
     ),
     Attributes("config/parallel.py", "ParallelConfig", ("data_parallel_index", "data_parallel_size", "pipeline_parallel_size")),
     Attributes(
-        "config/scheduler.py", "SchedulerConfig",
+        "config/scheduler.py",
+        "SchedulerConfig",
         ("async_scheduling", "max_num_seqs", "max_num_batched_tokens", "scheduler_cls"),
     ),
     Attributes("config/speculative.py", "SpeculativeConfig", ("method", "draft_model_config", "enable_adaptive_verification")),
@@ -135,7 +150,7 @@ EVENTS: tuple[Clause, ...] = (
     Method(_CORE, "EngineCore", "__init__", calls=("load_general_plugins", "_initialize_kv_caches", "Scheduler")),
     Method(_CORE, "EngineCore", "step", calls=("schedule", "execute_model", "sample_tokens", "update_from_output")),
     Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("schedule", "execute_model", "update_from_output")),
-)  # fmt: skip
+)
 
 DRAFT_LENGTH: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "_update_after_schedule", first=("scheduler_output",)),
@@ -148,28 +163,48 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Attributes(_V2, "GPUModelRunner", ("cudagraph_manager",)),
     Attributes("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", ("graphs",)),
     Attributes(
-        "v1/worker/gpu/cudagraph_utils.py", "BatchExecutionDescriptor",
+        "v1/worker/gpu/cudagraph_utils.py",
+        "BatchExecutionDescriptor",
         ("num_tokens", "uniform_token_count", "num_active_loras", "num_ubatches"),
     ),
     Method(_CORE, "EngineCore", "post_step", calls=("take_draft_token_ids", "update_draft_token_ids")),
     Method("v1/executor/abstract.py", "Executor", "take_draft_token_ids"),
     # A step without drafts is spared the draft pass (idle_drafts.py).
-    Method("v1/worker/gpu/spec_decode/dflash/speculator.py", "DFlashSpeculator", "propose",
-           ("dummy_run", "is_profile", "num_speculative_tokens"), calls=("_precompute_context_kv", "_generate_draft")),
+    Method(
+        "v1/worker/gpu/spec_decode/dflash/speculator.py",
+        "DFlashSpeculator",
+        "propose",
+        ("dummy_run", "is_profile", "num_speculative_tokens"),
+        calls=("_precompute_context_kv", "_generate_draft"),
+    ),
     Passes(
-        _V1, "GPUModelRunner", "propose_draft_token_ids", "propose",
+        _V1,
+        "GPUModelRunner",
+        "propose_draft_token_ids",
+        "propose",
         ("num_speculative_tokens", "target_positions", "target_hidden_states", "common_attn_metadata"),
     ),
     Method(
-        _PROPOSER, "DFlashProposer", "set_inputs_first_pass", ("target_positions", "target_hidden_states", "cad"),
+        _PROPOSER,
+        "DFlashProposer",
+        "set_inputs_first_pass",
+        ("target_positions", "target_hidden_states", "cad"),
     ),
     Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("slot_mapping",)),
     Method(_V1, "GPUModelRunner", "_sample", first=("logits", "spec_decode_metadata")),
     Method(
-        _V1, "GPUModelRunner", "propose_draft_token_ids",
+        _V1,
+        "GPUModelRunner",
+        "propose_draft_token_ids",
         first=(
-            "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
-            "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata",
+            "scheduler_output",
+            "sampled_token_ids",
+            "sampling_metadata",
+            "hidden_states",
+            "sample_hidden_states",
+            "aux_hidden_states",
+            "spec_decode_metadata",
+            "common_attn_metadata",
         ),
     ),
     Attributes(_V1, "GPUModelRunner", ("use_async_scheduling", "use_aux_hidden_state_outputs", "input_ids", "kv_cache_config")),
@@ -184,18 +219,25 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Attributes("config/model.py", "ModelConfig", ("is_hybrid",)),
     Method(_PROPOSER, "DFlashProposer", "propose", calls=("combine_hidden_states", "set_inputs_first_pass")),
     Attributes(
-        _PROPOSER, "DFlashProposer",
+        _PROPOSER,
+        "DFlashProposer",
         (
-            "method", "parallel_drafting", "num_speculative_tokens", "vllm_config", "_last_draft_probs",
+            "method",
+            "parallel_drafting",
+            "num_speculative_tokens",
+            "vllm_config",
+            "_last_draft_probs",
             "_dflash_hidden_states",
         ),
     ),
     Method(
-        _DFLASH, "DFlashQwen3Model", "precompute_and_store_context_kv",
+        _DFLASH,
+        "DFlashQwen3Model",
+        "precompute_and_store_context_kv",
         first=("context_states", "context_positions", "context_slot_mapping"),
     ),
     Constant("v1/spec_decode/utils.py", "", "PADDING_SLOT_ID", -1),
-)  # fmt: skip
+)
 
 _WEIGHT_UPDATE = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
 
@@ -242,27 +284,39 @@ CAPTURE: tuple[Clause, ...] = (
     Attributes("v1/core/sched/output.py", "SchedulerOutput", ("finished_req_ids", "scheduled_new_reqs")),
     Attributes("v1/core/sched/output.py", "NewRequestData", ("req_id", "prompt_token_ids", "sampling_params")),
     Passes(
-        _V1, "GPUModelRunner", "propose_draft_token_ids", "propose",
+        _V1,
+        "GPUModelRunner",
+        "propose_draft_token_ids",
+        "propose",
         ("target_token_ids", "target_positions", "target_hidden_states", "common_attn_metadata", "num_rejected_tokens_gpu"),
     ),
     Attributes(_PROPOSER, "DFlashProposer", ("_dflash_hidden_states",)),
     Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc_cpu",)),
     Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
     Method(
-        _SPECULATOR, "DFlashSpeculator", "propose", ("dummy_run",),
+        _SPECULATOR,
+        "DFlashSpeculator",
+        "propose",
+        ("dummy_run",),
         first=(
-            "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled",
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
             "num_rejected",
         ),
     ),
     Attributes(_SPECULATOR, "DFlashSpeculator", ("hidden_states",)),
     Attributes(
-        "v1/worker/gpu/input_batch.py", "InputBatch",
+        "v1/worker/gpu/input_batch.py",
+        "InputBatch",
         ("req_ids", "num_reqs", "num_tokens", "query_start_loc_np", "input_ids", "positions"),
     ),
     Attributes(_DFLASH, "DFlashQwen3Model", ("hidden_norm",)),
     Attributes("model_executor/layers/layernorm.py", "RMSNorm", ("weight", "variance_epsilon")),
-)  # fmt: skip
+)
 
 SWAP: tuple[Clause, ...] = (
     *WORKERS,
@@ -272,13 +326,16 @@ SWAP: tuple[Clause, ...] = (
     Method("v1/worker/gpu_worker.py", "Worker", "finish_weight_update", calls=("finish_weight_update",)),
     Attributes("v1/worker/gpu_worker.py", "Worker", ("weight_transfer_engine", "_weight_update_is_draft")),
     Method(
-        "distributed/weight_transfer/base.py", "WeightTransferEngine", "set_weight_update_target",
+        "distributed/weight_transfer/base.py",
+        "WeightTransferEngine",
+        "set_weight_update_target",
         first=("model", "model_config"),
     ),
     Attributes("distributed/weight_transfer/base.py", "WeightTransferEngine", ("model_config",)),
     Method(_SCHED, "Scheduler", "reset_prefix_cache", ("reset_running_requests",)),
     Attributes(
-        _DFLASH, "DFlashQwen3Model",
+        _DFLASH,
+        "DFlashQwen3Model",
         ("layers", "_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights", "mask_embedding", "has_separate_mask_embedding"),
     ),
     Attributes(_DFLASH, "DFlashQwen3DecoderLayer", ("self_attn",)),
@@ -289,7 +346,7 @@ SWAP: tuple[Clause, ...] = (
     Method(_LINEAR, "UnquantizedLinearMethod", "process_weights_after_loading", first=("layer",)),
     Method(_LINEAR, "UnquantizedLinearMethod", "apply", first=("layer", "x", "bias")),
     Method("distributed/communication_op.py", "", "tensor_model_parallel_all_gather", first=("input_", "dim")),
-)  # fmt: skip
+)
 
 CONTRACT: dict[str, tuple[Clause, ...]] = {
     "events": EVENTS,

@@ -96,13 +96,22 @@ class Attachment:
         if self._can_shorten and not vllm_config.scheduler_config.async_scheduling:  # else it is asked for an earlier step
             self._workers.skip_draft_fetch(lambda: self._block > 0)
         self._publisher = Publisher(
-            settings.socket_endpoint, settings.engine_id, self._boot_id, self._log, settings.queue_bytes, self._callbacks(),
+            settings.socket_endpoint,
+            settings.engine_id,
+            self._boot_id,
+            self._log,
+            settings.queue_bytes,
+            self._callbacks(),
             self._lull,
-        )  # fmt: skip
+        )
         self.commands = CommandRunner(
-            (settings.engine_id, self._boot_id), self._workers.rpc, self._publisher.report, self._on_swapped, self._wake,
+            (settings.engine_id, self._boot_id),
+            self._workers.rpc,
+            self._publisher.report,
+            self._on_swapped,
+            self._wake,
             lambda: len(self._requests) > 0,
-        )  # fmt: skip
+        )
         self._workers.watch_sleep(self.fell_asleep, self.woke_up)
         self._workers.watch_weights(self._take_news, self.weights_came)  # the workers have to be attached by then
         if self._can_decide:
@@ -348,10 +357,14 @@ class Attachment:
         curves = None
         if is_on and model.is_ready and running:
             curves = cost_curves(
-                model, num_requests=len(running), context_tokens=sum(request.num_tokens for request in running),
-                num_spec_tokens=self._num_spec_tokens, max_num_seqs=config.scheduler_config.max_num_seqs,
-                max_tokens=config.scheduler_config.max_num_batched_tokens, captured_tokens=self._workers.graphs.token_counts,
-            )  # fmt: skip
+                model,
+                num_requests=len(running),
+                context_tokens=sum(request.num_tokens for request in running),
+                num_spec_tokens=self._num_spec_tokens,
+                max_num_seqs=config.scheduler_config.max_num_seqs,
+                max_tokens=config.scheduler_config.max_num_batched_tokens,
+                captured_tokens=self._workers.graphs.token_counts,
+            )
         self._workers.feed(is_on, curves)
 
     def _on_swapped(self, drafter_version: str, needs_cache_reset: bool) -> None:

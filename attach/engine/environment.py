@@ -9,8 +9,13 @@ from pathlib import Path
 
 RUNTIME_DIR = "HONED_RUNTIME_DIR"
 VARIABLES = (
-    RUNTIME_DIR, "HONED_ENGINE_ID", "HONED_CAPTURE", "HONED_RING_BYTES", "HONED_QUEUE_BYTES", "HONED_FEATURES",
-)  # fmt: skip
+    RUNTIME_DIR,
+    "HONED_ENGINE_ID",
+    "HONED_CAPTURE",
+    "HONED_RING_BYTES",
+    "HONED_QUEUE_BYTES",
+    "HONED_FEATURES",
+)
 """All that are read here."""
 OF_THE_DAEMON = ("HONED_CONFIG", "HONED_STATE_DIR", "HONED_LOG_LEVEL")
 """Beside HONED_<SECTION>__<KEY>; one environment file may serve both sides."""

@@ -93,11 +93,24 @@ class StepRecorder:
             self._ended_ns = now_ns
             self._log.append(
                 Step(
-                    plan.step, now_ns, duration_us, output.total_num_scheduled_tokens, plan.block,
-                    plan.reason, plan.drafter_version, self.verified, output.num_scheduled_tokens, self._drafts, self._sampled,
-                    self._row_of, self.invalid, self._num_verified, self._has_token_ids, plan.padded,
+                    plan.step,
+                    now_ns,
+                    duration_us,
+                    output.total_num_scheduled_tokens,
+                    plan.block,
+                    plan.reason,
+                    plan.drafter_version,
+                    self.verified,
+                    output.num_scheduled_tokens,
+                    self._drafts,
+                    self._sampled,
+                    self._row_of,
+                    self.invalid,
+                    self._num_verified,
+                    self._has_token_ids,
+                    plan.padded,
                 )
-            )  # fmt: skip
+            )
         self._output = None
         if self._over:
             for request_id in self._over:

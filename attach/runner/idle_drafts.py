@@ -95,16 +95,30 @@ def _sample_plainly(runner: Runner) -> None:
         return sample(logits, spec_decode_metadata)
 
     def propose_plainly(
-        scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, hidden_states: Any, sample_hidden_states: Any,
-        aux_hidden_states: Any, spec_decode_metadata: Any, common_attn_metadata: Any, *others: Any,
-    ) -> Any:  # fmt: skip
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: Any,
+        sample_hidden_states: Any,
+        aux_hidden_states: Any,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        *others: Any,
+    ) -> Any:
         if is_idle := scheduler_output.num_spec_tokens_to_schedule == 0:
             spec_decode_metadata = _unless_empty(spec_decode_metadata)
         if not is_idle or spec_decode_metadata is not None or model_runner.use_async_scheduling:
             return propose(
-                scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
-                aux_hidden_states, spec_decode_metadata, common_attn_metadata, *others,
-            )  # fmt: skip
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                common_attn_metadata,
+                *others,
+            )
         num_tokens = scheduler_output.total_num_scheduled_tokens
         runner.drafter.propose(
             num_speculative_tokens=0,

@@ -53,8 +53,10 @@ class Staging:
                 return moved
         logger.warning(
             "honed: new weights (%d MiB) wait in host memory, since %d MiB are free on the device: the swap takes longer; "
-            "lower --gpu-memory-utilization a little to have them on the device", num_bytes(pinned) >> 20, free >> 20,
-        )  # fmt: skip
+            "lower --gpu-memory-utilization a little to have them on the device",
+            num_bytes(pinned) >> 20,
+            free >> 20,
+        )
         return pinned
 
 

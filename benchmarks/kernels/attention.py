@@ -89,18 +89,34 @@ def by_flex(q: torch.Tensor, dense: list[torch.Tensor], attends: torch.Tensor, l
 
 
 def after_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, words: torch.Tensor, rows: int,
-    prefix: PagedPrefix, length: int, out: torch.Tensor, lse: torch.Tensor,
-) -> dict[str, Run]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    words: torch.Tensor,
+    rows: int,
+    prefix: PagedPrefix,
+    length: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> dict[str, Run]:
     """vLLM's flash-attn for the prefix where it is installed, and the op for the tree and the merge."""
     with contextlib.suppress(ImportError):
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         def run() -> object:
             attended, attended_lse = flash_attn_varlen_func(
-                q, prefix.k_cache, prefix.v_cache, max_seqlen_q=rows, cu_seqlens_q=starts, max_seqlen_k=length,
-                seqused_k=prefix.lengths, block_table=prefix.block_table, causal=False, return_softmax_lse=True,
-            )  # fmt: skip
+                q,
+                prefix.k_cache,
+                prefix.v_cache,
+                max_seqlen_q=rows,
+                cu_seqlens_q=starts,
+                max_seqlen_k=length,
+                seqused_k=prefix.lengths,
+                block_table=prefix.block_table,
+                causal=False,
+                return_softmax_lse=True,
+            )
             done = AttendedPrefix(attended, attended_lse.T)
             return tree_attention(q, k, v, starts, words, rows, prefix=done, out=out, lse=lse)
 

@@ -114,9 +114,7 @@ class Run:
             self._step()
         gaps = [(last - first) / max(self._tokens[name] - 1, 1) for name, (first, last) in self._times.items() if last > first]
         done, passes = sum(self._tokens.values()) / self._all_tokens, self._passes.seconds
-        return Seen(
-            done, self._is_over, self._num_tokens, self._seconds, self._num_steps, _median_ms(gaps), _median_ms(passes)
-        )  # fmt: skip
+        return Seen(done, self._is_over, self._num_tokens, self._seconds, self._num_steps, _median_ms(gaps), _median_ms(passes))
 
     def _length(self, number: int) -> int:
         places = self._load.concurrency
@@ -130,9 +128,13 @@ class Run:
             return False
         number, prompt = self._waiting.popleft()
         params = SamplingParams(
-            temperature=0.0, max_tokens=self._length(number), ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA, extra_args={"honed_workload": "default"},
-        )  # fmt: skip
+            temperature=0.0,
+            max_tokens=self._length(number),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"honed_workload": "default"},
+        )
         self._tokens[str(number)] = 0
         self._engine.add_request(str(number), prompt, params)
         return True
@@ -278,9 +280,13 @@ def attach(engine: Any, clock: Clock) -> None:
     core = engine.engine_core.engine_core
     before = core.scheduler
     core.scheduler = make_scheduler(
-        vllm_config=core.vllm_config, kv_cache_config=before.kv_cache_config, log_stats=core.log_stats,
-        structured_output_manager=core.structured_output_manager, include_finished_set=False, block_size=before.block_size,
-    )  # fmt: skip
+        vllm_config=core.vllm_config,
+        kv_cache_config=before.kv_cache_config,
+        log_stats=core.log_stats,
+        structured_output_manager=core.structured_output_manager,
+        include_finished_set=False,
+        block_size=before.block_size,
+    )
     if getattr(core.scheduler, "_honed", None) is None:
         raise RuntimeError("honed did not attach: see above")
 

@@ -20,19 +20,42 @@ from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.drafter.new_drafter import drafter_config
 
 _QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_act": "silu", "rope_scaling": None,
-    "max_position_embeddings": 40960, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
     "initializer_range": 0.02,
-    "sliding_window": None, "use_sliding_window": False, "max_window_layers": 36, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "vocab_size": 151936, "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "use_cache": True,
-}  # fmt: skip
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 36,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "use_cache": True,
+}
 _SIZES = {
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
-    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 2,
-              "num_key_value_heads": 1, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2},
-}  # fmt: skip
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 1024,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
 SHAPES = tuple(_SIZES)
 """Their names; "small" is for trying a benchmark on a CPU."""
 STD = 0.02

@@ -60,9 +60,14 @@ def featured(feature: Feature = SHOWN, **changes: object) -> tuple[Workload, ...
 
 
 def scenario(
-    name: str, requests: int, num_tokens: int, workloads: tuple[Workload, ...], *costs: Cost,
-    is_block_shortened: bool = False, is_refused: bool = False,
-) -> Scenario:  # fmt: skip
+    name: str,
+    requests: int,
+    num_tokens: int,
+    workloads: tuple[Workload, ...],
+    *costs: Cost,
+    is_block_shortened: bool = False,
+    is_refused: bool = False,
+) -> Scenario:
     """Describe a closed loop; costs follow each other in equal shares of the work."""
     stretches = tuple((share / len(costs), cost) for share, cost in enumerate(costs))
     load = Load(concurrency=((0.0, requests),))
@@ -77,31 +82,36 @@ SCENARIOS = (
     scenario("holds-256", 256, 500_000, featured(), EIGHT_B),
     scenario("costs-drift", 32, 300_000, featured(), EIGHT_B, SLOWED),
     scenario(
-        "drafter-not-worth-it", 8, 30_000,
-        (Workload("chat", LOW, feature=SHOWN), Workload("poems", POOR, feature=SHOWN)), SEQUENTIAL,
+        "drafter-not-worth-it",
+        8,
+        30_000,
+        (Workload("chat", LOW, feature=SHOWN), Workload("poems", POOR, feature=SHOWN)),
+        SEQUENTIAL,
         is_block_shortened=True,
     ),
     scenario("equal-lengths-only", 32, 300_000, featured(), replace(EIGHT_B, mixed_s=3e-3), is_refused=True),
     scenario("blind-features", 64, 400_000, featured(Feature(slope=0.0, noise=1.0)), EIGHT_B),
     scenario(
-        "features-differ", 64, 350_000,
+        "features-differ",
+        64,
+        350_000,
         (
             Workload("chat", FAIR, feature=SHOWN),
             Workload("code", GOOD, feature=Feature(slope=0.5, offset=-1.0)),
             Workload("poems", POOR, feature=Feature(slope=1.0, offset=5.0)),
-        ), EIGHT_B,
+        ),
+        EIGHT_B,
     ),
     scenario(
-        "beyond-graphs", 256, 500_000, featured(),
-        replace(
-            EIGHT_B, captured_tokens=GRAPHS, token_seconds=beyond_graphs(roofline(5.5e-3, 2.7e-5), GRAPHS[-1], 2.5e-3)
-        ),
+        "beyond-graphs",
+        256,
+        500_000,
+        featured(),
+        replace(EIGHT_B, captured_tokens=GRAPHS, token_seconds=beyond_graphs(roofline(5.5e-3, 2.7e-5), GRAPHS[-1], 2.5e-3)),
     ),
     scenario("short-requests", 64, 110_000, featured(strength=5.0, output_tokens=(8, 48)), EIGHT_B),
-    scenario(
-        "scattered-requests", 64, 450_000, featured(strength=2.0, output_tokens=(16, 64), prompt_tokens=(8, 32)), EIGHT_B
-    ),
+    scenario("scattered-requests", 64, 450_000, featured(strength=2.0, output_tokens=(16, 64), prompt_tokens=(8, 32)), EIGHT_B),
     scenario("shows-nothing-of-tokens", 64, 400_000, featured(Feature(0.0)), EIGHT_B),
     scenario("shows-much-of-tokens", 64, 400_000, featured(Feature(2.0)), EIGHT_B),
-)  # fmt: skip
+)
 """`shows-*` and holds-64 are a row of informativeness: 0, 1 and 2 (σ of the token's part of the log-odds)."""

@@ -151,9 +151,19 @@ class Engine:
         running = set(self._running.tolist())
         finished = {traffic.request_ids[i]: int(self._done[i]) for i in range(self._next) if i not in running}
         return Outcome(
-            tokens, columns[1], columns[2], rounds, drafted, block, columns[6], columns[7], self._reasons, columns[8], finished,
+            tokens,
+            columns[1],
+            columns[2],
+            rounds,
+            drafted,
+            block,
+            columns[6],
+            columns[7],
+            self._reasons,
+            columns[8],
+            finished,
             dict(zip(self._ids, self._emitted.tolist(), strict=True)),
-        )  # fmt: skip
+        )
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -188,8 +198,18 @@ class Engine:
         # What the attachment could tell of a round: one figure, the mean over the drafts that were made.
         features = None if drafts is None or not block else drafts.features[:, :block].mean(axis=1)
         if self._log is not None:
-            row = (step + 1, round(self.now_s * 1e9), round(seconds * 1e6), truth.num_requests, tokens, prefill, drafted,
-                   truth.context_tokens, block, reason)  # fmt: skip
+            row = (
+                step + 1,
+                round(self.now_s * 1e9),
+                round(seconds * 1e6),
+                truth.num_requests,
+                tokens,
+                prefill,
+                drafted,
+                truth.context_tokens,
+                block,
+                reason,
+            )
             self._log.add(row, (self._running, contexts - 1, lengths, accepted, emitted), self.now_s, features)
         if count:
             columns = (self._ids, lengths.tolist(), accepted.tolist())

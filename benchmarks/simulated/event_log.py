@@ -59,9 +59,15 @@ class EventLog:
             feature=np.concatenate(self._features).tolist() if self._traffic.draft_features is not None else [],
         )
         batch = EventBatch(
-            engine_id="synthetic", boot_id=self._traffic.trace.name, seq=self._seq, sent_unix_ns=0,
-            sent_mono_ns=round(now_s * 1e9), drafter_version="v1",
-            workloads=[one.name for one in self._traffic.trace.workloads], steps=steps, rounds=rounds,
-        )  # fmt: skip
+            engine_id="synthetic",
+            boot_id=self._traffic.trace.name,
+            seq=self._seq,
+            sent_unix_ns=0,
+            sent_mono_ns=round(now_s * 1e9),
+            drafter_version="v1",
+            workloads=[one.name for one in self._traffic.trace.workloads],
+            steps=steps,
+            rounds=rounds,
+        )
         self._steps, self._rounds, self._features = [], [], []
         self._send(batch, now_s)

@@ -269,9 +269,14 @@ class FedVerification(AdaptiveVerification):
             return
         states = self.manager.req_states
         curves = cost_curves(
-            model, num_requests=self._batch[0], context_tokens=self._batch[1], num_spec_tokens=self.num_spec_tokens,
-            max_num_seqs=states.max_num_reqs, max_tokens=states.max_num_batched_tokens, captured_tokens=self._captured,
-        )  # fmt: skip
+            model,
+            num_requests=self._batch[0],
+            context_tokens=self._batch[1],
+            num_spec_tokens=self.num_spec_tokens,
+            max_num_seqs=states.max_num_reqs,
+            max_tokens=states.max_num_batched_tokens,
+            captured_tokens=self._captured,
+        )
         if self._curves is None or not are_alike(self._curves, curves):
             self._curves = curves
             self.manager.set_cost_curves(*curves)

@@ -92,9 +92,14 @@ def command(
             calibrating.check_enough(fits, max_tokens, needed)
             with progress("collecting completions", len(fits.prompts), quiet=as_json) as tick:
                 collected = calibrating.collect(
-                    client, served, fits.prompts, sampling,
-                    concurrency=concurrency, engine_id=engine, on_reply=lambda reply: tick(),
-                )  # fmt: skip
+                    client,
+                    served,
+                    fits.prompts,
+                    sampling,
+                    concurrency=concurrency,
+                    engine_id=engine,
+                    on_reply=lambda reply: tick(),
+                )
         if collected.lost_records:
             typer.echo(f"{collected.lost_records} records were overwritten before they were read: {RING_CURE}", err=True)
         operation_id = calibrating.ask(client, collected.engine_id, needed.scope, max_seconds, reason)
@@ -178,8 +183,13 @@ def _write_new(
 def _render_new(document: dict[str, Any]) -> RenderableType:
     drafter, tokens = document["drafter"], document["block_size"] - 1
     return Group(
-        Text(f"{drafter}: untrained, {document['num_layers']} layers, {tokens} draft tokens, mask token "
-             f"{document['mask_token_id']}, target layers {cells.plain(document['target_layer_ids'])}"),
-        Text(f"Serve the target with it: HONED_FEATURES=layers, and `honed vllm-args --drafter {drafter}`; "
-             "then honed calibrate --url … --prompts …", "dim"),
-    )  # fmt: skip
+        Text(
+            f"{drafter}: untrained, {document['num_layers']} layers, {tokens} draft tokens, mask token "
+            f"{document['mask_token_id']}, target layers {cells.plain(document['target_layer_ids'])}"
+        ),
+        Text(
+            f"Serve the target with it: HONED_FEATURES=layers, and `honed vllm-args --drafter {drafter}`; "
+            "then honed calibrate --url … --prompts …",
+            "dim",
+        ),
+    )

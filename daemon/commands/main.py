@@ -265,9 +265,14 @@ def vllm_args(
     runtime_dir = load_settings(context.obj.config).paths.runtime_dir
     try:
         made = args.make(
-            runtime_dir, model=model, drafter=drafter, num_draft_tokens=draft_tokens, engine_id=engine_id,
-            graphs=_lengths(graphs), max_num_seqs=max_num_seqs,
-        )  # fmt: skip
+            runtime_dir,
+            model=model,
+            drafter=drafter,
+            num_draft_tokens=draft_tokens,
+            engine_id=engine_id,
+            graphs=_lengths(graphs),
+            max_num_seqs=max_num_seqs,
+        )
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
     typer.echo(made.render("json" if as_json or format == "json" else "systemd" if format == "systemd" else "shell"))

@@ -110,9 +110,14 @@ def command(
     since_s = now_s - duration_s(last) if last else moment_s(since, now_s) if since else None
     settings = load_settings(context.obj.config, state_dir=state_dir)
     question = Question(
-        tuple(policies or ()), engine, workload, since_s, moment_s(until, now_s) if until else None, seed,
+        tuple(policies or ()),
+        engine,
+        workload,
+        since_s,
+        moment_s(until, now_s) if until else None,
+        seed,
         settings.controller_settings(),
-    )  # fmt: skip
+    )
     try:
         emit(replay(settings.paths.database, question), as_json, render)
     except ReplayError as error:
@@ -153,10 +158,14 @@ def replay(database: Path, question: Question) -> Document:
     except ValueError as error:
         raise ReplayError(str(error), exit_code=EXIT_USAGE) from error
     asked = Replay(
-        log, num_spec_tokens, question.seed, settings,
+        log,
+        num_spec_tokens,
+        question.seed,
+        settings,
         can_shorten=hello.runner != "v2" if hello else None,
-        can_skip=hello is not None and hello.method == "dflash", mask=_mask(log, question.workload),
-    )  # fmt: skip
+        can_skip=hello is not None and hello.method == "dflash",
+        mask=_mask(log, question.workload),
+    )
     return {
         "engine_id": engine_id,
         "workload": question.workload,
@@ -183,9 +192,16 @@ def render(document: Document) -> RenderableType:
     logged, policies = document["logged"], document["policies"]
     table = Rows.of("policy", "tokens/s", "95 %", "ratio", "ms/token", "p95", "τ", "k", "exact", "seen")
     table.add_row(
-        "(logged)", _speed(logged["tokens_per_s"]), "", "1.000", _ms(logged["tpot_s"]), _ms(logged["tpot_p95_s"]),
-        *_lengths(logged), "", "",
-    )  # fmt: skip
+        "(logged)",
+        _speed(logged["tokens_per_s"]),
+        "",
+        "1.000",
+        _ms(logged["tpot_s"]),
+        _ms(logged["tpot_p95_s"]),
+        *_lengths(logged),
+        "",
+        "",
+    )
     known = [policy["tokens_per_s"]["value"] for policy in policies if policy["tokens_per_s"]]
     for policy in policies:
         speed, ratio, tpot = (policy[name] or {} for name in ("tokens_per_s", "ratio", "tpot_s"))

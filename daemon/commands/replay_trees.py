@@ -1,6 +1,7 @@
 """`honed replay --trees FILE`: what draft trees would give on a log of candidates. `adapt.trees.replay` has the answer.
 
-No engine verifies trees yet, so nothing in the daemon's database tells; the file does (`adapt.trees.candidate_log` has its format).
+No engine verifies trees yet, so nothing in the daemon's database tells; the file does (`adapt.trees.candidate_log` has its
+format).
 """
 
 from __future__ import annotations
@@ -84,12 +85,17 @@ def render(document: Document) -> RenderableType:
         best = max(other["tokens_per_s"]["value"] for other in rows if other["num_requests"] == row["num_requests"])
         speed = row["tokens_per_s"]
         table.add_row(
-            cells.count(row["num_requests"]), row["policy"], cells.number(speed["value"], 1),
+            cells.count(row["num_requests"]),
+            row["policy"],
+            cells.number(speed["value"], 1),
             cells.interval(speed["low"], speed["high"], 1),
-            cells.number(row["acceptance_length"]["value"], 3), cells.number(row["nodes_per_round"], 2),
-            cells.number(row["calibration_error"], 4), cells.number(row["calibration_error_before"], 4),
-            cells.percent(row["exact_rounds"]), style="bold" if speed["value"] == best else None,
-        )  # fmt: skip
+            cells.number(row["acceptance_length"]["value"], 3),
+            cells.number(row["nodes_per_round"], 2),
+            cells.number(row["calibration_error"], 4),
+            cells.number(row["calibration_error_before"], 4),
+            cells.percent(row["exact_rounds"]),
+            style="bold" if speed["value"] == best else None,
+        )
     head = (
         f"{document['file']}{', workload ' + document['workload'] if document['workload'] else ''}: "
         f"{cells.count(document['tokens'])} tokens of {cells.count(document['requests'])} requests, "

@@ -50,18 +50,22 @@ def check_process(
     yield from check_version(process.vllm_version, subject)
     if process.site_packages is not None and not process.honed_version:
         yield Check(
-            subject, "error", f"honed isn't installed in vLLM's own environment ({process.site_packages})",
+            subject,
+            "error",
+            f"honed isn't installed in vLLM's own environment ({process.site_packages})",
             f"{process.site_packages.parents[2]}/bin/python -m pip install --no-deps /path/to/honed, then restart vLLM.",
-        )  # fmt: skip
+        )
     if process.environment is None:
         yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` looks at it, too.")
     else:
         yield from _finds_daemon(process.environment, subject, runtime_dir)
     if group is not None and process.uid != 0 and group not in process.groups:
         yield Check(
-            subject, "error", f"runs as user {process.uid}, which is not in the group of {runtime_dir}",
+            subject,
+            "error",
+            f"runs as user {process.uid}, which is not in the group of {runtime_dir}",
             f"{_join(group)}, then restart vLLM: groups are read at the start.",
-        )  # fmt: skip
+        )
     yield from check_registry(process, registry, subject)
     yield from check_command(process.command, subject, read_config)
 
@@ -120,15 +124,18 @@ def check_version(version: str, subject: str) -> Iterator[Check]:
         yield Check(subject, "unknown", "which release of vLLM it is")
     elif release < SUPPORTED[0]:
         yield Check(
-            subject, "error", f"vLLM {version} is older than what honed was made for (>={low},<{high}): it only observes there",
+            subject,
+            "error",
+            f"vLLM {version} is older than what honed was made for (>={low},<{high}): it only observes there",
             f"pip install 'vllm>={low},<{high}' in vLLM's environment, then restart vLLM.",
-        )  # fmt: skip
+        )
     elif release >= SUPPORTED[1]:
         yield Check(
-            subject, "warning",
+            subject,
+            "warning",
             f"vLLM {version} is newer than what honed was made for (>={low},<{high}): it only observes there",
             f"Install a newer honed, or vllm<{high}.",
-        )  # fmt: skip
+        )
     else:
         yield Check(subject, "ok", f"vLLM {version} is one that honed knows")
 

@@ -3,10 +3,10 @@
     canary: the new version was made by a recalibration; `active` is the old one until the new one has proven better
     watch:  the new version is active (an operator promoted it, or it lately regressed); the old one is `previous`
 
-The two take turns in short windows in every engine that can run both (`adapt.monitor.canary` says when and what follows from it; both
-are staged there, so that a turn costs milliseconds). Engines go back to `active` by themselves when they hear nothing for
-LEASE_S. After each pair of windows the evidence is written down: a daemon that is started again goes on from there. Weights
-that were found worse are remembered by their SHA-256.
+The two take turns in short windows in every engine that can run both (`adapt.monitor.canary` says when and what follows from
+it; both are staged there, so that a turn costs milliseconds). Engines go back to `active` by themselves when they hear nothing
+for LEASE_S. After each pair of windows the evidence is written down: a daemon that is started again goes on from there.
+Weights that were found worse are remembered by their SHA-256.
 
 What a verdict means for aliases and operations is the lifecycle's business.
 """

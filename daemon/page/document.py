@@ -31,13 +31,34 @@ MOST_ENGINES = 8
 MOST_ROWS = 100_000
 OTHERS = "others"
 ENGINE_FIELDS = (
-    "engine_id", "connected", "model_name", "vllm_version", "honed_version", "num_spec_tokens", "drafter_version",
-    "num_running", "num_waiting", "policy", "decide_us_p99", "log_us_p99", "lost_rounds", "draft_tokens_per_round",
-    "tokens_per_s", "rounds",
-)  # fmt: skip
+    "engine_id",
+    "connected",
+    "model_name",
+    "vllm_version",
+    "honed_version",
+    "num_spec_tokens",
+    "drafter_version",
+    "num_running",
+    "num_waiting",
+    "policy",
+    "decide_us_p99",
+    "log_us_p99",
+    "lost_rounds",
+    "draft_tokens_per_round",
+    "tokens_per_s",
+    "rounds",
+)
 STATUS_FIELDS = (
-    "version", "uptime_s", "state", "generation", "acceptance", "events", "trainer", "training_paused", "drafters",
-)  # fmt: skip
+    "version",
+    "uptime_s",
+    "state",
+    "generation",
+    "acceptance",
+    "events",
+    "trainer",
+    "training_paused",
+    "drafters",
+)
 
 Document = dict[str, Any]
 
@@ -116,9 +137,12 @@ def series(service: Service, window: Window, times: list[int]) -> Document:
     totals: dict[str, int] = defaultdict(int)
     for row in rows:
         counts = Counts(
-            row["rounds"], row["draft_tokens"], row["accepted_tokens"],
-            tried=from_json(row["tried_by_position"]), accepted=from_json(row["accepted_by_position"]),
-        )  # fmt: skip
+            row["rounds"],
+            row["draft_tokens"],
+            row["accepted_tokens"],
+            tried=from_json(row["tried_by_position"]),
+            accepted=from_json(row["accepted_by_position"]),
+        )
         index = (row["bucket_s"] - times[0]) // window.step_s
         cells[row["workload"]][index].add(counts)
         totals[row["workload"]] += row["rounds"]

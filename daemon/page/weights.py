@@ -10,9 +10,21 @@ if TYPE_CHECKING:
 
 MOST_VERSIONS = 8
 PROGRESS = (
-    "state", "samples", "sessions", "steps", "max_steps", "tokens", "loss", "train_seconds", "max_seconds", "elapsed_s",
-    "preemptions", "gate", "version", "workloads",
-)  # fmt: skip
+    "state",
+    "samples",
+    "sessions",
+    "steps",
+    "max_steps",
+    "tokens",
+    "loss",
+    "train_seconds",
+    "max_seconds",
+    "elapsed_s",
+    "preemptions",
+    "gate",
+    "version",
+    "workloads",
+)
 
 Document = dict[str, Any]
 

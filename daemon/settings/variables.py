@@ -14,7 +14,8 @@ PATHS = {"HONED_STATE_DIR": "state_dir", "HONED_RUNTIME_DIR": "runtime_dir"}
 ATTACHMENT = frozenset(
     {"HONED_RUNTIME_DIR", "HONED_ENGINE_ID", "HONED_CAPTURE", "HONED_RING_BYTES", "HONED_QUEUE_BYTES", "HONED_FEATURES"}
 )
-"""Read by the side inside vLLM (attach/engine/environment.py). One environment file may serve both sides, so they are let be."""
+"""Read by the side inside vLLM (attach/engine/environment.py). One environment file may serve both sides, so they are let
+be."""
 OTHERS = frozenset({"HONED_CONFIG", "HONED_LOG_LEVEL"})
 """Read before there are settings."""
 OF_TESTS = "HONED_TEST_"

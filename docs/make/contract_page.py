@@ -20,8 +20,9 @@ from honed.attach.contract.contract import CONTRACT, WORKERS, Attributes, Clause
 PAGE, FINDINGS = "docs/compatibility.md", "attach/compatibility.json"
 HEAD = """# Compatibility with vLLM
 
-Made by `make reference` from `attach/contract/contract.py` and `attach/compatibility.json`; tests keep it true. `make contract` fetches
-the sources of every release of vLLM from {low} up to, not including, {high} and holds the contract against them anew.
+Made by `make reference` from `attach/contract/contract.py` and `attach/compatibility.json`; tests keep it true. `make
+contract` fetches the sources of every release of vLLM from {low} up to, not including, {high} and holds the contract against
+them anew.
 
 What honed relies on inside vLLM is mostly private to it. *Fits*: every name, parameter, attribute and order of calls that a
 capability relies on is there in the release's sources. That was read, not run: `make test` runs the release that is installed,

@@ -43,11 +43,24 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _compact_kernel(
-        like_ptr: tl.tensor, table_ptr: tl.tensor, slot_ptr: tl.tensor, path_ptr: tl.tensor, num_accepted_ptr: tl.tensor,
-        num_rows: tl.tensor, max_depth: tl.tensor, kv_block_size: tl.tensor, stride_block: tl.tensor, stride_slot: tl.tensor,
-        stride_head: tl.tensor, row_words: tl.tensor, HEAD_WORDS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-        IS_FLAT: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    ) -> None:  # fmt: skip
+        like_ptr: tl.tensor,
+        table_ptr: tl.tensor,
+        slot_ptr: tl.tensor,
+        path_ptr: tl.tensor,
+        num_accepted_ptr: tl.tensor,
+        num_rows: tl.tensor,
+        max_depth: tl.tensor,
+        kv_block_size: tl.tensor,
+        stride_block: tl.tensor,
+        stride_slot: tl.tensor,
+        stride_head: tl.tensor,
+        row_words: tl.tensor,
+        HEAD_WORDS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        GROUP: tl.constexpr,
+        IS_FLAT: tl.constexpr,
+        IS_ALIGNED: tl.constexpr,
+    ) -> None:
         i_t, i_b, i_l = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
         accepted = tl.minimum(tl.load(num_accepted_ptr + i_b).to(tl.int32), max_depth)
         p_plane = tl.load(table_ptr + i_l).to(tl.pointer_type(like_ptr.dtype.element_ty))
@@ -171,10 +184,23 @@ def launch(
     is_flat = heads == 1 or words.stride(2) == head_words
     grid = (triton.cdiv(row_words, columns), num_requests, len(planes))
     _compact_kernel[grid](
-        words, table, slots, path, num_accepted, num_rows, max_depth, words.shape[1], *words.stride()[:3], row_words,
-        HEAD_WORDS=head_words, COLUMNS=columns, GROUP=group, IS_FLAT=is_flat,
-        IS_ALIGNED=all(number % 16 == 0 for number in [*pointers, *byte_strides]), num_warps=max(1, min(4, columns // 128)),
-    )  # fmt: skip
+        words,
+        table,
+        slots,
+        path,
+        num_accepted,
+        num_rows,
+        max_depth,
+        words.shape[1],
+        *words.stride()[:3],
+        row_words,
+        HEAD_WORDS=head_words,
+        COLUMNS=columns,
+        GROUP=group,
+        IS_FLAT=is_flat,
+        IS_ALIGNED=all(number % 16 == 0 for number in [*pointers, *byte_strides]),
+        num_warps=max(1, min(4, columns // 128)),
+    )
 
 
 def _as_words(plane: torch.Tensor, pointers: Sequence[int]) -> torch.Tensor:

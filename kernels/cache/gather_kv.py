@@ -45,13 +45,36 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _gather_kernel(
-        data_ptr: tl.tensor, scale_ptr: tl.tensor, zero_ptr: tl.tensor, unrotate_ptr: tl.tensor, table_ptr: tl.tensor,
-        start_ptr: tl.tensor, row_start_ptr: tl.tensor, out_ptr: tl.tensor, table_stride: tl.tensor, kv_block_size: tl.tensor,
-        max_rows: tl.tensor, heads: tl.tensor, data_b: tl.tensor, data_s: tl.tensor, data_h: tl.tensor, scale_b: tl.tensor,
-        scale_s: tl.tensor, scale_h: tl.tensor, zero_b: tl.tensor, zero_s: tl.tensor, zero_h: tl.tensor,
-        HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, IS_PACKED: tl.constexpr, HAS_SCALE: tl.constexpr,
-        HAS_ZERO: tl.constexpr, HAS_HIDDEN_ZERO: tl.constexpr, IS_ROTATED: tl.constexpr,
-    ) -> None:  # fmt: skip
+        data_ptr: tl.tensor,
+        scale_ptr: tl.tensor,
+        zero_ptr: tl.tensor,
+        unrotate_ptr: tl.tensor,
+        table_ptr: tl.tensor,
+        start_ptr: tl.tensor,
+        row_start_ptr: tl.tensor,
+        out_ptr: tl.tensor,
+        table_stride: tl.tensor,
+        kv_block_size: tl.tensor,
+        max_rows: tl.tensor,
+        heads: tl.tensor,
+        data_b: tl.tensor,
+        data_s: tl.tensor,
+        data_h: tl.tensor,
+        scale_b: tl.tensor,
+        scale_s: tl.tensor,
+        scale_h: tl.tensor,
+        zero_b: tl.tensor,
+        zero_s: tl.tensor,
+        zero_h: tl.tensor,
+        HEAD_SIZE: tl.constexpr,
+        WIDTH: tl.constexpr,
+        ROWS: tl.constexpr,
+        IS_PACKED: tl.constexpr,
+        HAS_SCALE: tl.constexpr,
+        HAS_ZERO: tl.constexpr,
+        HAS_HIDDEN_ZERO: tl.constexpr,
+        IS_ROTATED: tl.constexpr,
+    ) -> None:
         i_t, i_b, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         first = tl.load(row_start_ptr + i_b).to(tl.int64)
         count = tl.minimum((tl.load(row_start_ptr + i_b + 1) - first).to(tl.int32), max_rows)
@@ -136,9 +159,17 @@ def gather_kv(
     """
     _check(plane, block_table, starts, row_starts, out)
     _gather_kv(
-        plane.data, plane.scale, plane.zero_point, plane.unrotate, plane.has_hidden_zero, block_table, starts, row_starts, out,
+        plane.data,
+        plane.scale,
+        plane.zero_point,
+        plane.unrotate,
+        plane.has_hidden_zero,
+        block_table,
+        starts,
+        row_starts,
+        out,
         max_rows,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -216,10 +247,28 @@ def launch(
     width = max(16, triton.next_power_of_2(head_size))
     rows = 64 if unrotate is not None else max(1, min(64, MAX_TILE // width))
     _gather_kernel[(triton.cdiv(max_rows, rows), num_requests, heads)](
-        data, scale, zero, unrotate, block_table, starts, row_starts, out, block_table.stride(0), data.shape[1], max_rows,
+        data,
+        scale,
+        zero,
+        unrotate,
+        block_table,
+        starts,
+        row_starts,
+        out,
+        block_table.stride(0),
+        data.shape[1],
+        max_rows,
         heads,
-        *data.stride()[:3], *((0, 0, 0) if scale is None else scale.stride()), *((0, 0, 0) if zero is None else zero.stride()),
-        HEAD_SIZE=head_size, WIDTH=width, ROWS=rows, IS_PACKED=data.dtype == torch.uint8,
-        HAS_SCALE=scale is not None, HAS_ZERO=zero is not None, HAS_HIDDEN_ZERO=plane.has_hidden_zero,
-        IS_ROTATED=unrotate is not None, num_warps=4,
-    )  # fmt: skip
+        *data.stride()[:3],
+        *((0, 0, 0) if scale is None else scale.stride()),
+        *((0, 0, 0) if zero is None else zero.stride()),
+        HEAD_SIZE=head_size,
+        WIDTH=width,
+        ROWS=rows,
+        IS_PACKED=data.dtype == torch.uint8,
+        HAS_SCALE=scale is not None,
+        HAS_ZERO=zero is not None,
+        HAS_HIDDEN_ZERO=plane.has_hidden_zero,
+        IS_ROTATED=unrotate is not None,
+        num_warps=4,
+    )

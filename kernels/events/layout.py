@@ -17,9 +17,9 @@ Version 1, little-endian. A header of 32 int32 words, then columns, each at a mu
     candidates          int32     [B, D, m]    ids, where m > 0
     log_probs           float16   [B, D, m]    of the candidates, as the drafter says them; −inf below −65,504
 
-What is emitted isn't stored: it is the accepted drafts and the bonus token. The law of this file is that of adapt/protocol/wire.py: a
-version's columns never change; columns that are added get a header word that was 0. The reader is adapt/protocol/step_packet.py, which
-takes offsets from the header and so needs nothing of this.
+What is emitted isn't stored: it is the accepted drafts and the bonus token. The law of this file is that of
+adapt/protocol/wire.py: a version's columns never change; columns that are added get a header word that was 0. The reader is
+adapt/protocol/step_packet.py, which takes offsets from the header and so needs nothing of this.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ class EventLayout:
         requests, drafts, is_tree = self.num_requests, self.num_draft_tokens, int(self.max_depth > 0)
         cells = requests * self.depths * self.candidates
         return (
-            2 * requests, 2 * requests, 4 * requests, 4 * requests * drafts, 2 * requests * drafts * is_tree,
-            2 * requests * self.max_depth, 4 * cells, 2 * cells,
-        )  # fmt: skip
+            2 * requests,
+            2 * requests,
+            4 * requests,
+            4 * requests * drafts,
+            2 * requests * drafts * is_tree,
+            2 * requests * self.max_depth,
+            4 * cells,
+            2 * cells,
+        )
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -33,14 +33,39 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _pack_kernel(
-        halves_ptr: tl.tensor, words_ptr: tl.tensor, floats_ptr: tl.tensor, step_ptr: tl.tensor, num_requests_ptr: tl.tensor,
-        num_draft_ptr: tl.tensor, num_accepted_ptr: tl.tensor, bonus_ptr: tl.tensor, draft_ptr: tl.tensor,
-        parent_ptr: tl.tensor, path_ptr: tl.tensor, candidate_ptr: tl.tensor, log_prob_ptr: tl.tensor, draft_stride: tl.tensor,
-        parent_stride: tl.tensor, room: tl.tensor, drafts: tl.tensor, max_depth: tl.tensor, cells: tl.tensor,
-        at_count: tl.tensor, at_accepted: tl.tensor, at_bonus: tl.tensor, at_draft: tl.tensor, at_parent: tl.tensor,
-        at_path: tl.tensor, at_candidate: tl.tensor, at_log_prob: tl.tensor, DRAFTS: tl.constexpr, PATH: tl.constexpr,
-        CELLS: tl.constexpr, IS_TREE: tl.constexpr, HAS_CANDIDATES: tl.constexpr,
-    ) -> None:  # fmt: skip
+        halves_ptr: tl.tensor,
+        words_ptr: tl.tensor,
+        floats_ptr: tl.tensor,
+        step_ptr: tl.tensor,
+        num_requests_ptr: tl.tensor,
+        num_draft_ptr: tl.tensor,
+        num_accepted_ptr: tl.tensor,
+        bonus_ptr: tl.tensor,
+        draft_ptr: tl.tensor,
+        parent_ptr: tl.tensor,
+        path_ptr: tl.tensor,
+        candidate_ptr: tl.tensor,
+        log_prob_ptr: tl.tensor,
+        draft_stride: tl.tensor,
+        parent_stride: tl.tensor,
+        room: tl.tensor,
+        drafts: tl.tensor,
+        max_depth: tl.tensor,
+        cells: tl.tensor,
+        at_count: tl.tensor,
+        at_accepted: tl.tensor,
+        at_bonus: tl.tensor,
+        at_draft: tl.tensor,
+        at_parent: tl.tensor,
+        at_path: tl.tensor,
+        at_candidate: tl.tensor,
+        at_log_prob: tl.tensor,
+        DRAFTS: tl.constexpr,
+        PATH: tl.constexpr,
+        CELLS: tl.constexpr,
+        IS_TREE: tl.constexpr,
+        HAS_CANDIDATES: tl.constexpr,
+    ) -> None:
         i_b = tl.program_id(0)
         if i_b == 0:
             step = tl.load(step_ptr)
@@ -139,9 +164,19 @@ def _pack_events(
 ) -> None:
     run = launch if data.is_cuda else reference.pack_events
     run(
-        data, EventLayout(*sizes), step, num_requests, num_draft_tokens, num_accepted, bonus_token_ids, draft_tokens, parents,
-        path, candidates, log_probs,
-    )  # fmt: skip
+        data,
+        EventLayout(*sizes),
+        step,
+        num_requests,
+        num_draft_tokens,
+        num_accepted,
+        bonus_token_ids,
+        draft_tokens,
+        parents,
+        path,
+        candidates,
+        log_probs,
+    )
 
 
 @_pack_events.register_fake
@@ -158,8 +193,20 @@ def launch(data: torch.Tensor, layout: EventLayout, *inputs: torch.Tensor | None
     parts[7] = None if parts[7] is None else parts[7].contiguous()  # the path
     strides = [0 if x is None else x.stride(0) for x in parts[5:7]]
     _pack_kernel[(max(layout.num_requests, 1),)](
-        data.view(torch.int16), data.view(torch.int32), data.view(torch.float16),
-        *parts, *strides, layout.num_requests, layout.num_draft_tokens, layout.max_depth, cells, *layout.offsets,
-        DRAFTS=triton.next_power_of_2(max(layout.num_draft_tokens, 1)), PATH=triton.next_power_of_2(max(layout.max_depth, 1)),
-        CELLS=triton.next_power_of_2(max(cells, 1)), IS_TREE=layout.max_depth > 0, HAS_CANDIDATES=cells > 0, num_warps=1,
-    )  # fmt: skip
+        data.view(torch.int16),
+        data.view(torch.int32),
+        data.view(torch.float16),
+        *parts,
+        *strides,
+        layout.num_requests,
+        layout.num_draft_tokens,
+        layout.max_depth,
+        cells,
+        *layout.offsets,
+        DRAFTS=triton.next_power_of_2(max(layout.num_draft_tokens, 1)),
+        PATH=triton.next_power_of_2(max(layout.max_depth, 1)),
+        CELLS=triton.next_power_of_2(max(cells, 1)),
+        IS_TREE=layout.max_depth > 0,
+        HAS_CANDIDATES=cells > 0,
+        num_warps=1,
+    )

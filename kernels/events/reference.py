@@ -31,12 +31,15 @@ def pack_events(
     words[9], words[10] = low_high[0], low_high[1]
     is_draft = torch.arange(layout.num_draft_tokens, device=data.device) < num_draft_tokens[:, None]
     parts = (
-        num_draft_tokens.to(torch.int16), num_accepted.to(torch.int16), bonus_token_ids.to(torch.int32),
+        num_draft_tokens.to(torch.int16),
+        num_accepted.to(torch.int16),
+        bonus_token_ids.to(torch.int32),
         torch.where(is_draft, draft_tokens, -1).to(torch.int32),
         None if parents is None else torch.where(is_draft, parents, -1).to(torch.int16),
-        None if path is None else path.to(torch.int16), None if candidates is None else candidates.to(torch.int32),
+        None if path is None else path.to(torch.int16),
+        None if candidates is None else candidates.to(torch.int32),
         None if log_probs is None else log_probs.to(torch.float16),
-    )  # fmt: skip
+    )
     for offset, size, part in zip(layout.offsets, layout.columns, parts, strict=True):
         if size:
             assert part is not None

@@ -128,10 +128,14 @@ def by_flex(
     k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
     v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
     out: torch.Tensor = attend(
-        q.reshape(1, n * b, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
-        block_mask=visible.block_mask(b, len(context_k) + len(padding)), scale=scale, enable_gqa=num_heads != own_k.shape[2],
+        q.reshape(1, n * b, num_heads, d).transpose(1, 2),
+        k[None].transpose(1, 2),
+        v[None].transpose(1, 2),
+        block_mask=visible.block_mask(b, len(context_k) + len(padding)),
+        scale=scale,
+        enable_gqa=num_heads != own_k.shape[2],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # for under 128 queries PyTorch would take its decoding kernel
-    )  # fmt: skip
+    )
     return out.transpose(1, 2).reshape(q.shape)
 
 
@@ -165,9 +169,12 @@ def block_mask(begins: torch.Tensor, ends: torch.Tensor, block_tokens: int, cont
         return in_context | ((row >= context_rows) & ((row - context_rows) // block_tokens == block))
 
     return BlockMask.from_kv_blocks(
-        *_ordered(partial), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=is_visible,
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=TILE,
+        mask_mod=is_visible,
         seq_lengths=(num_queries, context_rows + num_queries),
-    )  # fmt: skip
+    )
 
 
 def _ordered(is_set: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [1, 1, rows], [1, 1, rows, columns], int32
@@ -207,9 +214,13 @@ def _in_parts(
     for some, rows, mask in parts:
         k, v = (torch.cat((c[rows], own[some].flatten(0, 1))) for c, own in ((context_k, own_k), (context_v, own_v)))
         out = F.scaled_dot_product_attention(
-            q[some].reshape(1, -1, num_heads, d).transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2),
-            attn_mask=mask, scale=scale, enable_gqa=num_heads != own_k.shape[2],
-        )  # fmt: skip
+            q[some].reshape(1, -1, num_heads, d).transpose(1, 2),
+            k[None].transpose(1, 2),
+            v[None].transpose(1, 2),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=num_heads != own_k.shape[2],
+        )
         outs.append(out.transpose(1, 2).reshape(-1, b, num_heads, d))
     return torch.cat(outs)[torch.cat([part.blocks for part in parts]).argsort()]
 

@@ -36,9 +36,18 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _distance_kernel(  # type: ignore[no-untyped-def]
-        scores_ptr, goal_scores_ptr, gradient_ptr, losses_ptr, top_ptr, log_prob_ptr, vocabulary, decay,
-        KIND: tl.constexpr, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        scores_ptr,
+        goal_scores_ptr,
+        gradient_ptr,
+        losses_ptr,
+        top_ptr,
+        log_prob_ptr,
+        vocabulary,
+        decay,
+        KIND: tl.constexpr,
+        WITH_GRADIENT: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         i_m = tl.program_id(0).to(tl.int64)
         p_z, p_t = scores_ptr + i_m * vocabulary, goal_scores_ptr + i_m * vocabulary
         low = tl.full((), float("-inf"), dtype=scores_ptr.dtype.element_ty)
@@ -122,10 +131,19 @@ def fold_goal(
         if is_triton:
             by_score = scores if narrow is None else narrow[:rows]
             _distance_kernel[(rows,)](
-                scores, goal_scores, by_score, losses[part], top[part], log_probs[part], vocabulary, HYBRID_DECAY,
-                KIND=KINDS[kind], WITH_GRADIENT=with_gradient,
-                BLOCK=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8,
-            )  # fmt: skip
+                scores,
+                goal_scores,
+                by_score,
+                losses[part],
+                top[part],
+                log_probs[part],
+                vocabulary,
+                HYBRID_DECAY,
+                KIND=KINDS[kind],
+                WITH_GRADIENT=with_gradient,
+                BLOCK=min(4096, triton.next_power_of_2(vocabulary)),
+                num_warps=8,
+            )
         else:
             by_score = scores
             for some in slices(rows, max(1, CACHED_BYTES // (vocabulary * wide.itemsize))):

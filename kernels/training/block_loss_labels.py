@@ -38,10 +38,23 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _fold_tile_kernel(  # type: ignore[no-untyped-def]
-        scores_ptr, weights_ptr, gradient_ptr, labels_ptr, reference_ptr, peak_ptr, total_ptr, top_ptr, label_score_ptr,
-        start, width, hidden, slack,
-        WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
-    ):  # fmt: skip
+        scores_ptr,
+        weights_ptr,
+        gradient_ptr,
+        labels_ptr,
+        reference_ptr,
+        peak_ptr,
+        total_ptr,
+        top_ptr,
+        label_score_ptr,
+        start,
+        width,
+        hidden,
+        slack,
+        WITH_GRADIENT: tl.constexpr,
+        TILE: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+    ):
         i_m = tl.program_id(0).to(tl.int64)
         o_v = tl.arange(0, TILE)
         m_v = o_v < width
@@ -167,8 +180,21 @@ def first_best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [m
 def _fold_by_kernel(rows: _Rows, scores: torch.Tensor, weights: torch.Tensor, start: int, with_gradient: bool) -> None:
     hidden = rows.gradient.shape[1]
     _fold_tile_kernel[(len(scores),)](
-        scores, weights, rows.gradient, rows.labels, rows.reference, rows.peak, rows.total, rows.top, rows.label_score,
-        start, scores.shape[1], hidden, SLACK,
-        WITH_GRADIENT=with_gradient, TILE=triton.next_power_of_2(scores.shape[1]),
-        BLOCK_H=min(2048, triton.next_power_of_2(max(1, hidden))), num_warps=8,
-    )  # fmt: skip
+        scores,
+        weights,
+        rows.gradient,
+        rows.labels,
+        rows.reference,
+        rows.peak,
+        rows.total,
+        rows.top,
+        rows.label_score,
+        start,
+        scores.shape[1],
+        hidden,
+        SLACK,
+        WITH_GRADIENT=with_gradient,
+        TILE=triton.next_power_of_2(scores.shape[1]),
+        BLOCK_H=min(2048, triton.next_power_of_2(max(1, hidden))),
+        num_warps=8,
+    )

@@ -46,9 +46,20 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def load_pages(  # type: ignore[no-untyped-def]
-        p_k, p_v, p_table, at, end, stride_kp, stride_ks, stride_vp, stride_vs,
-        E: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr,
-    ):  # fmt: skip
+        p_k,
+        p_v,
+        p_table,
+        at,
+        end,
+        stride_kp,
+        stride_ks,
+        stride_vp,
+        stride_vs,
+        E: tl.constexpr,
+        PAGE: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        IS_MASKED: tl.constexpr,
+    ):
         """Load tokens [at, at + BLOCK_N) of one K/V head; `at` begins a tile. IS_MASKED: only those before `end`."""
         o_e, o_t = tl.arange(0, E), at + tl.arange(0, BLOCK_N)
         m_t = o_t < end
@@ -68,10 +79,29 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def attend_pages(  # type: ignore[no-untyped-def]
-        b_q, b_high, b_sum, b_acc, p_k, p_v, p_table, start, end, stride_kp, stride_ks, stride_vp, stride_vs,
-        k_scale_ptr, v_scale_ptr, scale, E: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-        HAS_SCALES: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr,
-    ):  # fmt: skip
+        b_q,
+        b_high,
+        b_sum,
+        b_acc,
+        p_k,
+        p_v,
+        p_table,
+        start,
+        end,
+        stride_kp,
+        stride_ks,
+        stride_vp,
+        stride_vs,
+        k_scale_ptr,
+        v_scale_ptr,
+        scale,
+        E: tl.constexpr,
+        PAGE: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        HAS_SCALES: tl.constexpr,
+        KIND: tl.constexpr,
+        DOT: tl.constexpr,
+    ):
         """Take tokens [start, end) of one K/V head into a running softmax that is still empty; `start` begins a tile."""
         if HAS_SCALES:
             scale *= tl.load(k_scale_ptr)

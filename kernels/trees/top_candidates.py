@@ -92,10 +92,21 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _scan_kernel(  # type: ignore[no-untyped-def]
-        logits_ptr, temperature_ptr, keys_ptr, sums_ptr, stride_b, stride_d, V, span,
-        D: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, COLUMN: tl.constexpr,
+        logits_ptr,
+        temperature_ptr,
+        keys_ptr,
+        sums_ptr,
+        stride_b,
+        stride_d,
+        V,
+        span,
+        D: tl.constexpr,
+        M: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROUNDS: tl.constexpr,
+        COLUMN: tl.constexpr,
         HAS_TEMPERATURE: tl.constexpr,
-    ):  # fmt: skip
+    ):
         i_s, i_d, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         p_x = logits_ptr + i_b * stride_b + i_d * stride_d
         start = i_s * span
@@ -144,10 +155,19 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _merge_kernel(  # type: ignore[no-untyped-def]
-        keys_ptr, sums_ptr, temperature_ptr, log_probs_ptr, ids_ptr, S,
-        D: tl.constexpr, M: tl.constexpr, TAKEN: tl.constexpr,
-        BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    ):  # fmt: skip
+        keys_ptr,
+        sums_ptr,
+        temperature_ptr,
+        log_probs_ptr,
+        ids_ptr,
+        S,
+        D: tl.constexpr,
+        M: tl.constexpr,
+        TAKEN: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        HAS_TEMPERATURE: tl.constexpr,
+    ):
         i_r = tl.program_id(0).to(tl.int64)
         t = _temperature(temperature_ptr, i_r // D, HAS_TEMPERATURE)
         o_s, o_k = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
@@ -248,12 +268,34 @@ def launch(
     sums = torch.empty((num_rows, num_splits, 2), dtype=torch.float32, device=logits.device)
     warmth = logits if temperature is None else temperature.contiguous()
     _scan_kernel[(num_splits, num_depths, num_requests)](
-        logits, warmth, keys, sums, logits.stride(0), logits.stride(1), vocabulary, span,
-        D=num_depths, M=kept, BLOCK=lanes, ROUNDS=ROUNDS, COLUMN=triton.next_power_of_2(span // lanes),
-        HAS_TEMPERATURE=temperature is not None, num_warps=4,
-    )  # fmt: skip
+        logits,
+        warmth,
+        keys,
+        sums,
+        logits.stride(0),
+        logits.stride(1),
+        vocabulary,
+        span,
+        D=num_depths,
+        M=kept,
+        BLOCK=lanes,
+        ROUNDS=ROUNDS,
+        COLUMN=triton.next_power_of_2(span // lanes),
+        HAS_TEMPERATURE=temperature is not None,
+        num_warps=4,
+    )
     _merge_kernel[(num_rows,)](
-        keys, sums, warmth, log_probs, ids, num_splits,
-        D=num_depths, M=kept, TAKEN=taken, BLOCK_S=triton.next_power_of_2(num_splits),
-        BLOCK_K=triton.next_power_of_2(num_splits * kept), HAS_TEMPERATURE=temperature is not None, num_warps=1,
-    )  # fmt: skip
+        keys,
+        sums,
+        warmth,
+        log_probs,
+        ids,
+        num_splits,
+        D=num_depths,
+        M=kept,
+        TAKEN=taken,
+        BLOCK_S=triton.next_power_of_2(num_splits),
+        BLOCK_K=triton.next_power_of_2(num_splits * kept),
+        HAS_TEMPERATURE=temperature is not None,
+        num_warps=1,
+    )

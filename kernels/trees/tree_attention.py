@@ -51,11 +51,38 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
     def _prefix_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, starts_ptr, k_cache_ptr, v_cache_ptr, table_ptr, lengths_ptr, k_scale_ptr, v_scale_ptr, part_ptr, part_lse_ptr,
-        stride_qr, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
-        stride_lx, num_heads, max_rows, num_splits, scale, G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SCALES: tl.constexpr, DOT: tl.constexpr,
-    ):  # fmt: skip
+        q_ptr,
+        starts_ptr,
+        k_cache_ptr,
+        v_cache_ptr,
+        table_ptr,
+        lengths_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        part_ptr,
+        part_lse_ptr,
+        stride_qr,
+        stride_qh,
+        stride_kp,
+        stride_ks,
+        stride_kh,
+        stride_vp,
+        stride_vs,
+        stride_vh,
+        stride_tb,
+        stride_lx,
+        num_heads,
+        max_rows,
+        num_splits,
+        scale,
+        G: tl.constexpr,
+        E: tl.constexpr,
+        PAGE: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        HAS_SCALES: tl.constexpr,
+        DOT: tl.constexpr,
+    ):
         """One split of a request's prefix for one tile of rows × heads: (out, log-sum-exp) into part [X, R, H, ·]."""
         num_tiles = tl.num_programs(0) // num_splits
         i_m, i_x = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
@@ -75,26 +102,87 @@ if triton is not None:
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, E], tl.float32)
         b_high, b_sum, b_acc = attend_pages(
-            b_q.to(DOT), b_high, b_sum, b_acc, k_cache_ptr + i_h * stride_kh, v_cache_ptr + i_h * stride_vh,
-            table_ptr + i_b.to(tl.int64) * stride_tb, start, tl.minimum(start + span, length),
-            stride_kp, stride_ks, stride_vp, stride_vs, k_scale_ptr, v_scale_ptr, scale * _LOG2_E,
-            E, PAGE, BLOCK_N, HAS_SCALES, b_q.dtype, DOT,
-        )  # fmt: skip
+            b_q.to(DOT),
+            b_high,
+            b_sum,
+            b_acc,
+            k_cache_ptr + i_h * stride_kh,
+            v_cache_ptr + i_h * stride_vh,
+            table_ptr + i_b.to(tl.int64) * stride_tb,
+            start,
+            tl.minimum(start + span, length),
+            stride_kp,
+            stride_ks,
+            stride_vp,
+            stride_vs,
+            k_scale_ptr,
+            v_scale_ptr,
+            scale * _LOG2_E,
+            E,
+            PAGE,
+            BLOCK_N,
+            HAS_SCALES,
+            b_q.dtype,
+            DOT,
+        )
         o_part = i_x * stride_lx + o_r * num_heads + o_h
         tl.store(part_ptr + (o_part * E)[:, None] + o_e[None, :], b_acc / b_sum[:, None], mask=m_m[:, None])
         tl.store(part_lse_ptr + o_part, (b_high + tl.log2(b_sum)) * _LN_2, mask=m_m)
 
     @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
     def _tree_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, k_ptr, v_ptr, starts_ptr, masks_ptr, k_cache_ptr, v_cache_ptr, table_ptr, lengths_ptr, k_scale_ptr, v_scale_ptr,
-        part_ptr, part_lse_ptr, out_ptr, lse_ptr,
-        stride_qr, stride_qh, stride_tkr, stride_tkh, stride_tvr, stride_tvh, stride_mb, stride_mr,
-        stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
-        stride_px, stride_pr, stride_ph, stride_lx, stride_lr, stride_lh, stride_or, stride_oh, num_heads, max_rows,
-        num_splits, scale, G: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PAGES: tl.constexpr, HAS_SCALES: tl.constexpr,
-        HAS_PARTS: tl.constexpr, DOT: tl.constexpr,
-    ):  # fmt: skip
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        starts_ptr,
+        masks_ptr,
+        k_cache_ptr,
+        v_cache_ptr,
+        table_ptr,
+        lengths_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        part_ptr,
+        part_lse_ptr,
+        out_ptr,
+        lse_ptr,
+        stride_qr,
+        stride_qh,
+        stride_tkr,
+        stride_tkh,
+        stride_tvr,
+        stride_tvh,
+        stride_mb,
+        stride_mr,
+        stride_kp,
+        stride_ks,
+        stride_kh,
+        stride_vp,
+        stride_vs,
+        stride_vh,
+        stride_tb,
+        stride_px,
+        stride_pr,
+        stride_ph,
+        stride_lx,
+        stride_lr,
+        stride_lh,
+        stride_or,
+        stride_oh,
+        num_heads,
+        max_rows,
+        num_splits,
+        scale,
+        G: tl.constexpr,
+        E: tl.constexpr,
+        PAGE: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        HAS_PAGES: tl.constexpr,
+        HAS_SCALES: tl.constexpr,
+        HAS_PARTS: tl.constexpr,
+        DOT: tl.constexpr,
+    ):
         """One tile of rows × heads: the prefix (HAS_PAGES), the tree, what was attended to before (HAS_PARTS), the division."""
         i_m, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         first = tl.load(starts_ptr + i_b).to(tl.int64)
@@ -110,11 +198,29 @@ if triton is not None:
         b_acc = tl.zeros([BLOCK_M, E], tl.float32)
         if HAS_PAGES:
             b_high, b_sum, b_acc = attend_pages(
-                b_q.to(DOT), b_high, b_sum, b_acc, k_cache_ptr + i_h * stride_kh, v_cache_ptr + i_h * stride_vh,
-                table_ptr + i_b.to(tl.int64) * stride_tb, 0, tl.load(lengths_ptr + i_b).to(tl.int32),
-                stride_kp, stride_ks, stride_vp, stride_vs, k_scale_ptr, v_scale_ptr, scale * _LOG2_E,
-                E, PAGE, BLOCK_N, HAS_SCALES, b_q.dtype, DOT,
-            )  # fmt: skip
+                b_q.to(DOT),
+                b_high,
+                b_sum,
+                b_acc,
+                k_cache_ptr + i_h * stride_kh,
+                v_cache_ptr + i_h * stride_vh,
+                table_ptr + i_b.to(tl.int64) * stride_tb,
+                0,
+                tl.load(lengths_ptr + i_b).to(tl.int32),
+                stride_kp,
+                stride_ks,
+                stride_vp,
+                stride_vs,
+                k_scale_ptr,
+                v_scale_ptr,
+                scale * _LOG2_E,
+                E,
+                PAGE,
+                BLOCK_N,
+                HAS_SCALES,
+                b_q.dtype,
+                DOT,
+            )
 
         # A tile of the tree is what one mask word names.
         p_mask = masks_ptr + i_b.to(tl.int64) * stride_mb + (o_m // G) * stride_mr
@@ -247,10 +353,19 @@ def _limits(device: torch.device) -> Device:
 
 
 def launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_starts: torch.Tensor, row_masks: torch.Tensor, max_rows: int,
-    scale: float, prefix: PagedPrefix | AttendedPrefix | None, max_prefix: int, out: torch.Tensor, lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_masks: torch.Tensor,
+    max_rows: int,
+    scale: float,
+    prefix: PagedPrefix | AttendedPrefix | None,
+    max_prefix: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     plan: Plan | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the Triton kernels themselves (on a GPU, or under Triton's interpreter); arguments as `tree_attention`."""
     if triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
@@ -281,16 +396,53 @@ def launch(
         part_strides = (*part.stride()[:3], *part_lse.stride())
         tiles = triton.cdiv(max_rows * group, plan.block_m)
         _prefix_kernel[(tiles * plan.num_splits, num_kv_heads, num_requests)](
-            q, row_starts, *caches, part, part_lse, *q.stride()[:2], *cache_strides,
-            part_lse.stride(0), num_heads, max_rows, num_splits, scale, BLOCK_M=plan.block_m, DOT=dot, **sizes,
-            num_warps=plan.num_warps, num_stages=plan.num_stages,
-        )  # fmt: skip
+            q,
+            row_starts,
+            *caches,
+            part,
+            part_lse,
+            *q.stride()[:2],
+            *cache_strides,
+            part_lse.stride(0),
+            num_heads,
+            max_rows,
+            num_splits,
+            scale,
+            BLOCK_M=plan.block_m,
+            DOT=dot,
+            **sizes,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+        )
     has_parts = is_split or isinstance(prefix, AttendedPrefix)
     block_m, num_warps = (plan.merge_block_m, 4) if has_parts else (plan.block_m, plan.num_warps)
     _tree_kernel[(triton.cdiv(max_rows * group, block_m), num_kv_heads, num_requests)](
-        q, k, v, row_starts, row_masks, *caches, part, part_lse, out, lse,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *row_masks.stride()[:2], *cache_strides, *part_strides,
-        *out.stride()[:2], num_heads, max_rows, num_splits, scale,
-        BLOCK_M=block_m, HAS_PAGES=is_paged and not is_split, HAS_PARTS=has_parts, DOT=dot, **sizes,
-        num_warps=num_warps, num_stages=plan.num_stages,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        row_starts,
+        row_masks,
+        *caches,
+        part,
+        part_lse,
+        out,
+        lse,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *row_masks.stride()[:2],
+        *cache_strides,
+        *part_strides,
+        *out.stride()[:2],
+        num_heads,
+        max_rows,
+        num_splits,
+        scale,
+        BLOCK_M=block_m,
+        HAS_PAGES=is_paged and not is_split,
+        HAS_PARTS=has_parts,
+        DOT=dot,
+        **sizes,
+        num_warps=num_warps,
+        num_stages=plan.num_stages,
+    )

@@ -33,9 +33,14 @@ class AttendedPrefix(NamedTuple):
 
 
 def check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_starts: torch.Tensor, row_masks: torch.Tensor, max_rows: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_masks: torch.Tensor,
+    max_rows: int,
     prefix: PagedPrefix | AttendedPrefix | None,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse what the op can't mean, or its kernel can't read.
 
     Raises:

@@ -1,14 +1,13 @@
 """Best-first draft trees of a whole batch, one program a request, without a look from the host.
 
-Computes: reference_trees.tree_build, which is `adapt.trees.draft_tree.build_tree`'s tree, ties included: the same float64 sums in the
-same order. Nodes are admitted one after the other. The heap is one slot a node, in registers: the node's next child, so that
-popping the best is one reduction over (score, key, slot) and pushing is two writes. Ancestor masks come after the last node, by
-pointer jumping (log₂ D gathers a word).
-Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32, top-8 of 15 depths: nothing. The floor is latency,
-N dependent reductions of a warp; the warp is alone in its program, so that none of them waits at a barrier.
-Layout: `log_probs` and `ids` [B, D, m] (made contiguous), at most 16 depths and 16 candidates, since a path is 4 bits a depth.
-On an H200 (64 requests, top 8 of 15 depths): 15 µs for a budget of 32, 168 for 255; the heap on the host 4,800 and 28,700.
-Source: arXiv 2604.12989 (DDTree), Algorithm 1.
+Computes: reference_trees.tree_build, which is `adapt.trees.draft_tree.build_tree`'s tree, ties included: the same float64 sums
+in the same order. Nodes are admitted one after the other. The heap is one slot a node, in registers: the node's next child, so
+that popping the best is one reduction over (score, key, slot) and pushing is two writes. Ancestor masks come after the last
+node, by pointer jumping (log₂ D gathers a word). Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32,
+top-8 of 15 depths: nothing. The floor is latency, N dependent reductions of a warp; the warp is alone in its program, so that
+none of them waits at a barrier. Layout: `log_probs` and `ids` [B, D, m] (made contiguous), at most 16 depths and 16
+candidates, since a path is 4 bits a depth. On an H200 (64 requests, top 8 of 15 depths): 15 µs for a budget of 32, 168 for
+255; the heap on the host 4,800 and 28,700. Source: arXiv 2604.12989 (DDTree), Algorithm 1.
 """
 
 from __future__ import annotations
@@ -59,12 +58,28 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _tree_build_kernel(  # type: ignore[no-untyped-def]
-        log_probs_ptr, off_chain_ptr, ids_ptr, budgets_ptr,
-        tokens_ptr, ranks_ptr, parents_ptr, depths_ptr, scores_ptr, masks_ptr, num_nodes_ptr,
-        N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-        BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr, JUMPS: tl.constexpr,
-        HAS_OFF: tl.constexpr, IS_CHAIN_FIRST: tl.constexpr,
-    ):  # fmt: skip
+        log_probs_ptr,
+        off_chain_ptr,
+        ids_ptr,
+        budgets_ptr,
+        tokens_ptr,
+        ranks_ptr,
+        parents_ptr,
+        depths_ptr,
+        scores_ptr,
+        masks_ptr,
+        num_nodes_ptr,
+        N: tl.constexpr,
+        D: tl.constexpr,
+        M: tl.constexpr,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_W: tl.constexpr,
+        JUMPS: tl.constexpr,
+        HAS_OFF: tl.constexpr,
+        IS_CHAIN_FIRST: tl.constexpr,
+    ):
         i_b = tl.program_id(0).to(tl.int64)
         o_n = tl.arange(0, BLOCK)
         p_on, p_off = log_probs_ptr + i_b * D * M, off_chain_ptr + i_b * D * M
@@ -238,9 +253,20 @@ def launch(
     block = triton.next_power_of_2(max_nodes)
     log_probs, off_chain = log_probs.contiguous(), None if off_chain is None else off_chain.contiguous()
     _tree_build_kernel[(num_requests,)](
-        log_probs, log_probs if off_chain is None else off_chain, ids.contiguous(), budgets.contiguous(), *trees,
-        N=max_nodes, D=num_depths, M=num_candidates, W=num_words,
-        BLOCK=block, BLOCK_D=triton.next_power_of_2(num_depths), BLOCK_W=triton.next_power_of_2(num_words),
-        JUMPS=(num_depths - 1).bit_length(), HAS_OFF=off_chain is not None, IS_CHAIN_FIRST=is_chain_first,
+        log_probs,
+        log_probs if off_chain is None else off_chain,
+        ids.contiguous(),
+        budgets.contiguous(),
+        *trees,
+        N=max_nodes,
+        D=num_depths,
+        M=num_candidates,
+        W=num_words,
+        BLOCK=block,
+        BLOCK_D=triton.next_power_of_2(num_depths),
+        BLOCK_W=triton.next_power_of_2(num_words),
+        JUMPS=(num_depths - 1).bit_length(),
+        HAS_OFF=off_chain is not None,
+        IS_CHAIN_FIRST=is_chain_first,
         num_warps=max(1, block // 256),
-    )  # fmt: skip
+    )

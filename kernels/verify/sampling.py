@@ -90,9 +90,17 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def race_within(
-        p_row: tl.tensor, first: tl.tensor, vocab: tl.tensor, hidden: tl.tensor, inverse_temperature: tl.tensor,
-        peak: tl.tensor, seed: tl.tensor, position: tl.tensor, CHUNK: tl.constexpr, STEP: tl.constexpr,
-    ) -> tl.tensor:  # fmt: skip
+        p_row: tl.tensor,
+        first: tl.tensor,
+        vocab: tl.tensor,
+        hidden: tl.tensor,
+        inverse_temperature: tl.tensor,
+        peak: tl.tensor,
+        seed: tl.tensor,
+        position: tl.tensor,
+        CHUNK: tl.constexpr,
+        STEP: tl.constexpr,
+    ) -> tl.tensor:
         """The token drawn by the clean logits of the chunk from `first` on, whose maximum is `peak`; never `hidden` (−1: none).
 
         By steps, so that a kernel that streams logits needn't keep registers for a whole chunk's noise.

@@ -91,13 +91,23 @@ def verify_chain(
     if out is None:
         empty = draft_tokens.new_empty
         out = ChainVerdict(
-            empty((num_requests,), dtype=torch.int32), empty((num_requests, depth + 1), dtype=torch.int32),
             empty((num_requests,), dtype=torch.int32),
-        )  # fmt: skip
+            empty((num_requests, depth + 1), dtype=torch.int32),
+            empty((num_requests,), dtype=torch.int32),
+        )
     _verify_chain(
-        target_logits, draft_tokens, num_draft_tokens, temperature, seeds, positions, first_rows, draft_logits,
-        draft_temperature, *out, VOCAB_CHUNK,
-    )  # fmt: skip
+        target_logits,
+        draft_tokens,
+        num_draft_tokens,
+        temperature,
+        seeds,
+        positions,
+        first_rows,
+        draft_logits,
+        draft_temperature,
+        *out,
+        VOCAB_CHUNK,
+    )
     return out
 
 
@@ -190,24 +200,66 @@ def launch(
     arrived, breaks = counters[num_requests:], counters[:num_requests]
     strides = (stride_b, stride_r, *draft_strides, num_requests, depth, vocab, num_chunks)
     options = {
-        "CHUNK": chunk, "CHUNKS": triton.next_power_of_2(num_chunks), "IS_RAGGED": first_rows is not None,
-    }  # fmt: skip
+        "CHUNK": chunk,
+        "CHUNKS": triton.next_power_of_2(num_chunks),
+        "IS_RAGGED": first_rows is not None,
+    }
     is_full = draft_logits is not None
     rows_warps, emit_warps = (max(1, min(most, chunk // 512)) for most in (ROWS_WARPS[is_full], EMIT_WARPS))
     rows_kernel[(num_chunks * num_requests, depth + 1)](
-        target_logits, draft_logits, draft_tokens, num_draft_tokens, temperature, warmth, seeds, positions, first_rows, stats,
-        arrived, breaks, *strides, IS_FULL_Q=is_full, **options, num_warps=rows_warps,
-    )  # fmt: skip
+        target_logits,
+        draft_logits,
+        draft_tokens,
+        num_draft_tokens,
+        temperature,
+        warmth,
+        seeds,
+        positions,
+        first_rows,
+        stats,
+        arrived,
+        breaks,
+        *strides,
+        IS_FULL_Q=is_full,
+        **options,
+        num_warps=rows_warps,
+    )
     if is_full:
         residual_kernel[(num_chunks * num_requests,)](
-            target_logits, draft_logits, draft_tokens, num_draft_tokens, temperature, warmth, first_rows, stats, breaks,
-            residual, *strides, **options, num_warps=rows_warps,
-        )  # fmt: skip
+            target_logits,
+            draft_logits,
+            draft_tokens,
+            num_draft_tokens,
+            temperature,
+            warmth,
+            first_rows,
+            stats,
+            breaks,
+            residual,
+            *strides,
+            **options,
+            num_warps=rows_warps,
+        )
     emit_kernel[(num_requests,)](
-        target_logits, draft_logits, draft_tokens, num_draft_tokens, temperature, warmth, seeds, positions, first_rows, stats,
-        breaks, residual, *out, *strides, TOKENS=triton.next_power_of_2(depth + 1), IS_FULL_Q=is_full, **options,
+        target_logits,
+        draft_logits,
+        draft_tokens,
+        num_draft_tokens,
+        temperature,
+        warmth,
+        seeds,
+        positions,
+        first_rows,
+        stats,
+        breaks,
+        residual,
+        *out,
+        *strides,
+        TOKENS=triton.next_power_of_2(depth + 1),
+        IS_FULL_Q=is_full,
+        **options,
         num_warps=emit_warps,
-    )  # fmt: skip
+    )
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:

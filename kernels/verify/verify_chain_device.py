@@ -25,8 +25,13 @@ from honed.kernels.verify.sampling import (
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_one_hot(
-    warmth_ptr: tl.tensor, i_b: tl.tensor, draft: tl.tensor, vocab: tl.tensor, inverse: tl.tensor, IS_FULL_Q: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    warmth_ptr: tl.tensor,
+    i_b: tl.tensor,
+    draft: tl.tensor,
+    vocab: tl.tensor,
+    inverse: tl.tensor,
+    IS_FULL_Q: tl.constexpr,
+) -> tl.tensor:
     """Whether q is one-hot for this draft, and 1 / draft temperature where it isn't."""
     is_one_hot = True
     if IS_FULL_Q:
@@ -38,13 +43,31 @@ def _is_one_hot(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_kernel(
-    logits_ptr: tl.tensor, draft_logits_ptr: tl.tensor, draft_ptr: tl.tensor, num_draft_ptr: tl.tensor,
-    temperature_ptr: tl.tensor, warmth_ptr: tl.tensor, seed_ptr: tl.tensor, position_ptr: tl.tensor,
-    first_row_ptr: tl.tensor, stat_ptr: tl.tensor, arrived_ptr: tl.tensor, break_ptr: tl.tensor, stride_b: tl.tensor,
-    stride_r: tl.tensor, draft_stride_b: tl.tensor, draft_stride_r: tl.tensor, num_requests: tl.tensor, depth: tl.tensor,
-    vocab: tl.tensor, num_chunks: tl.tensor, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
+    logits_ptr: tl.tensor,
+    draft_logits_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
+    num_draft_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    warmth_ptr: tl.tensor,
+    seed_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    first_row_ptr: tl.tensor,
+    stat_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
+    break_ptr: tl.tensor,
+    stride_b: tl.tensor,
+    stride_r: tl.tensor,
+    draft_stride_b: tl.tensor,
+    draft_stride_r: tl.tensor,
+    num_requests: tl.tensor,
+    depth: tl.tensor,
+    vocab: tl.tensor,
+    num_chunks: tl.tensor,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     IS_FULL_Q: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     i_c, i_b, i_r = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(1)
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
     if i_r > limit:
@@ -122,12 +145,28 @@ def rows_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def residual_kernel(
-    logits_ptr: tl.tensor, draft_logits_ptr: tl.tensor, draft_ptr: tl.tensor, num_draft_ptr: tl.tensor,
-    temperature_ptr: tl.tensor, warmth_ptr: tl.tensor, first_row_ptr: tl.tensor, stat_ptr: tl.tensor, break_ptr: tl.tensor,
-    residual_ptr: tl.tensor, stride_b: tl.tensor, stride_r: tl.tensor, draft_stride_b: tl.tensor,
-    draft_stride_r: tl.tensor, num_requests: tl.tensor, depth: tl.tensor, vocab: tl.tensor, num_chunks: tl.tensor,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
-) -> None:  # fmt: skip
+    logits_ptr: tl.tensor,
+    draft_logits_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
+    num_draft_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    warmth_ptr: tl.tensor,
+    first_row_ptr: tl.tensor,
+    stat_ptr: tl.tensor,
+    break_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    stride_b: tl.tensor,
+    stride_r: tl.tensor,
+    draft_stride_b: tl.tensor,
+    draft_stride_r: tl.tensor,
+    num_requests: tl.tensor,
+    depth: tl.tensor,
+    vocab: tl.tensor,
+    num_chunks: tl.tensor,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+) -> None:
     """Σ max(0, p − q) of a chunk of the row that broke; needs both rows' totals, hence a pass of its own."""
     i_c, i_b = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64)
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
@@ -142,17 +181,35 @@ def residual_kernel(
         row += tl.load(first_row_ptr + i_b).to(tl.int64) * stride_r
     o_v = i_c * CHUNK + tl.arange(0, CHUNK)
     b_w = _residual(
-        logits_ptr + row, draft_logits_ptr + i_b * draft_stride_b + i_r * draft_stride_r, o_v, vocab, 1.0 / temperature,
-        warm, stat_ptr, (i_b * (depth + 1) + i_r) * num_chunks, num_requests * (depth + 1) * num_chunks, num_chunks, CHUNKS,
-    )  # fmt: skip
+        logits_ptr + row,
+        draft_logits_ptr + i_b * draft_stride_b + i_r * draft_stride_r,
+        o_v,
+        vocab,
+        1.0 / temperature,
+        warm,
+        stat_ptr,
+        (i_b * (depth + 1) + i_r) * num_chunks,
+        num_requests * (depth + 1) * num_chunks,
+        num_chunks,
+        CHUNKS,
+    )
     tl.store(residual_ptr + i_b * num_chunks + i_c, tl.sum(b_w, axis=0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _residual(
-    p_row: tl.tensor, q_row: tl.tensor, o_v: tl.tensor, vocab: tl.tensor, inverse: tl.tensor, warm: tl.tensor,
-    stat_ptr: tl.tensor, stat: tl.tensor, plane: tl.tensor, num_chunks: tl.tensor, CHUNKS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    p_row: tl.tensor,
+    q_row: tl.tensor,
+    o_v: tl.tensor,
+    vocab: tl.tensor,
+    inverse: tl.tensor,
+    warm: tl.tensor,
+    stat_ptr: tl.tensor,
+    stat: tl.tensor,
+    plane: tl.tensor,
+    num_chunks: tl.tensor,
+    CHUNKS: tl.constexpr,
+) -> tl.tensor:
     """max(0, p − q) of some tokens."""
     o_c = tl.arange(0, CHUNKS)
     m_c = o_c < num_chunks
@@ -172,14 +229,35 @@ def _residual(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def emit_kernel(
-    logits_ptr: tl.tensor, draft_logits_ptr: tl.tensor, draft_ptr: tl.tensor, num_draft_ptr: tl.tensor,
-    temperature_ptr: tl.tensor, warmth_ptr: tl.tensor, seed_ptr: tl.tensor, position_ptr: tl.tensor,
-    first_row_ptr: tl.tensor, stat_ptr: tl.tensor, break_ptr: tl.tensor, residual_ptr: tl.tensor,
-    num_accepted_ptr: tl.tensor, token_ptr: tl.tensor, bonus_ptr: tl.tensor, stride_b: tl.tensor, stride_r: tl.tensor,
-    draft_stride_b: tl.tensor, draft_stride_r: tl.tensor, num_requests: tl.tensor, depth: tl.tensor, vocab: tl.tensor,
-    num_chunks: tl.tensor, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, IS_RAGGED: tl.constexpr,
+    logits_ptr: tl.tensor,
+    draft_logits_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
+    num_draft_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    warmth_ptr: tl.tensor,
+    seed_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    first_row_ptr: tl.tensor,
+    stat_ptr: tl.tensor,
+    break_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    num_accepted_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    bonus_ptr: tl.tensor,
+    stride_b: tl.tensor,
+    stride_r: tl.tensor,
+    draft_stride_b: tl.tensor,
+    draft_stride_r: tl.tensor,
+    num_requests: tl.tensor,
+    depth: tl.tensor,
+    vocab: tl.tensor,
+    num_chunks: tl.tensor,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     IS_FULL_Q: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     i_b = tl.program_id(0).to(tl.int64)
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
     i_r = tl.minimum(depth + 1 - tl.load(break_ptr + i_b), limit)

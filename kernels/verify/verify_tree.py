@@ -68,11 +68,27 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _rows_kernel(
-        logits_ptr: tl.tensor, token_ptr: tl.tensor, parent_ptr: tl.tensor, depth_ptr: tl.tensor, temperature_ptr: tl.tensor,
-        seed_ptr: tl.tensor, position_ptr: tl.tensor, first_row_ptr: tl.tensor, stat_ptr: tl.tensor, arrived_ptr: tl.tensor,
-        posted_ptr: tl.tensor, stride_b: tl.tensor, stride_r: tl.tensor, num_requests: tl.tensor, num_nodes: tl.tensor,
-        vocab: tl.tensor, num_chunks: tl.tensor, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, IS_RAGGED: tl.constexpr,
-    ) -> None:  # fmt: skip
+        logits_ptr: tl.tensor,
+        token_ptr: tl.tensor,
+        parent_ptr: tl.tensor,
+        depth_ptr: tl.tensor,
+        temperature_ptr: tl.tensor,
+        seed_ptr: tl.tensor,
+        position_ptr: tl.tensor,
+        first_row_ptr: tl.tensor,
+        stat_ptr: tl.tensor,
+        arrived_ptr: tl.tensor,
+        posted_ptr: tl.tensor,
+        stride_b: tl.tensor,
+        stride_r: tl.tensor,
+        num_requests: tl.tensor,
+        num_nodes: tl.tensor,
+        vocab: tl.tensor,
+        num_chunks: tl.tensor,
+        CHUNK: tl.constexpr,
+        CHUNKS: tl.constexpr,
+        IS_RAGGED: tl.constexpr,
+    ) -> None:
         i_c, i_b, i_r = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(1)
         rows = i_b * (num_nodes + 1)
         node = i_b * num_nodes + i_r - 1
@@ -126,10 +142,19 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _walk_kernel(
-        token_ptr: tl.tensor, parent_ptr: tl.tensor, depth_ptr: tl.tensor, posted_ptr: tl.tensor, num_accepted_ptr: tl.tensor,
-        path_ptr: tl.tensor, out_ptr: tl.tensor, bonus_ptr: tl.tensor, num_nodes: tl.tensor, max_depth: tl.tensor,
-        ROWS: tl.constexpr, PATH: tl.constexpr,
-    ) -> None:  # fmt: skip
+        token_ptr: tl.tensor,
+        parent_ptr: tl.tensor,
+        depth_ptr: tl.tensor,
+        posted_ptr: tl.tensor,
+        num_accepted_ptr: tl.tensor,
+        path_ptr: tl.tensor,
+        out_ptr: tl.tensor,
+        bonus_ptr: tl.tensor,
+        num_nodes: tl.tensor,
+        max_depth: tl.tensor,
+        ROWS: tl.constexpr,
+        PATH: tl.constexpr,
+    ) -> None:
         i_b = tl.program_id(0).to(tl.int64)
         o_r = tl.arange(0, ROWS)
         o_n = i_b * num_nodes + o_r - 1
@@ -274,12 +299,37 @@ def launch(
     stats = torch.empty((2, num_requests, num_nodes + 1, num_chunks), dtype=torch.float32, device=device)
     counters = torch.zeros((2, num_requests, num_nodes + 1), dtype=torch.int32, device=device)
     _rows_kernel[(num_chunks * num_requests, num_nodes + 1)](
-        target_logits, tokens, parents, depths, temperature, seeds, positions, first_rows, stats, counters[0], counters[1],
-        stride_b, stride_r, num_requests, num_nodes, vocab, num_chunks, CHUNK=chunk,
-        CHUNKS=triton.next_power_of_2(num_chunks), IS_RAGGED=first_rows is not None,
+        target_logits,
+        tokens,
+        parents,
+        depths,
+        temperature,
+        seeds,
+        positions,
+        first_rows,
+        stats,
+        counters[0],
+        counters[1],
+        stride_b,
+        stride_r,
+        num_requests,
+        num_nodes,
+        vocab,
+        num_chunks,
+        CHUNK=chunk,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        IS_RAGGED=first_rows is not None,
         num_warps=max(1, min(ROWS_WARPS, chunk // 512)),
-    )  # fmt: skip
+    )
     _walk_kernel[(num_requests,)](
-        tokens, parents, depths, counters[1], *out, num_nodes, max_depth, ROWS=triton.next_power_of_2(num_nodes + 1),
-        PATH=triton.next_power_of_2(max_depth + 1), num_warps=1,
-    )  # fmt: skip
+        tokens,
+        parents,
+        depths,
+        counters[1],
+        *out,
+        num_nodes,
+        max_depth,
+        ROWS=triton.next_power_of_2(num_nodes + 1),
+        PATH=triton.next_power_of_2(max_depth + 1),
+        num_warps=1,
+    )

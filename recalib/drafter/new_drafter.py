@@ -44,9 +44,15 @@ from honed.recalib.drafter.model import DFlashDrafter
 
 NUM_LAYERS, BLOCK_SIZE, STD = 5, 16, 0.02
 SHAPE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
     "max_position_embeddings",
-)  # fmt: skip
+)
 """What the drafter's config.json takes from the target's."""
 ALIKE = ("qwen3", "qwen3_moe")
 """Targets of the drafter's architecture."""

@@ -161,9 +161,15 @@ def _figures(
 ) -> GateFigures:
     low, high, parent, candidate = found
     return GateFigures(
-        workload=workload, sessions=len(pairs), parent=parent, candidate=candidate, gain_low=low, gain_high=high,
-        passed=passed, must_gain=must_gain,
-    )  # fmt: skip
+        workload=workload,
+        sessions=len(pairs),
+        parent=parent,
+        candidate=candidate,
+        gain_low=low,
+        gain_high=high,
+        passed=passed,
+        must_gain=must_gain,
+    )
 
 
 def _interval(pairs: NDArray[np.int64], settings: GateSettings) -> tuple[float, float, float, float]:

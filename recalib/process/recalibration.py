@@ -194,13 +194,19 @@ class Recalibration:
             lambda folder: _save(drafter, folder, parent_dir),
             parent=parent.version,
             scope=self.request.scope,
-            figures={"gate": summarise(progress.gate), "blend": progress.blend, "steps": progress.steps,
-                     "tokens": progress.tokens, "loss": progress.loss, "train_seconds": progress.train_seconds},
+            figures={
+                "gate": summarise(progress.gate),
+                "blend": progress.blend,
+                "steps": progress.steps,
+                "tokens": progress.tokens,
+                "loss": progress.loss,
+                "train_seconds": progress.train_seconds,
+            },
             data_window=window,
             target_path=self.request.target_path,
             vllm_version=self.request.vllm_version,
             note=self.request.reason,
-        )  # fmt: skip
+        )
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -258,9 +264,16 @@ class Recalibration:
     def _result(self, *, ok: bool, version: str = "", error: str = "") -> wire.TrainResult:
         progress = self.progress
         return wire.TrainResult(
-            operation_id=self.request.operation_id, ok=ok, version=version, error=error, gate=progress.gate,
-            steps=progress.steps, tokens=progress.tokens, train_seconds=progress.train_seconds, elapsed_s=self.elapsed_s,
-        )  # fmt: skip
+            operation_id=self.request.operation_id,
+            ok=ok,
+            version=version,
+            error=error,
+            gate=progress.gate,
+            steps=progress.steps,
+            tokens=progress.tokens,
+            train_seconds=progress.train_seconds,
+            elapsed_s=self.elapsed_s,
+        )
 
 
 _COLLECT_CURE = "send such traffic, or raise capture_share"

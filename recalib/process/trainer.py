@@ -246,9 +246,14 @@ class Trainer:
         give_back(torch.device(self._settings.device))
         self._link.send(result)
         log.info(
-            "operation ends", operation_id=result.operation_id, ok=result.ok, version=result.version, error=result.error,
-            steps=result.steps, train_seconds=round(result.train_seconds, 3),
-        )  # fmt: skip
+            "operation ends",
+            operation_id=result.operation_id,
+            ok=result.ok,
+            version=result.version,
+            error=result.error,
+            steps=result.steps,
+            train_seconds=round(result.train_seconds, 3),
+        )
 
     def _wait_s(self) -> float:
         if self._operation is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights look like to an engine that runs them: the digest that `attach.swap.swap.Swapper.checksum` reports.
+"""A checkpoint's weights as the engine that runs them sees them: the digest of `attach.swap.swap.Swapper.checksum`.
 
 SHA-256 over name, shape and float32 bytes of every tensor by name order, without those that the drafter shares with its
 target. An engine that serves in a narrower type than the file's has rounded them: for each type there is a digest.

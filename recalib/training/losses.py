@@ -1,7 +1,7 @@
 """Losses for a block drafter, and its figures as sums and counts.
 
-Losses of every token, `[N, K]`, come from `kernels.training.block_loss` (its formulas are in `kernels/training/reference.py`); here they
-are weighted. Position j of a block matters only when all before it were accepted, so weights fall with j.
+Losses of every token, `[N, K]`, come from `kernels.training.block_loss` (its formulas are in `kernels/training/reference.py`);
+here they are weighted. Position j of a block matters only when all before it were accepted, so weights fall with j.
 """
 
 from __future__ import annotations

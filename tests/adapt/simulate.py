@@ -35,9 +35,16 @@ def make_batch(drafted, accepted, workload="default", version="v1", requests=Non
         num_emitted=[int(n) + 1 for n in accepted],
     )
     return EventBatch(
-        engine_id="engine-0", boot_id=boot_id, seq=seq, sent_unix_ns=0, sent_mono_ns=0, drafter_version=version,
-        workloads=[workload], steps=steps or StepColumns(), rounds=rounds,
-    )  # fmt: skip
+        engine_id="engine-0",
+        boot_id=boot_id,
+        seq=seq,
+        sent_unix_ns=0,
+        sent_mono_ns=0,
+        drafter_version=version,
+        workloads=[workload],
+        steps=steps or StepColumns(),
+        rounds=rounds,
+    )
 
 
 def run_drift(rng, acceptance, batches, settings=None, batch_rounds=60, monitor=None):

@@ -29,8 +29,18 @@ def a_step(
     row_of = {request_id: i for i, request_id in enumerate(scheduled)}
     sampled = [[] if r in silent else [100 + i for i in range(accepted.get(r, 0))] + [7] for r in scheduled]
     made = Step(
-        step=number, end_ns=1000 * number, duration_us=50, num_tokens=sum(scheduled.values()),
-        num_drafting=7, decision="policy", drafter_version=version, verified=list(verified), scheduled=scheduled,
-        drafts=drafts, sampled=sampled, row_of=row_of, invalid={},
-    )  # fmt: skip
+        step=number,
+        end_ns=1000 * number,
+        duration_us=50,
+        num_tokens=sum(scheduled.values()),
+        num_drafting=7,
+        decision="policy",
+        drafter_version=version,
+        verified=list(verified),
+        scheduled=scheduled,
+        drafts=drafts,
+        sampled=sampled,
+        row_of=row_of,
+        invalid={},
+    )
     return made._replace(**fields)

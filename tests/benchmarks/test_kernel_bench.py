@@ -33,9 +33,11 @@ def test_a_gpus_shapes_are_listed_on_a_cpu_but_not_measured() -> None:
 def test_a_row_has_times_ratios_and_verdicts() -> None:
     x = torch.ones(1000)
     work = Work(
-        lambda: x.sum(), bytes_moved=4000,
-        alternatives={"twice": lambda: (x.sum(), x.sum())}, yardsticks={"nothing": lambda: None},
-    )  # fmt: skip
+        lambda: x.sum(),
+        bytes_moved=4000,
+        alternatives={"twice": lambda: (x.sum(), x.sum())},
+        yardsticks={"nothing": lambda: None},
+    )
     goals = (Goal("ratio:twice", at_least=0.0), Goal("cost:nothing", at_most=0.0), Goal("ratio:missing", at_least=1.0))
     row = harness.measure(case(work, *goals), CPU, 3, CEILINGS)
     assert row["time_us"]["low"] <= row["time_us"]["median"] <= row["time_us"]["high"]

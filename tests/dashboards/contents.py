@@ -88,6 +88,9 @@ def rules(path: Path) -> list[dict[str, Any]]:
 def all_queries() -> list[Query]:
     """Panels, marks, recording rules and alerts."""
     found = [*panel_queries(), *annotation_queries()]
-    found += [Query(f"{path.name}: {rule.get('alert') or rule['record']}", rule["expr"])
-              for path in (RECORDING, ALERTS) for rule in rules(path)]  # fmt: skip
+    found += [
+        Query(f"{path.name}: {rule.get('alert') or rule['record']}", rule["expr"])
+        for path in (RECORDING, ALERTS)
+        for rule in rules(path)
+    ]
     return found

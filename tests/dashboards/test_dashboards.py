@@ -18,7 +18,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
-from honed.dashboards import make_dashboards
+from honed.dashboards.make import boards as make_dashboards
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
@@ -184,18 +184,29 @@ def test_legends_and_templates_name_labels_that_the_query_keeps(exposed: dict[st
         grouped = GROUPING.search(query.expr)
         names = METRIC.findall(query.expr)
         is_grouped = grouped is not None and not query.expr.startswith(("honed_", "increase("))
-        kept = {label.strip() for label in grouped[1].split(",")} if is_grouped and grouped else SCRAPE_LABELS | exposed.get(
-            names[0][0] if names else "", set()
-        )  # fmt: skip
+        kept = (
+            {label.strip() for label in grouped[1].split(",")}
+            if is_grouped and grouped
+            else SCRAPE_LABELS | exposed.get(names[0][0] if names else "", set())
+        )
         assert set(re.findall(r"{{(\w+)}}", query.legend)) <= kept, (query.where, query.legend)
 
 
 def test_every_alert_says_what_it_means_and_what_to_do() -> None:
     names = [rule["alert"] for rule in rules(ALERTS)]
     assert names == [
-        "HonedDown", "HonedEventsLost", "HonedEventsStale", "HonedAcceptanceRegressed", "HonedNotDeciding", "HonedSwapFailed",
-        "HonedRolledBack", "HonedTrainerHurtsLatency", "HonedDatabaseErrors", "HonedDiskFilling", "HonedVersionMismatch",
-    ]  # fmt: skip
+        "HonedDown",
+        "HonedEventsLost",
+        "HonedEventsStale",
+        "HonedAcceptanceRegressed",
+        "HonedNotDeciding",
+        "HonedSwapFailed",
+        "HonedRolledBack",
+        "HonedTrainerHurtsLatency",
+        "HonedDatabaseErrors",
+        "HonedDiskFilling",
+        "HonedVersionMismatch",
+    ]
     for rule in rules(ALERTS):
         assert rule["labels"]["severity"] in {"info", "warning", "critical"}
         assert set(rule["annotations"]) == {"summary", "description", "runbook"}

@@ -89,9 +89,21 @@ def test_an_untrained_drafter_is_calibrated_until_it_drafts(site: Site) -> None:
     (site.folder / "before.json").write_text(json.dumps(before))
 
     made = site.honed(
-        "calibrate", "--url", site.server.url, "--prompts", TINY / "traffic_b.jsonl", "--limit", 192, "--max-tokens", 96,
-        "--temperature", 0, "--max-seconds", 120, "--promote",
-    )  # fmt: skip
+        "calibrate",
+        "--url",
+        site.server.url,
+        "--prompts",
+        TINY / "traffic_b.jsonl",
+        "--limit",
+        192,
+        "--max-tokens",
+        96,
+        "--temperature",
+        0,
+        "--max-seconds",
+        120,
+        "--promote",
+    )
     collected = made["collected"]
     assert collected["failed"] == 0
     # All rows but each answer's last token's, whose hidden state nobody computes.

@@ -22,8 +22,10 @@ from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import perturbed_drafter, swap, wait_until_compiled, wait_until_written, worker_of
 
 pytestmark = [
-    pytest.mark.e2e, pytest.mark.gpu, pytest.mark.skipif(not IS_V2, reason="V1 has graphs of its own, which nothing reads"),
-]  # fmt: skip
+    pytest.mark.e2e,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_V2, reason="V1 has graphs of its own, which nothing reads"),
+]
 SEQS = 8
 LENGTHS = [K, 3, 0]
 PROMPTS = held_out(6, 300)
@@ -31,13 +33,17 @@ ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64, "ignore_eos": Tru
 GRAPHS: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {
-        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64],
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64],
     },
     "speculative_config": {
-        "method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": K,
+        "method": "dflash",
+        "model": str(DRAFTER),
+        "num_speculative_tokens": K,
         "num_speculative_tokens_per_batch_size": table_for(LENGTHS, SEQS),
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,11 @@ def test_vllms_own_lengths_by_batch_size_stand_aside_while_honed_decides(
 ) -> None:
     table = [(1, 2, K), (3, 8, 2)]
     speculative = {
-        "method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": K, "num_speculative_tokens_per_batch_size": table,
-    }  # fmt: skip
+        "method": "dflash",
+        "model": str(DRAFTER),
+        "num_speculative_tokens": K,
+        "num_speculative_tokens_per_batch_size": table,
+    }
     with engine(tmp_path, speculative_config=speculative, **SMALL) as running:
         longest = []
         for fields in ({"static_k": 5}, {"kind": "off"}, {"static_k": 5}):
@@ -116,9 +119,11 @@ def test_vllms_own_lengths_by_batch_size_stand_aside_while_honed_decides(
             assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
             batches = take_batches(running)
             full = {
-                number for batch in batches
-                for number, size in zip(batch.steps.step, batch.steps.num_requests, strict=True) if size > 4
-            }  # fmt: skip
+                number
+                for batch in batches
+                for number, size in zip(batch.steps.step, batch.steps.num_requests, strict=True)
+                if size > 4
+            }
             # A round verifies what was drafted a step earlier, when the batch was as large or larger.
             longest.append(max(row["k"] for row in rounds(batches) if row["step"] in full))
         assert longest == [5, 2, 5]

@@ -50,9 +50,21 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
             vllm_server.wait(server)
         tuned.child.wait_until(lambda: connected(client) == {"base-0", "tuned-0"}, 30.0, "engine in the daemon")
         document = honed(
-            environment, "retention", "--url", tuned.url, "--base-url", base.url, "--prompts", folder / "prompts.jsonl",
-            "--draft-tokens", DRAFT_TOKENS, "--max-tokens", 48, "--repeat", 1,
-        )  # fmt: skip
+            environment,
+            "retention",
+            "--url",
+            tuned.url,
+            "--base-url",
+            base.url,
+            "--prompts",
+            folder / "prompts.jsonl",
+            "--draft-tokens",
+            DRAFT_TOKENS,
+            "--max-tokens",
+            48,
+            "--repeat",
+            1,
+        )
         assert client.get("/v1/overrides") == []
         print(json.dumps({which: document[which]["classes"][""] for which in ("base", "tuned")} | {"of": document["retained"]}))
         yield document

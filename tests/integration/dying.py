@@ -1,7 +1,7 @@
 """A program that kills itself, by SIGKILL, at a step that a file names: `python dying.py ARM_FILE daemon|save …`.
 
-The arm file holds "TARGET before|after NTH": TARGET is a function ("honed.daemon.lifecycle.swaps.Swaps.begin"), NTH counts its calls
-since the file appeared. Once it has killed, the file is gone, so that the program can be started again and live.
+The arm file holds "TARGET before|after NTH": TARGET is a function ("honed.daemon.lifecycle.swaps.Swaps.begin"), NTH counts its
+calls since the file appeared. Once it has killed, the file is gone, so that the program can be started again and live.
 """
 
 from __future__ import annotations

@@ -59,11 +59,18 @@ PATHS = [[1, 2, 3], [2, 5], [], [3, 4, 5, 6]]
 @pytest.mark.parametrize(
     ("heads", "width", "dtype"),
     [
-        (2, 64, torch.bfloat16), (3, 8, torch.float16), (1, 1, torch.uint8), (2, 5, torch.uint8), (2, 3, torch.bfloat16),
-        (2, 16, torch.float8_e4m3fn), (5, 72, torch.float32), (1, 1, torch.float32), (2, 3, torch.float64),
+        (2, 64, torch.bfloat16),
+        (3, 8, torch.float16),
+        (1, 1, torch.uint8),
+        (2, 5, torch.uint8),
+        (2, 3, torch.bfloat16),
+        (2, 16, torch.float8_e4m3fn),
+        (5, 72, torch.float32),
+        (1, 1, torch.float32),
+        (2, 3, torch.float64),
         (8, 300, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_types_layouts_and_odd_widths(heads: int, width: int, dtype: torch.dtype, layout: str) -> None:
     planes = [plane_of(heads, width, dtype, number, layout) for number in range(3)]
     check(planes, slots_of(4, 7), *paths_of(PATHS, 6))

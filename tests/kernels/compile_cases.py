@@ -84,9 +84,16 @@ def test_top_candidates(compiled: list[Any], dtype: torch.dtype) -> None:
     ],
 )
 def test_tree_attention(
-    compiled: list[Any], batch: int, rows: int, head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, page: int,
-    is_wide: bool, launches: int,
-) -> None:  # fmt: skip
+    compiled: list[Any],
+    batch: int,
+    rows: int,
+    head_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    page: int,
+    is_wide: bool,
+    launches: int,
+) -> None:
     q, k = torch.zeros(rows, 32, head_size, dtype=dtype), torch.zeros(rows, 8, head_size, dtype=dtype)
     starts = torch.zeros(batch + 1, dtype=torch.int32)
     masks = torch.zeros(batch, rows, 2, dtype=torch.int32)

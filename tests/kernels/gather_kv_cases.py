@@ -30,9 +30,12 @@ def moved(plane: PagedPlane) -> PagedPlane:
 
 
 def check(
-    plane: PagedPlane, counts: tuple[int, ...] = (70, 0, 1, 33), starts: tuple[int, ...] = (5, 0, 16, 31),
-    dtype: torch.dtype = torch.float32, max_rows: int = 100,
-) -> torch.Tensor:  # fmt: skip
+    plane: PagedPlane,
+    counts: tuple[int, ...] = (70, 0, 1, 33),
+    starts: tuple[int, ...] = (5, 0, 16, 31),
+    dtype: torch.dtype = torch.float32,
+    max_rows: int = 100,
+) -> torch.Tensor:
     """Launch the kernel itself, compare with the twin, return what the kernel made."""
     plane = moved(plane)
     packed = 2 if plane.data.dtype == torch.uint8 else 1

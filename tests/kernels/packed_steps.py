@@ -7,9 +7,13 @@ import torch
 from honed.kernels.events.layout import EventLayout
 
 LAYOUTS = [
-    EventLayout(0, 3), EventLayout(1, 0), EventLayout(5, 3), EventLayout(4, 7, depths=3, candidates=5),
-    EventLayout(3, 9, max_depth=4), EventLayout(6, 11, max_depth=5, depths=4, candidates=8),
-]  # fmt: skip
+    EventLayout(0, 3),
+    EventLayout(1, 0),
+    EventLayout(5, 3),
+    EventLayout(4, 7, depths=3, candidates=5),
+    EventLayout(3, 9, max_depth=4),
+    EventLayout(6, 11, max_depth=5, depths=4, candidates=8),
+]
 
 
 def step_inputs(layout: EventLayout, dtype: torch.dtype) -> list[torch.Tensor | None]:
@@ -25,8 +29,14 @@ def step_inputs(layout: EventLayout, dtype: torch.dtype) -> list[torch.Tensor | 
     log_probs = (-1e5 * torch.rand(cells, generator=make) ** 9).to(dtype)
     has_candidates = layout.depths * layout.candidates > 0
     return [
-        torch.tensor([2**40 + 7]), torch.tensor([max(room - 1, 0)]), lengths, accepted.int(),
-        torch.randint(150_000, (room,), generator=make), torch.randint(150_000, (room, drafts), generator=make),
-        parents if longest else None, path if longest else None,
-        torch.randint(150_000, cells, generator=make) if has_candidates else None, log_probs if has_candidates else None,
-    ]  # fmt: skip
+        torch.tensor([2**40 + 7]),
+        torch.tensor([max(room - 1, 0)]),
+        lengths,
+        accepted.int(),
+        torch.randint(150_000, (room,), generator=make),
+        torch.randint(150_000, (room, drafts), generator=make),
+        parents if longest else None,
+        path if longest else None,
+        torch.randint(150_000, cells, generator=make) if has_candidates else None,
+        log_probs if has_candidates else None,
+    ]

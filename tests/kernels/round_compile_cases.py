@@ -68,10 +68,17 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def test_verify_chain(compiled: list[Any], num: int, depth: int, vocab: int, full_q: bool, is_ragged: bool) -> None:
     logits = torch.zeros(num, depth + 1, vocab, dtype=HALF)
     verify_chain.launch(
-        logits.flatten(0, 1) if is_ragged else logits, ints(num, depth, dtype=torch.int64), ints(num), torch.ones(num),
-        ints(num, dtype=torch.int64), ints(num, dtype=torch.int64), ints(num) if is_ragged else None,
-        logits[:, :depth] if full_q else None, None, ChainVerdict(ints(num), ints(num, depth + 1), ints(num)),
-    )  # fmt: skip
+        logits.flatten(0, 1) if is_ragged else logits,
+        ints(num, depth, dtype=torch.int64),
+        ints(num),
+        torch.ones(num),
+        ints(num, dtype=torch.int64),
+        ints(num, dtype=torch.int64),
+        ints(num) if is_ragged else None,
+        logits[:, :depth] if full_q else None,
+        None,
+        ChainVerdict(ints(num), ints(num, depth + 1), ints(num)),
+    )
     assert len(compiled) == (3 if full_q else 2)
     for kernel in compiled:
         assert vocab == 1 or WIDE in kernel.asm["ptx"]
@@ -80,10 +87,17 @@ def test_verify_chain(compiled: list[Any], num: int, depth: int, vocab: int, ful
 @pytest.mark.parametrize(("num", "nodes", "vocab", "longest"), [(2, 32, 151_936, 15), (1, 1, 1, 1)])
 def test_verify_tree(compiled: list[Any], num: int, nodes: int, vocab: int, longest: int) -> None:
     verify_tree.launch(
-        torch.zeros(num, nodes + 1, vocab, dtype=HALF), ints(num, nodes), ints(num, nodes), ints(num, nodes), torch.ones(num),
-        ints(num, dtype=torch.int64), ints(num, dtype=torch.int64), longest, None,
+        torch.zeros(num, nodes + 1, vocab, dtype=HALF),
+        ints(num, nodes),
+        ints(num, nodes),
+        ints(num, nodes),
+        torch.ones(num),
+        ints(num, dtype=torch.int64),
+        ints(num, dtype=torch.int64),
+        longest,
+        None,
         TreeVerdict(ints(num), ints(num, longest), ints(num, longest + 1), ints(num)),
-    )  # fmt: skip
+    )
     assert len(compiled) == 2
     assert vocab == 1 or WIDE in compiled[0].asm["ptx"]
 

@@ -28,9 +28,15 @@ class Batch:
     """Random trees and prefixes; whatever may not be looked at is NaN."""
 
     def __init__(
-        self, rows: list[int], lengths: list[int], heads: tuple[int, int] = (4, 2), head_size: int = 16, page: int = 16,
-        dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: list[int],
+        lengths: list[int],
+        heads: tuple[int, int] = (4, 2),
+        head_size: int = 16,
+        page: int = 16,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         self.generator = torch.Generator().manual_seed(sum(rows) + sum(lengths))
         (num_heads, num_kv_heads), num = heads, sum(rows) + SPARE_ROWS
         self.num_rows, self.max_rows = sum(rows), max(*rows, 1)

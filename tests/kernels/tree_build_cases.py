@@ -29,9 +29,12 @@ def table_of(seed: int, shape: tuple[int, ...], values: list[float] | None = Non
 
 
 def check(
-    log_probs: torch.Tensor, budgets: list[int], max_nodes: int, off_chain: torch.Tensor | None = None,
+    log_probs: torch.Tensor,
+    budgets: list[int],
+    max_nodes: int,
+    off_chain: torch.Tensor | None = None,
     is_chain_first: bool = False,
-) -> DraftTrees:  # fmt: skip
+) -> DraftTrees:
     """Launch the kernel itself, compare with the twin bit by bit, return what the kernel made."""
     ids = (7 * torch.arange(log_probs.numel(), device=DEVICE).view(log_probs.shape) + 3).int()
     made = kernel.allocate(len(log_probs), max_nodes, DEVICE)

@@ -43,9 +43,16 @@ class Round:
 
     def arguments(self) -> list[torch.Tensor | None]:
         parts = [
-            self.logits, self.draft, self.lengths, self.temperature, self.seeds, self.positions, self.first_rows,
-            self.draft_logits, self.draft_temperature,
-        ]  # fmt: skip
+            self.logits,
+            self.draft,
+            self.lengths,
+            self.temperature,
+            self.seeds,
+            self.positions,
+            self.first_rows,
+            self.draft_logits,
+            self.draft_temperature,
+        ]
         return [None if x is None else x.to(DEVICE) for x in parts]
 
 

@@ -181,10 +181,17 @@ def test_the_law_of_what_is_emitted() -> None:
     target = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3))
     tokens, parents, depths = [1, 2, 3], [-1, -1, 0], [1, 1, 2]
     spread = [torch.tensor(x, device=DEVICE).expand(num, 3) for x in (tokens, parents, depths)]
-    made = launched([
-        target[[0, *tokens]].to(DEVICE).expand(num, 4, vocab), *spread, torch.ones(num, device=DEVICE),
-        torch.arange(num, device=DEVICE), torch.zeros(num, dtype=torch.int64, device=DEVICE), 2, None,
-    ])  # fmt: skip
+    made = launched(
+        [
+            target[[0, *tokens]].to(DEVICE).expand(num, 4, vocab),
+            *spread,
+            torch.ones(num, device=DEVICE),
+            torch.arange(num, device=DEVICE),
+            torch.zeros(num, dtype=torch.int64, device=DEVICE),
+            2,
+            None,
+        ]
+    )
     assert p_value(outcomes(made.tokens), tree_law(softmax(target.numpy()), 0, tokens, parents)) > FALSE_ALARM
 
 

@@ -60,8 +60,11 @@ def test_every_alert_is_evaluated_and_what_it_looks_at_is_there(stack: Stack) ->
     found = {rule["name"]: rule for rule in stack.prometheus.rules()}
     for rule in rules(ALERTS):
         assert found[rule["alert"]]["health"] == "ok", found[rule["alert"]]
-        looked_at = [name + (f"{{{labels}}}" if labels else "") for pattern in (METRIC, FOREIGN)
-                     for name, labels in pattern.findall(rule["expr"])]  # fmt: skip
+        looked_at = [
+            name + (f"{{{labels}}}" if labels else "")
+            for pattern in (METRIC, FOREIGN)
+            for name, labels in pattern.findall(rule["expr"])
+        ]
         looked_at += RECORDED.findall(rule["expr"])
         assert looked_at
         for selector in looked_at:

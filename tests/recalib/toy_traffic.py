@@ -20,10 +20,18 @@ from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
 
 VOCAB, WIDTH, PROMPT = 53, 32, 5
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "block_size": 4, "num_target_layers": 3,
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "block_size": 4,
+    "num_target_layers": 3,
     "dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2]},
-}  # fmt: skip
+}
 CYCLES = {"a": (3, 25, 2), "b": (28, 25, 7)}
 """First token, length of the cycle, stride."""
 

@@ -23,8 +23,14 @@ def explain(document: Document) -> RenderableType:
         text = "nothing is learned of this engine yet, or it doesn't speculate (`honed engines` then shows k … of 0)"
         return Text(text, "yellow")
     parts: tuple[Callable[[Document], RenderableType | None], ...] = (
-        _survival, _context_shift, _calibration, _depths, _step_times, _plans, _changes,
-    )  # fmt: skip
+        _survival,
+        _context_shift,
+        _calibration,
+        _depths,
+        _step_times,
+        _plans,
+        _changes,
+    )
     shown = (render(document) for render in parts)
     return Group(*(part for one in shown if one is not None for part in (one, "")))
 
@@ -51,9 +57,13 @@ def _survival(document: Document) -> RenderableType:
         if drift.get("alarm"):
             alarms.append(Text(drift["alarm"], "dim"))
         table.add_row(
-            cells.text(name), cells.count(w.get("rounds")), cells.number(w.get("acceptance_length"), 3),
-            curve(values), " ".join(f"{v:.2f}" for v in values), cells.text(drift.get("state")),
-        )  # fmt: skip
+            cells.text(name),
+            cells.count(w.get("rounds")),
+            cells.number(w.get("acceptance_length"), 3),
+            curve(values),
+            " ".join(f"{v:.2f}" for v in values),
+            cells.text(drift.get("state")),
+        )
     return Group(table, *alarms)
 
 

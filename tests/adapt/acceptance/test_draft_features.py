@@ -19,9 +19,17 @@ STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, p
 def make_policy(weight=1.0, mean=0.5):
     prior = WorkloadPrior(workload="", acceptance=[0.7] * K, feature_mean=mean, feature_weight=weight)
     return Policy(
-        engine_id="e", generation=1, ttl_s=10.0, kind="goodput", static_k=4, max_k=K, step_seconds=STEP_SECONDS,
-        priors=[prior], explore_share=0.0, hysteresis=0.0,
-    )  # fmt: skip
+        engine_id="e",
+        generation=1,
+        ttl_s=10.0,
+        kind="goodput",
+        static_k=4,
+        max_k=K,
+        step_seconds=STEP_SECONDS,
+        priors=[prior],
+        explore_share=0.0,
+        hysteresis=0.0,
+    )
 
 
 def make_decider(size, **figures):

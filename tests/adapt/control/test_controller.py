@@ -50,8 +50,18 @@ class Engine:
             self.now_s += seconds
             self.tokens += len(self.ids) + sum(passed)
             self.seconds += seconds
-            row = (1, round(self.now_s * 1e9), round(seconds * 1e6), len(self.ids), tokens, 0, sum(lengths),
-                   400 * len(self.ids), decision.block, decision.reason)  # fmt: skip
+            row = (
+                1,
+                round(self.now_s * 1e9),
+                round(seconds * 1e6),
+                len(self.ids),
+                tokens,
+                0,
+                sum(lengths),
+                400 * len(self.ids),
+                decision.block,
+                decision.reason,
+            )
             for name, value in zip(wire.StepColumns.__struct_fields__, row, strict=True):
                 getattr(columns, name).append(value)
             drafted, accepted, owners = drafted + lengths, accepted + passed, owners + [int(name[1:]) for name in self.ids]
@@ -438,10 +448,15 @@ def test_a_workload_that_was_silent_for_long_makes_room_for_another():
 @pytest.mark.parametrize(
     "damage",
     [
-        {"workload": [0]}, {"workload": [5, 5]}, {"workload": [-1, 0]}, {"num_accepted_tokens": [1, 2, 3]},
-        {"request": [-1, 2]}, {"request": [1]}, {"num_draft_tokens": [2**64 - 1, 1]},
+        {"workload": [0]},
+        {"workload": [5, 5]},
+        {"workload": [-1, 0]},
+        {"num_accepted_tokens": [1, 2, 3]},
+        {"request": [-1, 2]},
+        {"request": [1]},
+        {"num_draft_tokens": [2**64 - 1, 1]},
     ],
-)  # fmt: skip
+)
 def test_a_batch_that_does_not_fit_together_changes_nothing(damage):
     controller = make_controller()
     batch = make_batch([3, 3], [1, 2])
@@ -462,10 +477,17 @@ def test_under_asynchronous_scheduling_a_step_takes_the_time_between_ends():
     controller, count = make_controller(), 200
     lengths = [(0, 4)[i % 2] for i in range(count)]
     steps = wire.StepColumns(
-        step=list(range(count)), end_ns=[(i + 1) * 10_000_000 for i in range(count)], duration_us=[20_000] * count,
-        num_requests=[1] * count, num_tokens=[1 + k for k in lengths], num_prefill_tokens=[0] * count,
-        num_draft_tokens=lengths, context_tokens=[100] * count, num_drafting=lengths, decision=["policy"] * count,
-    )  # fmt: skip
+        step=list(range(count)),
+        end_ns=[(i + 1) * 10_000_000 for i in range(count)],
+        duration_us=[20_000] * count,
+        num_requests=[1] * count,
+        num_tokens=[1 + k for k in lengths],
+        num_prefill_tokens=[0] * count,
+        num_draft_tokens=lengths,
+        context_tokens=[100] * count,
+        num_drafting=lengths,
+        decision=["policy"] * count,
+    )
     controller.observe(make_batch([], [], steps=steps))
     controller.observe(make_batch([], [], steps=wire.StepColumns()))
     assert controller.beliefs()["step_time"]["measured_seconds"] == pytest.approx(0.010, rel=0.1)

@@ -17,9 +17,14 @@ from honed.adapt.steps.step_time import StepTimeModel
 
 
 @given(
-    st.lists(st.floats(0.05, 0.98), min_size=1, max_size=8), st.integers(1, 40), st.floats(1e-3, 1e-2), st.floats(1e-6, 2e-3),
-    st.sampled_from([0.0, 2e-4]), st.sampled_from([(), (8, 16, 32, 64, 128, 512)]), st.booleans(),
-)  # fmt: skip
+    st.lists(st.floats(0.05, 0.98), min_size=1, max_size=8),
+    st.integers(1, 40),
+    st.floats(1e-3, 1e-2),
+    st.floats(1e-6, 2e-3),
+    st.sampled_from([0.0, 2e-4]),
+    st.sampled_from([(), (8, 16, 32, 64, 128, 512)]),
+    st.booleans(),
+)
 def test_a_plan_is_what_the_engine_would_choose(acceptance, count, base, token, block, captured, is_latency):
     model = StepTimeModel.of(captured, base=base, per_token=token, drafting=5e-4, per_block_token=block, per_context_token=1e-8)
     k = len(acceptance)

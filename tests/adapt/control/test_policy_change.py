@@ -14,9 +14,15 @@ from honed.adapt.steps.step_time import StepTimeModel
 STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, per_block_token=1e-4).parameters)
 CURVE = [0.8, 0.7, 0.6]
 POLICY = Policy(
-    engine_id="e", generation=3, ttl_s=10.0, kind="goodput", static_k=3, max_k=3, step_seconds=STEP_SECONDS,
+    engine_id="e",
+    generation=3,
+    ttl_s=10.0,
+    kind="goodput",
+    static_k=3,
+    max_k=3,
+    step_seconds=STEP_SECONDS,
     priors=[WorkloadPrior(workload="", acceptance=CURVE), WorkloadPrior(workload="chat", acceptance=CURVE, strength=8.0)],
-)  # fmt: skip
+)
 
 
 def chat(**changes: Any) -> list[WorkloadPrior]:
@@ -57,7 +63,7 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
         ({"kind_effects": [(8, 2, 0.01)]}, ""),
         ({"kind_effects": [(14, 2, 0.1)]}, "step time of 12 requests with 2 drafts each: 16.50 -> 18.15 ms"),
     ],
-)  # fmt: skip
+)
 def test_the_first_material_difference_is_named(changes: dict[str, Any], said: str) -> None:
     assert what_changed(POLICY, msgspec.structs.replace(POLICY, **changes), 16) == said
 

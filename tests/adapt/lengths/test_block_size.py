@@ -47,9 +47,13 @@ def brute_force(survival, model, ceilings=None, prefill=0):
 
 
 models = st.builds(
-    make_model, base=st.floats(1e-3, 1e-2), token=st.floats(0.0, 3e-3), drafting=st.floats(0.0, 3e-3),
-    block=st.sampled_from([0.0, 1e-4, 1e-3]), captured=st.sampled_from([(), (4, 8, 16), (2, 3, 5, 9, 12)]),
-)  # fmt: skip
+    make_model,
+    base=st.floats(1e-3, 1e-2),
+    token=st.floats(0.0, 3e-3),
+    drafting=st.floats(0.0, 3e-3),
+    block=st.sampled_from([0.0, 1e-4, 1e-3]),
+    captured=st.sampled_from([(), (4, 8, 16), (2, 3, 5, 9, 12)]),
+)
 seeds = st.integers(0, 2**32 - 1)
 kinds = st.dictionaries(
     st.tuples(st.sampled_from([batch_kind(count) for count in (1, 2, 3, 4, 40)]), st.integers(0, 5)), st.floats(-0.4, 0.4)

@@ -19,14 +19,20 @@ STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, p
 
 def make_policy(**changes):
     figures = dict(
-        engine_id="e", generation=1, ttl_s=10.0, kind="goodput", static_k=4, max_k=K, step_seconds=STEP_SECONDS,
+        engine_id="e",
+        generation=1,
+        ttl_s=10.0,
+        kind="goodput",
+        static_k=4,
+        max_k=K,
+        step_seconds=STEP_SECONDS,
         priors=[
             WorkloadPrior(workload="", acceptance=[0.6] * K),
             WorkloadPrior(workload="good", acceptance=[0.95] * K),
             WorkloadPrior(workload="bad", acceptance=[0.05] * K),
         ],
         explore_share=0.0,
-    )  # fmt: skip
+    )
     return Policy(**{**figures, **changes})
 
 
@@ -193,8 +199,11 @@ def test_lengths_that_are_nearly_as_good_are_tried_in_small_batches(requests, is
 
 @given(
     st.lists(st.integers(-1, 9), min_size=1, max_size=12),
-    st.sampled_from(["goodput", "static"]), st.integers(-1, 9), st.integers(0, 9), st.floats(0.0, 1.0),
-)  # fmt: skip
+    st.sampled_from(["goodput", "static"]),
+    st.integers(-1, 9),
+    st.integers(0, 9),
+    st.floats(0.0, 1.0),
+)
 def test_ceilings_hold_in_every_mode(ceilings, kind, request_ceiling, max_k, explore_share):
     decider = make_decider(make_policy(kind=kind, request_ceiling=request_ceiling, max_k=max_k, explore_share=explore_share))
     ids = [f"r{i}" for i in range(len(ceilings))]
@@ -239,14 +248,22 @@ def test_starting_twice_changes_nothing():
 numbers = st.one_of(st.floats(), st.just(float("nan")), st.floats(0.0, 1.0))
 priors = st.builds(WorkloadPrior, workload=st.just("w"), acceptance=st.lists(numbers, max_size=12), strength=numbers)
 policies = st.builds(
-    Policy, engine_id=st.just("e"), generation=st.just(1), ttl_s=numbers, explore_share=numbers, hysteresis=numbers,
-    kind=st.sampled_from(["goodput", "static", "off", ""]), static_k=st.integers(-99, 99), max_k=st.integers(-99, 99),
-    request_ceiling=st.integers(-5, 99), priors=st.lists(priors, max_size=3),
+    Policy,
+    engine_id=st.just("e"),
+    generation=st.just(1),
+    ttl_s=numbers,
+    explore_share=numbers,
+    hysteresis=numbers,
+    kind=st.sampled_from(["goodput", "static", "off", ""]),
+    static_k=st.integers(-99, 99),
+    max_k=st.integers(-99, 99),
+    request_ceiling=st.integers(-5, 99),
+    priors=st.lists(priors, max_size=3),
     step_seconds=st.one_of(st.lists(numbers, max_size=20), st.just(STEP_SECONDS)),
     captured_tokens=st.lists(st.integers(-5, 600), max_size=5),
     captured_lengths=st.lists(st.integers(-5, 600), max_size=5),
     equal_lengths=st.booleans(),
-)  # fmt: skip
+)
 
 
 @given(policies, numbers, st.integers(-5, 10**9), st.integers(-5, 10**6))
@@ -479,7 +496,7 @@ def test_a_slot_that_is_used_again_has_the_context_of_its_new_request():
     st.lists(st.one_of(numbers, st.floats(-100.0, 100.0)), max_size=14),
     st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=80),
     st.booleans(),
-)  # fmt: skip
+)
 def test_no_factor_and_no_context_however_odd_breaks_a_decision(shift, contexts, is_short):
     decider, ids = make_decider(make_shifted_policy(shift)), [f"r{i}" for i in range(len(contexts))]
     for _ in range(2):

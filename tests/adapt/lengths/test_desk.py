@@ -20,11 +20,21 @@ def test_every_figure_of_a_call_has_its_place() -> None:
     desk.learn(slots, contexts)
     found = record_of(desk)
     assert found == dict.fromkeys(DESK.names or (), 0) | {
-        "count": 3, "slots": slots.buffer_info()[0], "contexts": contexts.buffer_info()[0], "num_contexts": 2, "first": 1,
-        "every": 2, "context_tokens": 700, "num_prefill_tokens": 9, "are_contexts_known": 1, "hold_cap": 4,
-        "hold_threshold": 0.25, "hold_hysteresis": 0.02, "drafted": slots.buffer_info()[0],
+        "count": 3,
+        "slots": slots.buffer_info()[0],
+        "contexts": contexts.buffer_info()[0],
+        "num_contexts": 2,
+        "first": 1,
+        "every": 2,
+        "context_tokens": 700,
+        "num_prefill_tokens": 9,
+        "are_contexts_known": 1,
+        "hold_cap": 4,
+        "hold_threshold": 0.25,
+        "hold_hysteresis": 0.02,
+        "drafted": slots.buffer_info()[0],
         "accepted": contexts.buffer_info()[0],
-    }  # fmt: skip
+    }
 
 
 def test_what_was_found_is_read_where_it_was_put() -> None:

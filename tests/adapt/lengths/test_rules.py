@@ -164,14 +164,20 @@ TABLE = [(4, 6), (16, 3), (32, 0)]
 @pytest.mark.parametrize(
     ("table", "batch", "length"),
     [
-        (TABLE, 1, 6), (TABLE, 4, 6), (TABLE, 5, 3), (TABLE, 16, 3), (TABLE, 17, 0), (TABLE, 32, 0), (TABLE, 33, 0),
+        (TABLE, 1, 6),
+        (TABLE, 4, 6),
+        (TABLE, 5, 3),
+        (TABLE, 16, 3),
+        (TABLE, 17, 0),
+        (TABLE, 32, 0),
+        (TABLE, 33, 0),
         (TABLE[:2], 500, 3),
         (TABLE[::-1], 5, 3),
         ([(8, 99)], 1, K),
         ([(8, -1)], 1, 0),
         ([], 1, 4),
     ],
-)  # fmt: skip
+)
 def test_table_takes_the_first_row_that_is_large_enough(table, batch, length):
     contender = make("table", table=table)
     assert decide(contender, [str(number) for number in range(batch)]) == [length] * batch
@@ -237,11 +243,19 @@ def test_ema_tiers(num_spec_tokens, tiers):
 @pytest.mark.parametrize(
     ("tier", "accepted", "after"),
     [
-        (7, 2.25, 3), (7, 2.26, 7), (7, 0.25, 1), (7, 0.26, 3),
-        (3, 2.5, 3), (3, 2.51, 7), (3, 0.25, 1), (3, 0.26, 3),
-        (1, 0.5, 1), (1, 0.51, 3), (1, 2.51, 7),
+        (7, 2.25, 3),
+        (7, 2.26, 7),
+        (7, 0.25, 1),
+        (7, 0.26, 3),
+        (3, 2.5, 3),
+        (3, 2.51, 7),
+        (3, 0.25, 1),
+        (3, 0.26, 3),
+        (1, 0.5, 1),
+        (1, 0.51, 3),
+        (1, 2.51, 7),
     ],
-)  # fmt: skip
+)
 def test_ema_moves_only_past_the_border_and_its_margin(tier, accepted, after):
     contender = make("ema")
     contender._tier, contender._accepted = contender.tiers.index(tier), accepted

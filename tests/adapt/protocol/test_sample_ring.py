@@ -9,14 +9,31 @@ from honed.adapt.protocol import sample_ring as ring
 
 u32, u64, i64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
 headers = st.builds(
-    ring.RingHeader, capacity_bytes=u64, reserved=u64, written=u64, num_records=u64, feature_size=u32,
-    feature_dtype=st.sampled_from(sorted(ring.FEATURE_DTYPES)), feature_kind=st.sampled_from(sorted(ring.FEATURE_KINDS)),
-    generation=u64, created_unix_ns=u64,
-)  # fmt: skip
+    ring.RingHeader,
+    capacity_bytes=u64,
+    reserved=u64,
+    written=u64,
+    num_records=u64,
+    feature_size=u32,
+    feature_dtype=st.sampled_from(sorted(ring.FEATURE_DTYPES)),
+    feature_kind=st.sampled_from(sorted(ring.FEATURE_KINDS)),
+    generation=u64,
+    created_unix_ns=u64,
+)
 records = st.builds(
-    ring.RecordHeader, kind=st.integers(0, 255), flags=st.integers(0, 2**24 - 1), seq=u64, payload_bytes=u32, crc32=u32,
-    num_rows=u32, head_bytes=u32, first_position=i64, feature_size=u32, feature_dtype=u32, temperature_milli=u32,
-)  # fmt: skip
+    ring.RecordHeader,
+    kind=st.integers(0, 255),
+    flags=st.integers(0, 2**24 - 1),
+    seq=u64,
+    payload_bytes=u32,
+    crc32=u32,
+    num_rows=u32,
+    head_bytes=u32,
+    first_position=i64,
+    feature_size=u32,
+    feature_dtype=u32,
+    temperature_milli=u32,
+)
 labels = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
 
 
@@ -31,8 +48,10 @@ def test_a_header_survives_the_way_through_the_file(header):
 def test_the_moving_offsets_lie_where_the_layout_says(header):
     at = ring.RESERVED_OFFSET
     assert struct.unpack_from("<QQQ", ring.pack_header(header), at) == (
-        header.reserved, header.written, header.num_records,
-    )  # fmt: skip
+        header.reserved,
+        header.written,
+        header.num_records,
+    )
     assert at % 8 == 0
 
 

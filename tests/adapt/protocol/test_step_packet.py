@@ -51,13 +51,21 @@ def test_arrays_outlive_the_buffer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"magic": 1}, "not a step's events"), ({"version": 2}, "version 2"), ({"size": SIZE - 1}, "doesn't fit"),
-        ({"live": 3}, "doesn't fit"), ({"room": -1}, "doesn't fit"), ({"offset_0": 0}, "outside"),
-        ({"offset_3": SIZE - 4}, "outside"), ({"drafts": 2**31 - 1}, "outside"), ({"accepted": 3}, "can't be"),
-        ({"drafted": -1}, "can't be"), ({"drafted": 3}, "can't be"), ({"path": 2}, "outside"),
+        ({"magic": 1}, "not a step's events"),
+        ({"version": 2}, "version 2"),
+        ({"size": SIZE - 1}, "doesn't fit"),
+        ({"live": 3}, "doesn't fit"),
+        ({"room": -1}, "doesn't fit"),
+        ({"offset_0": 0}, "outside"),
+        ({"offset_3": SIZE - 4}, "outside"),
+        ({"drafts": 2**31 - 1}, "outside"),
+        ({"accepted": 3}, "can't be"),
+        ({"drafted": -1}, "can't be"),
+        ({"drafted": 3}, "can't be"),
+        ({"path": 2}, "outside"),
         ({"path": 2, "offset_4": 176, "offset_5": 176, "accepted": 2}, "isn't in the tree"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(changes: dict[str, int], message: str) -> None:
     with pytest.raises(StepPacketError, match=message):
         unpack(packet(**changes))

@@ -9,21 +9,22 @@ from hypothesis import strategies as st
 from honed.adapt.protocol import wire
 
 TO_DAEMON = [
-    wire.EngineHello, wire.EventBatch, wire.EngineStatus, wire.CommandResult,
-    wire.TrainerHello, wire.TrainerStatus, wire.TrainResult,
-]  # fmt: skip
+    wire.EngineHello,
+    wire.EventBatch,
+    wire.EngineStatus,
+    wire.CommandResult,
+    wire.TrainerHello,
+    wire.TrainerStatus,
+    wire.TrainResult,
+]
 TO_ENGINE = [wire.Welcome, wire.Ack, wire.Policy, wire.Command]
 TO_TRAINER = [wire.Welcome, wire.TrainRequest, wire.TrainCancel, wire.TrainPause, wire.Purge]
-DIRECTIONS = [
-    (wire.decode_to_daemon, TO_DAEMON), (wire.decode_to_engine, TO_ENGINE), (wire.decode_to_trainer, TO_TRAINER)
-]  # fmt: skip
+DIRECTIONS = [(wire.decode_to_daemon, TO_DAEMON), (wire.decode_to_engine, TO_ENGINE), (wire.decode_to_trainer, TO_TRAINER)]
 CASES = [(decode, message) for decode, messages in DIRECTIONS for message in messages]
 
 # msgpack carries integers of 64 bits, and text that is Unicode without lone surrogates.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-SCALARS = {
-    int: st.integers(-(2**63), 2**64 - 1), float: st.floats(allow_nan=False), str: TEXT, bool: st.booleans()
-}  # fmt: skip
+SCALARS = {int: st.integers(-(2**63), 2**64 - 1), float: st.floats(allow_nan=False), str: TEXT, bool: st.booleans()}
 
 
 def values_of(kind):

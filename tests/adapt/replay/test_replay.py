@@ -58,9 +58,17 @@ def batch(rounds, *, steps=None, seq=1, boot="boot", workloads=("default",), ver
         num_emitted=changes.pop("emitted", [r[3] + 1 for r in rounds]),
     )
     return wire.EventBatch(
-        engine_id="e", boot_id=boot, seq=seq, sent_unix_ns=10**18, sent_mono_ns=10**9, drafter_version=version,
-        workloads=list(workloads), steps=columns, rounds=logged, **changes,
-    )  # fmt: skip
+        engine_id="e",
+        boot_id=boot,
+        seq=seq,
+        sent_unix_ns=10**18,
+        sent_mono_ns=10**9,
+        drafter_version=version,
+        workloads=list(workloads),
+        steps=columns,
+        rounds=logged,
+        **changes,
+    )
 
 
 def log_of(*batches, **arguments) -> Log:
@@ -88,8 +96,12 @@ def test_requests_are_told_apart_by_boot_and_by_drafter():
     )
     assert len(log.cell) == 4
     assert [log.cells[c] for c in log.cell[log.request]] == [
-        ("a", "v1"), ("b", "v1"), ("a", "v1"), ("default", "v1"), ("a", "v2"),
-    ]  # fmt: skip
+        ("a", "v1"),
+        ("b", "v1"),
+        ("a", "v1"),
+        ("default", "v1"),
+        ("a", "v2"),
+    ]
 
 
 def test_only_steps_of_the_span_are_taken():
@@ -205,11 +217,23 @@ def test_a_mask_gives_one_workloads_figures():
 
 
 UNKNOWN = {
-    "static": "no draft length", "static:8": "more than the engine's 7", "static:-1": "no draft length",
-    "static:x": "no draft length", "table": "table:4=7,16=2", "table:4": "no draft length", "table:4=9": "more than",
-    "table:-3=2,0=1": "at least 1", "table:8=1,4=2": "ascending", "table:4=1,4=2": "ascending", "table:4=1,": "BATCH=K",
-    "kelly:1": "no figures", "latency:2": "no figures", "off": "static:7", "": "none of that name", "x": "none of that name",
-}  # fmt: skip
+    "static": "no draft length",
+    "static:8": "more than the engine's 7",
+    "static:-1": "no draft length",
+    "static:x": "no draft length",
+    "table": "table:4=7,16=2",
+    "table:4": "no draft length",
+    "table:4=9": "more than",
+    "table:-3=2,0=1": "at least 1",
+    "table:8=1,4=2": "ascending",
+    "table:4=1,4=2": "ascending",
+    "table:4=1,": "BATCH=K",
+    "kelly:1": "no figures",
+    "latency:2": "no figures",
+    "off": "static:7",
+    "": "none of that name",
+    "x": "none of that name",
+}
 
 
 @pytest.mark.parametrize(("text", "why"), UNKNOWN.items())
@@ -241,10 +265,14 @@ TRACES = {
     "arrivals": dataclasses.replace(BASE, load=Load(utilisation=0.6)),
     "whole blocks": dataclasses.replace(BASE, is_block_shortened=False),
     "stairs": dataclasses.replace(
-        BASE, load=Load(concurrency=((0.0, 16),)), max_num_seqs=16, is_block_shortened=False,
-        costs=((0.0, Cost(2e-3, roofline(1.2e-2, 1.5e-4, tile=16), drafting_s=2e-3)),), stall_share=0.01,
+        BASE,
+        load=Load(concurrency=((0.0, 16),)),
+        max_num_seqs=16,
+        is_block_shortened=False,
+        costs=((0.0, Cost(2e-3, roofline(1.2e-2, 1.5e-4, tile=16), drafting_s=2e-3)),),
+        stall_share=0.01,
     ),
-}  # fmt: skip
+}
 
 
 class Steered:
@@ -468,9 +496,13 @@ def test_a_seed_gives_one_answer():
 def test_intervals_cover():
     """Of 100 short logs at least 85 each, and most of the intervals are worth having: below ± 15 %."""
     trace = dataclasses.replace(
-        BASE, num_spec_tokens=4, num_tokens=4_000, max_num_seqs=4, load=Load(concurrency=((0.0, 4),)),
+        BASE,
+        num_spec_tokens=4,
+        num_tokens=4_000,
+        max_num_seqs=4,
+        load=Load(concurrency=((0.0, 4),)),
         workloads=(dataclasses.replace(EASY, output_tokens=(32, 96)),),
-    )  # fmt: skip
+    )
     lengths = (0, 1, 2, 4)
     covered, widths = dict.fromkeys(lengths, 0), []
     for seed in range(100):

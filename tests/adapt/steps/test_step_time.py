@@ -26,9 +26,15 @@ parameter_lists = st.lists(st.floats(0.0, 1e-2), min_size=P, max_size=P)
 
 def make_policy(step_seconds, captured=()):
     return Policy(
-        engine_id="e", generation=1, ttl_s=9.0, kind="goodput", static_k=K, max_k=K,
-        step_seconds=list(step_seconds), captured_tokens=list(captured),
-    )  # fmt: skip
+        engine_id="e",
+        generation=1,
+        ttl_s=9.0,
+        kind="goodput",
+        static_k=K,
+        max_k=K,
+        step_seconds=list(step_seconds),
+        captured_tokens=list(captured),
+    )
 
 
 def teach(learner, rng, truth, steps=1500, blocks=(0, 1, 2, 4, 7), noise=0.05, outliers=0.02, fixed_block=None):

@@ -53,17 +53,30 @@ def test_it_is_what_chains_of_the_same_curves_would_get(seed, count, width, mode
 
 
 @given(
-    seeds, st.integers(1, 40), models, st.integers(0, 50), st.integers(0, 90), st.booleans(), st.integers(0, 9),
-    st.booleans(), st.integers(0, 30),
-)  # fmt: skip
+    seeds,
+    st.integers(1, 40),
+    models,
+    st.integers(0, 50),
+    st.integers(0, 90),
+    st.booleans(),
+    st.integers(0, 9),
+    st.booleans(),
+    st.integers(0, 30),
+)
 def test_no_limit_is_ever_exceeded(seed, count, model, most_nodes, most_tokens, is_within, ceiling, is_latency, prefill):
     gains = make_gains(seed, count, 12)
     ceilings = np.random.default_rng(seed).integers(0, ceiling + 1, count)
     limits = TreeLimits(most_nodes, most_tokens, is_within)
     nodes = choose_nodes(
-        gains, model, is_latency=is_latency, ceilings=ceilings, limits=limits, num_prefill_tokens=prefill,
-        previous=OperatingPoint(0.01, 12), hysteresis=0.5,
-    ).num_draft_tokens  # fmt: skip
+        gains,
+        model,
+        is_latency=is_latency,
+        ceilings=ceilings,
+        limits=limits,
+        num_prefill_tokens=prefill,
+        previous=OperatingPoint(0.01, 12),
+        hysteresis=0.5,
+    ).num_draft_tokens
     assert (np.array(nodes) <= ceilings).all()
     total = sum(nodes)
     assert total <= most_nodes

@@ -18,7 +18,7 @@ def make_request(seed=0, tokens=9, depths=3, width=2, every=1, workload="chat", 
     log_probs = -np.sort(rng.exponential(2.0, shape), axis=2)
     return CandidateRequest(
         f"{seed:016x}", workload, temperature, rng.integers(0, 5, tokens), starts, candidates, log_probs, 64
-    )  # fmt: skip
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))

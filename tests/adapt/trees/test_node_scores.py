@@ -12,7 +12,7 @@ from honed.adapt.trees.node_scores import (
     fit_platt,
     log_odds,
     temperature_bucket,
-)  # fmt: skip
+)
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -74,38 +74,62 @@ def test_whatever_is_imported_from_vllm_is_in_the_contract() -> None:
 
 CHANGES = {
     "a method": (
-        "v1/core/sched/scheduler.py", r"def update_draft_token_ids\(", "def take_in_drafts(",
-        "draft_length", "Scheduler.update_draft_token_ids is missing",
+        "v1/core/sched/scheduler.py",
+        r"def update_draft_token_ids\(",
+        "def take_in_drafts(",
+        "draft_length",
+        "Scheduler.update_draft_token_ids is missing",
     ),
     "a parameter": (
-        "v1/core/sched/scheduler.py", r"def _free_request\(\s*self, request", "def _free_request(self, req",
-        "events", "Scheduler._free_request begins with (req), not (request)",
+        "v1/core/sched/scheduler.py",
+        r"def _free_request\(\s*self, request",
+        "def _free_request(self, req",
+        "events",
+        "Scheduler._free_request begins with (req), not (request)",
     ),
     "an attribute": (
-        "v1/spec_decode/dflash.py", r"self\._dflash_hidden_states = ", "self._fused_states = ",
-        "capture", "DFlashProposer has no _dflash_hidden_states",
+        "v1/spec_decode/dflash.py",
+        r"self\._dflash_hidden_states = ",
+        "self._fused_states = ",
+        "capture",
+        "DFlashProposer has no _dflash_hidden_states",
     ),
     "the order of calls": (
-        "v1/engine/core.py", r"(?m)^( +)load_general_plugins\(\)$", r"\1pass",
-        "events", "EngineCore.__init__ does not call load_general_plugins",
+        "v1/engine/core.py",
+        r"(?m)^( +)load_general_plugins\(\)$",
+        r"\1pass",
+        "events",
+        "EngineCore.__init__ does not call load_general_plugins",
     ),
     "a keyword": (
-        "v1/worker/gpu_model_runner.py", r"\btarget_hidden_states=target_hidden_states,\s+next_token", "h=h, next_token",
-        "capture", "GPUModelRunner.propose_draft_token_ids calls propose without target_hidden_states",
+        "v1/worker/gpu_model_runner.py",
+        r"\btarget_hidden_states=target_hidden_states,\s+next_token",
+        "h=h, next_token",
+        "capture",
+        "GPUModelRunner.propose_draft_token_ids calls propose without target_hidden_states",
     ),
     "slots": (
-        "v1/core/sched/output.py", r"@dataclass\nclass SchedulerOutput", "@dataclass(slots=True)\nclass SchedulerOutput",
-        "events", "SchedulerOutput takes no further attributes",
+        "v1/core/sched/output.py",
+        r"@dataclass\nclass SchedulerOutput",
+        "@dataclass(slots=True)\nclass SchedulerOutput",
+        "events",
+        "SchedulerOutput takes no further attributes",
     ),
     "a value": (
-        "v1/spec_decode/utils.py", r"PADDING_SLOT_ID = -1", "PADDING_SLOT_ID = -2",
-        "draft_length", "PADDING_SLOT_ID is -2, not -1",
+        "v1/spec_decode/utils.py",
+        r"PADDING_SLOT_ID = -1",
+        "PADDING_SLOT_ID = -2",
+        "draft_length",
+        "PADDING_SLOT_ID is -2, not -1",
     ),
     "a method of a base class": (
-        "v1/spec_decode/llm_base_proposer.py", r"def propose\(", "def draft(",
-        "draft_length", "DFlashProposer.propose is missing",
+        "v1/spec_decode/llm_base_proposer.py",
+        r"def propose\(",
+        "def draft(",
+        "draft_length",
+        "DFlashProposer.propose is missing",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -57,9 +57,13 @@ class Harness:
         self.results: list[wire.CommandResult] = []
         self.swapped: list[tuple[str, bool]] = []
         self.runner = CommandRunner(
-            ("e", "b"), ranks.rpc, self.results.append, lambda *a: self.swapped.append(a), lambda: None,
+            ("e", "b"),
+            ranks.rpc,
+            self.results.append,
+            lambda *a: self.swapped.append(a),
+            lambda: None,
             lambda: self.is_busy,
-        )  # fmt: skip
+        )
 
     def swap(self, command_id: str = "1", **args: str) -> None:
         self.runner.put(wire.Command(command_id=command_id, kind="swap", args={"version": "v2", "path": "/x"} | args))

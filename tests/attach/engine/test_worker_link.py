@@ -124,5 +124,9 @@ def test_vllms_rule_is_fed_when_something_has_changed(monkeypatch: pytest.Monkey
     made.feed(True, CURVES)
     empty: tuple[list[Any], list[Any]] = ([], [])
     assert [args for _, args in engine.asked] == [
-        (True, *empty), (True, *CURVES), (True, CURVES[0], [(1, 2.5), (64, 4.0)]), (False, *empty), (True, *CURVES),
-    ]  # fmt: skip
+        (True, *empty),
+        (True, *CURVES),
+        (True, CURVES[0], [(1, 2.5), (64, 4.0)]),
+        (False, *empty),
+        (True, *CURVES),
+    ]

@@ -70,17 +70,40 @@ def log() -> StepLog:
 def publisher(endpoint: str, log: StepLog, seen: dict[str, list[Any]]) -> Iterator[Publisher]:
     def hello(last_seq: int) -> wire.EngineHello:
         return wire.EngineHello(
-            wire_version=1, engine_id="e", boot_id=BOOT, pid=1, model_name="m", target_path="", drafter_path="",
-            drafter_version="", vllm_version="", honed_version="", runner="v1", method="dflash", num_spec_tokens=7,
-            max_num_seqs=8, max_model_len=64, last_seq=last_seq,
-        )  # fmt: skip
+            wire_version=1,
+            engine_id="e",
+            boot_id=BOOT,
+            pid=1,
+            model_name="m",
+            target_path="",
+            drafter_path="",
+            drafter_version="",
+            vllm_version="",
+            honed_version="",
+            runner="v1",
+            method="dflash",
+            num_spec_tokens=7,
+            max_num_seqs=8,
+            max_model_len=64,
+            last_seq=last_seq,
+        )
 
     def status(queue_bytes: int, queue_batches: int) -> wire.EngineStatus:
         return wire.EngineStatus(
-            engine_id="e", boot_id=BOOT, num_running=0, num_waiting=0, kv_cache_usage=0.0, policy_generation=0,
-            policy_age_s=-1.0, fallback="", drafter_version="", drafter_generation=0, queue_bytes=queue_bytes,
-            queue_batches=queue_batches, errors=0,
-        )  # fmt: skip
+            engine_id="e",
+            boot_id=BOOT,
+            num_running=0,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            policy_generation=0,
+            policy_age_s=-1.0,
+            fallback="",
+            drafter_version="",
+            drafter_generation=0,
+            queue_bytes=queue_bytes,
+            queue_batches=queue_batches,
+            errors=0,
+        )
 
     callbacks = Callbacks(hello, status, seen["welcome"].append, seen["policy"].append, seen["command"].append, lambda: None)
     made = Publisher(endpoint, "e", BOOT, log, 1 << 20, callbacks, Lull())

@@ -16,9 +16,11 @@ from tests.attach.step_cases import started
 def outputs(sampled: list[list[int]], num_tokens: int = 5) -> tuple[Any, Any]:
     """(scheduler output, runner output) of one request with three drafts."""
     output = SimpleNamespace(
-        total_num_scheduled_tokens=num_tokens, num_scheduled_tokens={"r": 4}, num_invalid_spec_tokens=None,
+        total_num_scheduled_tokens=num_tokens,
+        num_scheduled_tokens={"r": 4},
+        num_invalid_spec_tokens=None,
         scheduled_spec_decode_tokens={"r": [5, 6, 7]},
-    )  # fmt: skip
+    )
     return output, SimpleNamespace(sampled_token_ids=sampled, req_id_to_index={"r": 0})
 
 

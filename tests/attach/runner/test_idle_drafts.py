@@ -26,19 +26,26 @@ class Runner:
         )
         self.propose = lambda **_: "drafts"
         self.drafter = SimpleNamespace(
-            propose=self.propose, parallel_drafting=True, method="dflash", num_speculative_tokens=7,
+            propose=self.propose,
+            parallel_drafting=True,
+            method="dflash",
+            num_speculative_tokens=7,
             vllm_config=SimpleNamespace(
                 parallel_config=SimpleNamespace(data_parallel_size=data_parallel_size),
-                model_config=SimpleNamespace(is_hybrid=is_hybrid), kv_transfer_config=kv_transfer_config,
+                model_config=SimpleNamespace(is_hybrid=is_hybrid),
+                kv_transfer_config=kv_transfer_config,
             ),
-        )  # fmt: skip
+        )
         self.asked: list[Any] = []
         self.model_runner = SimpleNamespace(
-            _sample=None, propose_draft_token_ids=lambda *args: self.asked.append(args), use_async_scheduling=False,
-            use_aux_hidden_state_outputs=True, input_ids=SimpleNamespace(gpu=torch.tensor([7, 8, 0])),
+            _sample=None,
+            propose_draft_token_ids=lambda *args: self.asked.append(args),
+            use_async_scheduling=False,
+            use_aux_hidden_state_outputs=True,
+            input_ids=SimpleNamespace(gpu=torch.tensor([7, 8, 0])),
             _get_positions=lambda num_tokens: torch.arange(10, 10 + num_tokens),
             kv_cache_config=SimpleNamespace(kv_cache_groups=[object()] * num_groups),
-        )  # fmt: skip
+        )
 
     def propose_draft_token_ids(self, num_drafted: int, num_to_draft: int) -> Any:
         """Ask for drafts as vLLM does, after a step of two requests that verified so many drafts of the second."""
@@ -52,9 +59,11 @@ class Runner:
         """Two requests' step, whose tokens have two slots from this one on."""
         metadata = SimpleNamespace(slot_mapping=torch.tensor([slot, slot + 1, -1]), batch_size=lambda: 2)
         return self.drafter.propose(
-            num_speculative_tokens=num_speculative_tokens, common_attn_metadata=metadata,
-            target_positions=torch.tensor([0, 0]), target_hidden_states=torch.zeros(2, 4),
-        )  # fmt: skip
+            num_speculative_tokens=num_speculative_tokens,
+            common_attn_metadata=metadata,
+            target_positions=torch.tensor([0, 0]),
+            target_hidden_states=torch.zeros(2, 4),
+        )
 
 
 def test_rows_are_stored_when_something_is_drafted_again() -> None:

@@ -29,8 +29,10 @@ def test_it_holds_what_was_saved(file: Path) -> None:
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(tensors[name].view(torch.uint8) if tensor.ndim else tensors[name],
-                           tensor.view(torch.uint8) if tensor.ndim else tensor), name  # fmt: skip
+        assert torch.equal(
+            tensors[name].view(torch.uint8) if tensor.ndim else tensors[name],
+            tensor.view(torch.uint8) if tensor.ndim else tensor,
+        ), name
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])

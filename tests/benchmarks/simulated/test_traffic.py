@@ -22,9 +22,15 @@ SHORT = {"output_tokens": (10, 60), "prompt_tokens": (5, 50)}
 
 def make_trace(num_tokens=4000, requests=4, **changes):
     trace = Trace(
-        "small", 7, 5, 8, num_tokens, (Workload("chat", GOOD, **SHORT), Workload("code", FAIR, **SHORT)),
-        Load(concurrency=((0.0, requests),)), ((0.0, COST),),
-    )  # fmt: skip
+        "small",
+        7,
+        5,
+        8,
+        num_tokens,
+        (Workload("chat", GOOD, **SHORT), Workload("code", FAIR, **SHORT)),
+        Load(concurrency=((0.0, requests),)),
+        ((0.0, COST),),
+    )
     return replace(trace, **changes)
 
 
@@ -242,9 +248,11 @@ def test_the_oracle_finds_the_optimum_of_any_cost(seed, count, is_block_shortene
     rng = np.random.default_rng(seed)
     stairs = np.cumsum(rng.exponential(1e-3, 400) * (rng.random(400) < 0.3))
     cost = Cost(
-        rng.uniform(0, 5e-3), lambda tokens: stairs[np.minimum(tokens, 399).astype(int)],
-        drafting_s=rng.uniform(0, 1e-3), per_block_token_s=rng.uniform(0, 5e-4),
-    )  # fmt: skip
+        rng.uniform(0, 5e-3),
+        lambda tokens: stairs[np.minimum(tokens, 399).astype(int)],
+        drafting_s=rng.uniform(0, 1e-3),
+        per_block_token_s=rng.uniform(0, 5e-4),
+    )
     survival = np.cumprod(rng.uniform(0.2, 0.98, (count, 3)), axis=1)
     truth = Truth(survival, cost, count + (prefill > 0), 0, prefill, is_block_shortened)
 
@@ -274,9 +282,12 @@ def test_no_fixed_length_beats_the_oracle(curve, requests, is_block_shortened):
 
 
 CONTEXTS = make_trace(
-    150_000, 16, max_num_seqs=16, noise=0.03,
+    150_000,
+    16,
+    max_num_seqs=16,
+    noise=0.03,
     workloads=(Workload("chat", GOOD, output_tokens=(16, 128), prompt_tokens=(64, 16_000), decay=0.5),),
-)  # fmt: skip
+)
 
 
 class WithoutContexts(Steered):

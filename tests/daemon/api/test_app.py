@@ -34,9 +34,21 @@ def engine(service: Service, make_engine: Callable[..., FakeEngine]) -> FakeEngi
 
 
 READING = [
-    "/v1/status", "/v1/config", "/v1/engines", "/v1/workloads", "/v1/timeline", "/v1/drafters", "/v1/operations",
-    "/v1/overrides", "/v1/audit", "/v1/events", "/healthz", "/readyz", "/metrics", "/openapi.json",
-]  # fmt: skip
+    "/v1/status",
+    "/v1/config",
+    "/v1/engines",
+    "/v1/workloads",
+    "/v1/timeline",
+    "/v1/drafters",
+    "/v1/operations",
+    "/v1/overrides",
+    "/v1/audit",
+    "/v1/events",
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/openapi.json",
+]
 
 
 @pytest.mark.parametrize("path", READING)
@@ -47,9 +59,13 @@ def test_everything_can_be_read_while_nothing_is_there(client: TestClient, path:
 def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: FakeEngine, service: Service) -> None:
     status = client.get("/v1/status").json()
     assert status["acceptance"]["total"] == {
-        "rounds": 8, "draft_tokens": 24, "accepted_tokens": 12,
-        "acceptance_length": 2.5, "acceptance_rate": 0.5, "draft_tokens_per_round": 3.0,
-    }  # fmt: skip
+        "rounds": 8,
+        "draft_tokens": 24,
+        "accepted_tokens": 12,
+        "acceptance_length": 2.5,
+        "acceptance_rate": 0.5,
+        "draft_tokens_per_round": 3.0,
+    }
     view = status["engines"][0]
     assert (view["connected"], view["rounds"], view["accepted_by_position"]) == (True, 8, [6, 4, 2])
     for window in (0, 300, 7200, 100_000):

@@ -138,9 +138,15 @@ def test_prompts_are_played_captured_and_learnt_from(site: Site) -> None:
     found = json.loads(done.stdout)
     assert found["version"] == site.registry.versions()[-1].version != site.first
     assert found["collected"] | {"seconds": 0} == {
-        "engine_id": "engine-0", "captured_rows": 40 * ROWS_PER_ANSWER, "lost_records": 0, "prompts": 40, "failed": 0,
-        "prompt_tokens": 40 * 201, "completion_tokens": 40 * 50, "seconds": 0,
-    }  # fmt: skip
+        "engine_id": "engine-0",
+        "captured_rows": 40 * ROWS_PER_ANSWER,
+        "lost_records": 0,
+        "prompts": 40,
+        "failed": 0,
+        "prompt_tokens": 40 * 201,
+        "completion_tokens": 40 * 50,
+        "seconds": 0,
+    }
     assert found["operation"]["stage"] == "canary"
     (request,) = site.requests
     assert (request.scope, request.workloads, request.max_seconds) == ("full", [], 30.0)

@@ -51,9 +51,16 @@ def engine_batch(seq: int, engine_id: str = "engine-0", workload: str = "chat") 
             for name, value in zip(rounds, values, strict=False):
                 rounds[name].append(value)
     return wire.EventBatch(
-        engine_id=engine_id, boot_id="boot", seq=seq, sent_unix_ns=NOW_NS + seq * 10**9, sent_mono_ns=end_ns,
-        drafter_version="", workloads=[workload], steps=wire.StepColumns(**steps), rounds=wire.RoundColumns(**rounds),
-    )  # fmt: skip
+        engine_id=engine_id,
+        boot_id="boot",
+        seq=seq,
+        sent_unix_ns=NOW_NS + seq * 10**9,
+        sent_mono_ns=end_ns,
+        drafter_version="",
+        workloads=[workload],
+        steps=wire.StepColumns(**steps),
+        rounds=wire.RoundColumns(**rounds),
+    )
 
 
 def put(store: Store, *batches: wire.EventBatch) -> None:
@@ -64,10 +71,23 @@ def put(store: Store, *batches: wire.EventBatch) -> None:
 
 def say_hello(store: Store, *, num_spec_tokens: int = 3, runner: str = "v1", **graphs: list[int]) -> None:
     hello = wire.EngineHello(
-        wire_version=1, engine_id="engine-0", boot_id="boot", pid=1, model_name="m", target_path="", drafter_path="",
-        drafter_version="", vllm_version="", honed_version="", runner=runner, method="dflash", max_num_seqs=8,
-        num_spec_tokens=num_spec_tokens, max_model_len=100, **graphs,
-    )  # fmt: skip
+        wire_version=1,
+        engine_id="engine-0",
+        boot_id="boot",
+        pid=1,
+        model_name="m",
+        target_path="",
+        drafter_path="",
+        drafter_version="",
+        vllm_version="",
+        honed_version="",
+        runner=runner,
+        method="dflash",
+        max_num_seqs=8,
+        num_spec_tokens=num_spec_tokens,
+        max_model_len=100,
+        **graphs,
+    )
     store.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))
 
 

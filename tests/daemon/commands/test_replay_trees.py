@@ -83,11 +83,14 @@ def test_a_workload_and_a_packed_file(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["tree:0"], "chain:1 … chain:4"), (["chain:9"], "unknown tree policy"), (["static:2"], "unknown tree policy"),
-        (["--cost", "tpu"], "cpu, gpu"), (["--cost", "1,2"], f"{len(PARAMETERS)} figures"),
+        (["tree:0"], "chain:1 … chain:4"),
+        (["chain:9"], "unknown tree policy"),
+        (["static:2"], "unknown tree policy"),
+        (["--cost", "tpu"], "cpu, gpu"),
+        (["--cost", "1,2"], f"{len(PARAMETERS)} figures"),
         (["--batch", "0"], "at least one request"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_ends_with_2(run: Run, log: Path, arguments: list[str], said: str) -> None:
     failed = run("--trees", log, *arguments)
     assert failed.exit_code == 2

@@ -74,8 +74,11 @@ def test_where_some_prompts_have_no_class_all_are_still_counted_together(run: Ru
         (tmp_path / "base.json").write_text(json.dumps(first))
         found = answer(run("--url", model.url, *asked, "--base", tmp_path / "base.json", "--json"))
         assert {row["class"]: row["acceptance_length_retained"] for row in found["retained"]} == {
-            "": None, "code": 1.0, "prose": 1.0, "(none)": 1.0,
-        }  # fmt: skip
+            "": None,
+            "code": 1.0,
+            "prose": 1.0,
+            "(none)": 1.0,
+        }
         assert found["base"]["classes"]["(none)"]["prompts"] == 1
         shown = run("--url", model.url, *asked, "--base", tmp_path / "base.json")
     assert shown.exit_code == 0, shown.output

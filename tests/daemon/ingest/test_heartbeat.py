@@ -65,8 +65,14 @@ def test_ready_comes_once_and_first_and_the_status_when_it_changes(manager: Mana
     heart.say("in trouble")
     heart.stop()
     assert manager.hear() == [
-        "READY=1", "STATUS=idle", "WATCHDOG=1", "STATUS=training", "WATCHDOG=1", "STATUS=in trouble", "STOPPING=1",
-    ]  # fmt: skip
+        "READY=1",
+        "STATUS=idle",
+        "WATCHDOG=1",
+        "STATUS=training",
+        "WATCHDOG=1",
+        "STATUS=in trouble",
+        "STOPPING=1",
+    ]
 
 
 def test_without_a_watchdog_nothing_is_claimed(manager: Manager, path: Path) -> None:

@@ -65,9 +65,15 @@ def test_apply_puts_everything_in_place_and_again_changes_nothing(run: Run, root
     result = run("install", "--apply", "--json")
     assert result.exit_code == 0, result.output
     assert files(root) == {
-        "etc/sysusers.d/honed.conf", "etc/tmpfiles.d/honed.conf", UNIT, TRAINER, DROP_IN, "etc/honed/honed.env",
-        "etc/honed/honed.toml", RECORD.lstrip("/"),
-    }  # fmt: skip
+        "etc/sysusers.d/honed.conf",
+        "etc/tmpfiles.d/honed.conf",
+        UNIT,
+        TRAINER,
+        DROP_IN,
+        "etc/honed/honed.env",
+        "etc/honed/honed.toml",
+        RECORD.lstrip("/"),
+    }
     assert (root / UNIT).read_text() == (SOURCES / "honed.service").read_text()
     assert (root / UNIT).stat().st_mode & 0o777 == 0o644
     assert document(result)["notes"] == []

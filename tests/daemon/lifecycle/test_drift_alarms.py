@@ -38,8 +38,10 @@ def test_each_workload_has_its_own_alarm_and_the_newest_counts() -> None:
     alarms.note("f", alarm("b"))
     alarms.note("e", alarm("b", "second"))
     assert [(one.engine_id, one.alarm.workload, one.alarm.text) for one in alarms.due(0.0)] == [
-        ("e", "c", "it lost"), ("f", "b", "it lost"), ("e", "b", "second"),
-    ]  # fmt: skip
+        ("e", "c", "it lost"),
+        ("f", "b", "it lost"),
+        ("e", "b", "second"),
+    ]
 
 
 def test_a_recalibration_answers_the_workloads_that_it_is_of() -> None:

@@ -88,9 +88,12 @@ def test_reasons_stay_within_the_known_ones(service: Service, make_engine: Calla
         engine.send(batch)
     engine.wait_acked(9)
     assert scrape(service)["honed_decisions_total"] == {
-        f"{ENGINE} reason=policy": 1, f"{ENGINE} reason=explore": 1, f"{ENGINE} reason=static": 1, f"{ENGINE} reason=other": 2,
+        f"{ENGINE} reason=policy": 1,
+        f"{ENGINE} reason=explore": 1,
+        f"{ENGINE} reason=static": 1,
+        f"{ENGINE} reason=other": 2,
         **{f"{ENGINE} reason={reason}": 1 for reason in from_attachment},
-    }  # fmt: skip
+    }
 
 
 def test_drift_counts_from_zero_so_that_the_first_alarm_is_an_increase(

@@ -40,6 +40,9 @@ def test_a_frame_that_nobody_can_read_has_a_reason_out_of_a_small_set(
         engine.send_frame(*[b"x"] * parts)
     wait_for(lambda: scrape(service)["honed_frames_rejected_total"].get("reason=other") == 10, "the odd frames")
     assert scrape(service)["honed_frames_rejected_total"] == {
-        "reason=undecodable": 1, "reason=store_unavailable": 0, "reason=wire_version": 0, "reason=other": 10,
-    }  # fmt: skip
+        "reason=undecodable": 1,
+        "reason=store_unavailable": 0,
+        "reason=wire_version": 0,
+        "reason=other": 10,
+    }
     assert scrape(service)["honed_events_received_total"] == {"": 0}

@@ -226,8 +226,9 @@ def test_versions_and_the_trial(stage: Stage) -> None:  # noqa: F811
     assert stage.service.store.drain(10)
     found = page_document.document(stage.service, "5min")
     assert [(one["version"], one["roles"]) for one in found["versions"]] == [
-        (second, ["active"]), (stage.first, ["previous", "floor"]),
-    ]  # fmt: skip
+        (second, ["active"]),
+        (stage.first, ["previous", "floor"]),
+    ]
     assert found["versions"][0]["watched"] == "on trial"
     (row,) = found["versions"][0]["gate"]
     assert {"workload", "parent", "candidate", "gain_low", "gain_high"} <= set(row), "what page_parts.js reads"

@@ -175,6 +175,15 @@ def test_every_number_has_a_range_that_its_default_is_in(section: type[Section])
 def test_every_section_lists_its_keys() -> None:
     keys = keys_of(Settings)
     assert {key.partition(".")[0] for key in keys} == {
-        "paths", "store", "events", "http", "registry", "recalibration", "controller", "canary", "trainer", "gate",
-    }  # fmt: skip
+        "paths",
+        "store",
+        "events",
+        "http",
+        "registry",
+        "recalibration",
+        "controller",
+        "canary",
+        "trainer",
+        "gate",
+    }
     assert "controller.drift.low_gap" in keys

@@ -57,22 +57,28 @@ def test_the_hadamard_is_undone(head_size: int) -> None:
 
 def arguments() -> dict[str, Any]:
     return {
-        "plane": PagedPlane(rows_of(6)), "block_table": torch.tensor([[2, 0, 1]]), "starts": torch.tensor([0]),
-        "row_starts": torch.tensor([0, 12]), "out": torch.empty(12, 2, 6), "max_rows": 12,
-    }  # fmt: skip
+        "plane": PagedPlane(rows_of(6)),
+        "block_table": torch.tensor([[2, 0, 1]]),
+        "starts": torch.tensor([0]),
+        "row_starts": torch.tensor([0, 12]),
+        "out": torch.empty(12, 2, 6),
+        "max_rows": 12,
+    }
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"plane": PagedPlane(rows_of(6).transpose(2, 3))}, "unit stride"), ({"out": torch.empty(12, 2, 5)}, "out"),
-        ({"out": torch.empty(2, 12, 6).transpose(0, 1)}, "contiguous"), ({"starts": torch.zeros(2)}, "block_table"),
+        ({"plane": PagedPlane(rows_of(6).transpose(2, 3))}, "unit stride"),
+        ({"out": torch.empty(12, 2, 5)}, "out"),
+        ({"out": torch.empty(2, 12, 6).transpose(0, 1)}, "contiguous"),
+        ({"starts": torch.zeros(2)}, "block_table"),
         ({"row_starts": torch.zeros(1)}, "row_starts"),
         ({"plane": PagedPlane(rows_of(6), has_hidden_zero=True)}, "hidden zero point"),
         ({"plane": PagedPlane(rows_of(6), zero_point=torch.ones(1))}, "4-bit"),
         ({"plane": PagedPlane(rows_of(6), unrotate=torch.eye(5))}, "unrotate"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gather_kv(**(arguments() | wrong))

@@ -33,11 +33,15 @@ def test_what_was_packed_is_read_back(layout: EventLayout) -> None:
     lengths, accepted, bonus, draft, parents, path, candidates, log_probs = columns
     is_draft = torch.arange(layout.num_draft_tokens) < lengths[:, None]
     for got, wanted in (
-        (packet.num_draft_tokens, lengths), (packet.num_accepted, accepted), (packet.bonus_token_ids, bonus),
-        (packet.draft_tokens, torch.where(is_draft, draft, -1)), (packet.path, path), (packet.candidates, candidates),
+        (packet.num_draft_tokens, lengths),
+        (packet.num_accepted, accepted),
+        (packet.bonus_token_ids, bonus),
+        (packet.draft_tokens, torch.where(is_draft, draft, -1)),
+        (packet.path, path),
+        (packet.candidates, candidates),
         (packet.parents, None if parents is None else torch.where(is_draft, parents, -1)),
         (packet.log_probs, None if log_probs is None else log_probs.half()),
-    ):  # fmt: skip
+    ):
         assert (got is None) == (wanted is None)
         if got is not None:
             np.testing.assert_array_equal(got, wanted.numpy())

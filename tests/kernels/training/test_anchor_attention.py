@@ -213,8 +213,10 @@ def test_parts_hold_every_block_once_with_all_that_it_sees(size: int) -> None:
 def test_packed_samples_are_parts_of_their_own() -> None:
     begins, ends = [0, 100, 0, 250, 100], [40, 170, 90, 300, 250]
     assert list(op.parts_of(begins, ends, 100)) == [
-        ([0, 2], slice(0, 90)), ([1, 4], slice(100, 250)), ([3], slice(250, 300)),
-    ]  # fmt: skip
+        ([0, 2], slice(0, 90)),
+        ([1, 4], slice(100, 250)),
+        ([3], slice(250, 300)),
+    ]
 
 
 def test_traced_it_is_the_twin() -> None:

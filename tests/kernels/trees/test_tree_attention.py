@@ -159,9 +159,14 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], text: str) -> None
 
 
 SHAPES = st.tuples(
-    st.integers(1, 512), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 16), st.integers(1, 257),
-    st.sampled_from([64, 128, 256]), st.integers(0, 131_072), st.sampled_from([2, 4]),
-)  # fmt: skip
+    st.integers(1, 512),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(1, 16),
+    st.integers(1, 257),
+    st.sampled_from([64, 128, 256]),
+    st.integers(0, 131_072),
+    st.sampled_from([2, 4]),
+)
 
 
 @settings(deadline=None)

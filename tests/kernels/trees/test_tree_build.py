@@ -52,9 +52,13 @@ def test_it_is_the_tree_of_adapt_ties_included(
     num_requests = len(log_probs)
     ids = torch.arange(log_probs.size).view(log_probs.shape)
     made = kernel.tree_build(
-        torch.tensor(log_probs), ids, torch.tensor(budgets[:num_requests]), max_nodes,
-        off_chain=None if off_chain is None else torch.tensor(off_chain), is_chain_first=is_chain_first,
-    )  # fmt: skip
+        torch.tensor(log_probs),
+        ids,
+        torch.tensor(budgets[:num_requests]),
+        max_nodes,
+        off_chain=None if off_chain is None else torch.tensor(off_chain),
+        is_chain_first=is_chain_first,
+    )
     attends = reference.unpack_bits(made.row_masks).numpy()
     for b in range(num_requests):
         off = None if off_chain is None else off_chain[b]

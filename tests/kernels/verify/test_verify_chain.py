@@ -35,10 +35,14 @@ def emitted(temperature: float, q: Any, draft_logits: torch.Tensor | None, seed:
         columns = [torch.multinomial(torch.tensor(row, dtype=torch.float64), PIECE, True, generator=make) for row in q]
         rows = torch.stack([torch.zeros(PIECE, dtype=torch.int64), *columns], dim=1)
         made = verify_chain(
-            target_logits()[rows], rows[:, 1:], torch.full((PIECE,), DEPTH), torch.full((PIECE,), temperature),
-            torch.arange(first, first + PIECE), torch.full((PIECE,), 17),
+            target_logits()[rows],
+            rows[:, 1:],
+            torch.full((PIECE,), DEPTH),
+            torch.full((PIECE,), temperature),
+            torch.arange(first, first + PIECE),
+            torch.full((PIECE,), 17),
             draft_logits=None if draft_logits is None else draft_logits.expand(PIECE, DEPTH, VOCAB),
-        )  # fmt: skip
+        )
         counts += outcomes(made.tokens)
     return counts
 
@@ -68,9 +72,14 @@ def test_drafts_of_the_target_s_own_law_are_all_accepted() -> None:
     first = torch.multinomial(torch.tensor(p[0]), 1000, True, generator=make)
     logits = target_logits()[torch.stack((torch.zeros_like(first), first), dim=1)]
     made = verify_chain(
-        logits, first[:, None], torch.ones(1000).int(), torch.ones(1000), torch.arange(1000), torch.zeros(1000).long(),
+        logits,
+        first[:, None],
+        torch.ones(1000).int(),
+        torch.ones(1000),
+        torch.arange(1000),
+        torch.zeros(1000).long(),
         draft_logits=logits[:, :1],
-    )  # fmt: skip
+    )
     assert made.num_accepted.float().mean() > 0.999  # p / q is 1 but for rounding
 
 
@@ -108,11 +117,12 @@ def test_a_vocabulary_of_several_chunks_is_drawn_from_evenly() -> None:
         (0, (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         (-1, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
-            0x299F31D0A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0A4093822,
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
         ),
     ],
-)  # fmt: skip
+)
 def test_philox_is_the_published_one(key: int, counter: tuple[int, ...], words: tuple[int, ...]) -> None:
     # The known answers of Random123's distribution, kat_vectors.
     assert tuple(int(x) for x in reference.philox(torch.tensor(key), *(torch.tensor(c) for c in counter))) == words
@@ -122,9 +132,13 @@ def test_greedy_and_sampled_in_one_batch() -> None:
     logits = torch.zeros(2, 2, 4)
     logits[:, 0, 2], logits[:, 1, 1] = 50.0, 50.0
     made = verify_chain(
-        logits, torch.tensor([[2], [2]]), torch.tensor([1, 1]), torch.tensor([0.0, 1.0]), torch.tensor([5, 5]),
+        logits,
+        torch.tensor([[2], [2]]),
+        torch.tensor([1, 1]),
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([5, 5]),
         torch.tensor([0, 0]),
-    )  # fmt: skip
+    )
     assert made.tokens.tolist() == [[2, 1], [2, 1]]
     assert made.num_accepted.tolist() == [1, 1]
 
@@ -132,9 +146,13 @@ def test_greedy_and_sampled_in_one_batch() -> None:
 def arguments(num: int = 3, depth: int = 2, vocab: int = 7) -> list[Any]:
     make = torch.Generator().manual_seed(1)
     return [
-        torch.randn(num, depth + 1, vocab, generator=make), torch.randint(vocab, (num, depth), generator=make),
-        torch.full((num,), depth), torch.ones(num), torch.arange(num), torch.arange(num),
-    ]  # fmt: skip
+        torch.randn(num, depth + 1, vocab, generator=make),
+        torch.randint(vocab, (num, depth), generator=make),
+        torch.full((num,), depth),
+        torch.ones(num),
+        torch.arange(num),
+        torch.arange(num),
+    ]
 
 
 def test_results_go_where_they_are_wanted() -> None:
@@ -153,11 +171,14 @@ def test_the_op_is_registered_as_it_should_be(full_q: bool) -> None:
 @pytest.mark.parametrize(
     ("index", "wrong", "message"),
     [
-        (0, torch.zeros(3, 2, 7), "target_logits"), (0, torch.zeros(9, 7), "first_rows"),
-        (0, torch.zeros(3, 3, 0), "vocabulary"), (1, torch.zeros(3), "draft_tokens"), (2, torch.zeros(4), "lengths"),
+        (0, torch.zeros(3, 2, 7), "target_logits"),
+        (0, torch.zeros(9, 7), "first_rows"),
+        (0, torch.zeros(3, 3, 0), "vocabulary"),
+        (1, torch.zeros(3), "draft_tokens"),
+        (2, torch.zeros(4), "lengths"),
         (4, torch.zeros(3, 1), "seeds"),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_fit_are_refused(index: int, wrong: torch.Tensor, message: str) -> None:
     given = arguments()
     given[index] = wrong

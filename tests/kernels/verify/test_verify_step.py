@@ -47,22 +47,31 @@ class Step:
         planes = [rows + 1000.0 * i for i in range(4)]
         shapes = ((NUM,), (NUM, DEPTH), (NUM, DEPTH + 1), (NUM,))
         return cls(
-            logits.to(device), tokens.to(device), parents.to(device), depths.to(device), KvPlanes.of(planes),
-            torch.arange(NUM, device=device)[:, None], EventBuffer.of(EventLayout(NUM, NODES, max_depth=DEPTH), device),
+            logits.to(device),
+            tokens.to(device),
+            parents.to(device),
+            depths.to(device),
+            KvPlanes.of(planes),
+            torch.arange(NUM, device=device)[:, None],
+            EventBuffer.of(EventLayout(NUM, NODES, max_depth=DEPTH), device),
             TreeVerdict(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)),
             torch.zeros(NUM * (DEPTH + 1), 2, 4, device=device),
-        )  # fmt: skip
+        )
 
     def inputs(self) -> list[torch.Tensor]:
         """Temperatures, seeds, positions, slots, number of drafts, step, live requests, starts, row starts."""
         device = self.logits.device
         return [
-            torch.tensor([0.0, 1.0, 0.7, 1.0, 0.0], device=device), torch.arange(NUM, device=device),
+            torch.tensor([0.0, 1.0, 0.7, 1.0, 0.0], device=device),
+            torch.arange(NUM, device=device),
             torch.arange(NUM, device=device) + 50,
             torch.arange(NUM, device=device)[:, None] * KV_BLOCK + 3 + torch.arange(NODES + 1, device=device),
-            torch.full((NUM,), NODES, device=device), torch.tensor([77], device=device), torch.tensor([NUM], device=device),
-            torch.full((NUM,), 3, device=device), torch.arange(NUM + 1, device=device) * (DEPTH + 1),
-        ]  # fmt: skip
+            torch.full((NUM,), NODES, device=device),
+            torch.tensor([77], device=device),
+            torch.tensor([NUM], device=device),
+            torch.full((NUM,), 3, device=device),
+            torch.arange(NUM + 1, device=device) * (DEPTH + 1),
+        ]
 
     def run(self, inputs: list[torch.Tensor]) -> None:
         temperature, seeds, positions, slots, lengths, step, live, starts, row_starts = inputs
@@ -71,9 +80,16 @@ class Step:
         compact_kv(self.planes, slots, out.path, out.num_accepted)
         gather_kv(PagedPlane(self.planes.tensors[1]), self.table, starts, row_starts, self.rows, DEPTH + 1)
         pack_events(
-            self.buffer, step, live, lengths, out.num_accepted, out.bonus_token_ids, self.tokens,
-            parents=self.parents, path=out.path,
-        )  # fmt: skip
+            self.buffer,
+            step,
+            live,
+            lengths,
+            out.num_accepted,
+            out.bonus_token_ids,
+            self.tokens,
+            parents=self.parents,
+            path=out.path,
+        )
 
     def check(self) -> None:
         """K/V rows after the anchor's are those of the path, and the host reads what the walk emitted."""

@@ -96,9 +96,18 @@ class Step:
         )
         compact_kv(self.planes, self.slots, verdict.path, verdict.num_accepted)
         pack_events(
-            self.buffer, given.step, self.live, trees.num_nodes, verdict.num_accepted, verdict.bonus_token_ids, trees.tokens,
-            parents=trees.parents, path=verdict.path, candidates=ids, log_probs=self.log_probs,
-        )  # fmt: skip
+            self.buffer,
+            given.step,
+            self.live,
+            trees.num_nodes,
+            verdict.num_accepted,
+            verdict.bonus_token_ids,
+            trees.tokens,
+            parents=trees.parents,
+            path=verdict.path,
+            candidates=ids,
+            log_probs=self.log_probs,
+        )
 
     def packet(self) -> StepPacket:
         """What the host reads."""

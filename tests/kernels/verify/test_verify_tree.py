@@ -39,9 +39,13 @@ def sampled(
     """A round of `num` requests with the same tree, each with a seed of its own."""
     spread = [torch.tensor(x).expand(num, len(tokens)) for x in (tokens, parents, depths)]
     return verify_tree(
-        target_logits()[[0, *tokens]].expand(num, len(tokens) + 1, VOCAB), *spread, torch.full((num,), temperature),
-        torch.arange(num) + seed, torch.full((num,), 17), 3,
-    )  # fmt: skip
+        target_logits()[[0, *tokens]].expand(num, len(tokens) + 1, VOCAB),
+        *spread,
+        torch.full((num,), temperature),
+        torch.arange(num) + seed,
+        torch.full((num,), 17),
+        3,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -71,9 +75,13 @@ def test_the_text_is_that_of_plain_sampling_whatever_was_drafted() -> None:
     previous = torch.zeros(num, dtype=torch.int64)
     for i in range(3):
         made = verify_tree(
-            target_logits()[previous][:, None], *[torch.zeros(num, 0).int()] * 3, torch.ones(num), torch.arange(num),
-            torch.full((num,), 17 + i), 0,
-        )  # fmt: skip
+            target_logits()[previous][:, None],
+            *[torch.zeros(num, 0).int()] * 3,
+            torch.ones(num),
+            torch.arange(num),
+            torch.full((num,), 17 + i),
+            0,
+        )
         previous = made.bonus_token_ids.long()
         plain[:, i] = previous
     trees = ((TOKENS, PARENTS, DEPTHS), ([1, 1], [-1, 0], [1, 2]), ([], [], []))
@@ -93,10 +101,15 @@ def test_greedy_follows_the_likeliest_tokens() -> None:
 def arguments(num: int = 3, nodes: int = 4, vocab: int = 7) -> list[Any]:
     make = torch.Generator().manual_seed(1)
     return [
-        torch.randn(num, nodes + 1, vocab, generator=make), torch.randint(vocab, (num, nodes), generator=make),
-        torch.arange(-1, nodes - 1).expand(num, nodes), torch.arange(1, nodes + 1).expand(num, nodes), torch.ones(num),
-        torch.arange(num), torch.arange(num), 3,
-    ]  # fmt: skip
+        torch.randn(num, nodes + 1, vocab, generator=make),
+        torch.randint(vocab, (num, nodes), generator=make),
+        torch.arange(-1, nodes - 1).expand(num, nodes),
+        torch.arange(1, nodes + 1).expand(num, nodes),
+        torch.ones(num),
+        torch.arange(num),
+        torch.arange(num),
+        3,
+    ]
 
 
 def results() -> TreeVerdict:
@@ -116,10 +129,14 @@ def test_the_op_is_registered_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     ("index", "wrong", "message"),
     [
-        (0, torch.zeros(3, 4, 7), "target_logits"), (0, torch.zeros(15, 7), "first_rows"), (2, torch.zeros(3, 5), "parents"),
-        (3, torch.zeros(4), "depths"), (4, torch.zeros(4), "temperatures"), (7, -1, "max_depth"),
+        (0, torch.zeros(3, 4, 7), "target_logits"),
+        (0, torch.zeros(15, 7), "first_rows"),
+        (2, torch.zeros(3, 5), "parents"),
+        (3, torch.zeros(4), "depths"),
+        (4, torch.zeros(4), "temperatures"),
+        (7, -1, "max_depth"),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_fit_are_refused(index: int, wrong: Any, message: str) -> None:
     given = arguments()
     given[index] = wrong

@@ -12,31 +12,58 @@ from honed.recalib.config.presets import PRESETS, Preset, completed, decay_token
 from honed.recalib.config.speculators import flat, nested
 
 QWEN3_8B: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "block_size": 16, "num_target_layers": 36,
-    "layer_types": ["full_attention"] * 5, "sliding_window": None, "rope_scaling": None, "attention_bias": False,
-}  # fmt: skip
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "block_size": 16,
+    "num_target_layers": 36,
+    "layer_types": ["full_attention"] * 5,
+    "sliding_window": None,
+    "rope_scaling": None,
+    "attention_bias": False,
+}
 GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"], "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 7680,
-    "num_hidden_layers": 8, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
-    "block_size": 8, "num_target_layers": 24, "rope_theta": 150000.0,
+    "architectures": ["DFlashDraftModel"],
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 7680,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "block_size": 8,
+    "num_target_layers": 24,
+    "rope_theta": 150000.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
     "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 6, 11, 16, 21]},
-}  # fmt: skip
+}
 SPECULATORS: dict[str, Any] = {
-    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
     "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
-    "block_size": 8, "mask_token_id": 151669, "draft_vocab_size": 151936, "sliding_window_non_causal": True,
+    "block_size": 8,
+    "mask_token_id": 151669,
+    "draft_vocab_size": 151936,
+    "sliding_window_non_causal": True,
     "speculators_config": {
-        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
         "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
     },
     "transformer_layer_config": {
         k: v for k, v in QWEN3_8B.items() if k not in ("architectures", "block_size", "num_target_layers")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.drafter)
@@ -125,8 +152,9 @@ def test_both_forms_are_one_drafter() -> None:
     assert again == DrafterConfig.from_json(raw)
     speculators = pytest.importorskip("vllm.transformers_utils.configs.speculators", reason="vLLM is not installed")
     assert speculators.SpeculatorsConfig.extract_vllm_speculative_config(written) == {
-        "method": "dflash", "num_speculative_tokens": 15,
-    }  # fmt: skip
+        "method": "dflash",
+        "num_speculative_tokens": 15,
+    }
 
 
 def test_speculators_blocks_that_are_seen_one_way_are_refused() -> None:

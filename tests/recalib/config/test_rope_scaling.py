@@ -15,14 +15,17 @@ GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embedding
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama 3.1": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
     "gpt-oss": GPT_OSS | {"truncate": False},
     "yarn": GPT_OSS,
     "yarn with a given magnitude": GPT_OSS | {"attention_factor": 1.25},
     "yarn with two weights": GPT_OSS | {"mscale": 0.7, "mscale_all_dim": 1.1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,10 +18,20 @@ from tests.tools import ROOT
 
 TINY = ROOT / "benchmarks" / "tiny" / "target"
 QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
 
 
 def test_a_known_family_s_drafter_has_the_published_figures() -> None:
@@ -130,7 +140,14 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_program_says_in_one_line_why_it_wrote_nothing(tmp_path: Path) -> None:
-    asked = [sys.executable, "-m", "honed.recalib.drafter.new_drafter", str(tmp_path / "new"), "--target", str(tmp_path / "none")]
+    asked = [
+        sys.executable,
+        "-m",
+        "honed.recalib.drafter.new_drafter",
+        str(tmp_path / "new"),
+        "--target",
+        str(tmp_path / "none"),
+    ]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "config.json is missing" in done.stderr

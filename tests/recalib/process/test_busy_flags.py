@@ -97,9 +97,14 @@ def test_engines_that_are_gone_are_let_go_of(tmp_path):
 
 @pytest.mark.parametrize(
     ("patterns", "shared"),
-    [(["*"], {"chat-0", "chat-1", "code-0"}), (["chat-*"], {"chat-0", "chat-1"}), (["chat-1", "code-0"], {"chat-1", "code-0"}),
-     (["chat"], set()), ([], set())],
-)  # fmt: skip
+    [
+        (["*"], {"chat-0", "chat-1", "code-0"}),
+        (["chat-*"], {"chat-0", "chat-1"}),
+        (["chat-1", "code-0"], {"chat-1", "code-0"}),
+        (["chat"], set()),
+        ([], set()),
+    ],
+)
 def test_only_engines_on_its_device_are_looked_at(tmp_path, patterns, shared):
     flags = BusyFlags(tmp_path, patterns)
     for name in ("chat-0", "chat-1", "code-0"):

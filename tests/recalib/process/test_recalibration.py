@@ -44,12 +44,20 @@ class Site:
         request = {"workloads": ["b"], "max_seconds": 1e9, "parent_version": self.parent.version} | request
         return Recalibration(
             wire.TrainRequest(
-                operation_id="op", engine_id="e", capture_path=str(self.ring.path),
-                target_path=str(self.target), parent_path="", **request,
+                operation_id="op",
+                engine_id="e",
+                capture_path=str(self.ring.path),
+                target_path=str(self.target),
+                parent_path="",
+                **request,
             ),
-            settings, gate or GateSettings(min_sessions=3), self.registry, self.traffic.feeds[0], self.clock,
+            settings,
+            gate or GateSettings(min_sessions=3),
+            self.registry,
+            self.traffic.feeds[0],
+            self.clock,
             self.state_dir,
-        )  # fmt: skip
+        )
 
     def clock(self):
         self.now_s += self.reading_s  # a clock that nobody turns, so that even a micro-step takes time

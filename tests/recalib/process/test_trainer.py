@@ -50,9 +50,15 @@ def make_trainer(
 ) -> tuple[Trainer, wire.TrainRequest]:
     """A trainer that has samples, and what to ask of it."""
     settings = TrainerSettings(
-        min_training_rows=1000, max_steps=STEPS, rows_per_micro_step=120, micro_steps_per_update=1, save_state_s=0.0,
-        tick_s=0.01, status_interval_s=0.01, **changes,
-    )  # fmt: skip
+        min_training_rows=1000,
+        max_steps=STEPS,
+        rows_per_micro_step=120,
+        micro_steps_per_update=1,
+        save_state_s=0.0,
+        tick_s=0.01,
+        status_interval_s=0.01,
+        **changes,
+    )
     target, drafter = make_pair(folder)
     registry = Registry(folder / "state" / "registry")
     parent = registry.import_checkpoint(drafter, target_path=str(target)).version
@@ -62,9 +68,15 @@ def make_trainer(
     endpoint = f"ipc://{folder}/engine.sock"
     trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic, on_tick=on_tick)
     request = wire.TrainRequest(
-        operation_id="op", engine_id="e", capture_path=str(ring.path), target_path=str(target),
-        parent_version=parent, parent_path="", workloads=["b"], max_seconds=1e9,
-    )  # fmt: skip
+        operation_id="op",
+        engine_id="e",
+        capture_path=str(ring.path),
+        target_path=str(target),
+        parent_version=parent,
+        parent_path="",
+        workloads=["b"],
+        max_seconds=1e9,
+    )
     return trainer, request
 
 
@@ -223,7 +235,15 @@ print("came late:", *sorted(set(sys.modules) - before))
 
 def test_the_log_says_which_daemon_is_waited_for_and_that_it_was_found(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/engine.sock"
-    command = [sys.executable, "-m", "honed.recalib.process.trainer", "--endpoint", endpoint, "--state-dir", str(tmp_path / "state")]
+    command = [
+        sys.executable,
+        "-m",
+        "honed.recalib.process.trainer",
+        "--endpoint",
+        endpoint,
+        "--state-dir",
+        str(tmp_path / "state"),
+    ]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:

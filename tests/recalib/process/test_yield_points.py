@@ -151,9 +151,14 @@ def site(tmp_path: Path) -> Iterator[Site]:
     registry = Registry(tmp_path / "registry")
     parent = registry.import_checkpoint(drafter, target_path=str(target)).version
     settings = TrainerSettings(
-        torch_threads=1, learning_rate=5e-3, min_training_rows=2000, max_steps=100_000, rows_per_micro_step=160,
-        status_interval_s=0.05, micro_steps_per_update=1,
-    )  # fmt: skip
+        torch_threads=1,
+        learning_rate=5e-3,
+        min_training_rows=2000,
+        max_steps=100_000,
+        rows_per_micro_step=160,
+        status_interval_s=0.05,
+        micro_steps_per_update=1,
+    )
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     endpoint = f"ipc://{runtime}/engine.sock"
@@ -169,10 +174,15 @@ def site(tmp_path: Path) -> Iterator[Site]:
         on_tick=ticks.append,
     )
     request = wire.TrainRequest(
-        operation_id="op-1", engine_id="engine-0", capture_path=str(ring.path),
-        target_path=str(target), parent_version=parent, parent_path=str(registry.path(parent)), workloads=["b"],
+        operation_id="op-1",
+        engine_id="engine-0",
+        capture_path=str(ring.path),
+        target_path=str(target),
+        parent_version=parent,
+        parent_path=str(registry.path(parent)),
+        workloads=["b"],
         max_seconds=600.0,
-    )  # fmt: skip
+    )
     site = Site(trainer, socket, busy, request, ticks)
     site.turn_until(wire.TrainerHello)
     write_sessions(ring, "b", 60)

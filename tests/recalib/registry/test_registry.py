@@ -17,10 +17,12 @@ from tests.tools import ROOT
 
 def checkpoint(fill: int, num_values: int = 16):
     """A writer of the smallest checkpoint there is, whose weights depend on `fill`."""
-    header = json.dumps({
-        "fc.weight": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
-        "norm.weight": {"dtype": "U16", "shape": [num_values], "data_offsets": [4, 4 + 2 * num_values]},
-    }).encode()  # fmt: skip
+    header = json.dumps(
+        {
+            "fc.weight": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+            "norm.weight": {"dtype": "U16", "shape": [num_values], "data_offsets": [4, 4 + 2 * num_values]},
+        }
+    ).encode()
 
     def write(folder: Path) -> None:
         data = b"\x07" * 4 + fill.to_bytes(2, "little") * num_values
@@ -286,9 +288,7 @@ def test_kill_at_any_moment_leaves_whole_versions_and_one_active(tmp_path):
     """A process that creates, promotes and prunes without end is killed again and again, wherever it happens to be."""
     root, rng, seen, had_active = tmp_path / "registry", random.Random(1), 0, False
     for cycle in range(24):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(root), str(cycle)], stdout=subprocess.PIPE, cwd=ROOT
-        )
+        child = subprocess.Popen([sys.executable, "-c", _CHILD, str(root), str(cycle)], stdout=subprocess.PIPE, cwd=ROOT)
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         # Waits for a few milliseconds' worth of its work; where that ends is the point of the test, not its length.

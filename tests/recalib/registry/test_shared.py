@@ -45,9 +45,15 @@ Side = tuple[Registry, SharedRegistry]
 def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, target: Path) -> None:
     registry, shared = here
     made = registry.create(
-        checkpoint(1), parent="v0001-00000000", scope="kv-frozen", figures={"gain": 1.2}, data_window={"rows": {"b": 3}},
-        target_path=str(target), vllm_version="0.32.0", note="drift",
-    )  # fmt: skip
+        checkpoint(1),
+        parent="v0001-00000000",
+        scope="kv-frozen",
+        figures={"gain": 1.2},
+        data_window={"rows": {"b": 3}},
+        target_path=str(target),
+        vllm_version="0.32.0",
+        note="drift",
+    )
     assert shared.listing() == []
     assert shared.push(made.version)
     assert not shared.push(made.version), "it was there"

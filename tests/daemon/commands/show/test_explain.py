@@ -29,20 +29,39 @@ def batch(seq: int, rng: np.random.Generator, second: float = 0.5) -> EventBatch
     accepted = np.minimum((rng.random((count, K)) < [0.9, second, 0.5]).cumprod(axis=1).sum(axis=1), drafted)
     numbers = list(range(seq * count, (seq + 1) * count))
     steps = StepColumns(
-        step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[(5000 + 900 * int(k)) for k in drafted],
-        num_requests=[1] * count, num_tokens=[1 + int(k) for k in drafted], num_prefill_tokens=[0] * count,
-        num_draft_tokens=drafted.tolist(), context_tokens=[500] * count, num_drafting=drafted.tolist(),
+        step=numbers,
+        end_ns=[n * 10_000_000 for n in numbers],
+        duration_us=[(5000 + 900 * int(k)) for k in drafted],
+        num_requests=[1] * count,
+        num_tokens=[1 + int(k) for k in drafted],
+        num_prefill_tokens=[0] * count,
+        num_draft_tokens=drafted.tolist(),
+        context_tokens=[500] * count,
+        num_drafting=drafted.tolist(),
         decision=["policy"] * count,
-    )  # fmt: skip
+    )
     rounds = RoundColumns(
-        step=numbers, request=[1] * count, workload=[0] * count, position=[0] * count, num_draft_tokens=drafted.tolist(),
-        num_accepted_tokens=accepted.tolist(), num_invalid_tokens=[0] * count, temperature=[0.0] * count,
+        step=numbers,
+        request=[1] * count,
+        workload=[0] * count,
+        position=[0] * count,
+        num_draft_tokens=drafted.tolist(),
+        num_accepted_tokens=accepted.tolist(),
+        num_invalid_tokens=[0] * count,
+        temperature=[0.0] * count,
         num_emitted=(accepted + 1).tolist(),
-    )  # fmt: skip
+    )
     return EventBatch(
-        engine_id="e", boot_id="b", seq=seq + 1, sent_unix_ns=0, sent_mono_ns=0, drafter_version="v", workloads=["[chat]"],
-        steps=steps, rounds=rounds,
-    )  # fmt: skip
+        engine_id="e",
+        boot_id="b",
+        seq=seq + 1,
+        sent_unix_ns=0,
+        sent_mono_ns=0,
+        drafter_version="v",
+        workloads=["[chat]"],
+        steps=steps,
+        rounds=rounds,
+    )
 
 
 def test_a_controller_that_has_seen_nothing_can_be_explained() -> None:
@@ -55,14 +74,28 @@ def steps_of(length: int, count: int) -> EventBatch:
     """A batch of steps that all drafted so much."""
     drafted, numbers = [length] * count, list(range(count))
     steps = StepColumns(
-        step=numbers, end_ns=[n * 10_000_000 for n in numbers], duration_us=[5000 + 900 * length] * count,
-        num_requests=[1] * count, num_tokens=[1 + length] * count, num_prefill_tokens=[0] * count,
-        num_draft_tokens=drafted, context_tokens=[500] * count, num_drafting=drafted, decision=["cold"] * count,
-    )  # fmt: skip
+        step=numbers,
+        end_ns=[n * 10_000_000 for n in numbers],
+        duration_us=[5000 + 900 * length] * count,
+        num_requests=[1] * count,
+        num_tokens=[1 + length] * count,
+        num_prefill_tokens=[0] * count,
+        num_draft_tokens=drafted,
+        context_tokens=[500] * count,
+        num_drafting=drafted,
+        decision=["cold"] * count,
+    )
     return EventBatch(
-        engine_id="e", boot_id="b", seq=1, sent_unix_ns=0, sent_mono_ns=0, drafter_version="v", workloads=[], steps=steps,
+        engine_id="e",
+        boot_id="b",
+        seq=1,
+        sent_unix_ns=0,
+        sent_mono_ns=0,
+        drafter_version="v",
+        workloads=[],
+        steps=steps,
         rounds=RoundColumns(),
-    )  # fmt: skip
+    )
 
 
 def test_what_step_times_are_waiting_for_is_named_and_how_to_bring_it_about() -> None:

@@ -201,9 +201,15 @@ def test_narrow_terminals_keep_every_word_whole() -> None:
 
 
 OPERATION: dict[str, Any] = {
-    "operation_id": "op-7bdba40678a9", "kind": "recalibrate", "state": "cancelled", "stage": "collecting", "actor": "operator",
-    "created_unix_s": 1.0, "finished_unix_s": 1234567.0, "reason": "a reason of many words that says why it was asked for",
-}  # fmt: skip
+    "operation_id": "op-7bdba40678a9",
+    "kind": "recalibrate",
+    "state": "cancelled",
+    "stage": "collecting",
+    "actor": "operator",
+    "created_unix_s": 1.0,
+    "finished_unix_s": 1234567.0,
+    "reason": "a reason of many words that says why it was asked for",
+}
 
 
 def wholes(operation: dict[str, Any]) -> set[str]:
@@ -226,10 +232,20 @@ def test_wide_terminals_break_nothing() -> None:
 
 
 TRIAL: dict[str, Any] = {
-    "operation_id": "op-1", "kind": "canary", "old": "v0001-a", "new": "v0002-b", "began_unix_s": 1.0, "rounds": 1280,
-    "max_rounds": 20000, "pairs": 10, "change": -0.12, "evidence_worse": 1.4, "evidence_better": -3.0,
-    "decision": "", "text": "all traffic looks worst so far",
-}  # fmt: skip
+    "operation_id": "op-1",
+    "kind": "canary",
+    "old": "v0001-a",
+    "new": "v0002-b",
+    "began_unix_s": 1.0,
+    "rounds": 1280,
+    "max_rounds": 20000,
+    "pairs": 10,
+    "change": -0.12,
+    "evidence_worse": 1.4,
+    "evidence_better": -3.0,
+    "decision": "",
+    "text": "all traffic looks worst so far",
+}
 
 
 def test_a_trial_that_is_under_way_is_on_the_first_screen() -> None:

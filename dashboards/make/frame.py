@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as model
 
-from honed.dashboards.panels import SOURCE, Panel
-from honed.dashboards.queries import ENGINE, JOB, WORKLOAD
+from honed.dashboards.make.panels import SOURCE, Panel
+from honed.dashboards.make.queries import ENGINE, JOB, WORKLOAD
 
 Rows = Sequence[tuple[str, list[Panel]]]
 

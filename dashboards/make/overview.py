@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from honed.dashboards.frame import board
-from honed.dashboards.panels import Panel, number, plot, timeline
-from honed.dashboards.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio
+from honed.dashboards.make.frame import board
+from honed.dashboards.make.panels import Panel, number, plot, timeline
+from honed.dashboards.make.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio
 
 ACCEPTED, ROUNDS, DRAFTED = "honed_accepted_tokens_total", "honed_verify_rounds_total", "honed_draft_tokens_total"
 BY, LEGEND = "workload, drafter_version", "{{workload}} {{drafter_version}}"

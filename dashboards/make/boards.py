@@ -1,4 +1,4 @@
-"""Makes the dashboards: `python dashboards/make_dashboards.py` rewrites them, and a test says when that was forgotten."""
+"""Makes the dashboards: `python -m honed.dashboards.make.boards` rewrites them, and a test says when that was forgotten."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from honed.dashboards.board_controller import controller
-from honed.dashboards.board_daemon import daemon
-from honed.dashboards.board_overview import overview
-from honed.dashboards.board_training import training
+from honed.dashboards.make.controller import controller
+from honed.dashboards.make.daemon import daemon
+from honed.dashboards.make.overview import overview
+from honed.dashboards.make.training import training
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 BOARDS: dict[str, Callable[[], dashboard.Dashboard]] = {
     "honed-overview.json": overview,
     "honed-controller.json": controller,
@@ -30,7 +30,7 @@ def render(board: dashboard.Dashboard) -> str:
 
 
 def main() -> None:
-    """Write every dashboard beside this script."""
+    """Write every dashboard."""
     for name, make in BOARDS.items():
         (FOLDER / name).write_text(render(make()))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from honed.dashboards.frame import board
-from honed.dashboards.panels import Panel, number, plot, timeline
-from honed.dashboards.queries import ENGINE, JOB, quantile, rate
+from honed.dashboards.make.frame import board
+from honed.dashboards.make.panels import Panel, number, plot, timeline
+from honed.dashboards.make.queries import ENGINE, JOB, quantile, rate
 
 
 def daemon() -> dashboard.Dashboard:
@@ -54,8 +54,13 @@ def events() -> list[Panel]:
             low=0,
             right="B",
         ),
-        plot("Lag", "Age of the latest batch when it arrived.", [(f"honed_event_lag_seconds{{{JOB}}}", "{{instance}}")],
-             unit="s", low=0),
+        plot(
+            "Lag",
+            "Age of the latest batch when it arrived.",
+            [(f"honed_event_lag_seconds{{{JOB}}}", "{{instance}}")],
+            unit="s",
+            low=0,
+        ),
         plot(
             "Not taken",
             "A second: batches that came again, that found no room, that the controllers had no time for; their errors; frames "
@@ -82,7 +87,7 @@ def events() -> list[Panel]:
                 (f"honed_engine_info{{{ENGINE}}}", "{{engine}} {{version}}, vLLM {{vllm_version}}"),
             ],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def database() -> list[Panel]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from honed.dashboards.frame import board
-from honed.dashboards.panels import Panel, number, plot, timeline
-from honed.dashboards.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio, training_is
+from honed.dashboards.make.frame import board
+from honed.dashboards.make.panels import Panel, number, plot, timeline
+from honed.dashboards.make.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio, training_is
 
 
 def training() -> dashboard.Dashboard:
@@ -28,10 +28,16 @@ def now() -> list[Panel]:
             shows_name=True,
             span=6,
         ),
-        number("Latest swap's pause", "How long it held the engine.", [(f"honed_swap_pause_seconds{{{JOB}}}", "")],
-               unit="s", decimals=1, span=6),
+        number(
+            "Latest swap's pause",
+            "How long it held the engine.",
+            [(f"honed_swap_pause_seconds{{{JOB}}}", "")],
+            unit="s",
+            decimals=1,
+            span=6,
+        ),
         number("On trial", "1 while two drafter versions take turns.", [(f"honed_canary_active{{{JOB}}}", "")], span=6),
-    ]  # fmt: skip
+    ]
 
 
 def progress() -> list[Panel]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from honed.dashboards.frame import board
-from honed.dashboards.panels import Panel, plot, timeline
-from honed.dashboards.queries import ENGINE, JOB, VLLM, WORKLOAD, rate, ratio
+from honed.dashboards.make.frame import board
+from honed.dashboards.make.panels import Panel, plot, timeline
+from honed.dashboards.make.queries import ENGINE, JOB, VLLM, WORKLOAD, rate, ratio
 
 
 def controller() -> dashboard.Dashboard:

@@ -12,7 +12,7 @@ from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
 
-from honed.dashboards.queries import Queries
+from honed.dashboards.make.queries import Queries
 
 SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 METRIC = re.compile(r"\b(?:honed_|vllm:)[a-z0-9_]+\b|\bup\b")
