@@ -7,7 +7,7 @@ STAMP := $(VENV)/.honed-setup
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint
+.PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint structure
 .PHONY: typecheck dashboards reference clean help
 .PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
 .PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels bench-server-sizes
@@ -88,9 +88,13 @@ test-parallel: setup
 	@echo "== tensor parallelism and data parallelism on a running vLLM with honed (some 2 minutes on two cores)"
 	@HONED_TEST_PARALLEL=1 $(BIN)/python -m pytest tests/e2e/test_parallel.py
 
-lint: setup
+lint: structure
 	@echo "== ruff"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+structure: setup
+	@echo "== folders, imports and prose"
+	@$(BIN)/python -m tests.structure
 
 typecheck: setup
 	@echo "== mypy --strict"

@@ -24,9 +24,10 @@ import numpy as np
 
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT
-from honed.adapt.acceptance.estimate import Floats, acceptance_length, scale_odds
+from honed.adapt.acceptance.estimate import acceptance_length, scale_odds
 from honed.adapt.monitor.canary import CanarySettings
 from honed.adapt.monitor.evidence import Evidence
+from honed.adapt.protocol.arrays import Floats
 
 RESULTS = ROOT / "benchmarks" / "results"
 CURVES = {

@@ -40,7 +40,7 @@ from benchmarks.simulated.oracle import run_oracle, run_steered
 from benchmarks.simulated.regret_traces import EXTRA, TRACES
 from benchmarks.simulated.regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
 from benchmarks.simulated.traffic import Trace, Traffic
-from honed.adapt.acceptance.estimate import Floats
+from honed.adapt.protocol.arrays import Floats
 
 WARM_UP_ROUNDS, WARM_UP_S = 2000, 20.0
 ROLLING_STEPS, SETTLED_STEPS, RECOVERED = 50, 200, 0.92

@@ -1,4 +1,4 @@
-"""Who may import whom. Read off the source, so imports inside functions count as well."""
+"""Who may import whom. Read off the source, so imports inside functions and for types count as well."""
 
 from __future__ import annotations
 
@@ -25,6 +25,34 @@ MAY_IMPORT = {
     "daemon": {"adapt", "recalib"},
 }
 """Folder -> folders of ours, beside itself."""
+
+LAYERS: dict[str, tuple[set[str], ...]] = {
+    "adapt": ({"protocol"}, {"acceptance"}, {"steps", "monitor"}, {"lengths"}, {"control"}, {"replay"}, {"trees"}),
+    "attach": (
+        {"contract", "events", "swap"},
+        {"runner", "engine"},
+        {"capture"},
+        {"plugin", "scheduler", "worker"},
+    ),
+    "daemon": (
+        {"errors"},
+        {"settings"},
+        {"store", "client", "install"},
+        {"ingest", "calibration"},
+        {"control", "lifecycle"},
+        {"service"},
+        {"metrics", "views"},
+        {"page", "doctor", "commands.show"},
+        {"api"},
+        {"process"},
+        {"commands"},
+    ),
+    "kernels": ({"cache", "capture", "events", "training", "trees", "verify"},),
+    "recalib": ({"config", "registry"}, {"drafter", "samples"}, {"training"}, {"gate"}, {"process"}),
+}
+"""Inside a top folder, from the bottom up: a folder imports itself and what lies in layers below its own."""
+NEVER_SERVICE = {"client", "doctor", "calibration", "install"}
+"""Folders of the daemon that work without a running one, and so never import `service`."""
 DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.registry.registry",
     "honed.recalib.registry.shared",
@@ -87,7 +115,7 @@ class Import:
 
 
 def modules(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py")
 
 
 def label(path: Path) -> str:
@@ -101,6 +129,33 @@ def name_of(path: Path) -> str:
 def top(path: Path) -> str:
     """The top folder that a module lies in."""
     return path.relative_to(ROOT).parts[0]
+
+
+def folder_of(path: Path) -> str:
+    """The folder that the rule knows a module by: "adapt.steps"; a module at the top of its folder stands for itself."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if len(parts) == 2 else parts[:-1])
+
+
+def layer_of(folder: str) -> int:
+    top_folder, _, name = folder.partition(".")
+    found = [index for index, names in enumerate(LAYERS[top_folder]) if name in names]
+    assert len(found) == 1, f"{folder} has no place in LAYERS"
+    return found[0]
+
+
+def backward_edges() -> list[str]:
+    """Imports inside a top folder that go up, or sideways to another folder of the same layer."""
+    found = []
+    for path in modules(*FOLDERS):
+        here = folder_of(path)
+        for wanted in imports(path):
+            source = source_of(wanted.name)
+            if source is None or top(source) != top(path) or folder_of(source) == here:
+                continue
+            if layer_of(folder_of(source)) >= layer_of(here):
+                found.append(f"{label(path)}:{wanted.line} {wanted.name}")
+    return found
 
 
 @cache
@@ -152,6 +207,21 @@ def test_folders_import_only_what_the_table_allows(path: Path) -> None:
         if (folder, other) == ("daemon", "recalib"):
             is_train_command = (name_of(path), found.name) == TRAIN_COMMAND and found.is_lazy
             assert found.name in DAEMON_MAY_TAKE_FROM_RECALIB or is_train_command, f"line {found.line}: {found.name}"
+
+
+def test_no_import_goes_up_the_layers() -> None:
+    assert backward_edges() == []
+
+
+def test_every_folder_has_a_place_in_the_layers() -> None:
+    for folder in {folder_of(path) for path in modules(*FOLDERS)}:
+        layer_of(folder)
+
+
+@pytest.mark.parametrize("path", modules("daemon"), ids=label)
+def test_what_works_without_a_daemon_never_imports_the_service(path: Path) -> None:
+    if folder_of(path).removeprefix("daemon.") in NEVER_SERVICE:
+        assert "honed.daemon.service" not in {found.name for found in imports(path)}
 
 
 @pytest.mark.parametrize("path", modules("adapt"), ids=label)

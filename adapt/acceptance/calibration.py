@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 
 BINS = 20
 

@@ -34,7 +34,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import CHAIN_STRENGTH, Floats, Ints, RequestTable, scale_odds
+from honed.adapt.acceptance.estimate import CHAIN_STRENGTH, RequestTable, scale_odds
+from honed.adapt.protocol.arrays import Floats, Ints
 
 NUM_BUCKETS = 11
 BITS = 7

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import EDGE, Floats, Ints
+from honed.adapt.acceptance.estimate import EDGE
+from honed.adapt.protocol.arrays import Floats, Ints
 
 _FORGETTING_ROUNDS = 2000.0
 _STRENGTH = 4.0

@@ -21,7 +21,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 
 MOST_LOG_ODDS = 40.0
 """Features are clamped to ± this: a draft that has all of the mass would have infinite log-odds."""

@@ -26,15 +26,10 @@ Letters: K = configured number of draft tokens, R = rounds, G = requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
-IntsLike: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+from honed.adapt.protocol.arrays import Floats, Ints, IntsLike
 
 FIRST_GUESS = 0.6
 """Conditional acceptance of position 1 before anything was seen."""

@@ -19,16 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import (
-    AcceptanceCounts,
-    Floats,
-    Ints,
-    IntsLike,
-    chain_estimate,
-    reached_and_accepted,
-    scale_odds,
-    shrunk_estimate,
-)
+from honed.adapt.acceptance.estimate import AcceptanceCounts, chain_estimate, reached_and_accepted, scale_odds, shrunk_estimate
+from honed.adapt.protocol.arrays import Floats, Ints, IntsLike
 
 _SHORT_ROUNDS = (20.0, 200.0)
 """Independent rounds that the shorter memories hold: of a dozen requests where they differ much."""

@@ -21,19 +21,13 @@ from honed.adapt.acceptance.context_shift import (
 )
 from honed.adapt.acceptance.depth_calibration import DepthCalibration, DepthLines, count_rounds
 from honed.adapt.acceptance.draft_features import FeatureRegression
-from honed.adapt.acceptance.estimate import (
-    Floats,
-    RequestTable,
-    reached_and_accepted,
-    scale_odds,
-    shrunk_estimate,
-    survival,
-)
+from honed.adapt.acceptance.estimate import RequestTable, reached_and_accepted, scale_odds, shrunk_estimate, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.acceptance.rounds import Rounds
 from honed.adapt.control.explanation import describe
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.drift import Alarm, DriftMonitor
+from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import WorkloadPrior
 
 _KEPT_AFTER_SWAP = 0.02

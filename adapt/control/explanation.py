@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from honed.adapt.acceptance.context_shift import bucket_starts
-from honed.adapt.acceptance.estimate import Floats, acceptance_length, survival
+from honed.adapt.acceptance.estimate import acceptance_length, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.lengths.block_size import choose_equal, latency_gains
 from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
 from honed.adapt.lengths.rules import CONTENDERS, make_contender
 from honed.adapt.lengths.rules_counted import Static
+from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import Policy
 from honed.adapt.steps.step_time import StepTimeModel
 

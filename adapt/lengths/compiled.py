@@ -27,7 +27,6 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from honed.adapt.acceptance.context_shift import BITS
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.lengths.block_size import (
     LEVEL_VALUES,
     LEVELS,
@@ -42,6 +41,7 @@ from honed.adapt.lengths.block_size import (
 from honed.adapt.lengths.desk import DESK, Desk
 from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
 from honed.adapt.lengths.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import LEAST_SECONDS, PARAMETERS
 
 P = ParamSpec("P")

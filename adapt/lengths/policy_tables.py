@@ -13,8 +13,9 @@ import numpy.typing as npt
 from honed.adapt.acceptance.context_shift import NUM_BUCKETS
 from honed.adapt.acceptance.depth_calibration import DepthLines
 from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
-from honed.adapt.acceptance.estimate import EDGE, FIRST_GUESS, Floats, information, scale_odds, survival
+from honed.adapt.acceptance.estimate import EDGE, FIRST_GUESS, information, scale_odds, survival
 from honed.adapt.lengths.block_size import CurveTable, latency_gains
+from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import Policy
 from honed.adapt.steps.step_time import StepTimeModel
 

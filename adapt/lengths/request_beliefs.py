@@ -18,9 +18,9 @@ from types import ModuleType
 import numpy as np
 
 from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.lengths.desk import Desk
 from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
+from honed.adapt.protocol.arrays import Floats, Ints
 
 REQUEST_FORGETTING_ROUNDS = 128.0
 _MOST_SLOTS = 1 << 20

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, count_trials
+from honed.adapt.acceptance.estimate import count_trials
 from honed.adapt.acceptance.rounds import Rounds, rounds_by_workload
 from honed.adapt.monitor.evidence import Evidence
+from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, Range, Ranges, check_ranges
 from honed.adapt.protocol.wire import EventBatch
 

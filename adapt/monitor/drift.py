@@ -38,15 +38,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import (
-    EDGE,
-    AcceptanceCounts,
-    Floats,
-    IntsLike,
-    acceptance_length,
-    chain_estimate,
-    count_trials,
-)
+from honed.adapt.acceptance.estimate import EDGE, AcceptanceCounts, acceptance_length, chain_estimate, count_trials
+from honed.adapt.protocol.arrays import Floats, IntsLike
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
 
 _LOSSES = np.array([0.1, 0.25, 0.5])

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats
+from honed.adapt.protocol.arrays import Floats
 
 WORSE_BETS = {0.03: 0.03, 0.07: 0.32, 0.11: 0.65}
 """Relative changes that are bet on against the new drafter, and their weights: so chosen that a loss of 10 % is found soon, be

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Ints
+from honed.adapt.protocol.arrays import Ints
 
 MAGIC = 0x54564548
 VERSION = 1

@@ -22,13 +22,12 @@ from honed.adapt.acceptance.estimate import (
     CHAIN_STRENGTH,
     EDGE,
     FIRST_GUESS,
-    Floats,
-    Ints,
     information,
     odds_ratio,
     scale_odds,
     strength_between,
 )
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.replay.log import Log
 
 CELL_STRENGTH = 24.0

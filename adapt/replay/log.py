@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.acceptance.rounds import trimmed_tokens
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.wire import EventBatch
 
 _STEP_COLUMNS = (

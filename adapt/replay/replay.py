@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.replay.acceptance import Counts, believe
 from honed.adapt.replay.log import Log
 from honed.adapt.replay.rules import Rule, lengths_of

@@ -22,11 +22,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Ints, scale_odds
+from honed.adapt.acceptance.estimate import scale_odds
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.lengths.length_policy import LengthPolicy
 from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
+from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import Policy, WorkloadPrior
 from honed.adapt.replay.acceptance import Beliefs
 from honed.adapt.replay.log import Log

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.replay.log import Log
 from honed.adapt.steps.step_time import PARAMETERS, StepTimeModel, StepTimeSettings, fit_parameters
 

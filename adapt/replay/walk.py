@@ -28,7 +28,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import EDGE, Floats, Ints
+from honed.adapt.acceptance.estimate import EDGE
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.replay.acceptance import CELL_STRENGTH, Beliefs
 from honed.adapt.replay.log import Log
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.spells import SPELL_STEPS
 
 _SWEEPS = 30

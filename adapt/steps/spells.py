@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 
 SPELL_STEPS = 16
 _MOST_LIKENESS = 20.0

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.ranges import COUNT, Range, Ranges, check_ranges
 from honed.adapt.steps.kind_effects import kind_effects
 from honed.adapt.steps.spells import Spells

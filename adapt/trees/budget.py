@@ -32,8 +32,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.lengths.block_size import Choice, OperatingPoint, latency_gains, nothing
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import PARAMETERS, StepTimeModel
 
 

@@ -25,7 +25,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.trees.node_scores import UNKNOWN
 
 

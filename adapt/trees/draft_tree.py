@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 
 ROOT = -1
 

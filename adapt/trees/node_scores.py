@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 
 TEMPERATURES = (0.0, 0.5, 1.0)
 """Buckets: 0, up to 0.5, up to 1, above."""

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import StepTimeModel
 from honed.adapt.trees.budget import TreeBudget, TreeBudgetSettings
 from honed.adapt.trees.candidate_log import CandidateRequest

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats
+from honed.adapt.protocol.arrays import Floats
 from honed.adapt.replay.replay import LEAST_REQUESTS, Figure
 from honed.adapt.steps.step_time import StepTimeModel
 from honed.adapt.trees.candidate_log import CandidateRequest

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.simulated.features import Feature
 from benchmarks.simulated.traffic import Cost, Load, Trace, Workload, linear, roofline
-from honed.adapt.acceptance.estimate import Floats
+from honed.adapt.protocol.arrays import Floats
 
 GOOD = (0.82, 0.8, 0.78, 0.76, 0.75, 0.74, 0.73)
 FAIR = (0.7, 0.66, 0.62, 0.6, 0.58, 0.56, 0.55)

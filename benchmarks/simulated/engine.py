@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.simulated.event_log import EventLog
 from benchmarks.simulated.features import Drafts
 from benchmarks.simulated.traffic import Cost, Traffic
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.lengths.length_policy import LengthPolicy
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.wire import EventBatch
 
 _CHUNK = 4096

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.simulated.traffic import Traffic
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.wire import EventBatch, RoundColumns, StepColumns
 
 BATCH_S = 0.25

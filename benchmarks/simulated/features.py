@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import Floats, Ints
+from honed.adapt.protocol.arrays import Floats, Ints
 
 _GRID: Floats = np.linspace(-24.0, 24.0, 1921)
 """Values of M at which E_z[a] is computed; between them it is interpolated."""

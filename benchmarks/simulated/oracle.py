@@ -20,11 +20,11 @@ import numpy as np
 
 from benchmarks.simulated.engine import Outcome, Truth, simulate
 from benchmarks.simulated.traffic import Traffic
-from honed.adapt.acceptance.estimate import Ints
 from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.lengths.length_policy import Decision
+from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import EventBatch, Policy
 
 PROPOSE_S = 1.0

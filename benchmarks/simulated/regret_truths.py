@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.simulated.engine import Truth
 from benchmarks.simulated.oracle import Steered
 from benchmarks.simulated.traffic import Cost, Traffic
-from honed.adapt.acceptance.estimate import Floats
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.length_policy import Decision
+from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import EventBatch, Policy, WorkloadPrior
 from honed.adapt.steps.step_time import StepTimeModel, fit_parameters
 

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulated.features import DraftFeatures, Feature
-from honed.adapt.acceptance.estimate import EDGE, Floats, Ints
+from honed.adapt.acceptance.estimate import EDGE
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import pad_tokens
 
 _NUM_RANKS = 2048

@@ -29,10 +29,10 @@ import numpy as np
 from benchmarks.simulated.engine import Truth
 from benchmarks.simulated.oracle import PROPOSE_S
 from benchmarks.simulated.traffic import Traffic
-from honed.adapt.acceptance.estimate import Floats, Ints
 from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.length_policy import Decision
+from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.wire import EventBatch
 from honed.adapt.steps.step_time import StepTimeModel
 from honed.adapt.steps.vllm_costs import Curve, are_alike, cost_curves

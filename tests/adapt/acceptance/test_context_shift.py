@@ -20,10 +20,11 @@ from honed.adapt.acceptance.context_shift import (
     tilt,
     trials_design_effect,
 )
-from honed.adapt.acceptance.estimate import Floats, RequestTable, chain_estimate, reached_and_accepted, scale_odds
+from honed.adapt.acceptance.estimate import RequestTable, chain_estimate, reached_and_accepted, scale_odds
 from honed.adapt.lengths import compiled
 from honed.adapt.lengths.policy_tables import WORKLOAD
 from honed.adapt.lengths.request_beliefs import REQUEST
+from honed.adapt.protocol.arrays import Floats
 from tests.adapt.simulate import simulate_rounds
 
 K = 5
