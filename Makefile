@@ -9,8 +9,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 
 .PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint structure
 .PHONY: typecheck dashboards reference clean help
-.PHONY: bench bench-overhead bench-scrape bench-decide bench-adapt bench-regret bench-trees bench-against-vllm bench-hotpath
-.PHONY: bench-canary bench-swap bench-yield bench-capture bench-recalib bench-kernels bench-server-sizes
+.PHONY: bench
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
@@ -25,8 +24,7 @@ help:
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
 	@echo "make setup          the virtual environment alone, vLLM included; every other command makes it when it's missing"
 	@echo "make reference dashboards  docs/reference.md and the dashboards, made anew from the code"
-	@echo "make bench          every benchmark; bench-overhead: what logging costs vLLM"
-	@echo "make bench-server-sizes  on a GPU: honed beside a target of Qwen3-8B's size"
+	@echo "make bench          every benchmark, or one of bench-{$$(echo $(BENCHMARKS) server-sizes | tr ' ' ',')}"
 
 setup: $(STAMP)
 
@@ -114,68 +112,17 @@ contract: setup
 	@folders=$$($(BIN)/python tests/attach/fetch_vllm.py) && $(BIN)/python -m docs.make.contract_page . $$folders
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
-bench: bench-decide bench-hotpath bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-swap \
-       bench-capture bench-yield bench-overhead bench-recalib bench-adapt
+# Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
+BENCHMARKS := decide hotpath scrape regret trees kernels against-vllm canary swap capture yield overhead recalib adapt
+MODULE_kernels := kernel_bench
+MODULE_yield := yielding
+bench: $(BENCHMARKS:%=bench-%)
 
-bench-overhead: setup
-	@echo "== what honed costs a vLLM server that it is attached to"
-	@$(BIN)/python -m benchmarks.overhead
-
-bench-hotpath: setup
-	@echo "== what honed adds to vLLM's engine thread in a step"
-	@$(BIN)/python -m benchmarks.hotpath
-
-bench-scrape: setup
-	@echo "== what a scrape and the status page cost the daemon (a few minutes of one core)"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.scrape
-
-bench-decide: setup
-	@echo "== how long deciding a step takes"
-	@$(BIN)/python -m benchmarks.decide
-
-bench-regret: setup
-	@echo "== how far from the best possible draft lengths honed's are, on synthetic traffic whose truth is known"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.regret
-
-bench-trees: setup
-	@echo "== what draft trees would give on the tiny pair, replayed (a few minutes of one core)"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.trees
-
-bench-server-sizes: setup
-	@echo "== what honed costs, what a swap takes, and training beside an engine, at the size of Qwen3-8B (a GPU with 80 GB)"
-	@$(BIN)/python -m benchmarks.server_sizes
-
-bench-kernels: setup
-	@echo "== the device ops: time, share of what the device can do, ratio to the best alternative (on a CPU: their twins)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kernel_bench
-
-bench-against-vllm: setup
-	@echo "== honed against vLLM's adaptive verification, its own code, on the same simulated traffic and costs"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.against_vllm
-
-bench-canary: setup
-	@echo "== how often a canary errs, and how long it takes: 10,000 simulated ones of each kind (a minute)"
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.canaries
-
-bench-swap: setup
-	@echo "== what swapping the drafter costs a server under 16 streams, 100 times (some 3 minutes)"
-	@$(BIN)/python -m benchmarks.swap
-
-bench-yield: setup
-	@echo "== what training costs users under bursts, and how fast it yields (half an hour to an hour)"
-	@$(BIN)/python -m benchmarks.yielding
-
-bench-capture: setup
-	@echo "== what capturing samples costs a server (some 15 minutes)"
-	@$(BIN)/python -m benchmarks.capture
-
-bench-adapt: setup
-	@echo "== draft lengths on a running vLLM: honed against fixed lengths, a tuned table and other rules (an hour or more)"
-	@$(BIN)/python -m benchmarks.adapt
-
-bench-recalib: setup
-	@echo "== what one recalibration gains on a running vLLM: both scopes, every loss, a fine-tuned target (20 minutes)"
-	@$(BIN)/python -m benchmarks.recalib
+bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary: export OMP_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary: export OPENBLAS_NUM_THREADS = 1
+bench-%: setup
+	@echo "== benchmarks/$(or $(MODULE_$*),$(subst -,_,$*)).py"
+	@$(BIN)/python -m benchmarks.$(or $(MODULE_$*),$(subst -,_,$*))
 
 clean:
 	rm -rf $(VENV) build demo-out

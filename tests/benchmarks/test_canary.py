@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.canaries import CURVES, change_for_length, simulate, window
+from benchmarks.canary import CURVES, change_for_length, simulate, window
 from honed.adapt.acceptance.estimate import acceptance_length
 from honed.adapt.monitor.canary import CanarySettings
 
