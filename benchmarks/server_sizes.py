@@ -12,8 +12,8 @@ so that both do the same.
     yield     bursts of requests with the trainer at work between them and without: gaps between a burst's tokens, and how long
               after the engine's busy flag went up the trainer stopped
 
-    python benchmarks/server_sizes.py                      # a GPU of 80 GB or more
-    python benchmarks/server_sizes.py --shape small        # a CPU: tries the benchmark itself
+    python -m benchmarks.server_sizes                      # a GPU of 80 GB or more
+    python -m benchmarks.server_sizes --shape small        # a CPU: tries the benchmark itself
 
 The last line of stdout is JSON.
 """

@@ -1,6 +1,6 @@
 """The demo's report: one HTML file with everything in it, made from the demo's record (also written as record.json).
 
-Pure: a record in, a page out. `python benchmarks/demo/report.py demo-out` makes the page again from a record.
+Pure: a record in, a page out. `python -m benchmarks.demo.report demo-out` makes the page again from a record.
 """
 
 from __future__ import annotations

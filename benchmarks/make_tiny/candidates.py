@@ -1,6 +1,6 @@
 """Write the tiny drafter's candidates at every position of the tiny target's answers, for `honed replay --trees`.
 
-python benchmarks/make_tiny/candidates.py benchmarks/tiny --domain a --temperature 0.8 --out candidates.jsonl
+python -m benchmarks.make_tiny.candidates benchmarks/tiny --domain a --temperature 0.8 --out candidates.jsonl
 """
 
 from __future__ import annotations

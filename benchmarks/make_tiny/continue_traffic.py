@@ -1,6 +1,6 @@
 """Train the tiny drafter on with domain B's live traffic, as the trainer process would, and see what it gains and loses.
 
-python benchmarks/make_tiny/continue_traffic.py benchmarks/tiny --seconds 180 --learning-rate 5e-4
+python -m benchmarks.make_tiny.continue_traffic benchmarks/tiny --seconds 180 --learning-rate 5e-4
 """
 
 from __future__ import annotations

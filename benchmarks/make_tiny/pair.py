@@ -1,6 +1,6 @@
 """Make the tiny pair: a real target and drafter, small enough for a repository, trained from text on two CPU cores.
 
-    python benchmarks/make_tiny/pair.py --work /tmp/tiny --out benchmarks/tiny
+    python -m benchmarks.make_tiny.pair --work /tmp/tiny --out benchmarks/tiny
 
 takes about three quarters of an hour. Training stops by the clock, so weights differ from machine to machine; the text, its
 split and the prompts' selection rule don't. What came out is in `benchmarks/tiny/README.md`.

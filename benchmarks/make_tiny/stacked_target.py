@@ -4,7 +4,7 @@ A layer whose `o_proj` and `down_proj` are zero adds zero to the residual stream
 With enough of them behind the real ones, a tiny pair has the ratio of draft to target cost a real server has, while every
 token stays the same. A drafter's `target_layer_ids` go on naming the same layers, since the new ones come last.
 
-    python benchmarks/make_tiny/stacked_target.py benchmarks/tiny/target /tmp/stacked --extra-layers 24
+    python -m benchmarks.make_tiny.stacked_target benchmarks/tiny/target /tmp/stacked --extra-layers 24
 """
 
 from __future__ import annotations

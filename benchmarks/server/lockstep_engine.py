@@ -1,6 +1,6 @@
 """A process with two engines of vLLM's in it, and the contenders that are forked from it; see `lockstep`.
 
-    python benchmarks/server/lockstep_engine.py SOCKET CORE TARGET DRAFTER
+    python -m benchmarks.server.lockstep_engine SOCKET CORE TARGET DRAFTER
 
 One engine speculates, the other doesn't; the target's weights are in memory once. Whenever it is asked to, the process forks a
 contender. One that speculates attaches honed in the way vLLM does, by building its scheduler with `make_scheduler`. A contender
