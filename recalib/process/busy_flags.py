@@ -1,6 +1,6 @@
-"""The trainer's side of the engines' busy flags: one mapped byte each, 1 while requests are unfinished.
+"""The trainer's side of the engines' busy flags: one byte each, 1 while requests are unfinished.
 
-A hint, not a lock: reading it costs a stat and a load, and a stale 0 costs the engine at most one micro-step. A flag that was
+A hint, not a lock: reading it costs a stat and a read, and a stale 0 costs the engine at most one micro-step. A flag that was
 left up by an engine that died is told by the file's lock, which the engine holds while it lives.
 """
 
@@ -10,11 +10,14 @@ import contextlib
 import fcntl
 import fnmatch
 import math
-import mmap
 import os
+import struct
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+
+_LAYOUT = struct.Struct("<?7xQ")
+"""Whether there is work, and when it came: CLOCK_MONOTONIC in ns."""
 
 
 class BusyFlag:
@@ -22,32 +25,32 @@ class BusyFlag:
 
     def __init__(self, path: Path | str) -> None:
         self._path = str(path)
-        self._map: mmap.mmap | None = None
         self._descriptor = -1
+        self._raised_ns = 0
         self._identity = (0, 0)
 
     def is_busy(self) -> bool:
         """Whether the engine has work now."""
         try:
             status = os.stat(self._path)
-            if self._map is None or (status.st_dev, status.st_ino) != self._identity:
+            if self._descriptor < 0 or (status.st_dev, status.st_ino) != self._identity:
                 self.close()
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                self._map = mmap.mmap(self._descriptor, 16, access=mmap.ACCESS_READ)
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 self._identity = (status.st_dev, status.st_ino)
-            return self._map[0] != 0 and self._is_held()
-        except (OSError, ValueError):  # not there, empty, or not ours to read
+            is_busy, self._raised_ns = _LAYOUT.unpack(os.pread(self._descriptor, _LAYOUT.size, 0))
+            return is_busy and self._is_held()
+        except (OSError, struct.error):  # not there, too short, or not ours to read
             self.close()
             return False
 
     @property
     def raised_s(self) -> float:
         """When the flag went up the last time, on the clock of `time.monotonic`; 0 when that isn't known."""
-        return int.from_bytes(self._map[8:16], "little") / 1e9 if self._map is not None else 0.0
+        return self._raised_ns / 1e9
 
     def close(self) -> None:
         """Let go of the file; it is opened again when needed."""
-        self._map = None
+        self._raised_ns = 0
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,6 +1,7 @@
 """The busy flags as the trainer sees them."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -137,3 +138,53 @@ def test_each_preemption_is_told_once():
         preemptions.observe(delay_s, 0.0)
     assert preemptions.take() == ([0.004, 0.005, 0.006], [0.0] * 3), "the oldest goes while nobody asks"
     assert preemptions.count == 6
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_a_file_that_shrank_kills_neither_side(tmp_path, side):
+    """A map of a file without its pages raises SIGBUS, which ends vLLM without a word."""
+    path = tmp_path / "busy"
+    script = f"""
+import os
+from pathlib import Path
+from honed.attach.engine.busy_flag import BusyFlag as Writer
+from honed.recalib.process.busy_flags import BusyFlag
+path = Path({str(path)!r})
+engine, flag = Writer(path), BusyFlag(path)
+engine.set(True)
+assert flag.is_busy()
+os.truncate(path, 0)
+if {side!r} == "engine":
+    engine.set(False)
+    engine.set(True)
+assert flag.is_busy() == ({side!r} == "engine")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_room_for_the_flag_is_an_error_that_the_engine_survives(tmp_path):
+    """The file's block is taken when it is made: on a full tmpfs it is refused there, not at the first request."""
+    script = f"""
+import errno, os
+from pathlib import Path
+from honed.attach.engine.busy_flag import BusyFlag
+folder = Path({str(tmp_path)!r})
+with open(folder / "filler", "wb", buffering=0) as filler:
+    try:
+        while filler.write(bytes(4096)):
+            pass
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+try:
+    BusyFlag(folder / "busy").set(True)
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+else:
+    raise AssertionError("there was room")
+"""
+    command = f"mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c {shlex.quote(script)}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("no user namespace with a tmpfs of its own can be made here")
+    assert done.returncode == 0, done.stderr
