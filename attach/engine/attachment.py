@@ -380,7 +380,9 @@ class Attachment:
     # --- called on the publisher's thread -----------------------------------------------------------------------------
 
     def _callbacks(self) -> Callbacks:
-        return Callbacks(self._hello, self._status, self._on_welcome, self._on_policy, self._on_command, self._on_tick)
+        return Callbacks(
+            self._hello, self._status, self._on_welcome, self._on_policy, self._on_command, self._on_tick, self.errors.note
+        )
 
     def _hello(self, last_seq: int) -> wire.EngineHello:
         return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version, last_seq)

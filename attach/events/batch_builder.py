@@ -72,7 +72,16 @@ class BatchBuilder:
             self._running[change.request_id] = change.request
 
     def add(self, step: Step) -> None:
-        """Append a step's figures to the columns."""
+        """Append a step's figures to the columns. A failure drops and counts the batch: its columns differ in length then."""
+        held, lost = self._holds, self.lost
+        try:
+            self._add(step)
+        except Exception:
+            self._clear()
+            self.lost = lost + held + losses_of(step.verified, step.invalid)
+            raise
+
+    def _add(self, step: Step) -> None:
         self.drafter_version, self._has_token_ids = step.drafter_version, step.has_token_ids
         self.num_steps += 1
         context_tokens = self._context_tokens(step)

@@ -81,6 +81,10 @@ class Outbox:
             self.lost += oldest.holds + Losses(batches=1)
             self._gap = (self._gap[0] if self._gap else oldest.seq, oldest.seq)
 
+    def lose(self, holds: Losses) -> None:
+        """Count rounds that never became a batch."""
+        self.lost += holds
+
     def acknowledge(self, seq: int) -> None:
         """Forget what was sent up to `seq`: it is stored. Numbers that were never sent are ignored."""
         while self._sent and next(iter(self._sent)) <= seq:

@@ -4,6 +4,9 @@ It turns finished steps into batches, keeps them until the daemon has committed 
 and commands to the engine's thread. The daemon may be absent, slow, stopped, killed or of another version: the worst that
 happens is that the outbox's cap drops the oldest batches, counted. Nothing on this thread can reach vLLM: what takes the GIL
 for longer than a few microseconds is done while the engine's thread waits for the model, and it ends with the process.
+
+The thread survives every exception: what it was working on is lost and counted, the exception is counted as an error of the
+attachment, and the thread connects anew.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
 """Unacknowledged for so long, batches are sent again."""
 WINDOW_BATCHES = 64
+RESTART_S = 1.0
+"""After an exception that nobody expected the connection is made anew; no sooner, so that a lasting one costs no core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Callbacks:
     on_policy: Callable[[wire.Policy], None]
     on_command: Callable[[wire.Command], None]
     on_tick: Callable[[], None]
+    on_error: Callable[[str], None]
+    """Called while an exception is handled; where it happened."""
 
 
 class Publisher:
@@ -90,6 +97,18 @@ class Publisher:
         self._results.append(result)
 
     def _run(self) -> None:
+        while True:
+            try:
+                self._talk()
+                return
+            except Exception:
+                self._callbacks.on_error("the publisher's thread")
+            if self._stop.wait(RESTART_S):
+                return
+
+    def _talk(self) -> None:
+        """Connect and serve until the engine stops."""
+        self._is_welcome = False
         context = zmq.Context()
         try:
             socket = context.socket(zmq.DEALER)
@@ -101,10 +120,6 @@ class Publisher:
             monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
             socket.connect(self._endpoint)
             self._loop(socket, monitor)
-            socket.disable_monitor()
-            socket.close()
-        except Exception:
-            logger.exception("honed: publisher stopped; vLLM goes on, events are no longer logged")
         finally:
             context.destroy(linger=200)
 
@@ -203,7 +218,11 @@ class Publisher:
         with self._pieces.one("batch"):
             made = self._builder.take()
             seq = self._outbox.last_seq + 1
-            frame = self._encode(seq, 0, self._outbox.lost, made.drafter_version, made.workloads, made.steps, made.rounds)
+            try:
+                frame = self._encode(seq, 0, self._outbox.lost, made.drafter_version, made.workloads, made.steps, made.rounds)
+            except Exception:
+                self._outbox.lose(made.holds)
+                raise
             self._outbox.add(frame, made.holds)
 
     def _send_batches(self, socket: zmq.Socket[bytes], now_s: float) -> None:

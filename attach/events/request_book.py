@@ -29,11 +29,16 @@ def read_labels(sampling_params: Any) -> Labels:
     """Read a request's labels; what can't be used is as if it weren't there."""
     extra: Mapping[str, Any] = (sampling_params.extra_args if sampling_params is not None else None) or {}
     return Labels(
-        workload=str(extra.get("honed_workload", ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
+        workload=_text(extra.get("honed_workload", ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
         max_draft_tokens=_ceiling(extra.get("honed_max_draft_tokens", -1)),
-        session=str(extra.get("honed_session", "")),
+        session=_text(extra.get("honed_session", "")),
         is_captured=str(extra.get("honed_capture", 1)).lower() not in ("0", "0.0", "false", "no"),
     )
+
+
+def _text(value: Any) -> str:
+    """A label as text that can be encoded: half a surrogate pair becomes a question mark."""
+    return str(value).encode(errors="replace").decode()
 
 
 def _ceiling(value: Any) -> int:

@@ -56,7 +56,7 @@ def endpoint(tmp_path: Path) -> str:
 
 @pytest.fixture
 def seen() -> dict[str, list[Any]]:
-    return {"welcome": [], "policy": [], "command": []}
+    return {"welcome": [], "policy": [], "command": [], "error": []}
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def publisher(endpoint: str, log: StepLog, seen: dict[str, list[Any]]) -> Iterat
             errors=0,
         )
 
-    callbacks = Callbacks(hello, status, seen["welcome"].append, seen["policy"].append, seen["command"].append, lambda: None)
+    callbacks = Callbacks(
+        hello, status, seen["welcome"].append, seen["policy"].append, seen["command"].append, lambda: None, seen["error"].append
+    )
     made = Publisher(endpoint, "e", BOOT, log, 1 << 20, callbacks, Lull())
     made.start()
     yield made
@@ -216,3 +218,33 @@ def test_what_is_learned_of_the_engine_later_is_said_in_a_second_hello(
     assert daemon.receive(wire.EventBatch).seq == 1
     with pytest.raises(AssertionError, match="no EngineHello"):
         daemon.receive(wire.EngineHello, timeout_s=1.0)
+
+
+def test_a_label_that_cannot_be_encoded_costs_its_batch_and_no_more(
+    publisher: Publisher, daemon: Daemon, log: StepLog, seen: dict[str, list[Any]]
+) -> None:
+    """Half a surrogate pair, which a client in vLLM's own process can send, ended the thread for good."""
+    daemon.welcome()
+    log.append(started("bad", workload="half \ud800"))
+    log.append(a_step(1, verified=(("bad", 3, 2),)))
+    eventually(lambda: len(seen["error"]) == 1)
+    daemon.welcome()  # it has connected anew
+    log.append(a_step(2))
+    batch = daemon.receive(wire.EventBatch)
+    assert (batch.seq, batch.steps.step) == (1, [2])
+    assert (batch.lost_rounds, batch.lost_draft_tokens, batch.lost_accepted_tokens) == (1, 3, 2)
+
+
+def test_a_step_that_cannot_be_read_costs_its_batch_and_no_more(
+    publisher: Publisher, daemon: Daemon, log: StepLog, seen: dict[str, list[Any]]
+) -> None:
+    daemon.welcome()
+    log.append(a_step(1))
+    log.append(a_step(2, row_of=None, num_verified=[3]))
+    eventually(lambda: len(seen["error"]) == 1)
+    daemon.welcome()
+    log.append(a_step(3))
+    batch = daemon.receive(wire.EventBatch)
+    assert batch.steps.step[-1] == 3
+    assert 2 not in batch.steps.step
+    assert len(batch.steps.step) + batch.lost_rounds == 3

@@ -59,3 +59,8 @@ def test_requests_are_counted_while_they_run() -> None:
     for name in ("r", "r", "unknown"):
         book.remove(name)
     assert len(book) == 1
+
+
+def test_labels_are_text_that_can_be_encoded() -> None:
+    labels = read_labels(SimpleNamespace(extra_args={"honed_workload": "half \ud800", "honed_session": "\udfff"}))
+    assert (labels.workload, labels.session) == ("half ?", "?")
