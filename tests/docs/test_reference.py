@@ -55,7 +55,7 @@ def test_variables_of_vllms_processes_are_the_attachments_own() -> None:
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:
-    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for file in [*ROOT.glob("*.md"), ROOT / "benchmarks" / "tiny" / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text()):
             if "://" not in target:
                 assert (file.parent / target).exists(), f"{file.name}: {target}"
