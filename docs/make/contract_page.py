@@ -20,16 +20,16 @@ from honed.attach.contract.contract import CONTRACT, WORKERS, Attributes, Clause
 PAGE, FINDINGS = "docs/compatibility.md", "attach/compatibility.json"
 HEAD = """# Compatibility with vLLM
 
-Made by `make reference` from `attach/contract/contract.py` and `attach/compatibility.json`; tests keep it true. `make
-contract` fetches the sources of every release of vLLM from {low} up to, not including, {high} and holds the contract against
-them anew.
+`make reference` writes this page from `attach/contract/contract.py` and `attach/compatibility.json`. Tests keep it true.
+`make contract` fetches the sources of every vLLM release from {low} up to, but not including, {high}, and checks the contract
+against them.
 
-What honed relies on inside vLLM is mostly private to it. *Fits*: every name, parameter, attribute and order of calls that a
-capability relies on is there in the release's sources. That was read, not run: `make test` runs the release that is installed,
-and holds the contract against it, too.
+Most of what honed relies on inside vLLM is private to vLLM. *Fits* means: the release's sources have every name, parameter,
+attribute and order of calls that a capability relies on. The sources were read, not run. `make test` runs the installed
+release, and checks the contract against it too.
 
-A vLLM outside of this range is attached as *observe only*: its events are logged where its scheduler still fits; draft lengths,
-capture and swap are left alone. vLLM's log says so once, and `honed engines` whenever it is asked.
+On an unsupported vLLM, honed only logs events, where its scheduler still fits. It leaves draft lengths, capture and swap alone.
+vLLM's log says so once, and `honed engines` at any time.
 """
 TITLES = {
     "events": "events, metrics",

@@ -27,7 +27,7 @@ from honed.daemon.settings.settings import Settings, load
 MARKDOWN, OPENAPI = "docs/reference.md", "daemon/openapi.json"
 HEAD = """# Reference
 
-Made by `make reference` from the code; a test keeps it true. Metrics describe themselves at `/metrics`.
+`make reference` writes this page from the code, and a test keeps it true. Metrics describe themselves at `/metrics`.
 """
 PATHS = {
     "paths.state_dir": "`/var/lib/honed` for root and the services, else `$XDG_STATE_HOME/honed`",
@@ -172,10 +172,10 @@ def _variables() -> Iterator[str]:
 def _endpoints(document: dict[str, Any]) -> Iterator[str]:
     yield "## Endpoints\n"
     yield (
-        "On the unix socket `admin.sock`, and on `http.admin_listen` with a bearer token: GET takes the read or the admin\n"
-        "token, all else the admin token. On `http.metrics_listen`, without one: `/metrics`, `/healthz`, `/readyz`, and a\n"
-        "status page at `/`. Changes take `Idempotency-Key` and `If-Match`. Errors are problem documents (RFC 9457) with a\n"
-        "`cure`.\n"
+        "The unix socket `admin.sock` has all of them, and so has `http.admin_listen` with a bearer token. GET takes the\n"
+        "read or the admin token, all else the admin token. `http.metrics_listen` has `/metrics`, `/healthz`, `/readyz` and\n"
+        "a status page at `/`, without a token. Changes take `Idempotency-Key` and `If-Match`. Errors are problem documents\n"
+        "(RFC 9457) with a `cure`.\n"
     )
     yield "| | what | takes |\n|---|---|---|"
     for path, methods in sorted(document["paths"].items()):
@@ -201,9 +201,9 @@ def _commands() -> Iterator[str]:
 
     root = typer.main.get_command(app)
     yield "## Commands\n"
-    yield "Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 3 no daemon answers; 4 from `status --check`, `doctor` and"
-    yield "`install`: only warnings.\n"
-    yield "With any command, before its name, or after it unless the command has one of the same name:\n"
+    yield "Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 3 no daemon answers. `status --check`, `doctor` and"
+    yield "`install` end with 4 when there are only warnings.\n"
+    yield "Every command takes these options, before its name, or after it unless it has an option of the same name:\n"
     yield from _options(root)
     yield from _walk(root, "honed")
 
