@@ -8,7 +8,7 @@ STAMP := $(VENV)/.honed-setup
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint structure
-.PHONY: typecheck dashboards reference clean help
+.PHONY: typecheck dashboards docs reference clean help
 .PHONY: bench
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
 	@echo "make contract       what honed relies on in vLLM, held against the sources of every supported release"
 	@echo "make lint typecheck the other checks"
+	@echo "make docs           the documentation site, in build/site; a broken link fails"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
@@ -97,6 +98,10 @@ structure: setup
 typecheck: setup
 	@echo "== mypy --strict"
 	@$(BIN)/mypy -p honed
+
+docs: setup
+	@echo "== the documentation site: build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
