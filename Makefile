@@ -8,7 +8,7 @@ STAMP := $(VENV)/.honed-setup
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint structure
-.PHONY: typecheck dashboards docs reference clean help
+.PHONY: typecheck dashboards docs reference dist clean help
 .PHONY: bench
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make contract       what honed relies on in vLLM, held against the sources of every supported release"
 	@echo "make lint typecheck the other checks"
 	@echo "make docs           the documentation site, in build/site; a broken link fails"
+	@echo "make dist           wheel and sdist, in dist/, with a README whose links work on a package index"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
@@ -129,5 +130,11 @@ bench-%: setup
 	@echo "== benchmarks/$(or $(MODULE_$*),$(subst -,_,$*)).py"
 	@$(BIN)/python -m benchmarks.$(or $(MODULE_$*),$(subst -,_,$*))
 
+dist: setup
+	@echo "== wheel and sdist of the last commit, in dist/"
+	@rm -rf build/dist && mkdir -p build/dist && git archive HEAD | tar -x -C build/dist
+	@$(BIN)/python -m docs.make.links build/dist/README.md
+	@$(BIN)/python -m build --no-isolation --outdir dist build/dist
+
 clean:
-	rm -rf $(VENV) build demo-out
+	rm -rf $(VENV) build dist demo-out
