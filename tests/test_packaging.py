@@ -60,7 +60,7 @@ def names(wheel: zipfile.Path) -> set[str]:
 
 def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.Path) -> None:
     wanted = {f"honed/{path.relative_to(ROOT).as_posix()}" for name in folders() for path in shipped(name)}
-    assert {"honed/adapt/wire.py", "honed/systemd/honed.service", "honed/dashboards/honed-overview.json"} <= wanted
+    assert {"honed/adapt/protocol/wire.py", "honed/systemd/honed.service", "honed/dashboards/honed-overview.json"} <= wanted
     assert {name for name in names(wheel) if name.startswith("honed/")} == wanted | {"honed/__init__.py", "honed/py.typed"}
 
 
