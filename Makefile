@@ -14,18 +14,18 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests that need no GPU, no root and no other tools, the real engine included"
-	@echo "make test-runners   what has to hold on V1 and V2, the model runners of vLLM, with either scheduler"
+	@echo "make test-runners   one suite on both model runners of vLLM, V1 and V2, each with both schedulers"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
-	@echo "make contract       what honed relies on in vLLM, held against the sources of every supported release"
+	@echo "make contract       checks what honed relies on in vLLM against the sources of every supported release"
 	@echo "make lint typecheck the other checks"
 	@echo "make docs           the documentation site, in build/site; a broken link fails"
 	@echo "make dist           wheel and sdist, in dist/, with a README whose links work on a package index"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
-	@echo "make setup          the virtual environment alone, vLLM included; every other command makes it when it's missing"
-	@echo "make reference dashboards  docs/reference.md and the dashboards, made anew from the code"
+	@echo "make setup          the virtual environment, vLLM included; every other target makes it when it is missing"
+	@echo "make reference dashboards  writes docs/reference.md and the dashboards from the code"
 	@echo "make bench          every benchmark, or one of bench-{$$(echo $(BENCHMARKS) server-sizes | tr ' ' ',')}"
 
 setup: $(STAMP)
@@ -114,7 +114,7 @@ reference: setup
 	@$(BIN)/python -m docs.make.contract_page .
 
 contract: setup
-	@echo "== fetching the sources of every supported vLLM release, and holding what honed relies on against them (some 700 MB)"
+	@echo "== fetching the sources of every supported vLLM release (some 700 MB), and checking what honed relies on against them"
 	@folders=$$($(BIN)/python tests/attach/fetch_vllm.py) && $(BIN)/python -m docs.make.contract_page . $$folders
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
