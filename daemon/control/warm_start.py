@@ -13,8 +13,8 @@ import msgspec
 
 from honed.adapt.control.controller import EngineController
 from honed.adapt.protocol.wire import EngineHello
+from honed.daemon.store.batch_tables import read_frame
 from honed.daemon.store.database import connect
-from honed.daemon.store.export import read_frame
 
 MOST_BATCHES = 400
 """A busy engine fills four in a second."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from honed.adapt.protocol.wire import EventBatch
+from honed.adapt.protocol.wire import EventBatch, WireError, decode_to_daemon
 from honed.daemon.store.rollups import COUNT_COLUMNS, POSITION_COLUMNS, RESOLUTIONS_S, BatchCounts, Counts
 
 _ADD_COUNTS = ", ".join(
@@ -124,6 +124,15 @@ def insert(db: Database, group: list[StoredBatch]) -> int:
     if raw_bytes:
         db.conn.execute(ADD_RAW_BYTES, (raw_bytes,))
     return sum(boot.values["batches"] for boot in boots.values())
+
+
+def read_frame(frame: bytes) -> EventBatch | None:
+    """The batch in a stored frame; None for what isn't one."""
+    try:
+        message = decode_to_daemon(zlib.decompress(frame))
+    except (zlib.error, WireError):
+        return None
+    return message if isinstance(message, EventBatch) else None
 
 
 def refuse(db: Database, item: StoredBatch) -> None:

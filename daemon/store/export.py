@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from honed.adapt.protocol import wire
 from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE
+from honed.daemon.store.batch_tables import read_frame
 
 if TYPE_CHECKING:
     import pyarrow
@@ -167,15 +167,6 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
     except pysqlite3.Error as error:
         cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
         raise ExportError(f"{database} can't be read: {error}", cure=cure) from error
-
-
-def read_frame(frame: bytes) -> wire.EventBatch | None:
-    """The batch in a stored frame; None for what isn't one."""
-    try:
-        message = wire.decode_to_daemon(zlib.decompress(frame))
-    except (zlib.error, wire.WireError):
-        return None
-    return message if isinstance(message, wire.EventBatch) else None
 
 
 def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
