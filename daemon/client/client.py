@@ -20,6 +20,8 @@ from urllib.parse import quote
 
 import httpx2
 
+from honed.daemon.errors import HonedError, RequestError, UnknownError
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -58,6 +60,11 @@ class Refused(AdminError, ValueError):
         self.status = status
         self.problem = dict(problem)
         self.exit_code = EXIT_USAGE if status in (400, 404, 405, 422) else EXIT_FAILED
+
+
+def exit_code_of(error: HonedError) -> int:
+    """How a command ends that failed without asking the daemon: as it would by the daemon's refusal."""
+    return EXIT_USAGE if isinstance(error, RequestError | UnknownError) else EXIT_FAILED
 
 
 class AdminClient:

@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, part
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, exit_code_of, part
 from honed.daemon.client.terminal import (
     Connection,
     JsonFlag,
@@ -40,6 +40,7 @@ from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import config as show_config
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.show.explain import explain as explain_engine
+from honed.daemon.errors import HonedError
 from honed.daemon.views.findings import findings
 
 HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
@@ -235,8 +236,8 @@ def export_events(
     database = load_settings(context.obj.config, state_dir=state_dir).paths.database
     try:
         written = export.export(database, out, format, chosen)
-    except export.ExportError as error:
-        fail(str(error), cure=error.cure, exit_code=error.exit_code)
+    except HonedError as error:
+        fail(str(error), cure=error.cure, exit_code=exit_code_of(error))
     if as_json and out != "-":
         print_json(written)
     else:

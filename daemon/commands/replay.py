@@ -18,10 +18,11 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, exit_code_of
 from honed.daemon.client.terminal import JsonFlag, duration_s, duration_text, emit, fail, load_settings, moment_s
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show.cells import Rows
+from honed.daemon.errors import HonedError
 
 if TYPE_CHECKING:
     from honed.adapt.control.settings import ControllerSettings
@@ -427,8 +428,8 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
                 until = dt.datetime.fromtimestamp(last_ns // 10**9).isoformat()
                 raise _too_many(f"{builder.num_rounds:,} and more", f"--until {until}")
             last_ns = builder.last_unix_ns
-    except export.ExportError as error:
-        raise ReplayError(str(error), cure=error.cure, exit_code=error.exit_code) from error
+    except HonedError as error:
+        raise ReplayError(str(error), cure=error.cure, exit_code=exit_code_of(error)) from error
     log = builder.log()
     if not len(log.step):
         cure = "Take a longer span: --last 1d, or neither --since nor --until."

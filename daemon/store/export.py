@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import msgspec
 
 from honed.adapt.protocol import wire
-from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE
+from honed.daemon.errors import HonedError, RequestError, UnknownError
 from honed.daemon.store.batch_tables import read_frame
 
 if TYPE_CHECKING:
@@ -60,13 +60,8 @@ COLUMNS = {
 Row = dict[str, Any]
 
 
-class ExportError(RuntimeError):
-    """The export can't be made; `cure` says what to do."""
-
-    def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
-        super().__init__(message)
-        self.cure = cure
-        self.exit_code = exit_code
+class ExportError(HonedError, RuntimeError):
+    """The database can't be read, or the file can't be written."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,14 @@ def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, i
     """Write the chosen rounds to `out` ("-": stdout, JSON lines only) and say how many there were.
 
     Raises:
-        ExportError: no database, one that can't be read, an unknown format, a missing library, an unwritable file.
+        RequestError: an unknown format, or a missing library.
+        UnknownError: there is no database.
+        ExportError: the database can't be read, or the file can't be written.
     """
     if format not in ("jsonl", "parquet"):
-        raise ExportError(f"unknown format {format!r}", cure="Use jsonl or parquet.", exit_code=EXIT_USAGE)
+        raise RequestError(f"unknown format {format!r}", cure="Use jsonl or parquet.")
     if format == "parquet" and out == "-":
-        raise ExportError("parquet needs a file", cure="Give --out a file name.", exit_code=EXIT_USAGE)
+        raise RequestError("parquet needs a file", cure="Give --out a file name.")
     tally = Tally()
     part = Path(f"{out}.part")
     try:
@@ -139,12 +136,17 @@ def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, i
 
 
 def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.EventBatch]:
-    """Stored batches in the order of their arrival; those that can't be read are counted and left out."""
+    """Stored batches in the order of their arrival; those that can't be read are counted and left out.
+
+    Raises:
+        UnknownError: there is no database.
+        ExportError: it can't be read.
+    """
     import pysqlite3
 
     if not database.exists():
         cure = "Name the daemon's state folder with --state-dir."
-        raise ExportError(f"there is no database at {database}", cure=cure, exit_code=EXIT_USAGE)
+        raise UnknownError(f"there is no database at {database}", cure=cure)
     since_ns = int((chosen.since_s or 0.0) * 1e9)
     after = 0
     try:
@@ -254,7 +256,7 @@ class _Parquet:
             import pyarrow.parquet
         except ModuleNotFoundError as error:
             cure = "pip install '/path/to/honed[export]', or use --format jsonl."
-            raise ExportError("parquet needs pyarrow", cure=cure, exit_code=EXIT_USAGE) from error
+            raise RequestError("parquet needs pyarrow", cure=cure) from error
         self._arrow = pyarrow
         self._schema = parquet_schema()
         self._writer = pyarrow.parquet.ParquetWriter(part, self._schema, compression="zstd")

@@ -10,6 +10,8 @@ import pytest
 from sqlite_utils import Database
 
 from honed.adapt.protocol import wire
+from honed.daemon.client.client import EXIT_USAGE, exit_code_of
+from honed.daemon.errors import RequestError, UnknownError
 from honed.daemon.store import export
 from honed.daemon.store.export import Chosen, ExportError
 from honed.daemon.store.migrations import migrations
@@ -183,9 +185,9 @@ def test_what_cannot_be_read_is_counted_and_left_out(tmp_path: Path) -> None:
 
 
 def test_a_missing_database_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="no database") as caught:
+    with pytest.raises(UnknownError, match="no database") as caught:
         export.export(tmp_path / "honed.db", str(tmp_path / "x"), "jsonl", Chosen())
-    assert caught.value.exit_code == 2
+    assert exit_code_of(caught.value) == EXIT_USAGE
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,9 +206,9 @@ def test_an_unwritable_target_is_one_clear_error(database: Path) -> None:
 
 @pytest.mark.parametrize(("out", "format"), [("-", "parquet"), ("x", "csv")])
 def test_formats_that_do_not_exist(database: Path, out: str, format: str) -> None:
-    with pytest.raises(ExportError) as caught:
+    with pytest.raises(RequestError) as caught:
         export.export(database, out, format, Chosen())
-    assert caught.value.exit_code == 2
+    assert exit_code_of(caught.value) == EXIT_USAGE
 
 
 def test_the_database_is_opened_read_only(database: Path) -> None:
