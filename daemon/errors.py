@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
+"""Cure where no trainer is connected."""
+
 
 class HonedError(Exception):
     """Base of the daemon's own errors; the text is one clear line for an operator, `cure` says what to do about it."""

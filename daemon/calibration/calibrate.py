@@ -20,6 +20,7 @@ from honed.daemon.calibration.prompts_file import Prompt
 from honed.daemon.calibration.served_target import Played, Reply, Sampling, ServedTarget
 from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, FINISHED, AdminClient, part
 from honed.daemon.client.held_override import Held
+from honed.daemon.errors import START_TRAINER
 
 View = dict[str, Any]
 
@@ -90,8 +91,6 @@ class Collected:
 
 def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
     """See whether a recalibration would be possible at all. Raises CalibrationError, AdminError."""
-    from honed.daemon.lifecycle.recalibrations import START_TRAINER
-
     status, config = client.get("/v1/status"), client.get("/v1/config")
     engines = [one for one in status["engines"] if one["connected"] and engine_id in ("", one["engine_id"])]
     capturing = [one for one in engines if "capture" in one["capabilities"]]

@@ -16,7 +16,7 @@ import structlog
 from honed.adapt.control.settings import Override
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
-from honed.daemon.errors import ConflictError, HonedError, UnknownError, there_are
+from honed.daemon.errors import START_TRAINER, ConflictError, HonedError, UnknownError, there_are
 from honed.daemon.ingest.engines import Engine
 from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("honed.recalibrations")
 
-START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
 STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
 _ALARMS = "drift_alarms"
 """In the table of odds and ends."""
