@@ -28,6 +28,7 @@ from honed.daemon.control.warm_start import recall
 from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.ingest.ingest import Ingest
 from honed.daemon.ingest.router import Router
+from honed.daemon.ingest.trainer import Trainer, TrainerMessage
 from honed.daemon.lifecycle.checksums import Checksums
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.lifecycle import Lifecycle
@@ -35,7 +36,6 @@ from honed.daemon.lifecycle.purges import Purges
 from honed.daemon.lifecycle.recalibrations import Recalibrations
 from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.swaps import Swaps
-from honed.daemon.lifecycle.trainers import Trainer, TrainerMessage
 from honed.daemon.settings.filesystem import filesystem_of
 from honed.daemon.settings.settings import Settings
 from honed.daemon.store import batch_tables

@@ -17,7 +17,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.errors import StoreError
 from honed.daemon.ingest.engines import Boot, Engine, Engines
 from honed.daemon.ingest.sequences import Offer
-from honed.daemon.lifecycle.trainers import TrainerMessage
+from honed.daemon.ingest.trainer import TrainerMessage
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.rollups import BatchCounts, MalformedBatchError, count_batch
 from honed.daemon.store.store import Store

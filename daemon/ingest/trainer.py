@@ -16,7 +16,7 @@ DELAY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 RECENT, SHOWN = 1000, 100
 """Pre-emptions that the quantiles are of; the last of them, which are shown one by one."""
 
-log = structlog.get_logger("honed.trainers")
+log = structlog.get_logger("honed.trainer")
 
 TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult | wire.Purged
 
