@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version as installed_version
 
-import msgspec
 import structlog
 
 from honed.adapt.control.controller import EngineController
@@ -24,8 +23,9 @@ from honed.daemon.control.live_rounds import LiveRounds
 from honed.daemon.control.load_history import LoadHistory
 from honed.daemon.control.overrides import Overrides
 from honed.daemon.control.steering import Steering
-from honed.daemon.control.warm_start import recall
+from honed.daemon.control.warm_start import WarmStart
 from honed.daemon.ingest.engines import Engine, Engines
+from honed.daemon.ingest.greeting import Greeting
 from honed.daemon.ingest.ingest import Ingest
 from honed.daemon.ingest.router import Router
 from honed.daemon.ingest.trainer import Trainer, TrainerMessage
@@ -38,7 +38,6 @@ from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.settings.filesystem import filesystem_of
 from honed.daemon.settings.settings import Settings
-from honed.daemon.store import batch_tables
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operations
@@ -48,7 +47,6 @@ from honed.recalib.registry.shared import SharedRegistry
 
 log = structlog.get_logger("honed.service")
 
-READABLE = "daemon and trainer read it where vLLM does, and their units see nothing below /home and /root"
 DRAIN_S = 30.0
 """A disk that is being flooded by others may take many seconds for one fsync; the unit allows a stop 60."""
 TICK_S = 1.0
@@ -97,11 +95,35 @@ class Service:
         self.checksums = Checksums(self)
         self.purges = Purges(self)
         self.sharing = Sharing(self, shared)
+        self.warm_start = WarmStart(
+            self.steering,
+            settings.paths.database,
+            lock=self.lock,
+            in_background=self.in_background,
+            tell_of_trial=self._tell_of_trial,
+            on_ready=lambda: self.steer(self.monotonic()),
+        )
+        self.greeting = Greeting(
+            self.store,
+            self.router.send,
+            daemon_id=daemon_id,
+            log_token_ids=settings.events.log_token_ids,
+            clock=clock,
+            lock=self.lock,
+            in_background=self.in_background,
+            identify=self.drafters.identify,
+            on_hello=self.warm_start.prepare,
+            on_welcome=self._on_welcome,
+        )
         self.ingest = Ingest(
             self.engines,
             self.store,
-            self,
             self.router.send,
+            on_hello=self.greeting.greet,
+            on_batch=self._on_batch,
+            on_target_update=self._on_target_update,
+            on_command_result=self._on_command_result,
+            on_trainer=self._on_trainer,
             max_workloads=settings.events.max_workloads,
             clock=clock,
             monotonic=monotonic,
@@ -206,88 +228,21 @@ class Service:
         with self.lock:
             self.ingest.reject(why)
 
-    def on_engine(self, engine: Engine) -> None:
-        """Say what is committed and which registered version the engine runs, once that is known."""
-        hello = engine.hello
-        assert hello is not None
-        text = msgspec.json.encode(hello).decode()
-        now_ns = int(self.clock() * 1e9)
-        self.store.submit(lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
-        log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
-        self._prepare_controller(engine, hello)
-        if engine.live_version:
-            self._welcome(engine)
-        else:
-            self._background.submit(self._identify, engine, hello)
-
-    def on_target_update(self, engine: Engine) -> None:
+    def _on_target_update(self, engine: Engine) -> None:
         """Mark the moment; what was captured of the old weights is forgotten where that is wanted."""
         self.journal.mark("target", "vLLM was given other weights of the target", engine.engine_id)
         log.info("the target's weights were updated", engine_id=engine.engine_id)
         if self.settings.recalibration.on_target_update == "purge":
             self.purges.purge_after_update(engine.engine_id)
 
-    def _prepare_controller(self, engine: Engine, hello: wire.EngineHello) -> None:
-        """Have one made that fits what the engine says of itself; of its CUDA graphs it says so in a second hello."""
-        if engine.controller is not None and not self.steering.fits(engine.controller, hello):
-            engine.controller = None
-        if engine.controller is None and not engine.is_recalling:
-            engine.is_recalling = True
-            self._background.submit(self._recall, engine, hello)
-
-    def _identify(self, engine: Engine, hello: wire.EngineHello) -> None:
-        version = note = ""
-        try:
-            version = self.drafters.identify(hello)
-        except RegistryError as error:
-            note = f"its drafter can't be retrained: {error}; {READABLE}"
-            log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
-        except Exception as error:
-            log.exception("the engine's drafter can't be registered", error=str(error))
-        with self.lock:
-            engine.note = engine.note or note
-            if engine.live_version == "":
-                engine.live_version = version
-            self._welcome(engine)
-
-    def _recall(self, engine: Engine, hello: wire.EngineHello) -> None:
-        controller = self.steering.new_controller(hello)
-        with self.lock:
-            self._tell_of_trial(controller)
-        try:
-            learned = recall(self.settings.paths.database, hello, controller) if controller is not None else 0
-            log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
-        except Exception as error:
-            log.exception("nothing could be learned from the stored log", error=str(error))
-        with self.lock:
-            self._tell_of_trial(controller)  # another one, or none, since then
-            engine.controller, engine.is_recalling = controller, False
-            if engine.hello is not None and engine.hello != hello:
-                self._prepare_controller(engine, engine.hello)
-            self.steer(self.monotonic())
-
-    def _tell_of_trial(self, controller: EngineController | None) -> None:
+    def _tell_of_trial(self, controller: EngineController) -> None:
         trial = self.lifecycle.canaries.trial
-        if controller is not None and trial is not None:
+        if trial is not None:
             controller.take_turns(trial.versions)
-        elif controller is not None:
+        else:
             controller.end_turns()
 
-    def _welcome(self, engine: Engine) -> None:
-        boot = engine.boot
-        boot.sequence.welcome(engine.peer)
-        self.router.send(
-            engine.peer,
-            wire.Welcome(
-                wire_version=wire.WIRE_VERSION,
-                daemon_id=self.daemon_id,
-                boot_id=boot.boot_id,
-                committed_seq=boot.committed_seq,
-                drafter_version=engine.live_version,
-                log_token_ids=self.settings.events.log_token_ids,
-            ),
-        )
-        engine.policy_sent_s = float("-inf")
+    def _on_welcome(self, engine: Engine) -> None:
         now_s = self.monotonic()
         self.swaps.on_engine(engine, now_s)
         self.steer(now_s)
@@ -323,7 +278,7 @@ class Service:
                 found |= {str(operation.detail.get(name, "")) for name in ("version", "parent", "rolled_back")}
         return found - {""}
 
-    def on_batch(self, engine: Engine, item: StoredBatch) -> None:
+    def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():
             self.live.add((engine.engine_id, workload, item.batch.drafter_version), counts)
         if item.counts.total.rounds:
@@ -334,11 +289,11 @@ class Service:
             self.steering.put(engine, item.batch)
             self.lifecycle.canaries.on_batch(item.batch)
 
-    def on_command_result(self, result: wire.CommandResult) -> None:
+    def _on_command_result(self, result: wire.CommandResult) -> None:
         self.swaps.on_result(result)
         self.checksums.on_result(result)
 
-    def on_trainer(self, peer: bytes, message: TrainerMessage) -> None:
+    def _on_trainer(self, peer: bytes, message: TrainerMessage) -> None:
         if self.trainer.hear(peer, message):
             self.router.send(
                 peer,

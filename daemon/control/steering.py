@@ -99,7 +99,7 @@ class Steering:
 
     def controller(self, engine: Engine) -> EngineController | None:
         """The engine's controller, made when it is first needed; None while it isn't known what is to be steered, or how."""
-        if engine.controller is None and engine.hello is not None and not engine.is_recalling:
+        if engine.controller is None and engine.hello is not None and not engine.awaits_controller:
             engine.controller = self.new_controller(engine.hello)
         controller: EngineController | None = engine.controller
         return controller

@@ -1,4 +1,4 @@
-"""What a daemon or an engine that was started again still knows: the controller learns from the end of the stored log.
+"""A new controller learns from the end of the stored log: so a daemon or an engine that was started again still knows it.
 
 Without it every restart would explore anew, with fixed lengths until step times are known. Only boots count in which the same
 target, drafter and engine settings ran under the same engine id; what has changed in the meantime (another GPU, other clocks)
@@ -7,14 +7,21 @@ is noticed as it is while running.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from honed.adapt.control.controller import EngineController
 from honed.adapt.protocol.wire import EngineHello
+from honed.daemon.control.steering import Steering
+from honed.daemon.ingest.engines import Engine
 from honed.daemon.store.batch_tables import read_frame
 from honed.daemon.store.database import connect
+
+log = structlog.get_logger("honed.warm_start")
 
 MOST_BATCHES = 400
 """A busy engine fills four in a second."""
@@ -28,8 +35,60 @@ SELECT boot_id, frame FROM
 """
 
 
-def recall(database: Path, hello: EngineHello, controller: EngineController) -> int:
-    """Let a new controller learn from what is stored of its engine; from how many batches it could.
+class WarmStart:
+    """Makes the controllers of engines that say hello. Guarded by the service's lock, which the background takes itself.
+
+    Args:
+        tell_of_trial: tells a controller which versions take turns; called before it learns and once more after it.
+        on_ready: called when an engine has its controller.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        database: Path,
+        *,
+        lock: threading.RLock,
+        in_background: Callable[[Callable[[], None]], object],
+        tell_of_trial: Callable[[EngineController], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._steering, self._database = steering, database
+        self._lock, self._in_background = lock, in_background
+        self._tell_of_trial, self._on_ready = tell_of_trial, on_ready
+
+    def prepare(self, engine: Engine, hello: EngineHello) -> None:
+        """Have a controller made that fits what the engine says of itself.
+
+        An engine tells of its CUDA graphs in a second hello: then it gets another one.
+        """
+        if engine.controller is not None and not self._steering.fits(engine.controller, hello):
+            engine.controller = None
+        if engine.controller is None and not engine.awaits_controller:
+            engine.awaits_controller = True
+            self._in_background(lambda: self._make(engine, hello))
+
+    def _make(self, engine: Engine, hello: EngineHello) -> None:
+        controller = self._steering.new_controller(hello)
+        if controller is not None:
+            with self._lock:
+                self._tell_of_trial(controller)
+        try:
+            learned = learn_from_log(self._database, hello, controller) if controller is not None else 0
+            log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
+        except Exception as error:
+            log.exception("nothing could be learned from the stored log", error=str(error))
+        with self._lock:
+            if controller is not None:
+                self._tell_of_trial(controller)  # another one, or none, since then
+            engine.controller, engine.awaits_controller = controller, False
+            if engine.hello is not None and engine.hello != hello:
+                self.prepare(engine, engine.hello)
+            self._on_ready()
+
+
+def learn_from_log(database: Path, hello: EngineHello, controller: EngineController) -> int:
+    """Let a new controller learn from what is stored of its engine. Returns from how many batches it could.
 
     Raises pysqlite3.Error when the database can't be read.
     """

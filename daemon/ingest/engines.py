@@ -59,7 +59,7 @@ class Engine:
     peer: bytes
     last_seen_s: float
     controller: Any = None
-    is_recalling: bool = False
+    awaits_controller: bool = False
     """Whether a controller that knows the stored log is being made."""
     status: EngineStatus | None = None
     policy: Policy | None = None

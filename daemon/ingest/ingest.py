@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
@@ -25,23 +24,6 @@ from honed.daemon.store.store import Store
 log = structlog.get_logger("honed.ingest")
 
 OTHER_WORKLOAD = "other"
-
-
-class Listener(Protocol):
-    """Who acts on what engines and trainers say."""
-
-    def on_engine(self, engine: Engine) -> None:
-        """A new boot of an engine, or one that came back, said hello."""
-
-    def on_batch(self, engine: Engine, item: StoredBatch) -> None:
-        """A batch was taken, for the first and only time."""
-
-    def on_target_update(self, engine: Engine) -> None:
-        """Its vLLM was given other weights of the target."""
-
-    def on_command_result(self, result: wire.CommandResult) -> None: ...
-
-    def on_trainer(self, peer: bytes, message: TrainerMessage) -> None: ...
 
 
 @dataclass(slots=True)
@@ -76,20 +58,32 @@ class WorkloadNames:
 
 
 class Ingest:
-    """Handles the frames of engines and trainers."""
+    """Handles the frames of engines and trainers.
+
+    Args:
+        on_hello: called when a new boot of an engine, or one that came back, said hello.
+        on_batch: called when a batch was taken, for the first and only time.
+        on_target_update: called when an engine's vLLM was given other weights of the target.
+    """
 
     def __init__(
         self,
         engines: Engines,
         store: Store,
-        listener: Listener,
         send: Callable[[bytes, wire.Ack], None],
         *,
+        on_hello: Callable[[Engine], None],
+        on_batch: Callable[[Engine, StoredBatch], None],
+        on_target_update: Callable[[Engine], None],
+        on_command_result: Callable[[wire.CommandResult], None],
+        on_trainer: Callable[[bytes, TrainerMessage], None],
         max_workloads: int,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self._engines, self._store, self._listener, self._send = engines, store, listener, send
+        self._engines, self._store, self._send = engines, store, send
+        self._on_hello, self._on_batch, self._on_target_update = on_hello, on_batch, on_target_update
+        self._on_command_result, self._on_trainer = on_command_result, on_trainer
         self._clock, self._monotonic = clock, monotonic
         self.bounded = WorkloadNames(max_workloads)
         self.figures = IngestFigures()
@@ -116,29 +110,29 @@ class Ingest:
 
     def _dispatch(self, peer: bytes, message: wire.ToDaemon, frame: bytes) -> None:
         if isinstance(message, wire.EventBatch):
-            self._on_batch(peer, message, frame)
+            self._take_batch(peer, message, frame)
         elif isinstance(message, wire.EngineStatus):
             engine, _ = self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
             before, engine.status = engine.status, message
             engine.live_version = message.drafter_version
             if before is not None and message.target_updates > before.target_updates:
-                self._listener.on_target_update(engine)
+                self._on_target_update(engine)
         elif isinstance(message, wire.EngineHello):
-            self._on_hello(peer, message)
+            self._take_hello(peer, message)
         elif isinstance(message, wire.CommandResult):
             self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
-            self._listener.on_command_result(message)
+            self._on_command_result(message)
         else:
-            self._listener.on_trainer(peer, message)
+            self._on_trainer(peer, message)
 
-    def _on_hello(self, peer: bytes, hello: wire.EngineHello) -> None:
+    def _take_hello(self, peer: bytes, hello: wire.EngineHello) -> None:
         engine, _ = self._engines.seen(hello.engine_id, hello.boot_id, peer, self._monotonic())
         engine.boot.hello, engine.live_version = hello, hello.drafter_version
         if hello.wire_version != wire.WIRE_VERSION:
             engine.note = f"speaks wire version {hello.wire_version}, this daemon {wire.WIRE_VERSION}"
-        self._listener.on_engine(engine)
+        self._on_hello(engine)
 
-    def _on_batch(self, peer: bytes, batch: wire.EventBatch, frame: bytes) -> None:
+    def _take_batch(self, peer: bytes, batch: wire.EventBatch, frame: bytes) -> None:
         engine, _ = self._engines.seen(batch.engine_id, batch.boot_id, peer, self._monotonic())
         boot, figures = engine.boot, self.figures
         if boot.hello is not None and boot.hello.wire_version > wire.WIRE_VERSION:
@@ -160,7 +154,7 @@ class Ingest:
         figures.rounds += item.counts.total.rounds + item.counts.total.plain_rounds
         figures.lag_s = max(0.0, (now_ns - batch.sent_unix_ns) / 1e9)
         figures.last_batch_unix_s = now_ns / 1e9
-        self._listener.on_batch(engine, item)
+        self._on_batch(engine, item)
 
     def _count(self, batch: wire.EventBatch, now_ns: int) -> BatchCounts:
         try:

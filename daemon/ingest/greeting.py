@@ -1,0 +1,96 @@
+"""How the daemon answers an engine's hello: what is committed, and which registered version the engine runs.
+
+An engine sends nothing before it is welcome, and it isn't before its version is known. Reading an unknown checkpoint takes
+long, so that happens in the background.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from honed.adapt.protocol import wire
+from honed.daemon.ingest.engines import Engine
+from honed.daemon.store import batch_tables
+from honed.daemon.store.store import Store
+from honed.recalib.registry.registry import RegistryError
+
+log = structlog.get_logger("honed.greeting")
+
+READABLE = "daemon and trainer read it where vLLM does, and their units see nothing below /home and /root"
+
+
+class Greeting:
+    """Welcomes engines. Guarded by the service's lock, which the background takes itself.
+
+    Args:
+        identify: gives the registry's version of the checkpoint that an engine loaded, "" without one; reads all of it.
+        on_hello: called before the version is known.
+        on_welcome: called once the engine is welcome.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        send: Callable[[bytes, wire.Welcome], None],
+        *,
+        daemon_id: str,
+        log_token_ids: bool,
+        clock: Callable[[], float],
+        lock: threading.RLock,
+        in_background: Callable[[Callable[[], None]], object],
+        identify: Callable[[wire.EngineHello], str],
+        on_hello: Callable[[Engine, wire.EngineHello], None],
+        on_welcome: Callable[[Engine], None],
+    ) -> None:
+        self._store, self._send = store, send
+        self._daemon_id, self._log_token_ids, self._clock = daemon_id, log_token_ids, clock
+        self._lock, self._in_background = lock, in_background
+        self._identify, self._on_hello, self._on_welcome = identify, on_hello, on_welcome
+
+    def greet(self, engine: Engine) -> None:
+        """Keep what the engine says of itself and welcome it, at once when its version is known."""
+        hello = engine.hello
+        assert hello is not None
+        text = msgspec.json.encode(hello).decode()
+        now_ns = int(self._clock() * 1e9)
+        self._store.submit(lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
+        log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
+        self._on_hello(engine, hello)
+        if engine.live_version:
+            self._welcome(engine)
+        else:
+            self._in_background(lambda: self._identify_and_welcome(engine, hello))
+
+    def _identify_and_welcome(self, engine: Engine, hello: wire.EngineHello) -> None:
+        version = note = ""
+        try:
+            version = self._identify(hello)
+        except RegistryError as error:
+            note = f"its drafter can't be retrained: {error}; {READABLE}"
+            log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
+        except Exception as error:
+            log.exception("the engine's drafter can't be registered", error=str(error))
+        with self._lock:
+            engine.note = engine.note or note
+            if engine.live_version == "":
+                engine.live_version = version
+            self._welcome(engine)
+
+    def _welcome(self, engine: Engine) -> None:
+        boot = engine.boot
+        boot.sequence.welcome(engine.peer)
+        welcome = wire.Welcome(
+            wire_version=wire.WIRE_VERSION,
+            daemon_id=self._daemon_id,
+            boot_id=boot.boot_id,
+            committed_seq=boot.committed_seq,
+            drafter_version=engine.live_version,
+            log_token_ids=self._log_token_ids,
+        )
+        self._send(engine.peer, welcome)
+        engine.policy_sent_s = float("-inf")
+        self._on_welcome(engine)
