@@ -34,6 +34,7 @@ from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.lifecycle import Lifecycle
 from honed.daemon.lifecycle.purges import Purges
 from honed.daemon.lifecycle.recalibrations import Recalibrations
+from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.settings.filesystem import filesystem_of
@@ -84,13 +85,13 @@ class Service:
         )
         self.engines = Engines(self.store, settings.events.engine_lost_s)
         self.operations = Operations(self.store, clock)
+        self.rollout = Rollout(self.operations)
         controller_settings = settings.controller_settings()
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, settings.recalibration.trainer_lost_s, monotonic)
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
-        self.swaps = Swaps(self.engines, self.drafters, self.router.send, settings.recalibration, monotonic)
+        self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, settings.recalibration, monotonic)
         self.lifecycle = Lifecycle(self)
-        self.swaps.are_taking_turns = lambda: self.lifecycle.canaries.trial is not None
         self.recalibrations = Recalibrations(self)
         self.checksums = Checksums(self)
         self.purges = Purges(self)
@@ -236,7 +237,7 @@ class Service:
             self.purges.purge_after_update(engine.engine_id)
 
     def _tell_of_trial(self, controller: EngineController) -> None:
-        trial = self.lifecycle.canaries.trial
+        trial = self.rollout.trial
         if trial is not None:
             controller.take_turns(trial.versions)
         else:
@@ -270,13 +271,8 @@ class Service:
 
     def _versions_in_use(self) -> set[str]:
         """Versions that engines run or are about to, and those that operations under way are about."""
-        found = {engine.live_version for engine in self.engines.by_id.values()} | self.swaps.versions
-        if (trial := self.lifecycle.canaries.trial) is not None:
-            found |= set(trial.versions)
-        for operation in (self.lifecycle.swapping, self.recalibrations.training):
-            if operation is not None:
-                found |= {str(operation.detail.get(name, "")) for name in ("version", "parent", "rolled_back")}
-        return found - {""}
+        running = {engine.live_version for engine in self.engines.by_id.values()}
+        return (running | self.swaps.versions | self.rollout.versions) - {""}
 
     def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():

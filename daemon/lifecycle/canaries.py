@@ -18,17 +18,17 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from honed.adapt.monitor.canary import Canary, Verdict
+from honed.adapt.monitor.canary import Canary
 from honed.adapt.protocol.wire import EventBatch
 from honed.daemon.errors import HonedError
 from honed.daemon.ingest.engines import Engine
 from honed.daemon.lifecycle import swaps
 from honed.daemon.lifecycle.swaps import Beside, Swap
+from honed.daemon.lifecycle.trial import Kind, Trial
 from honed.daemon.store import canary_tables
 from honed.daemon.store.operations import Operation
 
@@ -40,66 +40,13 @@ log = structlog.get_logger("honed.canaries")
 LEASE_S = 90.0
 PAUSE_S = 2.0
 """Silence beyond this is not time in which anything could have been found out: a trial outlasts a night without traffic."""
-Kind = Literal["canary", "watch"]
-
-
-@dataclass(slots=True)
-class Trial:
-    """One that is under way."""
-
-    operation_id: str
-    kind: Kind
-    canary: Canary
-    new_sha256: str
-    began_unix_s: float
-    window_began_s: float
-    active_s: float = 0.0
-    """How long there was traffic to compare on."""
-    heard_s: float = float("-inf")
-    sent_s: float = float("-inf")
-    is_swapping: bool = False
-
-    @property
-    def home(self) -> str:
-        """The version that is `active` meanwhile."""
-        return self.canary.old if self.kind == "canary" else self.canary.new
-
-    @property
-    def other(self) -> str:
-        """The version whose turn it isn't."""
-        canary = self.canary
-        return canary.new if canary.serving == canary.old else canary.old
-
-    @property
-    def versions(self) -> frozenset[str]:
-        return frozenset((self.canary.old, self.canary.new))
-
-    def view(self) -> dict[str, Any]:
-        """As the API shows it."""
-        canary, verdict = self.canary, self.canary.verdict
-        return {
-            "operation_id": self.operation_id,
-            "kind": self.kind,
-            "old": canary.old,
-            "new": canary.new,
-            "serving": canary.serving,
-            "began_unix_s": self.began_unix_s,
-            "pairs": canary.pairs,
-            "rounds": canary.rounds,
-            "max_rounds": canary.settings.max_rounds,
-            "evidence_worse": verdict.evidence_worse,
-            "evidence_better": verdict.evidence_better,
-            "change": verdict.change,
-            "text": verdict.text,
-            "workloads": canary.figures(),
-        }
 
 
 class Canaries:
-    """The trial that is under way, if any, and what failed. Guarded by the service's lock.
+    """Begins, runs and ends the rollout's trial; knows what failed. Guarded by the service's lock.
 
     Args:
-        on_end: told of (trial, decision, text); `trial` is None by then.
+        on_end: called with (trial, decision, text); the rollout has no trial by then.
     """
 
     def __init__(self, service: Service, on_end: Callable[[Trial, str, str], None]) -> None:
@@ -107,7 +54,7 @@ class Canaries:
         self._settings = service.settings.canary_settings()
         self._coin = secrets.SystemRandom()
         self._failed: dict[str, str] = {}
-        self.trial: Trial | None = None
+        self._rollout = service.rollout
         self.results: Counter[str] = Counter()
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
@@ -115,7 +62,7 @@ class Canaries:
     def begin(self, operation: Operation, kind: Kind, old: str, new: str, max_rounds: int = 0) -> None:
         """Let two versions take turns from now on. Raises UnknownError for a version that isn't there."""
         service = self._service
-        assert self.trial is None
+        assert self._rollout.trial is None
         settings = self._settings
         if not service.drafters.shares_cache(old, new):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
@@ -123,7 +70,7 @@ class Canaries:
             settings = dataclasses.replace(settings, max_rounds=min(max_rounds, settings.max_rounds))
         most = max(service.engines.drafts_most(service.monotonic()).values(), default=1)
         now_s = service.monotonic()
-        self.trial = Trial(
+        self._rollout.trial = Trial(
             operation.operation_id,
             kind,
             Canary(settings, old, new, max(most, 1), old_begins=self._toss()),
@@ -131,19 +78,19 @@ class Canaries:
             service.clock(),
             now_s,
         )
-        self._save(self.trial)
+        self._save(self._rollout.trial)
         service.journal.mark("canary", f"{new} takes turns with {old}")
         self.tick(now_s)
 
     def stop(self, text: str) -> None:
         """End the trial without a verdict."""
-        if self.trial is not None:
-            self._end(self.trial, "stopped", text)
+        if self._rollout.trial is not None:
+            self._end(self._rollout.trial, "stopped", text)
 
     def withdraw(self, text: str) -> None:
         """End the trial because somebody went back: whatever the evidence is, the new version isn't to come again."""
-        if self.trial is not None:
-            self._end(self.trial, "withdrawn", text)
+        if self._rollout.trial is not None:
+            self._end(self._rollout.trial, "withdrawn", text)
 
     def why_failed(self, version: str) -> str:
         """Why the version's weights aren't offered again; "" when they are. Raises UnknownError."""
@@ -195,7 +142,7 @@ class Canaries:
         except (HonedError, KeyError, TypeError, ValueError) as error:
             self._write_end(row, "failed", f"it can't be taken up again: {error}")
             return set()
-        self.trial = Trial(
+        self._rollout.trial = Trial(
             row["operation_id"],
             row["kind"],
             canary,
@@ -211,7 +158,7 @@ class Canaries:
 
     def on_batch(self, batch: EventBatch) -> None:
         """Count a batch of either version; it may complete a window."""
-        trial = self.trial
+        trial = self._rollout.trial
         if trial is None:
             return
         try:
@@ -226,7 +173,7 @@ class Canaries:
 
     def tick(self, now_s: float) -> None:
         """Deadlines, and engines that came or went."""
-        trial = self.trial
+        trial = self._rollout.trial
         if trial is None:
             return
         if trial.active_s >= trial.canary.settings.max_s:
@@ -234,7 +181,7 @@ class Canaries:
             self._end(trial, verdict.decision, verdict.text)
         elif not trial.is_swapping:
             self._look(trial, now_s)
-            if self.trial is trial and not trial.is_swapping:
+            if self._rollout.trial is trial and not trial.is_swapping:
                 self._bring(trial, now_s)
 
     def _look(self, trial: Trial, now_s: float) -> None:
@@ -271,7 +218,7 @@ class Canaries:
             self._end(trial, "failed", str(error))
 
     def _brought(self, trial: Trial, swap: Swap) -> None:
-        if self.trial is not trial:
+        if self._rollout.trial is not trial:
             return
         trial.is_swapping, trial.window_began_s = False, self._service.monotonic()
         if swap.refused:
@@ -288,7 +235,7 @@ class Canaries:
 
     def _end(self, trial: Trial, decision: str, text: str) -> None:
         service = self._service
-        self.trial = None
+        self._rollout.trial = None
         self.results[decision] += 1
         for engine in service.engines.by_id.values():
             if (controller := service.steering.controller(engine)) is not None:
@@ -346,8 +293,3 @@ class Canaries:
 
     def _toss(self) -> bool:
         return self._coin.random() < 0.5
-
-
-def verdict_view(verdict: Verdict) -> dict[str, Any]:
-    """What an operation shows of it."""
-    return dataclasses.asdict(verdict)

@@ -47,7 +47,7 @@ class Checksums:
             )
         if engine.is_asleep:
             raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
-        if service.lifecycle.canaries.trial is not None:
+        if service.rollout.trial is not None:
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
         if engine.has_foreign_drafter:
             raise ConflictError(capable.foreign(engine), cure=capable.TAKE_BACK)

@@ -24,8 +24,9 @@ from honed.daemon.errors import ConflictError, HonedError, UnknownError
 from honed.daemon.ingest.engines import Engine
 from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.lifecycle import swaps
-from honed.daemon.lifecycle.canaries import Canaries, Trial
+from honed.daemon.lifecycle.canaries import Canaries
 from honed.daemon.lifecycle.swaps import Swap
+from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.store.operations import Operation
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Lifecycle:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._settings = service.settings.recalibration
-        self.swapping: Operation | None = None
+        self._rollout = service.rollout
         self.canaries = Canaries(service, self._on_trial_end)
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
@@ -55,25 +56,12 @@ class Lifecycle:
         self.promotions: Counter[str] = Counter()
         """Versions made active, by the kind of operation."""
 
-    @property
-    def current(self) -> Operation | None:
-        """The operation that is under way: a swap before a canary before a training. A watch is nobody's: it may be ended."""
-        trial = self.canaries.trial
-        tried = self._service.operations.find(trial.operation_id) if trial is not None else None
-        is_running = tried is not None and not tried.is_finished
-        return self.swapping or (tried if is_running else None) or self._service.recalibrations.training
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is under way."""
-        return self.current is None and self.canaries.trial is None
-
     def load(self) -> None:
         """Take up what the daemon was doing when it ended, as far as that can be gone on with."""
         resumed = self.canaries.load()
         self._service.operations.load(resumed)
         drafters = self._service.drafters
-        if self.canaries.trial is None and drafters.alias("candidate"):
+        if self._rollout.trial is None and drafters.alias("candidate"):
             try:
                 drafters.move({"candidate": None})
             except HonedError as error:
@@ -100,7 +88,7 @@ class Lifecycle:
             )
         if (why := self.canaries.why_failed(version)) and not force:
             raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
-        self.check_no_swap()
+        self._rollout.check_no_swap()
         if not engines and not force:
             raise ConflictError(
                 capable.why_none(service, version),
@@ -111,12 +99,12 @@ class Lifecycle:
             return service.operations.planned("promote", reason, actor, version=version, engines=takers)
         operation = service.operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
         service.journal.audit(actor, "promote", version, reason, operation.operation_id)
-        self.swapping = operation  # the engines aren't sent home first
+        self._rollout.swapping = operation  # the engines aren't sent home first
         self.canaries.stop(f"{version} was promoted by {actor}")
         if engines:
             service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
-            self.swapping = None
+            self._rollout.swapping = None
             with self._failing(operation):
                 self._make_active(version, operation.kind)
             service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
@@ -126,7 +114,7 @@ class Lifecycle:
         self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
     ) -> Operation:
         """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
-        service, trial = self._service, self.canaries.trial
+        service, trial = self._service, self._rollout.trial
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
             if dry_run:
@@ -144,7 +132,7 @@ class Lifecycle:
                 f"there is no previous drafter to go back to; active is {active or 'none'}",
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
-        self.check_no_swap()
+        self._rollout.check_no_swap()
         if dry_run:
             takers = [engine.engine_id for engine in capable.swappable(service, target)]
             return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
@@ -155,7 +143,7 @@ class Lifecycle:
             service.drafters.move({"active": target, "previous": None, "candidate": None})
         self.rollbacks[cause] += 1
         service.journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
-        self.swapping = operation  # the engines are sent home once, below
+        self._rollout.swapping = operation  # the engines are sent home once, below
         self.canaries.withdraw(_rolled_back(actor, reason))
         self._send_home(target, operation)
         return operation
@@ -172,9 +160,9 @@ class Lifecycle:
         service.drafters.verified(version)
         if why := self.canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
-        self.check_no_swap()
-        if self.canaries.trial is not None:
-            raise ConflictError(f"{self.canaries.trial.canary.new} is on trial")
+        self._rollout.check_no_swap()
+        if self._rollout.trial is not None:
+            raise ConflictError(f"{self._rollout.trial.canary.new} is on trial")
         if not engines:
             why = capable.why_none(service, version)
             raise ConflictError(f"{why}; `honed promote {version}` when there is one")
@@ -190,7 +178,7 @@ class Lifecycle:
         is_due = now_s - self._challenged_s >= self._settings.min_interval_s
         if not (active and previous and active != previous and alarm.drafter_version == active and is_due):
             return
-        if not self.is_quiet or not capable.swappable(service, previous):
+        if not self._rollout.is_quiet or not capable.swappable(service, previous):
             return
         self._challenged_s = now_s
         operation = service.operations.create("watch", "watching", alarm.text, "honed", None, version=active)
@@ -206,7 +194,7 @@ class Lifecycle:
     def _promoted(self, operation: Operation, swap: Swap) -> None:
         """The engines have answered an operator's promotion."""
         service = self._service
-        self.swapping = None
+        self._rollout.swapping = None
         if swap.failures:
             # Engines that did take it are brought back to `active`, which hasn't moved, by the next tick.
             service.operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
@@ -240,7 +228,7 @@ class Lifecycle:
                 service.operations.move(operation, stage="done", watch=text)
             if decision == "worse" and service.drafters.active == trial.canary.new:
                 self._take_back(text)
-            elif self.swapping is None and service.drafters.active in trial.versions:
+            elif self._rollout.swapping is None and service.drafters.active in trial.versions:
                 self._send_home(service.drafters.active)
         service.recalibrations.on_trial_end(trial, decision)
 
@@ -265,12 +253,12 @@ class Lifecycle:
             operation = None
         elif operation is not None:
             service.operations.move(operation, stage="swapping", canary=trial.view())
-        if is_valid and self.swapping is None:
+        if is_valid and self._rollout.swapping is None:
             self._send_home(service.drafters.active, operation)
 
     def tick(self, now_s: float) -> None:
         """Once a second: go back from a version that was found worse when the aliases couldn't be moved, if they can now."""
-        if self._owed is None or now_s < self._owed_from_s or not self.is_quiet:
+        if self._owed is None or now_s < self._owed_from_s or not self._rollout.is_quiet:
             return
         (version, text), self._owed = self._owed, None
         if self._service.drafters.active == version:
@@ -297,18 +285,18 @@ class Lifecycle:
         service = self._service
         engines: list[Engine] = capable.swappable(service, version)
         if not engines:
-            self.swapping = None
+            self._rollout.swapping = None
             if operation is not None:
                 service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
             return
-        self.swapping = operation
+        self._rollout.swapping = operation
         service.swaps.begin(version, engines, lambda swap: self._sent_home(operation, swap))
 
     def _sent_home(self, operation: Operation | None, swap: Swap) -> None:
         if operation is None:
             return
-        if self.swapping is operation:
-            self.swapping = None
+        if self._rollout.swapping is operation:
+            self._rollout.swapping = None
         if swap.failures:
             why = f"{swaps.failure_text(swap)}; it is tried again until they run {swap.version}"
             self._service.operations.finish(operation, "failed", error=why)
@@ -321,14 +309,6 @@ class Lifecycle:
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
         self._service.drafters.move(changes | {"active": version, "candidate": None})
         self.promotions[kind] += 1
-
-    def check_no_swap(self) -> None:
-        """Raises ConflictError while another swap is under way."""
-        if self.swapping is not None:
-            running = self.swapping.operation_id
-            raise ConflictError(
-                f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
-            )
 
 
 def _rolled_back(actor: str, reason: str) -> str:

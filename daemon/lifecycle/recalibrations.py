@@ -23,7 +23,7 @@ from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing
 from honed.daemon.store.operations import Operation
 
 if TYPE_CHECKING:
-    from honed.daemon.lifecycle.canaries import Trial
+    from honed.daemon.lifecycle.trial import Trial
     from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.recalibrations")
@@ -41,7 +41,7 @@ class Recalibrations:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._settings = service.settings.recalibration
-        self.training: Operation | None = None
+        self._rollout = service.rollout
         self.alarms = DriftAlarms(
             self._settings.min_interval_s, self._keep_alarms, lambda: service.clock() - service.monotonic()
         )
@@ -61,7 +61,7 @@ class Recalibrations:
                 self.alarms.load(row["value"], service.operations.find, service.monotonic())
             except msgspec.DecodeError as error:
                 log.error("the drift that waited for an answer can't be read", error=str(error))
-        if service.lifecycle.canaries.trial is None:
+        if self._rollout.trial is None:
             self.alarms.release(is_explained=False)
 
     def recalibrate(
@@ -78,13 +78,13 @@ class Recalibrations:
     ) -> Operation:
         """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
         service = self._service
-        if self.training is not None:
-            running = self.training.operation_id
+        if self._rollout.training is not None:
+            running = self._rollout.training.operation_id
             raise ConflictError(
-                f"recalibration {running} is under way, in stage {self.training.stage!r}",
+                f"recalibration {running} is under way, in stage {self._rollout.training.stage!r}",
                 cure=f"`honed operations {running}` shows how it gets on, `honed cancel {running}` gives it up.",
             )
-        if (trial := service.lifecycle.canaries.trial) is not None:
+        if (trial := self._rollout.trial) is not None:
             tried = trial.operation_id
             raise ConflictError(
                 f"{trial.canary.new} is on trial against {trial.canary.old}",
@@ -121,7 +121,7 @@ class Recalibrations:
             parent=active,
             dry_run=dry_run,
         )
-        self.training, self._parent, self._engine_id = operation, active, engine.engine_id
+        self._rollout.training, self._parent, self._engine_id = operation, active, engine.engine_id
         self._restarts = 0
         self._request = wire.TrainRequest(
             operation_id=operation.operation_id,
@@ -152,12 +152,12 @@ class Recalibrations:
                 f"operation {operation_id} has ended: {operation.state}",
                 cure=f"`honed operations {operation_id}` shows it; `honed rollback` takes back what was swapped in.",
             )
-        trial = service.lifecycle.canaries.trial
+        trial = self._rollout.trial
         if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
             service.journal.audit(actor, "cancel", operation_id, reason)
             service.lifecycle.canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
             return operation
-        if operation is not self.training:
+        if operation is not self._rollout.training:
             raise ConflictError(
                 f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled",
                 cure=f"Wait for its end (`honed operations {operation_id}`), then `honed rollback`.",
@@ -171,7 +171,7 @@ class Recalibrations:
 
     def on_trainer(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
         """Follow the training."""
-        operation = self.training
+        operation = self._rollout.training
         if message.operation_id and not isinstance(message, wire.TrainResult):
             self._end_what_nobody_waits_for(message.operation_id)
         if operation is None:
@@ -190,7 +190,7 @@ class Recalibrations:
 
     def _end_what_nobody_waits_for(self, operation_id: str) -> None:
         """What the trainer works at is over for this daemon: it was restarted meanwhile, or the trainer was silent for long."""
-        if self.training is None or self.training.operation_id != operation_id:
+        if self._rollout.training is None or self._rollout.training.operation_id != operation_id:
             reason = "the daemon doesn't wait for it any more"
             self._service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
 
@@ -199,7 +199,7 @@ class Recalibrations:
         service = self._service
         service.journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
-        if service.lifecycle.canaries.trial is not None:
+        if self._rollout.trial is not None:
             self.alarms.hold(engine.engine_id, alarm)
             return
         self.alarms.note(engine.engine_id, alarm)
@@ -214,10 +214,10 @@ class Recalibrations:
     def tick(self, now_s: float) -> None:
         """Notice a trainer that is gone (its deadline it keeps itself); answer drift."""
         service = self._service
-        if self.training is not None and not service.trainer.is_connected:
+        if self._rollout.training is not None and not service.trainer.is_connected:
             self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
         self.alarms.tick(now_s)
-        is_free = service.lifecycle.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
+        is_free = self._rollout.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
         if self._settings.automatic and is_free:
             for standing in self.alarms.due(now_s):
                 if self._answer(standing):
@@ -238,7 +238,7 @@ class Recalibrations:
 
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""
-        if self.training is None or engine_id != self._engine_id:
+        if self._rollout.training is None or engine_id != self._engine_id:
             return None
         return Override("capture_share", self._settings.collect_share, now_s + 60.0)
 
@@ -262,7 +262,7 @@ class Recalibrations:
         service = self._service
         service.drafters.read_ahead(version)
         with service.lock:
-            if self.training is not operation:
+            if self._rollout.training is not operation:
                 return
             try:
                 if (active := service.drafters.active) != self._parent:
@@ -272,7 +272,7 @@ class Recalibrations:
             except HonedError as error:
                 self._end_training("failed", str(error), **detail)
                 return
-            self.training, self._ended_s = None, service.monotonic()
+            self._rollout.training, self._ended_s = None, service.monotonic()
 
     def _ask_again(self, operation: Operation) -> None:
         """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""
@@ -285,8 +285,8 @@ class Recalibrations:
         self._service.trainer.tell(self._request)
 
     def _end_training(self, state: str, error: str = "", **detail: Any) -> None:
-        operation = self.training
+        operation = self._rollout.training
         assert operation is not None
-        self.training, self._ended_s = None, self._service.monotonic()
+        self._rollout.training, self._ended_s = None, self._service.monotonic()
         self._service.operations.finish(operation, state, error=error, **detail)
         self._service.journal.audit("honed", f"recalibrate.{state}", operation.operation_id, error)

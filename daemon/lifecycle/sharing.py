@@ -151,7 +151,7 @@ class Sharing:
     def _try_out(self, version: str) -> None:
         """When nothing else is under way, and an engine is there to try it on."""
         service = self._service
-        if not service.lifecycle.is_quiet or not capable.swappable(service, version):
+        if not service.rollout.is_quiet or not capable.swappable(service, version):
             return
         self._untried = ""
         self._thread.submit(self._read_and_try, version)
@@ -160,7 +160,7 @@ class Sharing:
         service = self._service
         service.drafters.read_ahead(version)
         with service.lock:
-            if service.lifecycle.is_quiet:
+            if service.rollout.is_quiet:
                 self._begin(version)
             else:
                 self._untried = self._untried or version

@@ -21,6 +21,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.errors import HonedError
 from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.settings.sections import RecalibrationSettings
 
 log = structlog.get_logger("honed.swaps")
@@ -77,17 +78,17 @@ class Swaps:
         self,
         engines: Engines,
         drafters: Drafters,
+        rollout: Rollout,
         send: Callable[[bytes, wire.Command], None],
         settings: RecalibrationSettings,
         monotonic: Callable[[], float],
     ) -> None:
-        self._engines, self._drafters, self._send = engines, drafters, send
+        self._engines, self._drafters, self._rollout, self._send = engines, drafters, rollout, send
         self._settings, self._monotonic = settings, monotonic
         self._sent: dict[str, _Sent] = {}
         self._attempts: dict[str, _Attempts] = {}
         self.results: Counter[str] = Counter()
         self.last_pause_s = 0.0
-        self.are_taking_turns: Callable[[], bool] = lambda: False
 
     def begin(self, version: str, engines: list[Engine], on_done: Callable[[Swap], None], beside: Beside | None = None) -> Swap:
         """Send a version to engines; `on_done` is called once all have answered or their time is over.
@@ -162,7 +163,7 @@ class Swaps:
         self._reconcile(now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        if self._sent or self.are_taking_turns():
+        if self._sent or self._rollout.trial is not None:
             return
         active = self._drafters.active
         if not active:

@@ -72,7 +72,7 @@ def _trial(service: Service) -> Iterator[Metric]:
     for decision in DECISIONS:
         ended.add_metric([decision], canaries.results[decision])
     yield ended
-    trial = canaries.trial
+    trial = service.rollout.trial
     yield gauge("honed_canary_active", "1 while two drafter versions take turns.", float(trial is not None))
     rounds = trial.canary.rounds if trial is not None else 0
     yield gauge("honed_canary_rounds", "Rounds compared in the present trial, both versions together.", rounds)

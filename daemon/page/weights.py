@@ -82,7 +82,7 @@ def _outcomes(service: Service) -> dict[str, str]:
 
 def _trial(service: Service) -> Document | None:
     """The version on trial: evidence for and against it, by workload, in powers of ten; `bar_*` is what decides."""
-    trial = service.lifecycle.canaries.trial
+    trial = service.rollout.trial
     if trial is None:
         return None
     shown = trial.view()

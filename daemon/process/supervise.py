@@ -60,7 +60,7 @@ def what_it_does(service: Service) -> str:
     connected = sum(service.engines.is_connected(engine, now_s) for engine in engines)
     known = f"{len(engines)} engine{'' if len(engines) == 1 else 's'}"
     parts = [f"{connected} of {known} connected" if connected < len(engines) else known]
-    operation = service.lifecycle.current
+    operation = service.rollout.current
     if operation is not None:
         parts.append(f"{operation.kind} {operation.operation_id}: {operation.stage}")
     else:

@@ -42,7 +42,7 @@ def status(service: Service) -> dict[str, Any]:
     total = total_counts(service)
     with service.lock:
         problems = service.problems
-        operation = service.lifecycle.current
+        operation = service.rollout.current
         figures, now_s = service.ingest.figures, service.monotonic()
         return {
             "version": service.version,
@@ -75,7 +75,7 @@ def status(service: Service) -> dict[str, Any]:
                 "error_age_s": age_s(service.store.failed_at_s, now_s),
             },
             "operation": operation.view() if operation is not None else None,
-            "canary": trial.view() if (trial := service.lifecycle.canaries.trial) is not None else None,
+            "canary": trial.view() if (trial := service.rollout.trial) is not None else None,
             "drift_alarms": service.recalibrations.alarms.view(now_s),
             "overrides": service.overrides.listing(),
         }

@@ -87,7 +87,7 @@ def promote_another(service: Service, engine: FakeEngine, first: str) -> None:
     with service.lock:
         service.lifecycle.promote(second, reason="", actor="test")
     engine.answer_swap()
-    wait_for(lambda: service.lifecycle.canaries.trial is not None, "the trial")
+    wait_for(lambda: service.rollout.trial is not None, "the trial")
 
 
 def test_the_committed_dashboards_are_what_the_script_makes() -> None:

@@ -89,7 +89,7 @@ def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
             stage.service.tick(stage.service.monotonic())
     stage.engine.turn(rounds=0)
     assert stage.engine.num_refused_asleep == told
-    assert stage.service.lifecycle.canaries.trial is not None
+    assert stage.service.rollout.trial is not None
     stage.engine.num_refused_asleep = None
     stage.engine.send_status(drafter_version="lost", is_asleep=False)
     assert stage.finish(operation_id)["state"] == "succeeded"
@@ -110,7 +110,7 @@ def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candida
             stage.service.tick(stage.service.monotonic())
         stage.engine.turn(rounds=40)
     assert len(stage.engine.swaps) == taken
-    assert stage.service.lifecycle.canaries.trial is not None
+    assert stage.service.rollout.trial is not None
     assert stage.client.post(f"/v1/operations/{operation_id}:cancel", json={}).status_code == 202
     assert stage.operation(operation_id)["state"] == "cancelled"
     assert stage.aliases()["active"] == stage.first
@@ -119,7 +119,7 @@ def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candida
 def test_nothing_proven_leaves_the_old_version(stage: Stage) -> None:
     operation_id, new = candidate(stage, 1.0)
     with stage.service.lock:
-        trial = stage.service.lifecycle.canaries.trial
+        trial = stage.service.rollout.trial
         assert trial is not None
         trial.active_s = trial.canary.settings.max_s
         stage.service.tick(stage.service.monotonic())
@@ -245,9 +245,9 @@ def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -
     drift(stage, "b", new)
     assert {one["workload"] for one in stage.client.get("/v1/status").json()["drift_alarms"]} == {"default", "b"}
     with stage.service.lock:
-        assert stage.service.recalibrations.training is None
+        assert stage.service.rollout.training is None
         stage.service.lifecycle.canaries.stop("enough of it")
-    stage.engine.serve(lambda: stage.service.recalibrations.training is not None, "a recalibration")
+    stage.engine.serve(lambda: stage.service.rollout.training is not None, "a recalibration")
     asked = stage.trainer.expect(wire.TrainRequest)
     assert asked.workloads == ["default"]
     stage.trainer.send(wire.TrainResult(operation_id=asked.operation_id, ok=False, error="x"))
@@ -277,7 +277,7 @@ def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> 
 
     other = stage.service.drafters.registry.create(write, parent=stage.first, target_path="/models/tiny").version
     stage.promote(other, force=False)
-    trial = stage.service.lifecycle.canaries.trial
+    trial = stage.service.rollout.trial
     assert trial is not None
     assert trial.canary.settings.window_s == trial.canary.settings.reset_window_s
     with stage.service.lock:
@@ -294,14 +294,14 @@ def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Pa
     try:
         with TestClient(make_app(service)) as client:
             operation_id, new = candidate(Stage(service, engine, trainer, client, first, folder), 1.0, old=0.5, new=0.56)
-            engine.serve(lambda: (service.lifecycle.canaries.trial or service).canary.pairs >= 3, "pairs")  # type: ignore[union-attr]
+            engine.serve(lambda: (service.rollout.trial or service).canary.pairs >= 3, "pairs")  # type: ignore[union-attr]
         service.stop()
-        trial = service.lifecycle.canaries.trial
+        trial = service.rollout.trial
         assert trial is not None
         before = trial.canary.figures()
         service = Service(settings, daemon_id="two")
         service.start()
-        resumed = service.lifecycle.canaries.trial
+        resumed = service.rollout.trial
         assert resumed is not None
         assert resumed.canary.pairs == trial.canary.pairs
         assert resumed.canary.figures() == before
@@ -371,10 +371,10 @@ def test_ranks_that_run_different_weights_are_told(stage: Stage) -> None:
 def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -> None:
     candidate(stage, 1.0)
     stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
-    trial = stage.service.lifecycle.canaries.trial
+    trial = stage.service.rollout.trial
     assert trial is not None
     with stage.service.lock:
         night_s = stage.service.monotonic() + 100 * trial.canary.settings.max_s
         stage.service.lifecycle.canaries.tick(night_s)
-        assert stage.service.lifecycle.canaries.trial is trial
+        assert stage.service.rollout.trial is trial
         assert trial.active_s < 60.0

@@ -204,7 +204,7 @@ def test_a_workload_that_was_never_seen_is_refused_with_those_there_are(stage: S
     refused = stage.client.post("/v1/recalibrations", json={"workloads": ["b", "nope"]})
     assert refused.status_code == 404
     assert "has never had a round of workload 'nope'; there is b" in refused.json()["detail"]
-    assert stage.service.recalibrations.training is None
+    assert stage.service.rollout.training is None
 
 
 def test_a_workload_from_before_a_restart_is_known(stage: Stage) -> None:
@@ -400,9 +400,9 @@ def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
     with stage.service.lock:
         stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
         stage.service.tick(stage.service.monotonic())
-        assert stage.service.recalibrations.training is None
+        assert stage.service.rollout.training is None
         stage.service.tick(stage.service.monotonic() + 10_000)
-        assert stage.service.recalibrations.training is not None
+        assert stage.service.rollout.training is not None
 
 
 def first_life(settings: Settings, folder: Path) -> tuple[Service, ServingEngine, FakeTrainer, str]:
@@ -436,7 +436,7 @@ def test_drift_of_two_workloads_at_once_is_answered_one_after_the_other(stage: S
     stage.wait_state(request.operation_id, "failed")
     with stage.service.lock:
         stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
-        assert stage.service.recalibrations.training is not None
+        assert stage.service.rollout.training is not None
     assert stage.trainer.expect(wire.TrainRequest).workloads == ["c"]
 
 
@@ -553,7 +553,7 @@ def check_pause(service: Service, trainer: FakeTrainer, workload: str) -> None:
     """Drift of the workload is answered when the pause after the latest recalibration is over, and not before."""
     with service.lock:
         service.tick(service.monotonic())
-        assert service.recalibrations.training is None
+        assert service.rollout.training is None
         service.tick(service.monotonic() + service.settings.recalibration.min_interval_s)
     assert trainer.expect(wire.TrainRequest).workloads == [workload]
 

@@ -96,7 +96,7 @@ def test_what_proved_itself_on_one_host_is_tried_out_and_promoted_on_the_other(m
     assert other.shared()["fetched"] == 1
     (operation,) = other.adoptions()
     assert operation.detail["version"] == name
-    assert other.engine.serve(lambda: other.service.lifecycle.is_quiet or None, "quiet")
+    assert other.engine.serve(lambda: other.service.rollout.is_quiet or None, "quiet")
     found = scrape(other.service)
     assert found["honed_promotions_total"]["reason=adopt"] == 1
     assert found["honed_shared_versions_total"] == {"direction=pushed": 0, "direction=fetched": 1}

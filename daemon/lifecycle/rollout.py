@@ -1,0 +1,51 @@
+"""What is under way with drafter versions: at most one swap, one trial and one training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from honed.daemon.errors import ConflictError
+from honed.daemon.lifecycle.trial import Trial
+from honed.daemon.store.operations import Operation, Operations
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Who is swapping, on trial and training. Guarded by the service's lock."""
+
+    operations: Operations
+    swapping: Operation | None = None
+    """Brings the engines to its version."""
+    trial: Trial | None = None
+    training: Operation | None = None
+    """The recalibration that waits for its candidate."""
+
+    @property
+    def current(self) -> Operation | None:
+        """The operation that is under way: a swap before a canary before a training. A watch is nobody's: it may be ended."""
+        trial = self.trial  # read once: whoever only looks on holds no lock
+        tried = self.operations.find(trial.operation_id) if trial is not None else None
+        is_running = tried is not None and not tried.is_finished
+        return self.swapping or (tried if is_running else None) or self.training
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way."""
+        return self.current is None and self.trial is None
+
+    @property
+    def versions(self) -> set[str]:
+        """The versions that it is about."""
+        found = set(self.trial.versions) if self.trial is not None else set()
+        for operation in (self.swapping, self.training):
+            if operation is not None:
+                found |= {str(operation.detail.get(name, "")) for name in ("version", "parent", "rolled_back")}
+        return found - {""}
+
+    def check_no_swap(self) -> None:
+        """Raise ConflictError while a swap is under way."""
+        if self.swapping is not None:
+            running = self.swapping.operation_id
+            raise ConflictError(
+                f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
+            )

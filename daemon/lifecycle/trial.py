@@ -1,0 +1,62 @@
+"""A trial of two drafter versions that is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from honed.adapt.monitor.canary import Canary
+
+Kind = Literal["canary", "watch"]
+
+
+@dataclass(slots=True)
+class Trial:
+    """Two versions take turns: the new one is the candidate (canary), or it is active already (watch)."""
+
+    operation_id: str
+    kind: Kind
+    canary: Canary
+    new_sha256: str
+    began_unix_s: float
+    window_began_s: float
+    active_s: float = 0.0
+    """How long there was traffic to compare on."""
+    heard_s: float = float("-inf")
+    sent_s: float = float("-inf")
+    is_swapping: bool = False
+
+    @property
+    def home(self) -> str:
+        """The version that is `active` meanwhile."""
+        return self.canary.old if self.kind == "canary" else self.canary.new
+
+    @property
+    def other(self) -> str:
+        """The version whose turn it isn't."""
+        canary = self.canary
+        return canary.new if canary.serving == canary.old else canary.old
+
+    @property
+    def versions(self) -> frozenset[str]:
+        return frozenset((self.canary.old, self.canary.new))
+
+    def view(self) -> dict[str, Any]:
+        """As the API shows it."""
+        canary, verdict = self.canary, self.canary.verdict
+        return {
+            "operation_id": self.operation_id,
+            "kind": self.kind,
+            "old": canary.old,
+            "new": canary.new,
+            "serving": canary.serving,
+            "began_unix_s": self.began_unix_s,
+            "pairs": canary.pairs,
+            "rounds": canary.rounds,
+            "max_rounds": canary.settings.max_rounds,
+            "evidence_worse": verdict.evidence_worse,
+            "evidence_better": verdict.evidence_better,
+            "change": verdict.change,
+            "text": verdict.text,
+            "workloads": canary.figures(),
+        }
