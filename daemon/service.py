@@ -31,6 +31,7 @@ from honed.daemon.ingest.router import Router
 from honed.daemon.ingest.trainer import Trainer, TrainerMessage
 from honed.daemon.lifecycle.checksums import Checksums
 from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.eligible_engines import EligibleEngines
 from honed.daemon.lifecycle.lifecycle import Lifecycle
 from honed.daemon.lifecycle.purges import Purges
 from honed.daemon.lifecycle.recalibrations import Recalibrations
@@ -91,6 +92,9 @@ class Service:
         self.trainer = Trainer(self.router.send, settings.recalibration.trainer_lost_s, monotonic)
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, settings.recalibration, monotonic)
+        self.live = LiveRounds()
+        """Rounds taken since the daemon started."""
+        self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
         self.lifecycle = Lifecycle(self)
         self.recalibrations = Recalibrations(self)
         self.checksums = Checksums(self)
@@ -129,8 +133,6 @@ class Service:
             clock=clock,
             monotonic=monotonic,
         )
-        self.live = LiveRounds()
-        """Rounds taken since the daemon started."""
         self.load = LoadHistory()
         self.decisions: Counter[tuple[str, str]] = Counter()
         """(engine, reason) -> steps since the daemon started."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import ConflictError, HonedError
-from honed.daemon.lifecycle import eligible_engines as capable
+from honed.daemon.lifecycle.eligible_engines import TAKE_BACK, foreign
 from honed.daemon.store.operations import Operation
 from honed.recalib.registry.weights_digest import weights_digests
 
@@ -50,7 +50,7 @@ class Checksums:
         if service.rollout.trial is not None:
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
         if engine.has_foreign_drafter:
-            raise ConflictError(capable.foreign(engine), cure=capable.TAKE_BACK)
+            raise ConflictError(foreign(engine), cure=TAKE_BACK)
         if not engine.live_version:
             raise ConflictError(
                 f"engine {engine_id!r} runs no version of the registry", cure="`honed drafters` lists them; promote one."

@@ -2,70 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from honed.daemon.errors import ConflictError, UnknownError, there_are
-from honed.daemon.ingest.engines import Engine
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.ingest.engines import Engine, Engines
+from honed.daemon.lifecycle.swaps import Swaps
+from honed.daemon.store.store import Store
 
 ATTACH = "`honed engines` lists them; a vLLM attaches when it is started with what `honed vllm-args` prints."
 
 TAKE_BACK = "`honed promote VERSION --force` makes it honed's again; until then honed only watches."
 
 
-def connected(service: Service) -> list[Engine]:
-    """Those that were heard lately."""
-    return service.engines.connected(service.monotonic())
+class EligibleEngines:
+    """Picks engines, and says why there is none. Guarded by the service's lock.
 
+    Args:
+        live_workloads: gives engine id and workload of what had rounds since the daemon started.
+    """
 
-def swappable(service: Service, version: str, *, takes_over: bool = False) -> list[Engine]:
-    """Those that can take a version, see `Swaps.fits`."""
-    return [engine for engine in connected(service) if service.swaps.fits(engine, version, takes_over=takes_over)]
+    def __init__(
+        self,
+        engines: Engines,
+        swaps: Swaps,
+        store: Store,
+        live_workloads: Callable[[], set[tuple[str, str]]],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._engines, self._swaps, self._store = engines, swaps, store
+        self._live_workloads, self._monotonic = live_workloads, monotonic
 
+    def connected(self) -> list[Engine]:
+        """Those that were heard lately."""
+        return self._engines.connected(self._monotonic())
 
-def capturing(service: Service, engine_id: str = "") -> Engine:
-    """The engine that is named, or else the one with the most samples. Raises UnknownError, ConflictError."""
-    found = connected(service)
-    if engine_id:
-        service.engines.get(engine_id)
-        found = [engine for engine in found if engine.engine_id == engine_id]
-    if not found:
-        why = f"engine {engine_id!r} is not connected; {there_are(e.engine_id for e in connected(service))}"
-        raise ConflictError(why if engine_id else "no engine is connected", cure=ATTACH)
-    able = [engine for engine in found if engine.hello is not None and engine.hello.capture_path]
-    if not able:
-        raise ConflictError(
-            "; ".join(["no connected engine captures samples", *limits(found)]),
-            cure="`honed engines` says what each can do; HONED_CAPTURE=0 in vLLM's environment switches capturing off.",
-        )
-    if not (able := [engine for engine in able if not engine.has_foreign_drafter]):
-        raise ConflictError("; ".join(["no drafter to start from", *limits(found)]), cure=TAKE_BACK)
-    return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
+    def swappable(self, version: str, *, takes_over: bool = False) -> list[Engine]:
+        """Those that can take a version, see `Swaps.fits`."""
+        return [engine for engine in self.connected() if self._swaps.fits(engine, version, takes_over=takes_over)]
 
-
-def check_workloads(service: Service, engine: Engine, workloads: Iterable[str]) -> None:
-    """Raise UnknownError when the engine has never had a round of one of them: samples of it would be awaited in vain."""
-    seen = {workload for engine_id, workload in service.live.workloads() if engine_id == engine.engine_id}
-    for workload in workloads:
-        stored = "SELECT DISTINCT workload FROM rollups WHERE engine_id = ?"
-        if workload not in seen:
-            seen |= {row["workload"] for row in service.store.read(stored, (engine.engine_id,))}
-        if workload not in seen:
-            raise UnknownError(
-                f"engine {engine.engine_id} has never had a round of workload {workload!r}; {there_are(sorted(seen))}",
-                cure="`honed workloads` lists them; requests carry theirs as `honed_workload` in vllm_xargs.",
+    def capturing(self, engine_id: str = "") -> Engine:
+        """The engine that is named, or else the one with the most samples. Raises UnknownError, ConflictError."""
+        found = self.connected()
+        if engine_id:
+            self._engines.get(engine_id)
+            found = [engine for engine in found if engine.engine_id == engine_id]
+        if not found:
+            why = f"engine {engine_id!r} is not connected; {there_are(e.engine_id for e in self.connected())}"
+            raise ConflictError(why if engine_id else "no engine is connected", cure=ATTACH)
+        able = [engine for engine in found if engine.hello is not None and engine.hello.capture_path]
+        if not able:
+            raise ConflictError(
+                "; ".join(["no connected engine captures samples", *limits(found)]),
+                cure="`honed engines` says what each can do; HONED_CAPTURE=0 in vLLM's environment switches capturing off.",
             )
+        if not (able := [engine for engine in able if not engine.has_foreign_drafter]):
+            raise ConflictError("; ".join(["no drafter to start from", *limits(found)]), cure=TAKE_BACK)
+        return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
 
+    def check_workloads(self, engine: Engine, workloads: Iterable[str]) -> None:
+        """Raise UnknownError when the engine has never had a round of one of them: samples of it would be awaited in vain."""
+        seen = {workload for engine_id, workload in self._live_workloads() if engine_id == engine.engine_id}
+        for workload in workloads:
+            stored = "SELECT DISTINCT workload FROM rollups WHERE engine_id = ?"
+            if workload not in seen:
+                seen |= {row["workload"] for row in self._store.read(stored, (engine.engine_id,))}
+            if workload not in seen:
+                raise UnknownError(
+                    f"engine {engine.engine_id} has never had a round of workload {workload!r}; {there_are(sorted(seen))}",
+                    cure="`honed workloads` lists them; requests carry theirs as `honed_workload` in vllm_xargs.",
+                )
 
-def why_none(service: Service, version: str) -> str:
-    """Why no engine can take a version."""
-    found = connected(service)
-    if not found:
-        return "no engine is connected"
-    return "; ".join([f"no connected engine can take {version}", *limits(found)])
+    def why_none(self, version: str) -> str:
+        """Why no engine can take a version."""
+        found = self.connected()
+        if not found:
+            return "no engine is connected"
+        return "; ".join([f"no connected engine can take {version}", *limits(found)])
 
 
 def limits(engines: list[Engine]) -> list[str]:

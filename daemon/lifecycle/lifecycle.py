@@ -22,7 +22,6 @@ import structlog
 from honed.adapt.monitor.drift import Alarm
 from honed.daemon.errors import ConflictError, HonedError, UnknownError
 from honed.daemon.ingest.engines import Engine
-from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.lifecycle import swaps
 from honed.daemon.lifecycle.canaries import Canaries
 from honed.daemon.lifecycle.swaps import Swap
@@ -79,7 +78,7 @@ class Lifecycle:
             UnknownError, ConflictError
         """
         service = self._service
-        engines = capable.swappable(service, version, takes_over=True)  # before the file is read: nobody is heard meanwhile
+        engines = service.eligible.swappable(version, takes_over=True)  # before the file is read: nobody is heard meanwhile
         service.drafters.verified(version)
         if version == service.drafters.active and not force:
             raise ConflictError(
@@ -91,7 +90,7 @@ class Lifecycle:
         self._rollout.check_no_swap()
         if not engines and not force:
             raise ConflictError(
-                capable.why_none(service, version),
+                service.eligible.why_none(version),
                 cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
             )
         if dry_run:
@@ -118,7 +117,7 @@ class Lifecycle:
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
             if dry_run:
-                takers = [engine.engine_id for engine in capable.swappable(service, old)]
+                takers = [engine.engine_id for engine in service.eligible.swappable(old)]
                 return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
             operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
             service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
@@ -134,7 +133,7 @@ class Lifecycle:
             )
         self._rollout.check_no_swap()
         if dry_run:
-            takers = [engine.engine_id for engine in capable.swappable(service, target)]
+            takers = [engine.engine_id for engine in service.eligible.swappable(target)]
             return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
         operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
@@ -156,7 +155,7 @@ class Lifecycle:
             UnknownError, StoreError
         """
         service = self._service
-        engines = capable.swappable(service, version)  # before the file is read: nobody is heard meanwhile
+        engines = service.eligible.swappable(version)  # before the file is read: nobody is heard meanwhile
         service.drafters.verified(version)
         if why := self.canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
@@ -164,7 +163,7 @@ class Lifecycle:
         if self._rollout.trial is not None:
             raise ConflictError(f"{self._rollout.trial.canary.new} is on trial")
         if not engines:
-            why = capable.why_none(service, version)
+            why = service.eligible.why_none(version)
             raise ConflictError(f"{why}; `honed promote {version}` when there is one")
         service.drafters.move({"candidate": version})
         service.operations.move(operation, stage="canary", version=version)
@@ -178,7 +177,7 @@ class Lifecycle:
         is_due = now_s - self._challenged_s >= self._settings.min_interval_s
         if not (active and previous and active != previous and alarm.drafter_version == active and is_due):
             return
-        if not self._rollout.is_quiet or not capable.swappable(service, previous):
+        if not self._rollout.is_quiet or not service.eligible.swappable(previous):
             return
         self._challenged_s = now_s
         operation = service.operations.create("watch", "watching", alarm.text, "honed", None, version=active)
@@ -283,7 +282,7 @@ class Lifecycle:
     def _send_home(self, version: str, operation: Operation | None = None) -> None:
         """Have all engines run a version that is `active` by now, and let go of what they hold for turns."""
         service = self._service
-        engines: list[Engine] = capable.swappable(service, version)
+        engines: list[Engine] = service.eligible.swappable(version)
         if not engines:
             self._rollout.swapping = None
             if operation is not None:

@@ -18,7 +18,6 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.errors import START_TRAINER, ConflictError, HonedError, UnknownError, there_are
 from honed.daemon.ingest.engines import Engine
-from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing
 from honed.daemon.store.operations import Operation
 
@@ -92,8 +91,8 @@ class Recalibrations:
             )
         if not service.trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
-        engine = capable.capturing(service, engine_id)
-        capable.check_workloads(service, engine, workloads or [])
+        engine = service.eligible.capturing(engine_id)
+        service.eligible.check_workloads(engine, workloads or [])
         hello = engine.hello
         assert hello is not None
         active = service.drafters.active

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from honed.daemon.errors import HonedError, StoreError
-from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.store import canary_tables
 from honed.recalib.registry.manifest import Manifest, RegistryError, sha256_of_target
 from honed.recalib.registry.shared import SharedRegistry
@@ -94,7 +93,7 @@ class Sharing:
         try:
             with service.lock:
                 active = self._manifest_of_active()
-                targets = {engine.hello.target_path for engine in capable.connected(service) if engine.hello is not None}
+                targets = {engine.hello.target_path for engine in service.eligible.connected() if engine.hello is not None}
             if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
                 self._note("pushed", active, shared.push(active.version))
             paths = {sha256: path for path in sorted(targets) if (sha256 := sha256_of_target(path))}
@@ -151,7 +150,7 @@ class Sharing:
     def _try_out(self, version: str) -> None:
         """When nothing else is under way, and an engine is there to try it on."""
         service = self._service
-        if not service.rollout.is_quiet or not capable.swappable(service, version):
+        if not service.rollout.is_quiet or not service.eligible.swappable(version):
             return
         self._untried = ""
         self._thread.submit(self._read_and_try, version)

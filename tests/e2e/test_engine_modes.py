@@ -23,7 +23,6 @@ import pytest
 from honed.adapt.lengths.length_policy import Decision
 from honed.adapt.protocol.wire import LOST_DRAFTER
 from honed.daemon.errors import ConflictError
-from honed.daemon.lifecycle import eligible_engines as capable
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
 from honed.daemon.views.views import engines
@@ -403,7 +402,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             wait_for(lambda: seen("asleep"))
             with service.lock, pytest.raises(ConflictError, match="sleeps"):
                 service.checksums.verify(seen("engine_id"), reason="", actor="test")
-            assert "sleeps" in capable.why_none(service, version)
+            assert "sleeps" in service.eligible.why_none(version)
             for _, live, _ in worker_of(running)._honed_side.swapper._live():
                 if live.dim() == 1:
                     live.zero_()

@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
-from honed.daemon.control.live_rounds import LiveRounds
 from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
 from honed.daemon.service import Service
@@ -207,10 +206,10 @@ def test_a_workload_that_was_never_seen_is_refused_with_those_there_are(stage: S
     assert stage.service.rollout.training is None
 
 
-def test_a_workload_from_before_a_restart_is_known(stage: Stage) -> None:
+def test_a_workload_from_before_a_restart_is_known(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.serve_workload("b")
     assert stage.service.store.drain(10)
-    stage.service.live = LiveRounds()
+    monkeypatch.setattr(stage.service.live, "_cells", {})
     stage.recalibrate(workloads=["b"])
 
 
