@@ -97,8 +97,26 @@ class Service:
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
         self.lifecycle = Lifecycle(self)
         self.recalibrations = Recalibrations(self)
-        self.checksums = Checksums(self)
-        self.purges = Purges(self)
+        self.checksums = Checksums(
+            self.rollout,
+            engines=self.engines,
+            drafters=self.drafters,
+            operations=self.operations,
+            journal=self.journal,
+            send=self.router.send,
+            lock=self.lock,
+            in_background=self.in_background,
+            monotonic=monotonic,
+        )
+        self.purges = Purges(
+            self.trainer,
+            operations=self.operations,
+            journal=self.journal,
+            engines_dir=settings.paths.runtime_dir / "engines",
+            spill_dir=settings.paths.state_dir / "samples",
+            lock=self.lock,
+            in_background=self.in_background,
+        )
         self.sharing = Sharing(self, shared)
         self.warm_start = WarmStart(
             self.steering,

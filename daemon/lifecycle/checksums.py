@@ -7,17 +7,19 @@ The engine reads all of the drafter's weights back for it, between two steps: it
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import ConflictError, HonedError
+from honed.daemon.ingest.engines import Engines
+from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import TAKE_BACK, foreign
-from honed.daemon.store.operations import Operation
+from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.operations import Operation, Operations
 from honed.recalib.registry.weights_digest import weights_digests
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
 
 TIMEOUT_S = 60.0
 
@@ -31,23 +33,36 @@ class _Asked:
 
 
 class Checksums:
-    """Checks under way. Guarded by the service's lock."""
+    """Checks under way. Guarded by the service's lock, which the background takes itself."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(
+        self,
+        rollout: Rollout,
+        *,
+        engines: Engines,
+        drafters: Drafters,
+        operations: Operations,
+        journal: Journal,
+        send: Callable[[bytes, wire.Command], None],
+        lock: threading.RLock,
+        in_background: Callable[[Callable[[], None]], object],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._rollout, self._engines, self._drafters = rollout, engines, drafters
+        self._operations, self._journal, self._send = operations, journal, send
+        self._lock, self._in_background, self._monotonic = lock, in_background, monotonic
         self._asked: dict[str, _Asked] = {}
 
     def verify(self, engine_id: str, *, reason: str, actor: str, key: str | None = None) -> Operation:
         """Ask an engine what it runs. Raises UnknownError, ConflictError."""
-        service = self._service
-        engine = service.engines.get(engine_id)
-        if not service.engines.is_connected(engine, service.monotonic()) or not engine.can_swap:
+        engine = self._engines.get(engine_id)
+        if not self._engines.is_connected(engine, self._monotonic()) or not engine.can_swap:
             raise ConflictError(
                 f"engine {engine_id!r} is not connected, or can't say what it runs", cure="`honed engines` shows why."
             )
         if engine.is_asleep:
             raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
-        if service.rollout.trial is not None:
+        if self._rollout.trial is not None:
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
         if engine.has_foreign_drafter:
             raise ConflictError(foreign(engine), cure=TAKE_BACK)
@@ -55,12 +70,12 @@ class Checksums:
             raise ConflictError(
                 f"engine {engine_id!r} runs no version of the registry", cure="`honed drafters` lists them; promote one."
             )
-        operation = service.operations.create("verify", "asking", reason, actor, key, engine_id=engine_id)
-        service.journal.audit(actor, "verify", engine_id, reason, operation.operation_id)
+        operation = self._operations.create("verify", "asking", reason, actor, key, engine_id=engine_id)
+        self._journal.audit(actor, "verify", engine_id, reason, operation.operation_id)
         command = wire.Command(command_id=secrets.token_hex(8), kind="checksum")
-        deadline_s = service.monotonic() + TIMEOUT_S
+        deadline_s = self._monotonic() + TIMEOUT_S
         self._asked[command.command_id] = _Asked(operation, engine_id, engine.live_version, deadline_s)
-        service.router.send(engine.peer, command)
+        self._send(engine.peer, command)
         return operation
 
     def on_result(self, result: wire.CommandResult) -> None:
@@ -74,7 +89,7 @@ class Checksums:
         if len(set(result.detail.values())) > 1:  # each rank has put together the whole
             self._finish(asked, f"its ranks run different weights: promote {asked.version} anew (--force)")
             return
-        self._service.in_background(lambda: self._compare(asked, result.detail.get("sha256", "")))
+        self._in_background(lambda: self._compare(asked, result.detail.get("sha256", "")))
 
     def tick(self, now_s: float) -> None:
         """Give up on engines that don't answer."""
@@ -84,15 +99,15 @@ class Checksums:
     def _compare(self, asked: _Asked, reported: str) -> None:
         """Reads the whole file: not under the lock."""
         try:
-            expected = weights_digests(self._service.drafters.path(asked.version) / "model.safetensors")
+            expected = weights_digests(self._drafters.path(asked.version) / "model.safetensors")
             error = "" if reported in expected else f"it does not run the weights of {asked.version}: promote it anew (--force)"
         except (OSError, ValueError, HonedError) as failure:
             error = str(failure)
-        with self._service.lock:
+        with self._lock:
             self._finish(asked, error, reported)
 
     def _finish(self, asked: _Asked, error: str, reported: str = "") -> None:
         text = f"engine {asked.engine_id}: {error}" if error else ""
         state = "failed" if error else "succeeded"
         detail = {"version": asked.version, "reported_sha256": reported}
-        self._service.operations.finish(asked.operation, state, error=text, **detail)
+        self._operations.finish(asked.operation, state, error=text, **detail)

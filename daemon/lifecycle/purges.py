@@ -8,40 +8,56 @@ its rings were purged, and forgets what it had read of them. A purge has succeed
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import ConflictError
-from honed.daemon.store.operations import Operation
+from honed.daemon.ingest.trainer import Trainer
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.operations import Operation, Operations
 from honed.recalib.samples.ring_reader import RingReader
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.purges")
 
 
 class Purges:
-    """The purge that is under way, if any. Guarded by the service's lock."""
+    """The purge that is under way, if any. Guarded by the service's lock, which the background takes itself.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    Args:
+        engines_dir: has the engines' rings.
+        spill_dir: has the samples that the trainer keeps on disk.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        operations: Operations,
+        journal: Journal,
+        engines_dir: Path,
+        spill_dir: Path,
+        lock: threading.RLock,
+        in_background: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._trainer, self._operations, self._journal = trainer, operations, journal
+        self._engines_dir, self._spill_dir = engines_dir, spill_dir
+        self._lock, self._in_background = lock, in_background
         self._operation: Operation | None = None
         self._is_erasing = False
         self._is_due_again = False
 
     def purge(self, *, reason: str, actor: str, key: str | None = None) -> Operation:
         """Forget every sample. Raises ConflictError while an earlier purge is under way."""
-        service = self._service
         if self._operation is not None:
             running = self._operation.operation_id
             raise ConflictError(f"purge {running} is under way", cure=f"Wait for its end: `honed operations {running}`.")
-        self._operation = operation = service.operations.create("purge", "erasing", reason, actor, key)
-        service.journal.audit(actor, "samples.purge", "", reason, operation.operation_id)
-        if service.trainer.is_connected:
+        self._operation = operation = self._operations.create("purge", "erasing", reason, actor, key)
+        self._journal.audit(actor, "samples.purge", "", reason, operation.operation_id)
+        if self._trainer.is_connected:
             self._ask()
         else:
             self._erase()
@@ -66,32 +82,31 @@ class Purges:
 
     def tick(self) -> None:
         """Notice a trainer that is gone."""
-        if self._operation is not None and not self._is_erasing and not self._service.trainer.is_connected:
+        if self._operation is not None and not self._is_erasing and not self._trainer.is_connected:
             self._erase()
 
     def _ask(self) -> None:
         assert self._operation is not None
-        self._service.trainer.tell(wire.Purge(operation_id=self._operation.operation_id))
+        self._trainer.tell(wire.Purge(operation_id=self._operation.operation_id))
 
     def _erase(self) -> None:
         self._is_erasing = True
-        self._service.in_background(self._erase_files)
+        self._in_background(self._erase_files)
 
     def _erase_files(self) -> None:
-        paths = self._service.settings.paths
         try:
-            problems = erase_files(paths.runtime_dir / "engines", paths.state_dir / "samples")
+            problems = erase_files(self._engines_dir, self._spill_dir)
         except Exception as error:
             log.exception("samples can't be erased", error=str(error))
             problems = [f"samples can't be erased: {error}"]
-        with self._service.lock:
+        with self._lock:
             self._is_erasing = False
             self._finish(problems)
 
     def _finish(self, problems: list[str]) -> None:
         assert self._operation is not None
         operation, self._operation = self._operation, None
-        self._service.operations.finish(operation, "failed" if problems else "succeeded", error="; ".join(problems))
+        self._operations.finish(operation, "failed" if problems else "succeeded", error="; ".join(problems))
         if self._is_due_again:
             self._is_due_again = False
             self.purge(reason="a target was updated meanwhile", actor="honed")
