@@ -16,7 +16,6 @@ from importlib.metadata import version as installed_version
 
 import structlog
 
-from honed.adapt.control.controller import EngineController
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.control.live_rounds import LiveRounds
@@ -29,6 +28,7 @@ from honed.daemon.ingest.greeting import Greeting
 from honed.daemon.ingest.ingest import Ingest
 from honed.daemon.ingest.router import Router
 from honed.daemon.ingest.trainer import Trainer, TrainerMessage
+from honed.daemon.lifecycle.canaries import Canaries
 from honed.daemon.lifecycle.checksums import Checksums
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import EligibleEngines
@@ -38,6 +38,7 @@ from honed.daemon.lifecycle.recalibrations import Recalibrations
 from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.swaps import Swaps
+from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.settings.filesystem import filesystem_of
 from honed.daemon.settings.settings import Settings
 from honed.daemon.store.batch_tables import StoredBatch
@@ -95,7 +96,30 @@ class Service:
         self.live = LiveRounds()
         """Rounds taken since the daemon started."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
-        self.lifecycle = Lifecycle(self)
+        self.canaries = Canaries(
+            settings.canary_settings(),
+            self.rollout,
+            engines=self.engines,
+            drafters=self.drafters,
+            swaps=self.swaps,
+            controller_of=self.steering.controller,
+            store=self.store,
+            journal=self.journal,
+            clock=clock,
+            monotonic=monotonic,
+            on_end=self._on_trial_end,
+        )
+        self.lifecycle = Lifecycle(
+            self.rollout,
+            canaries=self.canaries,
+            swaps=self.swaps,
+            drafters=self.drafters,
+            eligible=self.eligible,
+            operations=self.operations,
+            journal=self.journal,
+            challenge_pause_s=settings.recalibration.min_interval_s,
+            monotonic=monotonic,
+        )
         self.recalibrations = Recalibrations(self)
         self.checksums = Checksums(
             self.rollout,
@@ -123,7 +147,7 @@ class Service:
             settings.paths.database,
             lock=self.lock,
             in_background=self.in_background,
-            tell_of_trial=self._tell_of_trial,
+            tell_of_trial=self.canaries.tell_of_trial,
             on_ready=lambda: self.steer(self.monotonic()),
         )
         self.greeting = Greeting(
@@ -221,7 +245,7 @@ class Service:
         """Once a second: deadlines, policies, who is gone."""
         self.overrides.expire()
         self.swaps.tick(now_s)
-        self.lifecycle.canaries.tick(now_s)
+        self.canaries.tick(now_s)
         self.lifecycle.tick(now_s)
         self.checksums.tick(now_s)
         self.recalibrations.tick(now_s)
@@ -255,13 +279,6 @@ class Service:
         log.info("the target's weights were updated", engine_id=engine.engine_id)
         if self.settings.recalibration.on_target_update == "purge":
             self.purges.purge_after_update(engine.engine_id)
-
-    def _tell_of_trial(self, controller: EngineController) -> None:
-        trial = self.rollout.trial
-        if trial is not None:
-            controller.take_turns(trial.versions)
-        else:
-            controller.end_turns()
 
     def _on_welcome(self, engine: Engine) -> None:
         now_s = self.monotonic()
@@ -303,7 +320,7 @@ class Service:
         self.decisions.update((engine.engine_id, reason) for reason in item.batch.steps.decision)
         if not item.counts.malformed:
             self.steering.put(engine, item.batch)
-            self.lifecycle.canaries.on_batch(item.batch)
+            self.canaries.on_batch(item.batch)
 
     def _on_command_result(self, result: wire.CommandResult) -> None:
         self.swaps.on_result(result)
@@ -322,6 +339,10 @@ class Service:
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
         self.recalibrations.on_alarm(engine, alarm)
+
+    def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
+        self.lifecycle.on_trial_end(trial, decision, text)
+        self.recalibrations.on_trial_end(trial, decision)
 
     # --- what the store says (writer's thread) --------------------------------------------------------------------------
 

@@ -18,22 +18,24 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
-from honed.adapt.monitor.canary import Canary
+from honed.adapt.control.controller import EngineController
+from honed.adapt.monitor.canary import Canary, CanarySettings
 from honed.adapt.protocol.wire import EventBatch
 from honed.daemon.errors import HonedError
-from honed.daemon.ingest.engines import Engine
+from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.lifecycle import swaps
-from honed.daemon.lifecycle.swaps import Beside, Swap
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.swaps import Beside, Swap, Swaps
 from honed.daemon.lifecycle.trial import Kind, Trial
 from honed.daemon.store import canary_tables
+from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operation
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.store.store import Store
 
 log = structlog.get_logger("honed.canaries")
 
@@ -49,37 +51,51 @@ class Canaries:
         on_end: called with (trial, decision, text); the rollout has no trial by then.
     """
 
-    def __init__(self, service: Service, on_end: Callable[[Trial, str, str], None]) -> None:
-        self._service, self._on_end = service, on_end
-        self._settings = service.settings.canary_settings()
+    def __init__(
+        self,
+        settings: CanarySettings,
+        rollout: Rollout,
+        *,
+        engines: Engines,
+        drafters: Drafters,
+        swaps: Swaps,
+        controller_of: Callable[[Engine], EngineController | None],
+        store: Store,
+        journal: Journal,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+        on_end: Callable[[Trial, str, str], None],
+    ) -> None:
+        self._settings, self._rollout = settings, rollout
+        self._engines, self._drafters, self._swaps, self._controller_of = engines, drafters, swaps, controller_of
+        self._store, self._journal, self._clock, self._monotonic = store, journal, clock, monotonic
+        self._on_end = on_end
         self._coin = secrets.SystemRandom()
         self._failed: dict[str, str] = {}
-        self._rollout = service.rollout
         self.results: Counter[str] = Counter()
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
     def begin(self, operation: Operation, kind: Kind, old: str, new: str, max_rounds: int = 0) -> None:
         """Let two versions take turns from now on. Raises UnknownError for a version that isn't there."""
-        service = self._service
         assert self._rollout.trial is None
         settings = self._settings
-        if not service.drafters.shares_cache(old, new):
+        if not self._drafters.shares_cache(old, new):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
         if max_rounds:
             settings = dataclasses.replace(settings, max_rounds=min(max_rounds, settings.max_rounds))
-        most = max(service.engines.drafts_most(service.monotonic()).values(), default=1)
-        now_s = service.monotonic()
+        most = max(self._engines.drafts_most(self._monotonic()).values(), default=1)
+        now_s = self._monotonic()
         self._rollout.trial = Trial(
             operation.operation_id,
             kind,
             Canary(settings, old, new, max(most, 1), old_begins=self._toss()),
-            service.drafters.manifest(new).sha256,
-            service.clock(),
+            self._drafters.manifest(new).sha256,
+            self._clock(),
             now_s,
         )
         self._save(self._rollout.trial)
-        service.journal.mark("canary", f"{new} takes turns with {old}")
+        self._journal.mark("canary", f"{new} takes turns with {old}")
         self.tick(now_s)
 
     def stop(self, text: str) -> None:
@@ -94,20 +110,27 @@ class Canaries:
 
     def why_failed(self, version: str) -> str:
         """Why the version's weights aren't offered again; "" when they are. Raises UnknownError."""
-        return self._failed.get(self._service.drafters.manifest(version).sha256, "")
+        return self._failed.get(self._drafters.manifest(version).sha256, "")
+
+    def tell_of_trial(self, controller: EngineController) -> None:
+        """Tell an engine's new controller which versions take turns, if any do."""
+        if self._rollout.trial is not None:
+            controller.take_turns(self._rollout.trial.versions)
+        else:
+            controller.end_turns()
 
     def load(self) -> set[str]:
         """Go on where the daemon was stopped or killed. Returns the operations that go on.
 
         Aliases move before the verdict is written, so they, and the evidence, say what a lost verdict was.
         """
-        self._failed = canary_tables.failed(self._service.store)
-        rows = canary_tables.unfinished(self._service.store)
+        self._failed = canary_tables.failed(self._store)
+        rows = canary_tables.unfinished(self._store)
         for row in rows[1:]:
             self._write_end(row, "stopped", "a newer one took its place")
         if not rows:
             return set()
-        row, aliases = rows[0], self._service.drafters.aliases()
+        row, aliases = rows[0], self._drafters.aliases()
         active, candidate = aliases["active"], aliases["candidate"]
         if row["kind"] == "canary" and active == row["new"]:
             self._write_end(row, "better", "promoted just before the daemon ended")
@@ -123,7 +146,7 @@ class Canaries:
     def _restored(self, row: dict[str, Any]) -> Canary:
         """Raises HonedError, KeyError, TypeError, ValueError for a row that makes no canary."""
         settings, state = self._settings, row["state"]
-        if not self._service.drafters.shares_cache(row["old"], row["new"]):
+        if not self._drafters.shares_cache(row["old"], row["new"]):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
         settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
         return Canary.restored(settings, state["canary"], old_begins=self._toss())
@@ -136,7 +159,7 @@ class Canaries:
             return ""
 
     def _resume(self, row: dict[str, Any]) -> set[str]:
-        service, state = self._service, row["state"]
+        state = row["state"]
         try:
             canary = self._restored(row)
         except (HonedError, KeyError, TypeError, ValueError) as error:
@@ -148,7 +171,7 @@ class Canaries:
             canary,
             row["new_sha256"],
             row["began_unix_s"],
-            service.monotonic(),
+            self._monotonic(),
             float(state["active_s"]),
         )
         log.info("trial goes on", old=canary.old, new=canary.new, pairs=canary.pairs)
@@ -165,7 +188,7 @@ class Canaries:
             is_ours = trial.canary.observe(batch)
         except ValueError:
             return
-        now_s = self._service.monotonic()
+        now_s = self._monotonic()
         if is_ours:
             trial.active_s += min(max(now_s - trial.heard_s, 0.0), PAUSE_S)
             trial.heard_s = now_s
@@ -201,9 +224,9 @@ class Canaries:
     def _bring(self, trial: Trial, now_s: float) -> None:
         """Have the engines run the version whose turn it is, and renew their leases."""
         serving = trial.canary.serving
-        engines = self.engines(trial)
+        engines = self._engines_of(trial)
         for engine in engines:
-            if (controller := self._service.steering.controller(engine)) is not None:
+            if (controller := self._controller_of(engine)) is not None:
                 controller.take_turns(trial.versions)
         stray = [engine for engine in engines if engine.live_version != serving]
         if not stray and (serving == trial.home or now_s - trial.sent_s < LEASE_S / 2):
@@ -213,35 +236,33 @@ class Canaries:
         trial.is_swapping, trial.sent_s = True, now_s
         beside = Beside(trial.other, trial.home, LEASE_S)
         try:
-            self._service.swaps.begin(serving, stray or engines, lambda swap: self._brought(trial, swap), beside)
+            self._swaps.begin(serving, stray or engines, lambda swap: self._brought(trial, swap), beside)
         except HonedError as error:
             self._end(trial, "failed", str(error))
 
     def _brought(self, trial: Trial, swap: Swap) -> None:
         if self._rollout.trial is not trial:
             return
-        trial.is_swapping, trial.window_began_s = False, self._service.monotonic()
+        trial.is_swapping, trial.window_began_s = False, self._monotonic()
         if swap.refused:
             self._end(trial, "failed", swaps.failure_text(swap))
 
-    def engines(self, trial: Trial) -> list[Engine]:
+    def _engines_of(self, trial: Trial) -> list[Engine]:
         """Connected ones that can run both versions."""
-        service = self._service
-        fits = service.swaps.fits
-        found = service.engines.connected(service.monotonic())
+        fits = self._swaps.fits
+        found = self._engines.connected(self._monotonic())
         return [engine for engine in found if fits(engine, trial.canary.old) and fits(engine, trial.canary.new)]
 
     # --- on paper -----------------------------------------------------------------------------------------------------
 
     def _end(self, trial: Trial, decision: str, text: str) -> None:
-        service = self._service
         self._rollout.trial = None
         self.results[decision] += 1
-        for engine in service.engines.by_id.values():
-            if (controller := service.steering.controller(engine)) is not None:
+        for engine in self._engines.by_id.values():
+            if (controller := self._controller_of(engine)) is not None:
                 controller.end_turns()
         log.info("trial is over", old=trial.canary.old, new=trial.canary.new, decision=decision, text=text)
-        service.journal.mark("canary", f"{trial.canary.new}: {decision}: {text}")
+        self._journal.mark("canary", f"{trial.canary.new}: {decision}: {text}")
         # Aliases first, here and in `load`: they are what engines follow.
         if why := canary_tables.why_failed(decision, text):
             self._failed[trial.new_sha256] = why
@@ -253,13 +274,13 @@ class Canaries:
     def _write_end(self, row: dict[str, Any], decision: str, text: str) -> None:
         if why := canary_tables.why_failed(decision, text):
             self._failed[row["new_sha256"]] = why
-        ended = {"decision": decision, "text": text, "ended_unix_s": self._service.clock()}
+        ended = {"decision": decision, "text": text, "ended_unix_s": self._clock()}
         state = row["state"] if isinstance(row["state"], str) else json.dumps(row["state"])
         self._submit(lambda db: canary_tables.save(db, row | ended | {"state": state}))
 
     def _note(self, trial: Trial) -> None:
         """Write down what a pair of windows has shown."""
-        canary, now = trial.canary, self._service.clock()
+        canary, now = trial.canary, self._clock()
         self._save(trial)
         if canary_tables.is_kept(canary.pairs):
             about = {"operation_id": trial.operation_id, "t": now, "pairs": canary.pairs, "rounds": canary.rounds}
@@ -287,7 +308,7 @@ class Canaries:
         }
 
     def _submit(self, job: Callable[[Any], None]) -> None:
-        self._service.store.submit(job).add_done_callback(
+        self._store.submit(job).add_done_callback(
             lambda done: done.exception() and log.error("a trial was not written", error=str(done.exception()))
         )
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -24,12 +23,13 @@ from honed.daemon.errors import ConflictError, HonedError, UnknownError
 from honed.daemon.ingest.engines import Engine
 from honed.daemon.lifecycle import swaps
 from honed.daemon.lifecycle.canaries import Canaries
-from honed.daemon.lifecycle.swaps import Swap
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.eligible_engines import EligibleEngines
+from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.swaps import Swap, Swaps
 from honed.daemon.lifecycle.trial import Trial
-from honed.daemon.store.operations import Operation
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.operations import Operation, Operations
 
 log = structlog.get_logger("honed.lifecycle")
 
@@ -42,11 +42,23 @@ _OWED_RETRY_S = 30.0
 class Lifecycle:
     """Swaps, trials and what follows from them. Guarded by the service's lock."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._settings = service.settings.recalibration
-        self._rollout = service.rollout
-        self.canaries = Canaries(service, self._on_trial_end)
+    def __init__(
+        self,
+        rollout: Rollout,
+        *,
+        canaries: Canaries,
+        swaps: Swaps,
+        drafters: Drafters,
+        eligible: EligibleEngines,
+        operations: Operations,
+        journal: Journal,
+        challenge_pause_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._rollout, self._canaries, self._swaps = rollout, canaries, swaps
+        self._drafters, self._eligible = drafters, eligible
+        self._operations, self._journal = operations, journal
+        self._challenge_pause_s, self._monotonic = challenge_pause_s, monotonic
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
         self._owed: tuple[str, str] | None = None
@@ -57,9 +69,9 @@ class Lifecycle:
 
     def load(self) -> None:
         """Take up what the daemon was doing when it ended, as far as that can be gone on with."""
-        resumed = self.canaries.load()
-        self._service.operations.load(resumed)
-        drafters = self._service.drafters
+        resumed = self._canaries.load()
+        self._operations.load(resumed)
+        drafters = self._drafters
         if self._rollout.trial is None and drafters.alias("candidate"):
             try:
                 drafters.move({"candidate": None})
@@ -77,54 +89,53 @@ class Lifecycle:
         Raises:
             UnknownError, ConflictError
         """
-        service = self._service
-        engines = service.eligible.swappable(version, takes_over=True)  # before the file is read: nobody is heard meanwhile
-        service.drafters.verified(version)
-        if version == service.drafters.active and not force:
+        engines = self._eligible.swappable(version, takes_over=True)  # before the file is read: nobody is heard meanwhile
+        self._drafters.verified(version)
+        if version == self._drafters.active and not force:
             raise ConflictError(
                 f"{version} is active already",
                 cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
             )
-        if (why := self.canaries.why_failed(version)) and not force:
+        if (why := self._canaries.why_failed(version)) and not force:
             raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
         self._rollout.check_no_swap()
         if not engines and not force:
             raise ConflictError(
-                service.eligible.why_none(version),
+                self._eligible.why_none(version),
                 cure="`honed engines` lists them; --force makes it active now, and engines follow when they connect.",
             )
         if dry_run:
             takers = [engine.engine_id for engine in engines]
-            return service.operations.planned("promote", reason, actor, version=version, engines=takers)
-        operation = service.operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
-        service.journal.audit(actor, "promote", version, reason, operation.operation_id)
+            return self._operations.planned("promote", reason, actor, version=version, engines=takers)
+        operation = self._operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
+        self._journal.audit(actor, "promote", version, reason, operation.operation_id)
         self._rollout.swapping = operation  # the engines aren't sent home first
-        self.canaries.stop(f"{version} was promoted by {actor}")
+        self._canaries.stop(f"{version} was promoted by {actor}")
         if engines:
-            service.swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
+            self._swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
             self._rollout.swapping = None
             with self._failing(operation):
                 self._make_active(version, operation.kind)
-            service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
+            self._operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
     def roll_back(
         self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
     ) -> Operation:
         """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
-        service, trial = self._service, self._rollout.trial
+        trial = self._rollout.trial
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
             if dry_run:
-                takers = [engine.engine_id for engine in service.eligible.swappable(old)]
-                return service.operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
-            operation = service.operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
-            service.journal.audit(actor, "rollback", new, reason, operation.operation_id)
-            self.canaries.withdraw(_rolled_back(actor, reason))
-            service.operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
+                takers = [engine.engine_id for engine in self._eligible.swappable(old)]
+                return self._operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
+            operation = self._operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
+            self._journal.audit(actor, "rollback", new, reason, operation.operation_id)
+            self._canaries.withdraw(_rolled_back(actor, reason))
+            self._operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
             return operation
-        aliases = service.drafters.aliases()
+        aliases = self._drafters.aliases()
         active, target = aliases["active"] or "", aliases["previous"] or aliases["floor"] or ""
         if not target or target == active:
             raise ConflictError(
@@ -133,17 +144,17 @@ class Lifecycle:
             )
         self._rollout.check_no_swap()
         if dry_run:
-            takers = [engine.engine_id for engine in service.eligible.swappable(target)]
-            return service.operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
-        operation = service.operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
-        service.journal.audit(actor, "rollback", active, reason, operation.operation_id)
+            takers = [engine.engine_id for engine in self._eligible.swappable(target)]
+            return self._operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
+        operation = self._operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
+        self._journal.audit(actor, "rollback", active, reason, operation.operation_id)
         # Aliases first: from here on every engine is brought to the old version, even if we are killed now.
         with self._failing(operation):
-            service.drafters.move({"active": target, "previous": None, "candidate": None})
+            self._drafters.move({"active": target, "previous": None, "candidate": None})
         self.rollbacks[cause] += 1
-        service.journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
+        self._journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
         self._rollout.swapping = operation  # the engines are sent home once, below
-        self.canaries.withdraw(_rolled_back(actor, reason))
+        self._canaries.withdraw(_rolled_back(actor, reason))
         self._send_home(target, operation)
         return operation
 
@@ -154,113 +165,109 @@ class Lifecycle:
             ConflictError: the same weights failed before, a swap or trial is under way, or no engine can take it.
             UnknownError, StoreError
         """
-        service = self._service
-        engines = service.eligible.swappable(version)  # before the file is read: nobody is heard meanwhile
-        service.drafters.verified(version)
-        if why := self.canaries.why_failed(version):
+        engines = self._eligible.swappable(version)  # before the file is read: nobody is heard meanwhile
+        self._drafters.verified(version)
+        if why := self._canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
         self._rollout.check_no_swap()
         if self._rollout.trial is not None:
             raise ConflictError(f"{self._rollout.trial.canary.new} is on trial")
         if not engines:
-            why = service.eligible.why_none(version)
+            why = self._eligible.why_none(version)
             raise ConflictError(f"{why}; `honed promote {version}` when there is one")
-        service.drafters.move({"candidate": version})
-        service.operations.move(operation, stage="canary", version=version)
-        self.canaries.begin(operation, "canary", service.drafters.active, version)
+        self._drafters.move({"candidate": version})
+        self._operations.move(operation, stage="canary", version=version)
+        self._canaries.begin(operation, "canary", self._drafters.active, version)
 
     def challenge(self, alarm: Alarm) -> None:
         """The active version does worse than it did: see whether the previous one does better, if there is one."""
-        service, now_s = self._service, self._service.monotonic()
-        aliases = service.drafters.aliases()
+        now_s = self._monotonic()
+        aliases = self._drafters.aliases()
         active, previous = aliases["active"], aliases["previous"]
-        is_due = now_s - self._challenged_s >= self._settings.min_interval_s
+        is_due = now_s - self._challenged_s >= self._challenge_pause_s
         if not (active and previous and active != previous and alarm.drafter_version == active and is_due):
             return
-        if not self._rollout.is_quiet or not service.eligible.swappable(previous):
+        if not self._rollout.is_quiet or not self._eligible.swappable(previous):
             return
         self._challenged_s = now_s
-        operation = service.operations.create("watch", "watching", alarm.text, "honed", None, version=active)
+        operation = self._operations.create("watch", "watching", alarm.text, "honed", None, version=active)
         try:
-            self.canaries.begin(operation, "watch", previous, active, CHALLENGE_ROUNDS)
+            self._canaries.begin(operation, "watch", previous, active, CHALLENGE_ROUNDS)
         except UnknownError as error:
-            service.operations.finish(operation, "failed", error=str(error))
+            self._operations.finish(operation, "failed", error=str(error))
         else:
-            service.operations.finish(operation, "succeeded", stage="watching")
+            self._operations.finish(operation, "succeeded", stage="watching")
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def _promoted(self, operation: Operation, swap: Swap) -> None:
         """The engines have answered an operator's promotion."""
-        service = self._service
         self._rollout.swapping = None
         if swap.failures:
             # Engines that did take it are brought back to `active`, which hasn't moved, by the next tick.
-            service.operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
-            service.journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
+            self._operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
+            self._journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
             return
-        old = service.drafters.active
+        old = self._drafters.active
         try:
             self._make_active(swap.version, operation.kind)
         except HonedError as error:
-            service.operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
+            self._operations.finish(operation, "failed", error=f"the alias was not moved: {error}")
             return
-        service.journal.mark("promote", f"{old} -> {swap.version}")
-        service.journal.audit("honed", f"{operation.kind}.swapped", swap.version, operation.reason)
+        self._journal.mark("promote", f"{old} -> {swap.version}")
+        self._journal.audit("honed", f"{operation.kind}.swapped", swap.version, operation.reason)
         is_watched = bool(old) and old != swap.version and not operation.detail.get("force")
         stage = "watching" if is_watched else "done"
-        service.operations.finish(operation, "succeeded", stage=stage, version=swap.version, **swaps.figures(swap))
+        self._operations.finish(operation, "succeeded", stage=stage, version=swap.version, **swaps.figures(swap))
         if is_watched:
-            self.canaries.begin(operation, "watch", old, swap.version)
+            self._canaries.begin(operation, "watch", old, swap.version)
 
-    def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
+    def on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
         """Act on a verdict; `decision` is better, worse, unproven, or, without one, withdrawn, stopped (both by an operator) or
         failed.
         """
-        service = self._service
-        operation = service.operations.find(trial.operation_id)
-        service.journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
+        operation = self._operations.find(trial.operation_id)
+        self._journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
         if trial.kind == "canary":
             self._end_canary(trial, operation, decision, text)
         else:
             if operation is not None:
-                service.operations.move(operation, stage="done", watch=text)
-            if decision == "worse" and service.drafters.active == trial.canary.new:
+                self._operations.move(operation, stage="done", watch=text)
+            if decision == "worse" and self._drafters.active == trial.canary.new:
                 self._take_back(text)
-            elif self._rollout.swapping is None and service.drafters.active in trial.versions:
-                self._send_home(service.drafters.active)
-        service.recalibrations.on_trial_end(trial, decision)
+            elif self._rollout.swapping is None and self._drafters.active in trial.versions:
+                self._send_home(self._drafters.active)
 
     def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
-        service, new, old = self._service, trial.canary.new, trial.canary.old
-        is_valid = service.drafters.active == old
+        new, old = trial.canary.new, trial.canary.old
+        is_valid = self._drafters.active == old
         try:
             if decision == "better" and is_valid:
                 self._make_active(new, operation.kind if operation is not None else "recalibrate")
-                service.journal.mark("promote", f"{old} -> {new}")
+                self._journal.mark("promote", f"{old} -> {new}")
             else:
-                service.drafters.move({"candidate": None})
+                self._drafters.move({"candidate": None})
         except HonedError as error:
             log.error("aliases were not moved after a canary", version=new, error=str(error))
             decision, text = "failed", f"{text}; the aliases were not moved: {error}"
         if decision in ("worse", "withdrawn"):
             self.rollbacks["canary" if decision == "worse" else "operator"] += 1
-            service.journal.mark("rollback", f"{new} -> {old}: {text}")
+            self._journal.mark("rollback", f"{new} -> {old}: {text}")
         if operation is not None and decision != "better":
             state = "cancelled" if decision in ("stopped", "withdrawn") else "failed"
-            service.operations.finish(operation, state, error=f"{text}; {old} stays active", canary=trial.view())
+            self._operations.finish(operation, state, error=f"{text}; {old} stays active", canary=trial.view())
             operation = None
         elif operation is not None:
-            service.operations.move(operation, stage="swapping", canary=trial.view())
+            self._operations.move(operation, stage="swapping", canary=trial.view())
         if is_valid and self._rollout.swapping is None:
-            self._send_home(service.drafters.active, operation)
+            self._send_home(self._drafters.active, operation)
 
     def tick(self, now_s: float) -> None:
         """Once a second: go back from a version that was found worse when the aliases couldn't be moved, if they can now."""
         if self._owed is None or now_s < self._owed_from_s or not self._rollout.is_quiet:
             return
         (version, text), self._owed = self._owed, None
-        if self._service.drafters.active == version:
+        if self._drafters.active == version:
             self._take_back(text)
 
     def _take_back(self, text: str) -> None:
@@ -268,7 +275,7 @@ class Lifecycle:
             self.roll_back(reason=text, actor="honed", cause="canary")
         except HonedError as error:
             log.error("a bad version can't be rolled back yet", error=str(error))
-            self._owed, self._owed_from_s = (self._service.drafters.active, text), self._service.monotonic() + _OWED_RETRY_S
+            self._owed, self._owed_from_s = (self._drafters.active, text), self._monotonic() + _OWED_RETRY_S
 
     @contextlib.contextmanager
     def _failing(self, operation: Operation) -> Iterator[None]:
@@ -276,20 +283,19 @@ class Lifecycle:
         try:
             yield
         except HonedError as error:
-            self._service.operations.finish(operation, "failed", error=f"the aliases were not moved: {error}")
+            self._operations.finish(operation, "failed", error=f"the aliases were not moved: {error}")
             raise
 
     def _send_home(self, version: str, operation: Operation | None = None) -> None:
         """Have all engines run a version that is `active` by now, and let go of what they hold for turns."""
-        service = self._service
-        engines: list[Engine] = service.eligible.swappable(version)
+        engines: list[Engine] = self._eligible.swappable(version)
         if not engines:
             self._rollout.swapping = None
             if operation is not None:
-                service.operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
+                self._operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
             return
         self._rollout.swapping = operation
-        service.swaps.begin(version, engines, lambda swap: self._sent_home(operation, swap))
+        self._swaps.begin(version, engines, lambda swap: self._sent_home(operation, swap))
 
     def _sent_home(self, operation: Operation | None, swap: Swap) -> None:
         if operation is None:
@@ -298,15 +304,15 @@ class Lifecycle:
             self._rollout.swapping = None
         if swap.failures:
             why = f"{swaps.failure_text(swap)}; it is tried again until they run {swap.version}"
-            self._service.operations.finish(operation, "failed", error=why)
+            self._operations.finish(operation, "failed", error=why)
         else:
             figures = swaps.figures(swap) | {"version": swap.version}
-            self._service.operations.finish(operation, "succeeded", **figures)
+            self._operations.finish(operation, "succeeded", **figures)
 
     def _make_active(self, version: str, kind: str) -> None:
-        old = self._service.drafters.active
+        old = self._drafters.active
         changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
-        self._service.drafters.move(changes | {"active": version, "candidate": None})
+        self._drafters.move(changes | {"active": version, "candidate": None})
         self.promotions[kind] += 1
 
 

@@ -154,7 +154,7 @@ class Recalibrations:
         trial = self._rollout.trial
         if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
             service.journal.audit(actor, "cancel", operation_id, reason)
-            service.lifecycle.canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
+            service.canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
             return operation
         if operation is not self._rollout.training:
             raise ConflictError(

@@ -168,7 +168,7 @@ class Sharing:
         service = self._service
         try:
             origin = service.drafters.manifest(version).origin
-            if why := service.lifecycle.canaries.why_failed(version):
+            if why := service.canaries.why_failed(version):
                 log.info("a fetched version failed here before", version=version, why=why)
                 return
         except HonedError as error:

@@ -67,10 +67,9 @@ def _changes(service: Service) -> Iterator[Metric]:
 
 
 def _trial(service: Service) -> Iterator[Metric]:
-    canaries = service.lifecycle.canaries
     ended = CounterMetricFamily("honed_canaries", "Trials of drafter versions that ended, by verdict.", labels=["decision"])
     for decision in DECISIONS:
-        ended.add_metric([decision], canaries.results[decision])
+        ended.add_metric([decision], service.canaries.results[decision])
     yield ended
     trial = service.rollout.trial
     yield gauge("honed_canary_active", "1 while two drafter versions take turns.", float(trial is not None))

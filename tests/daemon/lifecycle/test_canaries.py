@@ -246,7 +246,7 @@ def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -
     assert {one["workload"] for one in stage.client.get("/v1/status").json()["drift_alarms"]} == {"default", "b"}
     with stage.service.lock:
         assert stage.service.rollout.training is None
-        stage.service.lifecycle.canaries.stop("enough of it")
+        stage.service.canaries.stop("enough of it")
     stage.engine.serve(lambda: stage.service.rollout.training is not None, "a recalibration")
     asked = stage.trainer.expect(wire.TrainRequest)
     assert asked.workloads == ["default"]
@@ -281,7 +281,7 @@ def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> 
     assert trial is not None
     assert trial.canary.settings.window_s == trial.canary.settings.reset_window_s
     with stage.service.lock:
-        stage.service.lifecycle.canaries.stop("enough")
+        stage.service.canaries.stop("enough")
     stage.engine.serve(lambda: stage.engine.swaps, "the swap")
     back = stage.client.post("/v1/drafters:rollback").json()["operation_id"]
     stage.finish(back)
@@ -375,6 +375,6 @@ def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -
     assert trial is not None
     with stage.service.lock:
         night_s = stage.service.monotonic() + 100 * trial.canary.settings.max_s
-        stage.service.lifecycle.canaries.tick(night_s)
+        stage.service.canaries.tick(night_s)
         assert stage.service.rollout.trial is trial
         assert trial.active_s < 60.0
