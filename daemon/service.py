@@ -33,6 +33,7 @@ from honed.daemon.lifecycle.checksums import Checksums
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import EligibleEngines
 from honed.daemon.lifecycle.lifecycle import Lifecycle
+from honed.daemon.lifecycle.old_versions import OldVersions
 from honed.daemon.lifecycle.purges import Purges
 from honed.daemon.lifecycle.recalibrations import Recalibrations
 from honed.daemon.lifecycle.rollout import Rollout
@@ -45,7 +46,7 @@ from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operations
 from honed.daemon.store.store import Store
-from honed.recalib.registry.registry import Registry, RegistryError
+from honed.recalib.registry.registry import Registry
 from honed.recalib.registry.shared import SharedRegistry
 
 log = structlog.get_logger("honed.service")
@@ -120,7 +121,22 @@ class Service:
             challenge_pause_s=settings.recalibration.min_interval_s,
             monotonic=monotonic,
         )
-        self.recalibrations = Recalibrations(self)
+        self.recalibrations = Recalibrations(
+            settings.recalibration,
+            self.rollout,
+            lifecycle=self.lifecycle,
+            canaries=self.canaries,
+            trainer=self.trainer,
+            drafters=self.drafters,
+            eligible=self.eligible,
+            store=self.store,
+            operations=self.operations,
+            journal=self.journal,
+            lock=self.lock,
+            in_background=self.in_background,
+            clock=clock,
+            monotonic=monotonic,
+        )
         self.checksums = Checksums(
             self.rollout,
             engines=self.engines,
@@ -141,7 +157,28 @@ class Service:
             lock=self.lock,
             in_background=self.in_background,
         )
-        self.sharing = Sharing(self, shared)
+        self.sharing = Sharing(
+            settings.registry,
+            shared,
+            self.rollout,
+            lifecycle=self.lifecycle,
+            canaries=self.canaries,
+            drafters=self.drafters,
+            eligible=self.eligible,
+            store=self.store,
+            operations=self.operations,
+            journal=self.journal,
+            lock=self.lock,
+            clock=clock,
+        )
+        self.old_versions = OldVersions(
+            settings.registry.keep_versions,
+            self.rollout,
+            drafters=self.drafters,
+            engines=self.engines,
+            swaps=self.swaps,
+            lock=self.lock,
+        )
         self.warm_start = WarmStart(
             self.steering,
             settings.paths.database,
@@ -198,7 +235,7 @@ class Service:
         self.trainer.is_paused = bool(self.store.read(f"SELECT 1 FROM meta WHERE key = '{_PAUSED}' AND value"))
         self.router.start()
         self._ticker.start()
-        self.in_background(self._tidy_registry)
+        self.in_background(self.old_versions.remove)
 
     def stop(self) -> None:
         """In the order in which work flows: no new frames, no new decisions, then commit what is left."""
@@ -290,26 +327,8 @@ class Service:
         self._background.submit(job)
 
     def _on_move(self) -> None:
-        self.in_background(self._tidy_registry)
+        self.in_background(self.old_versions.remove)
         self.sharing.soon()
-
-    def _tidy_registry(self) -> None:
-        """Old versions go. Under the lock, so that nobody begins to use one meanwhile; their files are removed without it."""
-        keep = self.settings.registry.keep_versions
-        try:
-            if keep:
-                with self.lock:
-                    pruned = self.drafters.registry.prune(keep, self._versions_in_use())
-                if pruned:
-                    log.info("old drafter versions removed", versions=pruned, kept=keep)
-            self.drafters.registry.sweep()
-        except RegistryError as error:
-            log.error("old drafter versions can't be removed", error=str(error))
-
-    def _versions_in_use(self) -> set[str]:
-        """Versions that engines run or are about to, and those that operations under way are about."""
-        running = {engine.live_version for engine in self.engines.by_id.values()}
-        return (running | self.swaps.versions | self.rollout.versions) - {""}
 
     def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():

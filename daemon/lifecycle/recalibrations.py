@@ -8,7 +8,9 @@ ConflictError that says what.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import structlog
@@ -18,12 +20,18 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.errors import START_TRAINER, ConflictError, HonedError, UnknownError, there_are
 from honed.daemon.ingest.engines import Engine
+from honed.daemon.ingest.trainer import Trainer
+from honed.daemon.lifecycle.canaries import Canaries
+from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing
-from honed.daemon.store.operations import Operation
-
-if TYPE_CHECKING:
-    from honed.daemon.lifecycle.trial import Trial
-    from honed.daemon.service import Service
+from honed.daemon.lifecycle.eligible_engines import EligibleEngines
+from honed.daemon.lifecycle.lifecycle import Lifecycle
+from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.trial import Trial
+from honed.daemon.settings.sections import RecalibrationSettings
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.operations import Operation, Operations
+from honed.daemon.store.store import Store
 
 log = structlog.get_logger("honed.recalibrations")
 
@@ -37,13 +45,29 @@ MAX_RESTARTS = 3
 class Recalibrations:
     """The training that is under way, and the alarms that ask for the next one. Guarded by the service's lock."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._settings = service.settings.recalibration
-        self._rollout = service.rollout
-        self.alarms = DriftAlarms(
-            self._settings.min_interval_s, self._keep_alarms, lambda: service.clock() - service.monotonic()
-        )
+    def __init__(
+        self,
+        settings: RecalibrationSettings,
+        rollout: Rollout,
+        *,
+        lifecycle: Lifecycle,
+        canaries: Canaries,
+        trainer: Trainer,
+        drafters: Drafters,
+        eligible: EligibleEngines,
+        store: Store,
+        operations: Operations,
+        journal: Journal,
+        lock: threading.RLock,
+        in_background: Callable[[Callable[[], None]], object],
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._settings, self._rollout, self._lifecycle, self._canaries = settings, rollout, lifecycle, canaries
+        self._trainer, self._drafters, self._eligible = trainer, drafters, eligible
+        self._store, self._operations, self._journal = store, operations, journal
+        self._lock, self._in_background, self._clock, self._monotonic = lock, in_background, clock, monotonic
+        self.alarms = DriftAlarms(settings.min_interval_s, self._keep_alarms, lambda: clock() - monotonic())
         self._parent = ""
         self._engine_id = ""
         self._request: wire.TrainRequest | None = None
@@ -52,12 +76,11 @@ class Recalibrations:
 
     def load(self) -> None:
         """Take up the drift that nothing had answered when the daemon ended and the pause; operations and trials are loaded."""
-        service = self._service
-        ends = [one.finished_unix_s or 0.0 for one in service.operations.listing() if one.kind == "recalibrate"]
-        self._ended_s = service.monotonic() - max(service.clock() - max(ends, default=0.0), 0.0)
-        for row in service.store.read(f"SELECT value FROM meta WHERE key = '{_ALARMS}'"):
+        ends = [one.finished_unix_s or 0.0 for one in self._operations.listing() if one.kind == "recalibrate"]
+        self._ended_s = self._monotonic() - max(self._clock() - max(ends, default=0.0), 0.0)
+        for row in self._store.read(f"SELECT value FROM meta WHERE key = '{_ALARMS}'"):
             try:
-                self.alarms.load(row["value"], service.operations.find, service.monotonic())
+                self.alarms.load(row["value"], self._operations.find, self._monotonic())
             except msgspec.DecodeError as error:
                 log.error("the drift that waited for an answer can't be read", error=str(error))
         if self._rollout.trial is None:
@@ -76,7 +99,6 @@ class Recalibrations:
         key: str | None = None,
     ) -> Operation:
         """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
-        service = self._service
         if self._rollout.training is not None:
             running = self._rollout.training.operation_id
             raise ConflictError(
@@ -89,15 +111,15 @@ class Recalibrations:
                 f"{trial.canary.new} is on trial against {trial.canary.old}",
                 cure=f"`honed canary` shows how it gets on, `honed cancel {tried}` or `honed rollback` ends it.",
             )
-        if not service.trainer.is_connected:
+        if not self._trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
-        engine = service.eligible.capturing(engine_id)
-        service.eligible.check_workloads(engine, workloads or [])
+        engine = self._eligible.capturing(engine_id)
+        self._eligible.check_workloads(engine, workloads or [])
         hello = engine.hello
         assert hello is not None
-        active = service.drafters.active
+        active = self._drafters.active
         if not active:
-            known = there_are(manifest.version for manifest in service.drafters.registry.versions())
+            known = there_are(manifest.version for manifest in self._drafters.registry.versions())
             raise ConflictError(
                 f"no drafter version is active, so there is none to start from ({known} in the registry)",
                 cure="`honed promote VERSION` makes one active; the first that an engine loads becomes it by itself.",
@@ -109,7 +131,7 @@ class Recalibrations:
                 cure="Start vLLM with HONED_FEATURES=layers in its environment, or take scope kv-frozen.",
             )
         seconds = max_seconds or self._settings.max_seconds
-        operation = service.operations.create(
+        operation = self._operations.create(
             "recalibrate",
             "collecting",
             reason,
@@ -128,7 +150,7 @@ class Recalibrations:
             capture_path=hello.capture_path,
             target_path=hello.target_path,
             parent_version=active,
-            parent_path=str(service.drafters.path(active)),
+            parent_path=str(self._drafters.path(active)),
             scope=scope,
             workloads=workloads or [],
             max_seconds=seconds,
@@ -136,16 +158,15 @@ class Recalibrations:
             dry_run=dry_run,
             vllm_version=hello.vllm_version,
         )
-        service.trainer.tell(self._request)
+        self._trainer.tell(self._request)
         if not dry_run:
-            self.alarms.answered_by(operation, engine.engine_id, workloads or [], service.monotonic())
-        service.journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
+            self.alarms.answered_by(operation, engine.engine_id, workloads or [], self._monotonic())
+        self._journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
         return operation
 
     def cancel(self, operation_id: str, *, reason: str, actor: str) -> Operation:
         """Give up a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
-        service = self._service
-        operation = service.operations.get(operation_id)
+        operation = self._operations.get(operation_id)
         if operation.is_finished:
             raise ConflictError(
                 f"operation {operation_id} has ended: {operation.state}",
@@ -153,16 +174,16 @@ class Recalibrations:
             )
         trial = self._rollout.trial
         if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
-            service.journal.audit(actor, "cancel", operation_id, reason)
-            service.canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
+            self._journal.audit(actor, "cancel", operation_id, reason)
+            self._canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
             return operation
         if operation is not self._rollout.training:
             raise ConflictError(
                 f"operation {operation_id} is in stage {operation.stage!r}, which can't be cancelled",
                 cure=f"Wait for its end (`honed operations {operation_id}`), then `honed rollback`.",
             )
-        service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
-        service.journal.audit(actor, "cancel", operation_id, reason)
+        self._trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
+        self._journal.audit(actor, "cancel", operation_id, reason)
         self._end_training("cancelled", reason and f"cancelled: {reason}")
         return operation
 
@@ -191,30 +212,28 @@ class Recalibrations:
         """What the trainer works at is over for this daemon: it was restarted meanwhile, or the trainer was silent for long."""
         if self._rollout.training is None or self._rollout.training.operation_id != operation_id:
             reason = "the daemon doesn't wait for it any more"
-            self._service.trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
+            self._trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
         """Acceptance drifted: note it, to recalibrate when that is allowed and possible."""
-        service = self._service
-        service.journal.mark("drift", alarm.text, engine.engine_id)
+        self._journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
         if self._rollout.trial is not None:
             self.alarms.hold(engine.engine_id, alarm)
             return
         self.alarms.note(engine.engine_id, alarm)
-        service.lifecycle.challenge(alarm)
+        self._lifecycle.challenge(alarm)
 
     def on_trial_end(self, trial: Trial, decision: str) -> None:
         """A canary is the end of its recalibration; drift that was found meanwhile was maybe the worse version's."""
         if trial.kind == "canary":
-            self._ended_s = self._service.monotonic()
+            self._ended_s = self._monotonic()
         self.alarms.release(is_explained=decision == "worse")
 
     def tick(self, now_s: float) -> None:
         """Notice a trainer that is gone (its deadline it keeps itself); answer drift."""
-        service = self._service
-        if self._rollout.training is not None and not service.trainer.is_connected:
-            self._end_training("failed", f"the trainer has been silent for {service.trainer.silent_s:.0f} s")
+        if self._rollout.training is not None and not self._trainer.is_connected:
+            self._end_training("failed", f"the trainer has been silent for {self._trainer.silent_s:.0f} s")
         self.alarms.tick(now_s)
         is_free = self._rollout.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
         if self._settings.automatic and is_free:
@@ -233,7 +252,7 @@ class Recalibrations:
         return True
 
     def _keep_alarms(self, text: str) -> None:
-        self._service.journal.insert("meta", {"key": _ALARMS, "value": text}, replace=True)
+        self._journal.insert("meta", {"key": _ALARMS, "value": text}, replace=True)
 
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""
@@ -244,7 +263,6 @@ class Recalibrations:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def _on_result(self, operation: Operation, result: wire.TrainResult) -> None:
-        service = self._service
         gate = msgspec.to_builtins(result.gate)
         detail: dict[str, Any] = {"gate": gate, "version": result.version, "steps": result.steps}
         detail |= {"tokens": result.tokens, "train_seconds": result.train_seconds, "elapsed_s": result.elapsed_s}
@@ -254,24 +272,23 @@ class Recalibrations:
         if operation.detail.get("dry_run"):
             self._end_training("succeeded", **detail)
             return
-        service.in_background(lambda: self._offer(operation, result.version, detail))
+        self._in_background(lambda: self._offer(operation, result.version, detail))
 
     def _offer(self, operation: Operation, version: str, detail: dict[str, Any]) -> None:
         """Have a candidate tried out, unless the operation has ended while its files were read."""
-        service = self._service
-        service.drafters.read_ahead(version)
-        with service.lock:
+        self._drafters.read_ahead(version)
+        with self._lock:
             if self._rollout.training is not operation:
                 return
             try:
-                if (active := service.drafters.active) != self._parent:
+                if (active := self._drafters.active) != self._parent:
                     raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
-                service.operations.move(operation, **detail)
-                service.lifecycle.try_out(operation, version)
+                self._operations.move(operation, **detail)
+                self._lifecycle.try_out(operation, version)
             except HonedError as error:
                 self._end_training("failed", str(error), **detail)
                 return
-            self._rollout.training, self._ended_s = None, service.monotonic()
+            self._rollout.training, self._ended_s = None, self._monotonic()
 
     def _ask_again(self, operation: Operation) -> None:
         """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""
@@ -281,11 +298,11 @@ class Recalibrations:
             return
         assert self._request is not None
         log.warning("the trainer was restarted, it is asked again", operation_id=operation.operation_id, times=self._restarts)
-        self._service.trainer.tell(self._request)
+        self._trainer.tell(self._request)
 
     def _end_training(self, state: str, error: str = "", **detail: Any) -> None:
         operation = self._rollout.training
         assert operation is not None
-        self._rollout.training, self._ended_s = None, self._service.monotonic()
-        self._service.operations.finish(operation, state, error=error, **detail)
-        self._service.journal.audit("honed", f"recalibrate.{state}", operation.operation_id, error)
+        self._rollout.training, self._ended_s = None, self._monotonic()
+        self._operations.finish(operation, state, error=error, **detail)
+        self._journal.audit("honed", f"recalibrate.{state}", operation.operation_id, error)

@@ -9,19 +9,27 @@ A place that can't be reached is tried again; nothing else waits for it.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from honed.daemon.errors import HonedError, StoreError
+from honed.daemon.lifecycle.canaries import Canaries
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.eligible_engines import EligibleEngines
+from honed.daemon.lifecycle.lifecycle import Lifecycle
+from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.settings.sections import RegistrySettings
 from honed.daemon.store import canary_tables
+from honed.daemon.store.journal import Journal
+from honed.daemon.store.operations import Operations
+from honed.daemon.store.store import Store
 from honed.recalib.registry.manifest import Manifest, RegistryError, sha256_of_target
 from honed.recalib.registry.shared import SharedRegistry
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.sharing")
 
@@ -37,16 +45,33 @@ def without_credentials(text: str) -> str:
 class Sharing:
     """The shared registry, if there is one, as a daemon uses it. Guarded by the service's lock but for its thread's work."""
 
-    def __init__(self, service: Service, shared: SharedRegistry | None) -> None:
-        self._service, self._shared = service, shared
-        self._settings = service.settings.registry
+    def __init__(
+        self,
+        settings: RegistrySettings,
+        shared: SharedRegistry | None,
+        rollout: Rollout,
+        *,
+        lifecycle: Lifecycle,
+        canaries: Canaries,
+        drafters: Drafters,
+        eligible: EligibleEngines,
+        store: Store,
+        operations: Operations,
+        journal: Journal,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings, self._shared, self._rollout = settings, shared, rollout
+        self._lifecycle, self._canaries, self._drafters, self._eligible = lifecycle, canaries, drafters, eligible
+        self._store, self._operations, self._journal = store, operations, journal
+        self._lock, self._clock = lock, clock
         self._thread = ThreadPoolExecutor(1, "honed-sharing")
         self._is_at_work = False
         self._next_s = float("-inf")
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started: what was removed here meanwhile isn't wanted again."""
         self._untried = ""
-        self._is_recalled = False
+        self._is_loaded = False
         self.moved: Counter[str] = Counter()
         """Versions "pushed" and "fetched"."""
         self.errors = 0
@@ -57,8 +82,8 @@ class Sharing:
         """Once a second: look there when it is time, and try out what came."""
         if self._shared is None:
             return
-        if not self._is_recalled:
-            self._is_recalled, self._untried = True, self._left_untried()
+        if not self._is_loaded:
+            self._is_loaded, self._untried = True, self._left_untried()
         if now_s >= self._next_s and not self._is_at_work:
             self._next_s, self._is_at_work = now_s + self._settings.poll_s, True
             self._thread.submit(self._exchange, self._shared)
@@ -89,11 +114,10 @@ class Sharing:
     # --- on its own thread ----------------------------------------------------------------------------------------------
 
     def _exchange(self, shared: SharedRegistry) -> None:
-        service = self._service
         try:
-            with service.lock:
+            with self._lock:
                 active = self._manifest_of_active()
-                targets = {engine.hello.target_path for engine in service.eligible.connected() if engine.hello is not None}
+                targets = {engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None}
             if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
                 self._note("pushed", active, shared.push(active.version))
             paths = {sha256: path for path in sorted(targets) if (sha256 := sha256_of_target(path))}
@@ -102,13 +126,13 @@ class Sharing:
                 if _is_news(manifest, active) and manifest.sha256 not in self._seen:
                     made = shared.fetch(manifest, paths[manifest.target_sha256])
                     self._note("fetched", made, True)
-                    with service.lock:
+                    with self._lock:
                         self._untried = made.version
-            with service.lock:
-                self.last_error, self.last_success_unix_s = "", service.clock()
+            with self._lock:
+                self.last_error, self.last_success_unix_s = "", self._clock()
         except RegistryError as error:
             log.warning("versions can't be shared", error=str(error))
-            with service.lock:
+            with self._lock:
                 self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
         except Exception as error:  # the boundary: the next look is to take place
             log.exception("versions can't be shared", error=str(error))
@@ -116,7 +140,7 @@ class Sharing:
             self._is_at_work = False
 
     def _manifest_of_active(self) -> Manifest | None:
-        drafters = self._service.drafters
+        drafters = self._drafters
         try:
             return drafters.manifest(drafters.active) if drafters.active else None
         except HonedError:
@@ -126,59 +150,55 @@ class Sharing:
         self._seen.add(manifest.sha256)
         if not is_new:
             return
-        service = self._service
-        with service.lock:
+        with self._lock:
             self.moved[what] += 1
             subject = manifest.version if what == "pushed" else f"{manifest.version} ({manifest.origin})"
-            service.journal.audit("honed", f"drafter.{what}", subject)
+            self._journal.audit("honed", f"drafter.{what}", subject)
 
     # --- on the ticking thread --------------------------------------------------------------------------------------------
 
     def _left_untried(self) -> str:
         """The newest version fetched before the daemon was restarted, if it is news and was never on trial; else ""."""
-        service, active = self._service, self._manifest_of_active()
+        active = self._manifest_of_active()
         try:
-            tried = canary_tables.tried(service.store)
+            tried = canary_tables.tried(self._store)
         except StoreError as error:
             log.warning("fetched versions aren't looked through", error=str(error))
             return ""
-        fetched = [one for one in service.drafters.registry.versions() if one.state == "ready" and one.origin]
+        fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
         if not fetched or fetched[-1].sha256 in tried or not _is_news(fetched[-1], active):
             return ""
         return fetched[-1].version if active is None or fetched[-1].version != active.version else ""
 
     def _try_out(self, version: str) -> None:
         """When nothing else is under way, and an engine is there to try it on."""
-        service = self._service
-        if not service.rollout.is_quiet or not service.eligible.swappable(version):
+        if not self._rollout.is_quiet or not self._eligible.swappable(version):
             return
         self._untried = ""
         self._thread.submit(self._read_and_try, version)
 
     def _read_and_try(self, version: str) -> None:
-        service = self._service
-        service.drafters.read_ahead(version)
-        with service.lock:
-            if service.rollout.is_quiet:
+        self._drafters.read_ahead(version)
+        with self._lock:
+            if self._rollout.is_quiet:
                 self._begin(version)
             else:
                 self._untried = self._untried or version
 
     def _begin(self, version: str) -> None:
-        service = self._service
         try:
-            origin = service.drafters.manifest(version).origin
-            if why := service.canaries.why_failed(version):
+            origin = self._drafters.manifest(version).origin
+            if why := self._canaries.why_failed(version):
                 log.info("a fetched version failed here before", version=version, why=why)
                 return
         except HonedError as error:
             log.warning("a fetched version is gone", version=version, error=str(error))
             return
-        operation = service.operations.create("adopt", "canary", f"from {origin}", "honed", None, version=version)
+        operation = self._operations.create("adopt", "canary", f"from {origin}", "honed", None, version=version)
         try:
-            service.lifecycle.try_out(operation, version)
+            self._lifecycle.try_out(operation, version)
         except HonedError as error:
-            service.operations.finish(operation, "failed", error=str(error))
+            self._operations.finish(operation, "failed", error=str(error))
 
 
 def _is_news(manifest: Manifest, active: Manifest | None) -> bool:

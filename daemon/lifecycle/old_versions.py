@@ -1,0 +1,46 @@
+"""Old drafter versions are removed from the registry, but for those that somebody uses or may go back to."""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+
+from honed.daemon.ingest.engines import Engines
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.swaps import Swaps
+from honed.recalib.registry.registry import RegistryError
+
+log = structlog.get_logger("honed.old_versions")
+
+
+class OldVersions:
+    """Removes them, in the background.
+
+    Args:
+        keep: how many of the newest stay; 0: all.
+    """
+
+    def __init__(
+        self, keep: int, rollout: Rollout, *, drafters: Drafters, engines: Engines, swaps: Swaps, lock: threading.RLock
+    ) -> None:
+        self._keep, self._rollout = keep, rollout
+        self._drafters, self._engines, self._swaps, self._lock = drafters, engines, swaps, lock
+
+    def remove(self) -> None:
+        """Prune under the lock, so that nobody begins to use a version meanwhile; remove the files without it."""
+        try:
+            if self._keep:
+                with self._lock:
+                    pruned = self._drafters.registry.prune(self._keep, self._in_use())
+                if pruned:
+                    log.info("old drafter versions removed", versions=pruned, kept=self._keep)
+            self._drafters.registry.sweep()
+        except RegistryError as error:
+            log.error("old drafter versions can't be removed", error=str(error))
+
+    def _in_use(self) -> set[str]:
+        """Versions that engines run or are about to, and those that operations under way are about."""
+        running = {engine.live_version for engine in self._engines.by_id.values()}
+        return (running | self._swaps.versions | self._rollout.versions) - {""}
