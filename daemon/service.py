@@ -75,10 +75,7 @@ class Service:
         self.started_unix_s = clock()
         self.started_s = monotonic()
         self.store = Store(settings.paths.database, settings.store, clock=clock, monotonic=monotonic, on_commit=self.on_commit)
-        registry = Registry(settings.paths.registry)
-        shared = SharedRegistry(settings.registry.url, registry) if settings.registry.url else None
-        self.drafters = Drafters(registry)
-        self.drafters.on_move = self._on_move
+        self.drafters = Drafters(Registry(settings.paths.registry), on_move=self._on_move)
         self.journal = Journal(self.store, clock)
         self.router = Router(
             settings.paths.engine_socket,
@@ -97,6 +94,22 @@ class Service:
         self.live = LiveRounds()
         """Rounds taken since the daemon started."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
+        self._make_lifecycle()
+        self._make_ingest()
+        self.load = LoadHistory()
+        self.decisions: Counter[tuple[str, str]] = Counter()
+        """(engine, reason) -> steps since the daemon started."""
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """(method, route, status) -> HTTP requests."""
+        self.version = installed_version("honed")
+        self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
+        self._background = ThreadPoolExecutor(1, "honed-registry")
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
+        self.last_tick_s = monotonic()
+
+    def _make_lifecycle(self) -> None:
+        settings = self.settings
         self.canaries = Canaries(
             settings.canary_settings(),
             self.rollout,
@@ -106,8 +119,8 @@ class Service:
             controller_of=self.steering.controller,
             store=self.store,
             journal=self.journal,
-            clock=clock,
-            monotonic=monotonic,
+            clock=self.clock,
+            monotonic=self.monotonic,
             on_end=self._on_trial_end,
         )
         self.lifecycle = Lifecycle(
@@ -119,7 +132,7 @@ class Service:
             operations=self.operations,
             journal=self.journal,
             challenge_pause_s=settings.recalibration.min_interval_s,
-            monotonic=monotonic,
+            monotonic=self.monotonic,
         )
         self.recalibrations = Recalibrations(
             settings.recalibration,
@@ -134,8 +147,8 @@ class Service:
             journal=self.journal,
             lock=self.lock,
             in_background=self.in_background,
-            clock=clock,
-            monotonic=monotonic,
+            clock=self.clock,
+            monotonic=self.monotonic,
         )
         self.checksums = Checksums(
             self.rollout,
@@ -146,7 +159,7 @@ class Service:
             send=self.router.send,
             lock=self.lock,
             in_background=self.in_background,
-            monotonic=monotonic,
+            monotonic=self.monotonic,
         )
         self.purges = Purges(
             self.trainer,
@@ -159,7 +172,7 @@ class Service:
         )
         self.sharing = Sharing(
             settings.registry,
-            shared,
+            SharedRegistry(settings.registry.url, self.drafters.registry) if settings.registry.url else None,
             self.rollout,
             lifecycle=self.lifecycle,
             canaries=self.canaries,
@@ -169,7 +182,7 @@ class Service:
             operations=self.operations,
             journal=self.journal,
             lock=self.lock,
-            clock=clock,
+            clock=self.clock,
         )
         self.old_versions = OldVersions(
             settings.registry.keep_versions,
@@ -179,6 +192,9 @@ class Service:
             swaps=self.swaps,
             lock=self.lock,
         )
+
+    def _make_ingest(self) -> None:
+        settings = self.settings
         self.warm_start = WarmStart(
             self.steering,
             settings.paths.database,
@@ -190,9 +206,9 @@ class Service:
         self.greeting = Greeting(
             self.store,
             self.router.send,
-            daemon_id=daemon_id,
+            daemon_id=self.daemon_id,
             log_token_ids=settings.events.log_token_ids,
-            clock=clock,
+            clock=self.clock,
             lock=self.lock,
             in_background=self.in_background,
             identify=self.drafters.identify,
@@ -209,20 +225,9 @@ class Service:
             on_command_result=self._on_command_result,
             on_trainer=self._on_trainer,
             max_workloads=settings.events.max_workloads,
-            clock=clock,
-            monotonic=monotonic,
+            clock=self.clock,
+            monotonic=self.monotonic,
         )
-        self.load = LoadHistory()
-        self.decisions: Counter[tuple[str, str]] = Counter()
-        """(engine, reason) -> steps since the daemon started."""
-        self.requests: Counter[tuple[str, str, str]] = Counter()
-        """(method, route, status) -> HTTP requests."""
-        self.version = installed_version("honed")
-        self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
-        self._background = ThreadPoolExecutor(1, "honed-registry")
-        self._stop = threading.Event()
-        self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
-        self.last_tick_s = monotonic()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -264,6 +269,14 @@ class Service:
         """Stop training between two micro-steps, or let it go on; so it stays, whoever is restarted."""
         self.trainer.pause(is_paused)
         self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, replace=True)
+
+    def in_background(self, job: Callable[[], None]) -> None:
+        """Do what takes long, and takes the lock only when it needs it."""
+        self._background.submit(job)
+
+    def _on_move(self) -> None:
+        self.in_background(self.old_versions.remove)
+        self.sharing.soon()
 
     def _run(self) -> None:
         next_tick_s = 0.0
@@ -321,14 +334,6 @@ class Service:
         now_s = self.monotonic()
         self.swaps.on_engine(engine, now_s)
         self.steer(now_s)
-
-    def in_background(self, job: Callable[[], None]) -> None:
-        """Do what takes long, and takes the lock only when it needs it."""
-        self._background.submit(job)
-
-    def _on_move(self) -> None:
-        self.in_background(self.old_versions.remove)
-        self.sharing.soon()
 
     def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():

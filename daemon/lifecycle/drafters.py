@@ -20,12 +20,14 @@ READ_S = 600.0
 
 
 class Drafters:
-    """Versions and aliases, with failures named in the daemon's own terms."""
+    """Versions and aliases, with failures named in the daemon's own terms.
 
-    def __init__(self, registry: Registry) -> None:
-        self.registry = registry
-        self.on_move: Callable[[], None] = lambda: None
-        """Called after aliases were moved."""
+    Args:
+        on_move: called after aliases were moved.
+    """
+
+    def __init__(self, registry: Registry, *, on_move: Callable[[], None]) -> None:
+        self.registry, self._on_move = registry, on_move
         self._read: dict[str, tuple[float, object]] = {}
         """Versions whose files were whole: when they were read, and what the file system said of them."""
 
@@ -131,7 +133,7 @@ class Drafters:
             raise PreconditionError(str(error)) from error
         except RegistryError as error:
             raise StoreError(str(error)) from error
-        self.on_move()
+        self._on_move()
 
     def listing(self) -> dict[str, Any]:
         """Everything, as the API shows it."""
