@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from honed.daemon.control.live_rounds import LiveRounds
+from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.families import ENGINE_LABELS, MOST_POSITIONS, engines_shown, labels_of
 from honed.daemon.store.rollups import Counts
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
 
 ROUND_LABELS = [*ENGINE_LABELS, "workload", "drafter_version"]
 Rounds = list[tuple[list[str], Counts]]
 """Values of ROUND_LABELS, and what was counted under them."""
 
 
-def read(service: Service) -> Rounds:
+def read(engines: Engines, live: LiveRounds) -> Rounds:
     """What the group needs, under the service's lock."""
-    known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service)}
+    known = {engine.engine_id: labels_of(engine) for engine in engines_shown(engines)}
     return [
         ([*known[engine_id], workload, version], counts)
-        for (engine_id, workload, version), counts in service.live.snapshot()
+        for (engine_id, workload, version), counts in live.snapshot()
         if engine_id in known
     ]
 

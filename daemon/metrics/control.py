@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from honed.adapt.control.settings import MODES
-from honed.daemon.control.overrides import NAMES
+from honed.daemon.control.overrides import NAMES, Overrides
+from honed.daemon.control.steering import Steering
+from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
 DECISIONS = frozenset(
@@ -27,22 +26,21 @@ def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
     errors = service.steering.errors
     yield counter("honed_controller_errors", "Batches that taught nothing, policies that couldn't be made.", errors)
-    yield from _load(service)
-    yield from _policy(service)
+    yield from _load(service.engines, service.monotonic())
+    yield from _policy(service.engines)
     yield from _decisions(service)
-    yield from _beliefs(service)
-    yield from _overrides(service)
+    yield from _beliefs(service.engines, service.steering)
+    yield from _overrides(service.overrides)
 
 
-def _load(service: Service) -> Iterator[Metric]:
-    now_s = service.monotonic()
+def _load(engines: Engines, now_s: float) -> Iterator[Metric]:
     connected = engine_gauge("honed_engine_connected", "1 while the engine is heard.")
     running = engine_gauge("honed_engine_requests_running", "Requests in the engine's batch.")
     waiting = engine_gauge("honed_engine_requests_waiting", "Requests that wait for the engine.")
     lengths = engine_gauge("honed_draft_tokens_per_round", "Draft tokens a round, in the latest batch that had rounds.")
-    for engine in engines_shown(service):
+    for engine in engines_shown(engines):
         labels, status = labels_of(engine), engine.status
-        connected.add_metric(labels, service.engines.is_connected(engine, now_s))
+        connected.add_metric(labels, engines.is_connected(engine, now_s))
         if engine.latest_rounds is not None:
             lengths.add_metric(labels, engine.latest_rounds.draft_tokens_per_round)
         if status is not None:
@@ -51,7 +49,7 @@ def _load(service: Service) -> Iterator[Metric]:
     yield from (connected, running, waiting, lengths)
 
 
-def _policy(service: Service) -> Iterator[Metric]:
+def _policy(engines: Engines) -> Iterator[Metric]:
     budget = engine_gauge(
         "honed_tree_budget_nodes",
         "Most nodes that the policy sent lets a request verify, root excluded; for a chain, its draft tokens.",
@@ -61,7 +59,7 @@ def _policy(service: Service) -> Iterator[Metric]:
     log_p99 = engine_gauge("honed_engine_log_seconds", "p99 of logging a step in vLLM.")
     decide_p99 = engine_gauge("honed_engine_decide_seconds", "p99 of deciding a step in vLLM.")
     errors = engine_counter("honed_engine_errors", "Exceptions caught inside vLLM.")
-    for engine in engines_shown(service):
+    for engine in engines_shown(engines):
         labels, status = labels_of(engine), engine.status
         if engine.policy is not None:
             budget.add_metric(labels, engine.budget_nodes)
@@ -85,7 +83,7 @@ def _decisions(service: Service) -> Iterator[Metric]:
     alarms: Counter[tuple[str, str]] = Counter(dict.fromkeys(service.live.workloads(), 0))
     for (engine_id, workload), value in service.steering.alarms.items():
         alarms[engine_id, service.ingest.bounded(workload)] += value
-    known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service)}
+    known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service.engines)}
     for engine_id, labels in known.items():
         for reason, steps in summed(counted.get(engine_id, {}), DECISIONS).items():
             if steps or reason == "policy":
@@ -96,14 +94,14 @@ def _decisions(service: Service) -> Iterator[Metric]:
     yield from (decisions, drift)
 
 
-def _beliefs(service: Service) -> Iterator[Metric]:
+def _beliefs(engines: Engines, steering: Steering) -> Iterator[Metric]:
     found = (
         ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time expected, smoothed.")),
         ("measured_seconds", engine_gauge("honed_step_time_measured_seconds", "Step time measured, smoothed.")),
         ("speedup", engine_gauge("honed_speedup_estimated_ratio", "Estimated speed against not drafting.")),
     )
-    for engine in engines_shown(service):
-        headline = service.steering.headline(engine)
+    for engine in engines_shown(engines):
+        headline = steering.headline(engine)
         for name, family in found:
             value = headline.get(name)
             if value is not None and math.isfinite(value):
@@ -111,12 +109,12 @@ def _beliefs(service: Service) -> Iterator[Metric]:
     yield from (family for _, family in found)
 
 
-def _overrides(service: Service) -> Iterator[Metric]:
+def _overrides(overrides: Overrides) -> Iterator[Metric]:
     active = GaugeMetricFamily("honed_override_active", "1 while an operator's override is in force.", labels=["name"])
     changes = CounterMetricFamily("honed_override_changes", "Overrides set, cleared and expired.", labels=["name", "change"])
-    in_force = {one["name"] for one in service.overrides.listing()}
+    in_force = {one["name"] for one in overrides.listing()}
     for name in NAMES:
         active.add_metric([name], name in in_force)
         for change in ("set", "cleared", "expired"):
-            changes.add_metric([name, change], service.overrides.changes[name, change])
+            changes.add_metric([name, change], overrides.changes[name, change])
     yield from (active, changes)

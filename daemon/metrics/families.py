@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from honed.daemon.ingest.engines import Engine
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.ingest.engines import Engine, Engines
 
 ENGINE_LABELS = ["model_name", "engine"]
 MOST_ENGINES = 64
@@ -43,9 +39,9 @@ def engine_gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, labels=[*ENGINE_LABELS, *more])
 
 
-def engines_shown(service: Service) -> list[Engine]:
+def engines_shown(engines: Engines) -> list[Engine]:
     """The engines that a scrape shows: those heard last, in order of their ids."""
-    latest = sorted(service.engines.by_id.values(), key=lambda engine: -engine.last_seen_s)
+    latest = sorted(engines.by_id.values(), key=lambda engine: -engine.last_seen_s)
     return sorted(latest[:MOST_ENGINES], key=lambda engine: engine.engine_id)
 
 

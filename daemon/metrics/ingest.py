@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, gauge, labels_of, summed
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 REJECTIONS = frozenset({"undecodable", "store_unavailable", "wire_version"})
 
@@ -22,7 +20,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_event_batches_received", "Batches received, each once.", figures.batches)
     yield counter("honed_event_batches_duplicate", "Batches that came again and were ignored.", figures.duplicates)
     yield counter("honed_event_batches_refused", "Batches for which the store had no room; they come again.", figures.no_room)
-    yield from _lost(service)
+    yield from _lost(service.engines)
     rejected = CounterMetricFamily("honed_frames_rejected", "Frames dropped, by reason.", labels=["reason"])
     for reason, value in summed(figures.rejected, REJECTIONS).items():
         rejected.add_metric([reason], value)
@@ -35,7 +33,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_event_batches_not_learned", "Batches the controllers skipped for lack of time.", skipped)
 
 
-def _lost(service: Service) -> Iterator[Metric]:
+def _lost(engines: Engines) -> Iterator[Metric]:
     lost = engine_counter(
         "honed_events_lost", "Rounds lost, by reason: queue_full (in an engine; as it says for its present boot).", "reason"
     )
@@ -45,7 +43,7 @@ def _lost(service: Service) -> Iterator[Metric]:
         "reason",
     )
     waiting = engine_gauge("honed_engine_queue_bytes", "Events that wait in the engine to be acknowledged.")
-    for engine in engines_shown(service):
+    for engine in engines_shown(engines):
         labels, boot = labels_of(engine), engine.boot
         lost.add_metric([*labels, "queue_full"], boot.lost.get("lost_rounds", 0))
         missing.add_metric([*labels, "missing"], boot.missing_batches)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pysqlite3
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 
 from honed.adapt.protocol import wire
+from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.families import counter, engine_gauge, engines_shown, gauge, labels_of
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 _PROCESS = ProcessCollector(namespace="honed", registry=None)
 
@@ -29,14 +28,14 @@ def families(service: Service) -> Iterator[Metric]:
     yield commit
     yield counter("honed_db_errors", "Refusals by the database.", store.errors)
     yield gauge("honed_db_failing", "1 while the database refuses what was received.", float(store.is_failing))
-    yield from _disk(service)
+    yield from _disk(service.settings.paths.state_dir)
     requests = CounterMetricFamily("honed_admin_requests", "HTTP requests.", labels=["method", "route", "code"])
     for labels, value in sorted(service.requests.items()):
         requests.add_metric(list(labels), value)
     yield requests
     yield gauge("honed_start_time_seconds", "When the daemon started.", service.started_unix_s)
     yield gauge("honed_tick_age_seconds", "Since the controllers last ran.", service.monotonic() - service.last_tick_s)
-    yield from _versions(service)
+    yield from _versions(service.version, service.engines)
 
 
 def process_families() -> Iterator[Metric]:
@@ -44,24 +43,24 @@ def process_families() -> Iterator[Metric]:
     yield from _PROCESS.collect()
 
 
-def _disk(service: Service) -> Iterator[Metric]:
+def _disk(state_dir: Path) -> Iterator[Metric]:
     try:
-        usage = shutil.disk_usage(service.settings.paths.state_dir)
+        usage = shutil.disk_usage(state_dir)
     except OSError:
         return
     yield gauge("honed_disk_free_bytes", "Free on the filesystem of the state directory.", usage.free)
     yield gauge("honed_disk_size_bytes", "Size of the filesystem of the state directory.", usage.total)
 
 
-def _versions(service: Service) -> Iterator[Metric]:
+def _versions(version: str, engines: Engines) -> Iterator[Metric]:
     build = InfoMetricFamily("honed_build", "What runs here.")
-    versions = {"version": service.version, "python": platform.python_version(), "wire": str(wire.WIRE_VERSION)}
+    versions = {"version": version, "python": platform.python_version(), "wire": str(wire.WIRE_VERSION)}
     build.add_metric([], versions | {"sqlite": pysqlite3.sqlite_version})
     yield build
     names = ("version", "vllm_version", "wire", "runner", "method")
-    engines = engine_gauge("honed_engine_info", "What runs in an engine.", *names)
-    for engine in engines_shown(service):
+    info = engine_gauge("honed_engine_info", "What runs in an engine.", *names)
+    for engine in engines_shown(engines):
         if (hello := engine.hello) is not None:
             versions_there = [hello.honed_version, hello.vllm_version, str(hello.wire_version), hello.runner, hello.method]
-            engines.add_metric([*labels_of(engine), *versions_there], 1)
-    yield engines
+            info.add_metric([*labels_of(engine), *versions_there], 1)
+    yield info

@@ -6,7 +6,6 @@ Each group of metrics is a module; see `metric_families` for what keeps a scrape
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client.core import Metric
@@ -17,9 +16,7 @@ from honed.daemon.metrics import ingest as metrics_ingest
 from honed.daemon.metrics import process as metrics_self
 from honed.daemon.metrics import training as metrics_training
 from honed.daemon.metrics import weights as metrics_weights
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 GROUPS = (metrics_ingest, metrics_control, metrics_training, metrics_weights, metrics_self)
@@ -47,7 +44,7 @@ class LiveCollector:
         # Read in full under the lock, so that a scrape shows one moment; the many samples of acceptance are made after it.
         with service.lock:
             families = [family for group in GROUPS for family in group.families(service)]
-            rounds = metrics_acceptance.read(service)
+            rounds = metrics_acceptance.read(service.engines, service.live)
         yield from families
         yield from metrics_acceptance.families(rounds)
         yield from metrics_self.process_families()

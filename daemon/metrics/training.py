@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.families import counter, engine_counter, engines_shown, gauge, labels_of
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 TRAINER_STATES = ("idle", "collecting", "training", "waiting", "gating", "paused", "absent")
 
@@ -37,13 +35,13 @@ def families(service: Service) -> Iterator[Metric]:
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
         yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])
         yield gauge("honed_samples_spilled_bytes", "Samples on the trainer's disk.", view["spilled_bytes"])
-    yield from _captured(service)
+    yield from _captured(service.engines)
 
 
-def _captured(service: Service) -> Iterator[Metric]:
+def _captured(engines: Engines) -> Iterator[Metric]:
     captured = engine_counter("honed_captured_rows", "Rows of context features captured, in the engine's present boot.")
     skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write, in the engine's present boot.")
-    for engine in engines_shown(service):
+    for engine in engines_shown(engines):
         if engine.status is not None:
             captured.add_metric(labels_of(engine), engine.status.captured_rows)
             skipped.add_metric(labels_of(engine), engine.status.capture_skipped_rows)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from honed.daemon.errors import HonedError
+from honed.daemon.ingest.engines import Engines
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.daemon.lifecycle.sharing import Sharing
+from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.metrics.families import engine_counter, engine_gauge, engines_shown, gauge, labels_of
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify", "purge")
 RESULTS = ("succeeded", "failed", "cancelled")
@@ -20,19 +22,19 @@ DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
 
 def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
-    yield from _versions(service)
+    yield from _versions(service.drafters, service.engines)
     yield from _changes(service)
     yield gauge("honed_swap_pause_seconds", "How long the latest swap held the engine.", service.swaps.last_pause_s)
-    yield from _trial(service)
-    yield from _sharing(service)
+    yield from _trial(service.canaries.results, service.rollout.trial)
+    yield from _sharing(service.sharing)
 
 
-def _versions(service: Service) -> Iterator[Metric]:
+def _versions(drafters: Drafters, engines: Engines) -> Iterator[Metric]:
     info = GaugeMetricFamily("honed_drafter_info", "1 for the version in a role.", labels=["role", "version", "sha256"])
-    for role, version in service.drafters.aliases().items():
+    for role, version in drafters.aliases().items():
         if version:
             try:
-                sha256 = service.drafters.manifest(version).sha256
+                sha256 = drafters.manifest(version).sha256
             except HonedError:
                 sha256 = ""
             info.add_metric([role, version, sha256], 1)
@@ -40,7 +42,7 @@ def _versions(service: Service) -> Iterator[Metric]:
     live = engine_gauge("honed_engine_drafter_info", "1 for the drafter version that the engine runs.", "version")
     generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
     updates = engine_counter("honed_target_updates", "Other weights of the target that the engine was given while it ran.")
-    for engine in engines_shown(service):
+    for engine in engines_shown(engines):
         if engine.live_version:
             live.add_metric([*labels_of(engine), engine.live_version], 1)
         if engine.status is not None:
@@ -66,12 +68,11 @@ def _changes(service: Service) -> Iterator[Metric]:
     yield from (swaps, promotions, rollbacks, ended)
 
 
-def _trial(service: Service) -> Iterator[Metric]:
+def _trial(results: Counter[str], trial: Trial | None) -> Iterator[Metric]:
     ended = CounterMetricFamily("honed_canaries", "Trials of drafter versions that ended, by verdict.", labels=["decision"])
     for decision in DECISIONS:
-        ended.add_metric([decision], service.canaries.results[decision])
+        ended.add_metric([decision], results[decision])
     yield ended
-    trial = service.rollout.trial
     yield gauge("honed_canary_active", "1 while two drafter versions take turns.", float(trial is not None))
     rounds = trial.canary.rounds if trial is not None else 0
     yield gauge("honed_canary_rounds", "Rounds compared in the present trial, both versions together.", rounds)
@@ -93,8 +94,7 @@ def _trial(service: Service) -> Iterator[Metric]:
     yield from (evidence, change)
 
 
-def _sharing(service: Service) -> Iterator[Metric]:
-    sharing = service.sharing
+def _sharing(sharing: Sharing) -> Iterator[Metric]:
     moved = CounterMetricFamily(
         "honed_shared_versions", "Versions copied to and from the shared registry.", labels=["direction"]
     )
