@@ -50,11 +50,11 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     changing = APIRouter(dependencies=[needs("admin"), known])
     add_health(reading, service)
     add_reading(reading, service)
-    add_follow(reading, service)
+    add_follow(reading, service.store)
     add_changes(changing, service)
     app.include_router(reading)
     app.include_router(changing)
-    finish(app, service, other_routes="`/openapi.json` describes all there is.")
+    finish(app, service.requests, other_routes="`/openapi.json` describes all there is.")
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=settings.max_body_bytes, bucket=bucket, hosts=hosts)
@@ -77,7 +77,7 @@ def make_read_only_app(service: Service) -> FastAPI:
     socket = service.settings.paths.admin_socket
     finish(
         app,
-        service,
+        service.requests,
         other_routes="This is honed's port for metrics: /metrics, /healthz, /readyz, and a status page at /. "
         f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
     )
@@ -147,7 +147,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
     ) -> Any:
         """Sums over time, and the marks beside them: swaps, drift, overrides."""
         span = 600 * views.RESOLUTIONS[resolution]
-        return views.timeline(service, resolution, service.clock() - span if since is None else since, workload)
+        return views.timeline(service.store, resolution, service.clock() - span if since is None else since, workload)
 
     @app.get("/v1/drafters", response_model=models.Drafters)
     def drafters() -> Any:
@@ -174,7 +174,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
     @app.get("/v1/canaries/{operation_id}", response_model=models.CanaryView)
     def canary(operation_id: Name) -> Any:
         """One trial, with its evidence over time."""
-        return finite(views.canary(service, operation_id))
+        return finite(views.canary(service.store, operation_id))
 
     @app.get("/v1/overrides", response_model=list[models.OverrideView])
     def overrides() -> Any:

@@ -21,6 +21,7 @@ from honed.daemon.api.replies import Replies, check_same, fingerprint
 from honed.daemon.errors import RequestError, StoreError
 from honed.daemon.service import Service
 from honed.daemon.store.operations import Operation
+from honed.daemon.store.store import Store
 from honed.daemon.views.plain_json import finite
 
 GENERATION = r'^(\*|(W/)?"?[0-9]{1,18}"?)$'
@@ -71,7 +72,7 @@ class Changes:
                 operation = act()
                 if not operation.is_planned:
                     service.operations.note_request(operation, asked)
-        settle(service)
+        settle(service.store)
         with service.lock:
             view: dict[str, Any] = finite(operation.view())
             return view
@@ -85,7 +86,7 @@ class Changes:
                 service.drafters.check_generation(generation)
                 reply = act()
                 self._replies.keep(key, asked, reply)
-        settle(service)
+        settle(service.store)
         return reply
 
     def _earlier(self, key: str | None, asked: str) -> Any:
@@ -221,7 +222,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
         changes.done(generation, key, fingerprint("override.clear", name), act)
 
 
-def settle(service: Service) -> None:
+def settle(store: Store) -> None:
     """Wait until what was written under the lock is on disk. A disk that refuses doesn't undo what was decided."""
     with contextlib.suppress(StoreError):
-        service.store.write(lambda db: None, timeout_s=5.0)
+        store.write(lambda db: None, timeout_s=5.0)

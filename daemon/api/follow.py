@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from pydantic.json_schema import SkipJsonSchema
 
 from honed.daemon.errors import ConflictError
-from honed.daemon.service import Service
+from honed.daemon.store.store import Store
 
 POLL_S = 0.5
 SILENCE_S = 15.0
@@ -38,7 +38,7 @@ class EventStreamResponse(StreamingResponse):
     media_type = "text/event-stream"
 
 
-def add_follow(router: APIRouter, service: Service) -> None:
+def add_follow(router: APIRouter, store: Store) -> None:
     """Add the stream."""
     open_streams = threading.Semaphore(MOST_STREAMS)
 
@@ -47,25 +47,25 @@ def add_follow(router: APIRouter, service: Service) -> None:
         """What happens from now on, or after a number, as server-sent events: drift, swap, promote, rollback, override."""
         if last_event_id is not None and last_event_id.isascii() and last_event_id.isdecimal():
             after = int(last_event_id)
-        start = after if after >= 0 else newest(service)
+        start = after if after >= 0 else newest(store)
         if not open_streams.acquire(blocking=False):
             raise ConflictError(f"{MOST_STREAMS} clients follow already", cure="End one of them.")
-        return EventStreamResponse(marks(service, start, open_streams), headers={"cache-control": "no-store"})
+        return EventStreamResponse(marks(store, start, open_streams), headers={"cache-control": "no-store"})
 
 
-def newest(service: Service) -> int:
+def newest(store: Store) -> int:
     """Number of the last mark there is; 0 before the first."""
-    return int(service.store.read("SELECT coalesce(max(id), 0) AS id FROM marks")[0]["id"])
+    return int(store.read("SELECT coalesce(max(id), 0) AS id FROM marks")[0]["id"])
 
 
-async def marks(service: Service, after: int, open_streams: threading.Semaphore) -> AsyncIterator[bytes]:
+async def marks(store: Store, after: int, open_streams: threading.Semaphore) -> AsyncIterator[bytes]:
     """The body: marks beyond `after`, for as long as the client listens."""
     try:
         yield b": honed\n\n"
         silent_s = 0.0
         while True:
             rows = await run_in_threadpool(
-                service.store.read,
+                store.read,
                 "SELECT id, t, kind, text, engine_id FROM marks WHERE id > ? ORDER BY id LIMIT ?",
                 (after, AT_ONCE),
             )

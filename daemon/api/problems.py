@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import structlog
@@ -23,7 +24,6 @@ from honed.daemon.errors import (
     UnauthorizedError,
     UnknownError,
 )
-from honed.daemon.service import Service
 
 log = structlog.get_logger("honed.api")
 
@@ -40,8 +40,13 @@ STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
 }
 
 
-def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
-    """Errors and counting, the same for both listeners; `other_routes` says where to go from a route that isn't here."""
+def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_routes: str = "") -> None:
+    """Errors and counting, the same for both listeners.
+
+    Args:
+        requests: counts them by method, route and status.
+        other_routes: says where to go from a route that isn't here.
+    """
 
     def problem(status: int, title: str, detail: str, cure: str = "") -> JSONResponse:
         document = models.Problem(title=title, status=status, detail=detail, cure=cure)
@@ -79,7 +84,7 @@ def finish(app: FastAPI, service: Service, *, other_routes: str = "") -> None:
         response: Response = await call_next(request)
         route = request.scope.get("route")
         path = getattr(route, "path", "unknown")
-        service.requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
+        requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
         return response
 
 

@@ -10,18 +10,17 @@ import math
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from honed.daemon.page import weights as page_weights
+from honed.daemon.service import Service
 from honed.daemon.store.rollups import Counts, from_json
+from honed.daemon.store.store import Store
 from honed.daemon.views import views
 from honed.daemon.views.findings import findings
 from honed.daemon.views.plain_json import finite
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
 
 CACHE_S = 2.0
 MOST_WORKLOADS = 6
@@ -119,16 +118,16 @@ def document(service: Service, name: str) -> Document:
         "operation": page_weights.progress(status["operation"]),
         "overrides": [{field: one[field] for field in ("name", "value", "ttl_s")} for one in status["overrides"]],
         "workloads": views.workloads(service, float(window.span_s), window.resolution_s, believed),
-        **series(service, window, times),
+        **series(service.store, window, times),
         "load": [load(service, engine_id, since, beliefs) for engine_id, beliefs in believed.items()],
         **page_weights.weights(service),
-        "marks": marks(service, since),
+        "marks": marks(service.store, since),
     }
 
 
-def series(service: Service, window: Window, times: list[int]) -> Document:
+def series(store: Store, window: Window, times: list[int]) -> Document:
     """Acceptance by workload, and by workload and position, a value for every time; null where nothing was verified."""
-    rows = service.store.read(
+    rows = store.read(
         """SELECT bucket_s, workload, rounds, draft_tokens, accepted_tokens, tried_by_position, accepted_by_position
            FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ? LIMIT ?""",
         (window.resolution_s, times[0], times[-1] + window.step_s, MOST_ROWS),
@@ -210,7 +209,7 @@ def load(service: Service, engine_id: str, since: float, beliefs: Document) -> D
     }
 
 
-def marks(service: Service, since: float) -> list[Document]:
+def marks(store: Store, since: float) -> list[Document]:
     """When weights or decisions changed. Reasons, which operators write, stay out: what was changed comes before a colon."""
-    rows = service.store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 100", (since,))
+    rows = store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 100", (since,))
     return [row | {"text": row["text"].partition(":")[0]} for row in reversed(rows)]

@@ -10,14 +10,12 @@ import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fastapi import FastAPI, Response
 
 from honed.daemon.page.document import PageDocuments
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.service import Service
 
 FOLDER = files("honed") / "daemon" / "page"
 SCRIPTS = ("charts.js", "cells.js", "parts.js", "page.js")

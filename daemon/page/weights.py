@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.lifecycle.trial import Trial
+from honed.daemon.service import Service
+from honed.daemon.store.operations import Operations
 
 MOST_VERSIONS = 8
 PROGRESS = (
@@ -49,8 +50,8 @@ def weights(service: Service) -> Document:
     kept = newest[:MOST_VERSIONS]
     kept += [one for one in newest[MOST_VERSIONS:] if one["version"] in roles]
     with service.lock:
-        outcomes = _outcomes(service)
-        found = {"trial": _trial(service)}
+        outcomes = _outcomes(service.operations)
+        found = {"trial": _trial(service.rollout.trial)}
     versions = [
         {
             "version": one["version"],
@@ -67,10 +68,10 @@ def weights(service: Service) -> Document:
     return found | {"versions": versions}
 
 
-def _outcomes(service: Service) -> dict[str, str]:
+def _outcomes(operations: Operations) -> dict[str, str]:
     """Version -> how its trial ended, or that it goes on."""
     found: dict[str, str] = {}
-    for operation in service.operations.listing():
+    for operation in operations.listing():
         version = operation.detail.get("version")
         if version and version not in found and operation.kind != "rollback":
             ended = str(operation.detail.get("watch", ""))
@@ -80,9 +81,8 @@ def _outcomes(service: Service) -> dict[str, str]:
     return found
 
 
-def _trial(service: Service) -> Document | None:
+def _trial(trial: Trial | None) -> Document | None:
     """The version on trial: evidence for and against it, by workload, in powers of ten; `bar_*` is what decides."""
-    trial = service.rollout.trial
     if trial is None:
         return None
     shown = trial.view()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.ingest.engines import Engine
+from honed.daemon.service import Service
 from honed.daemon.store import canary_tables
 from honed.daemon.store.rollups import Counts
-
-if TYPE_CHECKING:
-    from honed.daemon.service import Service
+from honed.daemon.store.store import Store
 
 RECENT_S = 60
 RATE_S = 10
@@ -35,11 +34,11 @@ def acceptance(counts: Counts) -> dict[str, Any]:
 
 def status(service: Service) -> dict[str, Any]:
     """Everything at a glance."""
-    recent = recent_by_engine(service)
+    recent = recent_by_engine(service.store, service.clock())
     last_minute = Counts()
     for counts, _ in recent.values():
         last_minute.add(counts)
-    total = total_counts(service)
+    total = total_counts(service.store)
     with service.lock:
         problems = service.problems
         operation = service.rollout.current
@@ -83,7 +82,7 @@ def status(service: Service) -> dict[str, Any]:
 
 def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = None) -> list[dict[str, Any]]:
     """All engines seen since the daemon started."""
-    found = recent if recent is not None else recent_by_engine(service)
+    found = recent if recent is not None else recent_by_engine(service.store, service.clock())
     with service.lock:
         now_s = service.monotonic()
         return [
@@ -154,12 +153,12 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
     }
 
 
-def recent_by_engine(service: Service) -> dict[str, tuple[Counts, float]]:
+def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
     """Each engine's rounds of the last minute, and the tokens per second that it lately emitted."""
-    now = int(service.clock())
+    now = int(now_unix_s)
     found: dict[str, tuple[Counts, float]] = {}
     emitted: dict[str, int] = defaultdict(int)
-    rows = service.store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s >= ?", (now - RECENT_S,))
+    rows = store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s >= ?", (now - RECENT_S,))
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
         counts.add(Counts.from_row(row))
@@ -169,10 +168,10 @@ def recent_by_engine(service: Service) -> dict[str, tuple[Counts, float]]:
     return {engine_id: (counts, emitted[engine_id] / RATE_S) for engine_id, (counts, _) in found.items()}
 
 
-def total_counts(service: Service) -> Counts:
+def total_counts(store: Store) -> Counts:
     """All rounds ever stored."""
     total = Counts()
-    for row in service.store.read("SELECT * FROM boots"):
+    for row in store.read("SELECT * FROM boots"):
         total.add(Counts.from_row(row))
     return total
 
@@ -233,9 +232,9 @@ def drift_of(beliefs: dict[str, Any], workload: str) -> dict[str, Any]:
     return drift if isinstance(drift, dict) else {"state": str(drift or "unknown"), "evidence": 0.0}
 
 
-def timeline(service: Service, resolution: str, since: float, workload: str) -> dict[str, Any]:
+def timeline(store: Store, resolution: str, since: float, workload: str) -> dict[str, Any]:
     """Points of one resolution since a moment, oldest first, and the marks beside them."""
-    rows = service.store.read(
+    rows = store.read(
         """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
              sum(accepted_tokens) AS accepted_tokens, sum(emitted_tokens) AS emitted_tokens
            FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND (? = '' OR workload = ?)
@@ -244,15 +243,15 @@ def timeline(service: Service, resolution: str, since: float, workload: str) -> 
     )
     for row in rows:
         row["draft_tokens_per_round"] = row["draft_tokens"] / row["rounds"] if row["rounds"] else 0.0
-    marks = service.store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,))
+    marks = store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,))
     return {"points": rows[::-1], "marks": marks[::-1]}
 
 
-def canary(service: Service, operation_id: str) -> dict[str, Any]:
+def canary(store: Store, operation_id: str) -> dict[str, Any]:
     """A trial and its evidence over time. Raises UnknownError."""
-    rows = canary_tables.listing(service.store, 1000)
+    rows = canary_tables.listing(store, 1000)
     for row in rows:
         if row["operation_id"] == operation_id:
-            return row | {"points": canary_tables.points(service.store, operation_id)}
+            return row | {"points": canary_tables.points(store, operation_id)}
     why = f"no trial {operation_id!r}; {there_are(row['operation_id'] for row in rows)}"
     raise UnknownError(why, cure="`honed canary` lists them.")
