@@ -89,7 +89,7 @@ class Canaries:
         self._rollout.trial = Trial(
             operation.operation_id,
             kind,
-            Canary(settings, old, new, max(most, 1), old_begins=self._toss()),
+            Canary(settings, old, new, max(most, 1), old_begins=self._toss_coin()),
             self._drafters.manifest(new).sha256,
             self._clock(),
             now_s,
@@ -149,7 +149,7 @@ class Canaries:
         if not self._drafters.shares_cache(row["old"], row["new"]):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
         settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
-        return Canary.restored(settings, state["canary"], old_begins=self._toss())
+        return Canary.restored(settings, state["canary"], old_begins=self._toss_coin())
 
     def _decision_of(self, row: dict[str, Any]) -> str:
         """What the evidence that was written down amounts to."""
@@ -192,7 +192,7 @@ class Canaries:
         if is_ours:
             trial.active_s += min(max(now_s - trial.heard_s, 0.0), PAUSE_S)
             trial.heard_s = now_s
-        self._look(trial, now_s)
+        self._end_window_if_over(trial, now_s)
 
     def tick(self, now_s: float) -> None:
         """Deadlines, and engines that came or went."""
@@ -203,25 +203,25 @@ class Canaries:
             verdict = trial.canary.give_up(f"shows no proven difference in {trial.active_s:.0f} s of traffic")
             self._end(trial, verdict.decision, verdict.text)
         elif not trial.is_swapping:
-            self._look(trial, now_s)
+            self._end_window_if_over(trial, now_s)
             if self._rollout.trial is trial and not trial.is_swapping:
-                self._bring(trial, now_s)
+                self._serve_turn(trial, now_s)
 
-    def _look(self, trial: Trial, now_s: float) -> None:
+    def _end_window_if_over(self, trial: Trial, now_s: float) -> None:
         """End the window if it is over."""
         canary = trial.canary
         if trial.is_swapping or not canary.is_window_over(now_s - trial.window_began_s):
             return
         pairs, trial.window_began_s = canary.pairs, now_s
-        verdict = canary.turn(old_begins=self._toss())
+        verdict = canary.turn(old_begins=self._toss_coin())
         if canary.pairs != pairs:
             self._note(trial)
         if verdict.decision != "undecided":
             self._end(trial, verdict.decision, verdict.text)
         else:
-            self._bring(trial, now_s)
+            self._serve_turn(trial, now_s)
 
-    def _bring(self, trial: Trial, now_s: float) -> None:
+    def _serve_turn(self, trial: Trial, now_s: float) -> None:
         """Have the engines run the version whose turn it is, and renew their leases."""
         serving = trial.canary.serving
         engines = self._engines_of(trial)
@@ -236,11 +236,11 @@ class Canaries:
         trial.is_swapping, trial.sent_s = True, now_s
         beside = Beside(trial.other, trial.home, LEASE_S)
         try:
-            self._swaps.begin(serving, stray or engines, lambda swap: self._brought(trial, swap), beside)
+            self._swaps.begin(serving, stray or engines, lambda swap: self._on_turn(trial, swap), beside)
         except HonedError as error:
             self._end(trial, "failed", str(error))
 
-    def _brought(self, trial: Trial, swap: Swap) -> None:
+    def _on_turn(self, trial: Trial, swap: Swap) -> None:
         if self._rollout.trial is not trial:
             return
         trial.is_swapping, trial.window_began_s = False, self._monotonic()
@@ -312,5 +312,5 @@ class Canaries:
             lambda done: done.exception() and log.error("a trial was not written", error=str(done.exception()))
         )
 
-    def _toss(self) -> bool:
+    def _toss_coin(self) -> bool:
         return self._coin.random() < 0.5

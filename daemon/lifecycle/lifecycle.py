@@ -35,7 +35,7 @@ log = structlog.get_logger("honed.lifecycle")
 
 CHALLENGE_ROUNDS = 5000
 """A version that regressed is compared with the previous one for so many rounds; then it is time to recalibrate."""
-_OWED_RETRY_S = 30.0
+_ROLLBACK_RETRY_S = 30.0
 """After a version that was found worse couldn't be taken back."""
 
 
@@ -61,9 +61,9 @@ class Lifecycle:
         self._challenge_pause_s, self._monotonic = challenge_pause_s, monotonic
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
-        self._owed: tuple[str, str] | None = None
+        self._rollback_due: tuple[str, str] | None = None
         """Version that was found worse and is active still, since its aliases couldn't be moved, and what was found."""
-        self._owed_from_s = 0.0
+        self._rollback_due_s = 0.0
         self.promotions: Counter[str] = Counter()
         """Versions made active, by the kind of operation."""
 
@@ -264,9 +264,9 @@ class Lifecycle:
 
     def tick(self, now_s: float) -> None:
         """Once a second: go back from a version that was found worse when the aliases couldn't be moved, if they can now."""
-        if self._owed is None or now_s < self._owed_from_s or not self._rollout.is_quiet:
+        if self._rollback_due is None or now_s < self._rollback_due_s or not self._rollout.is_quiet:
             return
-        (version, text), self._owed = self._owed, None
+        (version, text), self._rollback_due = self._rollback_due, None
         if self._drafters.active == version:
             self._take_back(text)
 
@@ -275,7 +275,7 @@ class Lifecycle:
             self.roll_back(reason=text, actor="honed", cause="canary")
         except HonedError as error:
             log.error("a bad version can't be rolled back yet", error=str(error))
-            self._owed, self._owed_from_s = (self._drafters.active, text), self._monotonic() + _OWED_RETRY_S
+            self._rollback_due, self._rollback_due_s = (self._drafters.active, text), self._monotonic() + _ROLLBACK_RETRY_S
 
     @contextlib.contextmanager
     def _failing(self, operation: Operation) -> Iterator[None]:

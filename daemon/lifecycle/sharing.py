@@ -66,7 +66,7 @@ class Sharing:
         self._store, self._operations, self._journal = store, operations, journal
         self._lock, self._clock = lock, clock
         self._thread = ThreadPoolExecutor(1, "honed-sharing")
-        self._is_at_work = False
+        self._is_exchanging = False
         self._next_s = float("-inf")
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started: what was removed here meanwhile isn't wanted again."""
@@ -84,8 +84,8 @@ class Sharing:
             return
         if not self._is_loaded:
             self._is_loaded, self._untried = True, self._left_untried()
-        if now_s >= self._next_s and not self._is_at_work:
-            self._next_s, self._is_at_work = now_s + self._settings.poll_s, True
+        if now_s >= self._next_s and not self._is_exchanging:
+            self._next_s, self._is_exchanging = now_s + self._settings.poll_s, True
             self._thread.submit(self._exchange, self._shared)
         if self._untried and self._settings.try_fetched:
             self._try_out(self._untried)
@@ -137,7 +137,7 @@ class Sharing:
         except Exception as error:  # the boundary: the next look is to take place
             log.exception("versions can't be shared", error=str(error))
         finally:
-            self._is_at_work = False
+            self._is_exchanging = False
 
     def _manifest_of_active(self) -> Manifest | None:
         drafters = self._drafters

@@ -173,7 +173,7 @@ def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(
 
 
 def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._OWED_RETRY_S", 0.5)
+    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._ROLLBACK_RETRY_S", 0.5)
     new, move = stage.version(1.0), stage.service.drafters.move
     stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
     stage.promote(new, force=False)
