@@ -88,7 +88,7 @@ class Service:
         self.rollout = Rollout(self.operations)
         controller_settings = settings.controller_settings()
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
-        self.trainer = Trainer(self.router.send, settings.recalibration.trainer_lost_s, monotonic)
+        self.trainer = Trainer(self.router.send, daemon_id, settings.recalibration.trainer_lost_s, monotonic)
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, settings.recalibration, monotonic)
         self.live = LiveRounds()
@@ -301,10 +301,7 @@ class Service:
         self.recalibrations.tick(now_s)
         self.purges.tick()
         self.sharing.tick(now_s)
-        for engine in self.engines.by_id.values():
-            if not engine.is_lost and not self.engines.is_connected(engine, now_s):
-                engine.is_lost = True
-                log.warning("engine is silent", engine_id=engine.engine_id)
+        self.engines.tick(now_s)
         self.steer(now_s)
 
     def steer(self, now_s: float) -> None:
@@ -351,11 +348,7 @@ class Service:
         self.checksums.on_result(result)
 
     def _on_trainer(self, peer: bytes, message: TrainerMessage) -> None:
-        if self.trainer.hear(peer, message):
-            self.router.send(
-                peer,
-                wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self.daemon_id, boot_id="", committed_seq=0),
-            )
+        self.trainer.hear(peer, message)
         if not isinstance(message, wire.Purged):
             self.recalibrations.on_trainer(message)
         if isinstance(message, wire.TrainerHello | wire.Purged):
@@ -371,14 +364,5 @@ class Service:
     # --- what the store says (writer's thread) --------------------------------------------------------------------------
 
     def on_commit(self, group: list[StoredBatch]) -> None:
-        """Count what is on disk and acknowledge it."""
         with self.lock:
-            touched = {}
-            for item in group:
-                boot = self.engines.boot(item.batch.engine_id, item.batch.boot_id)
-                boot.note_stored(item, self.monotonic())
-                touched[boot.engine_id, boot.boot_id] = boot
-            for boot in touched.values():
-                engine = self.engines.by_id.get(boot.engine_id)
-                if engine is not None and engine.boot is boot:
-                    self.router.send(engine.peer, wire.Ack(boot_id=boot.boot_id, seq=boot.committed_seq))
+            self.ingest.on_commit(group)

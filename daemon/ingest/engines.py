@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import structlog
 
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.errors import UnknownError, there_are
@@ -13,6 +14,8 @@ from honed.daemon.ingest.sequences import BootSequence
 from honed.daemon.store.batch_tables import StoredBatch, losses
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
+
+log = structlog.get_logger("honed.engines")
 
 
 @dataclass(slots=True)
@@ -145,6 +148,13 @@ class Engines:
 
     def connected(self, now_s: float) -> list[Engine]:
         return [engine for engine in self.by_id.values() if self.is_connected(engine, now_s)]
+
+    def tick(self, now_s: float) -> None:
+        """Tell of engines that have fallen silent, once."""
+        for engine in self.by_id.values():
+            if not engine.is_lost and not self.is_connected(engine, now_s):
+                engine.is_lost = True
+                log.warning("engine is silent", engine_id=engine.engine_id)
 
     def drafts_most(self, now_s: float) -> dict[str, int]:
         """Connected engine -> draft tokens a round that it is configured for."""

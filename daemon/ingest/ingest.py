@@ -108,6 +108,18 @@ class Ingest:
         """Count a frame that was dropped."""
         self.figures.rejected[why] += 1
 
+    def on_commit(self, group: list[StoredBatch]) -> None:
+        """Count what is on disk and acknowledge it."""
+        touched = {}
+        for item in group:
+            boot = self._engines.boot(item.batch.engine_id, item.batch.boot_id)
+            boot.note_stored(item, self._monotonic())
+            touched[boot.engine_id, boot.boot_id] = boot
+        for boot in touched.values():
+            engine = self._engines.by_id.get(boot.engine_id)
+            if engine is not None and engine.boot is boot:
+                self._acknowledge(engine.peer, boot)
+
     def _dispatch(self, peer: bytes, message: wire.ToDaemon, frame: bytes) -> None:
         if isinstance(message, wire.EventBatch):
             self._take_batch(peer, message, frame)

@@ -24,8 +24,10 @@ TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult | wir
 class Trainer:
     """The connection to the trainer. Guarded by the service's lock."""
 
-    def __init__(self, send: Callable[[bytes, Any], None], lost_after_s: float, monotonic: Callable[[], float]) -> None:
-        self._send, self._lost_after_s, self._monotonic = send, lost_after_s, monotonic
+    def __init__(
+        self, send: Callable[[bytes, Any], None], daemon_id: str, lost_after_s: float, monotonic: Callable[[], float]
+    ) -> None:
+        self._send, self._daemon_id, self._lost_after_s, self._monotonic = send, daemon_id, lost_after_s, monotonic
         self._peer = b""
         self._seen_s = float("-inf")
         self.hello: wire.TrainerHello | None = None
@@ -48,19 +50,18 @@ class Trainer:
     def silent_s(self) -> float:
         return self._monotonic() - self._seen_s
 
-    def hear(self, peer: bytes, message: TrainerMessage) -> bool:
-        """Take note of a message. Returns whether it is an introduction that wants a welcome."""
+    def hear(self, peer: bytes, message: TrainerMessage) -> None:
+        """Take note of a message, and answer an introduction."""
         self._peer, self._seen_s = peer, self._monotonic()
         if isinstance(message, wire.TrainerHello):
             log.info("trainer says hello", trainer_id=message.trainer_id, device=message.device)
             self.hello, self.status = message, None
             # Also that it isn't: it may have been when one of the two was gone.
             self.tell(wire.TrainPause(paused=self.is_paused))
-            return True
-        if isinstance(message, wire.TrainerStatus):
+            self.tell(wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self._daemon_id, boot_id="", committed_seq=0))
+        elif isinstance(message, wire.TrainerStatus):
             self._add_up(message)
             self.status = message
-        return False
 
     def _add_up(self, status: wire.TrainerStatus) -> None:
         """Its figures begin anew with each operation; ours only grow."""
@@ -75,7 +76,7 @@ class Trainer:
             self.computing.observe(computing_s)
             self._recent_computing_s.append(computing_s)
 
-    def tell(self, message: wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
+    def tell(self, message: wire.Welcome | wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
         """Send it something."""
         self._send(self._peer, message)
 
