@@ -1,0 +1,107 @@
+"""An engine is welcome once it is known which registered version it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from honed.adapt.protocol import wire
+from honed.daemon.ingest.engines import Engine, Engines
+from honed.daemon.ingest.greeting import Greeting
+from honed.daemon.store.store import Store
+from honed.recalib.registry.registry import RegistryError
+from tests.daemon.conftest import Clock
+
+
+class Host:
+    """A greeting whose background work waits for `work`."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self.engines = Engines(store, lost_after_s=10.0)
+        self.identify: Callable[[wire.EngineHello], str] = lambda hello: "v0001-abc"
+        self.sent: list[wire.Welcome] = []
+        self.calls: list[str] = []
+        self._jobs: list[Callable[[], None]] = []
+        self.greeting = Greeting(
+            store,
+            lambda peer, message: self.sent.append(message),
+            daemon_id="daemon",
+            log_token_ids=True,
+            clock=clock,
+            lock=threading.RLock(),
+            in_background=self._jobs.append,
+            identify=lambda hello: self.identify(hello),
+            on_hello=lambda engine, hello: self.calls.append("hello"),
+            on_welcome=lambda engine: self.calls.append("welcome"),
+        )
+
+    def greet(self, version: str = "") -> Engine:
+        engine, _ = self.engines.seen("engine-0", "boot", b"peer", 0.0)
+        fields: dict[str, Any] = dict.fromkeys(
+            ("model_name", "target_path", "drafter_path", "vllm_version", "honed_version", "runner", "method"), ""
+        )
+        numbers = {"wire_version": wire.WIRE_VERSION, "pid": 1, "num_spec_tokens": 3, "max_num_seqs": 8, "max_model_len": 1024}
+        hello = wire.EngineHello(engine_id="engine-0", boot_id="boot", drafter_version=version, **fields, **numbers)
+        engine.boot.hello, engine.live_version = hello, version
+        self.greeting.greet(engine)
+        return engine
+
+    def work(self) -> None:
+        while self._jobs:
+            self._jobs.pop(0)()
+
+
+@pytest.fixture
+def host(store: Store, clock: Clock) -> Host:
+    return Host(store, clock)
+
+
+def test_an_engine_that_names_its_version_is_welcome_at_once(host: Host, store: Store) -> None:
+    engine = host.greet("v0007-fed")
+    (welcome,) = host.sent
+    assert (welcome.daemon_id, welcome.boot_id, welcome.committed_seq) == ("daemon", "boot", 0)
+    assert (welcome.drafter_version, welcome.log_token_ids) == ("v0007-fed", True)
+    assert host.calls == ["hello", "welcome"]
+    assert engine.policy_sent_s == float("-inf"), "it gets a policy anew"
+    assert store.drain(10)
+    assert store.read("SELECT hello FROM boots")[0]["hello"].startswith('{"type":"EngineHello"')
+
+
+def test_another_one_waits_until_its_checkpoint_was_read(host: Host) -> None:
+    engine = host.greet()
+    assert (host.sent, host.calls) == ([], ["hello"])
+    host.work()
+    assert [welcome.drafter_version for welcome in host.sent] == ["v0001-abc"]
+    assert engine.live_version == "v0001-abc"
+
+
+def test_what_it_said_it_runs_meanwhile_counts(host: Host) -> None:
+    engine = host.greet()
+    engine.live_version = wire.FOREIGN_DRAFTER
+    host.work()
+    assert [welcome.drafter_version for welcome in host.sent] == [wire.FOREIGN_DRAFTER]
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (
+            RegistryError("no such folder"),
+            "its drafter can't be retrained: no such folder; daemon and trainer read it",
+        ),
+        (ZeroDivisionError("a bug"), ""),
+    ],
+)
+def test_an_engine_whose_drafter_cannot_be_read_is_welcome_all_the_same(host: Host, error: Exception, note: str) -> None:
+    def fail(hello: wire.EngineHello) -> str:
+        raise error
+
+    host.identify = fail
+    engine = host.greet()
+    host.work()
+    assert [welcome.drafter_version for welcome in host.sent] == [""]
+    assert engine.note.startswith(note)
+    assert bool(engine.note) == bool(note)

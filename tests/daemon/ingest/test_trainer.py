@@ -1,0 +1,60 @@
+"""The trainer that was heard last is the one that is told something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from honed.adapt.protocol import wire
+from honed.daemon.ingest.trainer import Trainer
+
+
+class Link:
+    """A trainer's connection, and what was sent on it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.sent: list[tuple[bytes, Any]] = []
+        self.trainer = Trainer(lambda *sent: self.sent.append(sent), "daemon", 10.0, lambda: self.now_s)
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+HELLO = wire.TrainerHello(wire_version=wire.WIRE_VERSION, trainer_id="trainer-0", device="cpu", pid=1, honed_version="0.1.0")
+
+
+def status(**changes: Any) -> wire.TrainerStatus:
+    return wire.TrainerStatus(**({"trainer_id": "trainer-0", "state": "training", "operation_id": "op-1"} | changes))
+
+
+def test_an_introduction_is_answered_with_the_pause_and_a_welcome(link: Link) -> None:
+    assert not link.trainer.is_connected
+    link.trainer.pause(True)
+    assert link.sent == [], "nobody is there to be told"
+    link.trainer.hear(b"one", HELLO)
+    (_, pause), (peer, welcome) = link.sent
+    assert (peer, pause.paused, welcome.daemon_id) == (b"one", True, "daemon")
+    assert link.trainer.is_connected
+
+
+def test_a_silent_trainer_is_not_connected(link: Link) -> None:
+    link.trainer.hear(b"one", HELLO)
+    link.now_s = 10.5
+    assert (link.trainer.is_connected, link.trainer.silent_s, link.trainer.view()) == (False, 10.5, None)
+
+
+def test_sums_grow_where_an_operations_figures_begin_anew(link: Link) -> None:
+    for said in (status(steps=5), status(steps=8), status(steps=3), status(steps=4, operation_id="op-2")):
+        link.trainer.hear(b"one", said)
+    assert link.trainer.sums["steps"] == 8 + 3 + 4
+
+
+def test_a_message_goes_to_the_one_that_was_heard_last(link: Link) -> None:
+    link.trainer.hear(b"one", status())
+    link.trainer.hear(b"two", status())
+    link.trainer.tell(wire.TrainCancel(operation_id="op-1", reason=""))
+    assert [peer for peer, _ in link.sent] == [b"two"]
