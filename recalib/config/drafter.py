@@ -13,7 +13,7 @@ from honed.recalib.config.speculators import flat
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Everything the drafter's function depends on beside its weights."""
+    """Configuration values that the drafter's function depends on, apart from its weights."""
 
     vocab_size: int
     hidden_size: int
@@ -34,21 +34,20 @@ class DrafterConfig:
 
     @property
     def feature_size(self) -> int:
-        """Width of the auxiliary hidden states side by side: the input of `fc`."""
+        """Width of the concatenated auxiliary hidden states: the input of `fc`."""
         return self.target_hidden_size * len(self.target_layer_ids)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens of a full block that are drafted: all but the anchor."""
+        """Drafted tokens of a full block: all but the anchor."""
         return self.block_size - 1
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DrafterConfig:
-        """Read a DFlash config.json of z-lab's form or of speculators'; `presets` fills in what it leaves out.
+        """Read a DFlash config.json in z-lab's or speculators' form; `presets` fills in missing fields.
 
         Raises:
-            ValueError: when a field is missing, or asks for something that vLLM or this drafter doesn't do; the message
-                names it.
+            ValueError: a field is missing, or asks for something vLLM or this drafter doesn't support. The message names it.
         """
         raw = flat(raw)
         if reason := vllm_refusal(raw):

@@ -1,13 +1,13 @@
-"""The published DFlash families: what to assume where a checkpoint's own config is silent, and which can't be trained, and why.
+"""The published DFlash families: defaults for what a checkpoint's config omits, and reasons why some can't be trained.
 
-A checkpoint's config.json always comes first. What it leaves out is taken from the preset of its target, if there is one, and
-else from the rule by which all of these families were made:
+A checkpoint's config.json always comes first. Missing values come from the preset of its target. If there is none, they follow
+the rule that all of these families were made by:
 
     target layers     evenly from the 2nd to the 3rd-last: round(1 + i * (L - 4) / (n - 1)), L target layers, n of them read
     loss decay        7 tokens for blocks of 16, 5 for 10, 4 for 8 and less
 
-Values of the presets are those of the families' published config.json files, as quoted in public code that loads them;
-`known_limits` is what vLLM 0.32 or this trainer doesn't do for that family. Nothing is fetched here.
+Preset values are those of the families' published config.json files, as quoted in public code that loads them. `known_limits`
+lists what vLLM 0.32 or this trainer doesn't support for a family. Nothing is fetched here.
 
 Source: arXiv 2602.06036, section 3 and appendix; z-lab/dflash (README, `model/`); vLLM 0.32 `models/qwen3_dflash.py`.
 """
@@ -32,11 +32,11 @@ class Preset:
     mask_token_id: int
     block_size: int
     hidden_size: int
-    """Of the target. Together with its number of layers it tells which target a checkpoint was made for."""
+    """Width of the target. With its number of layers it identifies the target a checkpoint was made for."""
 
     @property
     def decay_tokens(self) -> float:
-        """How fast the loss falls with the position."""
+        """Decay of the loss with the position."""
         return decay_tokens(self.block_size)
 
 
@@ -56,14 +56,14 @@ PRESETS = (
 
 
 def decay_tokens(block_size: int) -> float:
-    """What w_k = exp(-(k - 1) / decay) falls by, for a block size (anchor included). Source: arXiv 2602.06036, section 3."""
+    """Decay in w_k = exp(-(k - 1) / decay) for a block size (anchor included). Source: arXiv 2602.06036, section 3."""
     if block_size >= 16:
         return 7.0
     return 5.0 if block_size >= 10 else 4.0
 
 
 def even_layer_ids(num_target_layers: int, num_read: int) -> tuple[int, ...]:
-    """Target layers from the 2nd to the 3rd-last, evenly: the rule of the paper.
+    """Choose target layers evenly from the 2nd to the 3rd-last: the paper's rule.
 
     Raises:
         ValueError: the target has too few layers for it.
@@ -77,7 +77,7 @@ def even_layer_ids(num_target_layers: int, num_read: int) -> tuple[int, ...]:
 
 
 def find_preset(name: str) -> Preset | None:
-    """The preset of a drafter or target by the name it has on the hub, or by a folder of that name."""
+    """Find the preset of a drafter or target by its hub name, or by a folder of that name."""
     wanted = name.rstrip("/").lower()
     for preset in PRESETS:
         for known in (preset.drafter.lower(), preset.target.lower()):
@@ -87,9 +87,10 @@ def find_preset(name: str) -> Preset | None:
 
 
 def preset_of(raw: Mapping[str, Any]) -> Preset | None:
-    """The preset that a flat config's target has, when exactly one mask token and block size come into question.
+    """Find the preset of a flat config's target, if exactly one mask token and block size are possible.
 
-    Told by the target's number of layers, hidden size and the vocabulary's mask token; None rather than a guess.
+    It is identified by the target's number of layers and hidden size and the vocabulary's mask token. Returns None rather than
+    a guess.
     """
     width = raw.get("target_hidden_size") or raw.get("hidden_size")
     found = [p for p in PRESETS if (p.num_target_layers, p.hidden_size) == (raw.get("num_target_layers"), width)]
@@ -99,15 +100,15 @@ def preset_of(raw: Mapping[str, Any]) -> Preset | None:
 
 
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat config with `block_size`, `mask_token_id` and `target_layer_ids` filled in where it has none.
+    """Fill in a flat config's missing `block_size`, `mask_token_id` and `target_layer_ids`.
 
     Raises:
-        ValueError: something is missing that no preset and no rule tells; the message names it.
+        ValueError: something is missing that no preset or rule supplies. The message names it.
     """
     full: dict[str, Any] = dict(raw)
     own: dict[str, Any] = dict(raw.get("dflash_config") or {})
     preset = preset_of(raw)
-    # vLLM takes these from dflash_config, and some checkpoints have them beside it.
+    # vLLM takes these from dflash_config, but some checkpoints have them beside it.
     for name in ("mask_token_id", "target_layer_ids", "block_size"):
         if own.get(name) is None and raw.get(name) is not None:
             own[name] = raw[name]
@@ -127,7 +128,7 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vllm_refusal(raw: Mapping[str, Any]) -> str | None:
-    """Why vLLM 0.32 can't load a drafter with this flat config; None when nothing speaks against it.
+    """Explain why vLLM 0.32 can't load a drafter with this flat config; None if it should load.
 
     Source: vLLM 0.32 `models/qwen3_dflash.py`, `models/registry.py`, `v1/worker/gpu/spec_decode/dflash/speculator.py`.
     """
@@ -149,7 +150,7 @@ VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForC
 
 
 def training_refusal(raw: Mapping[str, Any]) -> str | None:
-    """What of a flat config the trainable drafter (`drafter.py`) has no counterpart for; None when it has all."""
+    """Name the first feature of a flat config that the trainable drafter (`drafter.py`) lacks; None if it has all."""
     dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     checks = {

@@ -1,11 +1,11 @@
-"""Rotary embeddings stretched to longer contexts: which frequencies turn slower, and by how much.
+"""Rotary embeddings scaled for longer contexts: which frequencies are reduced, and by how much.
 
     linear    all of them by the factor
-    llama3    those that turn less than `low_freq_factor` times within the original context; a linear passage above that
-    yarn      by dimension, between the two that turn `beta_fast` and `beta_slow` times; angles' tables grow by 0.1 ln f + 1
+    llama3    those with fewer than `low_freq_factor` turns within the original context; a linear transition above that
+    yarn      by dimension, between those of `beta_fast` and `beta_slow` turns; cosine and sine grow by 0.1 ln f + 1
 
-Source: arXiv 2306.15595 (linear), the Llama 3.1 model card's configuration, arXiv 2309.00071 (YaRN, sections 3.2 to 3.4); held
-against vLLM 0.32's `rotary_embedding` in `tests/recalib/config/test_rope_scaling.py`.
+Source: arXiv 2306.15595 (linear), the Llama 3.1 model card's configuration, arXiv 2309.00071 (YaRN, sections 3.2 to 3.4).
+Compared with vLLM 0.32's `rotary_embedding` in `tests/recalib/config/test_rope_scaling.py`.
 No torch here: `honed doctor` reads shapes.
 """
 
@@ -24,7 +24,7 @@ KINDS = ("linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """`rope_parameters` (or `rope_scaling`) of a config.json, but for the base."""
+    """`rope_parameters` (or `rope_scaling`) of a config.json, without the base."""
 
     kind: str
     factor: float
@@ -40,7 +40,7 @@ class RopeScaling:
 
     @classmethod
     def from_json(cls, rope: Mapping[str, Any]) -> RopeScaling | None:
-        """None for the ordinary embedding.
+        """Read the scaling; None for the ordinary embedding.
 
         Raises:
             KeyError: something that this kind needs is missing.
@@ -65,7 +65,7 @@ class RopeScaling:
 
 
 def scale_frequencies(inverse: Tensor, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:  # [D/2]
-    """The frequencies as they are turned with, and what cosine and sine are multiplied by."""
+    """Return the scaled frequencies, and the factor for cosine and sine."""
     if scaling.kind == "linear":
         return inverse / scaling.factor, 1.0
     turns = scaling.original_positions * inverse / (2 * math.pi)  # within the original context
@@ -85,7 +85,7 @@ def scale_frequencies(inverse: Tensor, theta: float, scaling: RopeScaling) -> tu
 
 
 def _dimension(scaling: RopeScaling, turns: float, half: int, theta: float) -> float:
-    """Where in the head a frequency sits that turns so often within the original context."""
+    """Find the head dimension whose frequency makes this many turns within the original context."""
     return half * math.log(scaling.original_positions / (turns * 2 * math.pi)) / math.log(theta)
 
 

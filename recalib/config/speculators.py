@@ -1,8 +1,8 @@
-"""The config.json of vllm-project/speculators, as the flat one that z-lab's checkpoints have and back.
+"""Conversion between the config.json of vllm-project/speculators and the flat one of z-lab's checkpoints.
 
-Tensor names are the same in both formats. What differs: the transformer's shape is nested in `transformer_layer_config`,
-`aux_hidden_state_layer_ids` counts the embedding as 0, so layer i of z-lab's `target_layer_ids` is i + 1 there, and
-`sliding_window_non_causal` (absent: true) says whether the block is seen both ways.
+Tensor names are the same in both formats. The transformer's shape is nested in `transformer_layer_config`.
+`aux_hidden_state_layer_ids` counts the embedding as 0, so layer i of z-lab's `target_layer_ids` is i + 1 there.
+`sliding_window_non_causal` (default true) says whether the block is seen both ways.
 
 Source: vLLM 0.32 `transformers_utils/configs/speculators/algos.py` (`update_dflash`); speculators `models/dflash/config.py`.
 """
@@ -17,15 +17,15 @@ _ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of that format."""
+    """Tell whether a config.json has that format."""
     return TYPE in raw
 
 
 def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Any DFlash config.json in z-lab's form; one that has it already comes back as it is.
+    """Convert any DFlash config.json to z-lab's form; one already in that form is returned unchanged.
 
     Raises:
-        ValueError: it is of another algorithm, or lacks what vLLM needs; the message names it.
+        ValueError: it is of another algorithm, or lacks what vLLM needs. The message names it.
     """
     if not is_speculators(raw):
         return dict(raw)
@@ -34,7 +34,7 @@ def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     layer_config, aux = raw.get("transformer_layer_config"), raw.get("aux_hidden_state_layer_ids")
     for name, value in (("transformer_layer_config", layer_config), ("aux_hidden_state_layer_ids", aux)):
         if not value:
-            raise ValueError(f"config.json has no {name!r}, which vLLM needs of a speculators checkpoint")
+            raise ValueError(f"config.json has no {name!r}, which vLLM needs in a speculators checkpoint")
     assert isinstance(layer_config, Mapping)
     assert isinstance(aux, list)
     dflash = {
@@ -51,11 +51,11 @@ def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str]) -> dict[str, Any]:
-    """A flat config.json in the form of speculators, as vLLM loads it.
+    """Convert a flat config.json to the speculators form that vLLM loads.
 
     Args:
-        raw: complete, as of `presets.completed`.
-        target: name or path of the target, which the format wants to know.
+        raw: complete, as from `presets.completed`.
+        target: name or path of the target, which the format requires.
     """
     dflash = raw["dflash_config"]
     outside = ("architectures", "dflash_config", "block_size", "draft_vocab_size", "target_hidden_size", "auto_map")

@@ -1,4 +1,4 @@
-"""How the trainer is set up. No torch here: the daemon nests these values in its own settings."""
+"""The trainer's settings. No torch here: the daemon nests these values in its own settings."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from honed.recalib.config.training import MAX_DENOISING_STEPS, Loss, MaskSchedul
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """Which samples are kept."""
+    """Settings of the sample store."""
 
     sample_bytes: int = 2 << 30
-    """Memory for samples, all engines together."""
+    """Memory for samples of all engines together."""
     held_out_share: float = 0.2
-    """Sessions that are kept for judging, and their part of the memory."""
+    """Share of sessions held out for the gate, and of the memory for them."""
     min_rows: int = 32
-    """Shorter stretches hold too few whole blocks to be worth their context."""
+    """Minimum rows of a stretch: shorter ones have too few whole blocks for their context."""
     max_rows: int = 2048
-    """Longer requests are split: the context sets the cost of a micro-step."""
+    """Maximum rows of a stretch; longer requests are split, as context sets the cost of a micro-step."""
     max_session_share: float = 0.05
-    """Part of the memory that one session may have: no single client decides what is learnt."""
+    """Largest share of the memory for one session: no single client decides what is learnt."""
     max_loop_period: int = 16
-    """Longest period, in tokens, of a repetition that is kept out of the samples; 0: none is."""
+    """Longest period, in tokens, of the repetitions that are kept out of the samples; 0 keeps all."""
     min_loop_rows: int = 32
-    """Rows of a repetition from which on it is one."""
+    """Minimum rows of a repetition; shorter ones are kept."""
     spill_bytes: int = 0
-    """Disk, in the state directory, for samples that memory has no room for; 0: none. They are prompts in disguise."""
+    """Disk, in the state directory, for samples that memory has no room for; 0: none. Prompts can be recovered from them."""
     spill_max_age_s: float = 86400.0
-    """How long a sample may stay on disk."""
+    """Longest time that a sample stays on disk."""
     max_workloads: int = 64
-    """Further labels go under "other": labels come from clients."""
+    """Limit of labels, which clients choose; further ones count as "other"."""
 
     RANGES: ClassVar[Ranges] = {
         "sample_bytes": COUNT,
@@ -52,86 +52,84 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class TrainerSettings(SampleSettings):
-    """What the trainer process does, and how much of the machine it takes."""
+    """Settings of the trainer process, including how much of the machine it takes."""
 
     trainer_id: str = "trainer-0"
-    """Its name in the log and in metrics."""
+    """The trainer's name in the log and in metrics."""
     device: str = "cpu"
     """cpu, cuda or cuda:N, as PyTorch names it."""
     yields_to: tuple[str, ...] = ("*",)
-    """Engines on that device or its cores: training goes on while none of them has a request. Ids, in which `*` matches
-    anything; none (`[]`) for a device that the trainer has to itself."""
+    """Ids of the engines on the device or its cores; `*` matches anything. Training runs while none of them has a request. Use
+    `[]` for a device that only the trainer uses."""
     nice: int = 5
-    """Added to the process's nice level. The higher, the longer what it is in the midst of takes it when requests arrive."""
+    """Added to the process's nice level. With a higher value, the current unit takes longer once requests arrive."""
     torch_threads: int = 0
-    """0: half of the cores. With all of them, torch's threads spin against whoever else works: on two busy cores that
-    made 300 micro-steps take over two minutes instead of twelve seconds."""
+    """Threads; 0: half of the cores. With all cores, torch's threads spin against other processes. On two busy cores, 300
+    micro-steps then took over two minutes instead of twelve seconds."""
 
     loss: Loss = "ce"
-    """"ce": cross-entropy that falls with the position; "dpace": the same, weighted by what depends on a position; "hybrid":
-    KL and total variation; "acceptance": minus the expected acceptance length; "kl": needs the target's last hidden state."""
+    """"ce": cross-entropy that decays with the position; "dpace": the same, weighted by what depends on a position; "hybrid":
+    KL and total variation; "acceptance": minus expected acceptance length; "kl": needs the target's last hidden state."""
     decay_tokens: float = 0.0
-    """How fast weights fall with the position; 0: what the drafter's block size asks for."""
+    """Decay of the weights with the position; 0: derived from the drafter's block size."""
     learning_rate: float = 5e-4
-    """Of AdamW, after the warm-up."""
+    """AdamW's learning rate after the warm-up."""
     warmup_updates: int = 20
     """Updates over which the learning rate rises."""
     anchors_per_micro_step: int = 16
-    """Smaller than an offline run would take, with more micro-steps per update for it."""
+    """Blocks of a micro-step: fewer than in an offline run, but more micro-steps per update."""
     micro_steps_per_update: int = 8
-    """Gradients that are added up for one update."""
+    """Micro-steps whose gradients are summed for one update."""
     break_share: float = 0.5
-    """Part of the anchors that is drawn where rounds broke off."""
+    """Share of the anchors drawn from positions before rejected draft tokens."""
     ema_decay: float = 0.0
-    """0: no moving average; the cool-down of the learning rate does its work already."""
+    """Decay of a moving average of weights; 0: none, since the cool-down has the same effect."""
     precision: Precision = "auto"
-    """Of products: "auto" is bfloat16 on a GPU that has it; master weights are float32."""
+    """Type of matrix products. "auto" is bfloat16 on a GPU that has it; master weights are float32."""
     gradient_checkpointing: bool = False
-    """Compute the layers again for the gradient rather than keep what they computed: less memory, more time."""
+    """Recompute the layers for the gradient instead of keeping their activations: less memory, more time."""
     denoising_steps: int = 1
-    """Passes that draft a block. vLLM has one; more train the drafter for blocks that are partly revealed."""
+    """Passes that draft a block. vLLM uses one; more train the drafter for partly revealed blocks."""
     mask_schedule: MaskSchedule = "cosine"
-    """How many tokens stay masked after each pass."""
+    """Schedule of how many tokens stay masked after each pass."""
     memory_bytes: int = 0
-    """The most that a training may take on its device; 0: nine tenths of what is free when it begins."""
+    """Most memory that a training may take on its device; 0: nine tenths of what is free when it begins."""
     save_state_s: float = 60.0
-    """Training between two savings of its state, from which it goes on after its process was killed; 0: never."""
+    """Training time between two saves of its state, from which it resumes after its process was killed; 0: never."""
     seed: int = 0
-    """Of what is drawn at random."""
+    """Seed of all random choices."""
     max_steps: int = 4000
-    """Micro-steps of an operation that doesn't say."""
+    """Micro-steps of an operation that doesn't specify a number."""
     rows_per_micro_step: int = 256
-    """Context rows of one micro-step. With the anchors it is what a micro-step costs, which is divided on a GPU
-    (`preempt_budget_s`)."""
+    """Context rows of one micro-step. With the anchors they set its cost; a GPU divides it (`preempt_budget_s`)."""
     preempt_budget_s: float = 0.05
-    """For GPUs: how long serving may have to wait for one. Micro-steps are divided for it, by measuring them; 0: they aren't.
-    On a CPU it has no effect: the trainer stops before every operation."""
+    """Longest time that serving waits for a unit on a GPU. Micro-steps are divided by measured times; 0: no division.
+    No effect on a CPU, where the trainer stops before every operation."""
     max_duty: float = 1.0
-    """Most of the time that training may be at work where the device is otherwise idle; it rests after each unit of work for
-    the remainder."""
+    """Largest share of the device's idle time that training uses. The trainer rests after each unit for the remainder."""
     must_gain_share: float = 0.4
-    """Part of the draws that go to the workloads that must gain; the rest replays the others, against forgetting. A larger
-    share gains more and forgets more. On the tiny pair, with some 90 s of one core and at temperature 0, 0.4 gained 1.54 times
-    the new workload's acceptance length and kept 0.992 of the old one's; at temperature 0.8 1.09 times, and 0.988
-    (`make bench-recalib`)."""
+    """Share of the draws for workloads that must gain; the rest replays the others, against forgetting. A larger share gains
+    more and forgets more. On the tiny pair, with about 90 s of one core, 0.4 multiplied the new workload's acceptance length by
+    1.54 at temperature 0 and kept 0.992 of the old one's. At temperature 0.8 the values were 1.09 and 0.988 (`make
+    bench-recalib`)."""
 
     blends: tuple[float, ...] = (1.0, 0.5)
-    """Candidates that are judged in turn until one passes: this share of the way from the parent to what was trained."""
+    """Candidates judged in turn until one passes, as shares of the way from the parent to the trained weights."""
 
     min_training_rows: int = 4096
-    """Rows of the workloads that must gain (of all, if none is named) before training begins."""
+    """Rows needed before training begins, from the workloads that must gain (from all, if none is named)."""
     collect_s: float = 600.0
-    """How long an operation waits for them."""
+    """Longest wait for `min_training_rows`."""
     deadline_s: float = 3600.0
-    """How long an operation may take beside its training: waiting for samples and for idle time, gating, writing. While
-    training is paused, time doesn't count."""
+    """Longest time of an operation outside its training: waiting for samples and for idle time, gating, writing. Time while
+    training is paused doesn't count."""
     max_gate_rows: int = 16384
-    """Held-out rows judged for each workload, whole sessions."""
+    """Held-out rows judged for each workload, in whole sessions."""
 
     status_interval_s: float = 1.0
-    """Between two reports to the daemon."""
+    """Time between two reports to the daemon."""
     tick_s: float = 0.05
-    """How often the ring and the socket are looked after while there is nothing to train."""
+    """Time between two polls of the ring and the socket while there is nothing to train."""
 
     RANGES: ClassVar[Ranges] = {
         **SampleSettings.RANGES,
@@ -154,7 +152,7 @@ class TrainerSettings(SampleSettings):
     }
 
     def training(self, scope: Scope, block_size: int) -> TrainingSettings:
-        """How to train a drafter with such blocks."""
+        """Make the training settings for a drafter of this block size."""
         return TrainingSettings(
             scope=scope,
             loss=self.loss,

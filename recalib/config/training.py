@@ -1,4 +1,4 @@
-"""How a drafter is trained on. No torch here: the trainer's settings, and so the daemon's, take their names from it."""
+"""Settings of a drafter's training. No torch here: the trainer's and so the daemon's settings take their names from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DENOISING_STEPS = 4
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train on. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
+    """Training settings. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
 
     scope: Scope = "kv-frozen"
     loss: Loss = "ce"
@@ -28,17 +28,17 @@ class TrainingSettings:
     micro_steps_per_update: int = 2
     break_share: float = 0.5
     keep_weight: float = 3.0
-    """Weight of a kept block beside a fresh one."""
+    """Weight of a kept block relative to a fresh one."""
     cooldown_share: float = 0.25
-    """Last part of the training, over which the learning rate falls to zero; needs `remaining` in `step`."""
+    """Last part of the training, in which the learning rate falls to zero; needs `remaining` in `step`."""
     ema_decay: float = 0.0
-    """What a moving average of the weights keeps at each update; 0: none is kept, the last weights are the result."""
+    """Share of the moving average kept at each update; 0: no average, the last weights are the result."""
     precision: Precision = "auto"
-    """Of the matrix products; master weights, gradients and optimizer are float32 always. "auto": bfloat16 where the device
+    """Type of matrix products; master weights, gradients and optimizer are always float32. "auto": bfloat16 where the device
     multiplies it fast, else float32."""
     gradient_checkpointing: bool = False
-    """Compute every layer a second time on the way back instead of keeping what it computed: less memory, more time."""
+    """Compute every layer a second time in the backward pass instead of keeping its activations: less memory, more time."""
     denoising_steps: int = 1
-    """Above 1, blocks are also trained with some of their tokens revealed, as a drafter that denoises in steps sees them."""
+    """Above 1, some blocks are trained with part of their tokens revealed, as a drafter that denoises in steps sees them."""
     mask_schedule: MaskSchedule = "cosine"
     seed: int = 0

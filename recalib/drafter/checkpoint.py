@@ -1,4 +1,4 @@
-"""Read and write drafter checkpoints, and the target's tensors a drafter shares. Safetensors only: nothing is unpickled."""
+"""Read and write drafter checkpoints and the target's shared tensors. Safetensors only: nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
-"""What a drafter may bring instead of sharing the target's: used, never trained."""
+"""Tensors that a drafter may bring instead of sharing the target's. They are used but never trained."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
 ALIASES = {"encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc.", "midlayer.": "layers.0."}
 """Other names of the same tensors that vLLM 0.32 reads (`hf_to_vllm_mapper` of `qwen3_dflash.py`)."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that can't be used; the message is one line with cause and cure."""
+    """A checkpoint that can't be used. The message is one line with cause and cure."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetHead:
-    """What a drafter shares with its target, in float32, and what tells whether they belong together."""
+    """Tensors that a drafter shares with its target, in float32, and values that tell whether they belong together."""
 
     embed_tokens: Tensor  # [V, H_target]
     lm_head: Tensor  # [V, H_target]
@@ -44,13 +44,13 @@ class TargetHead:
     num_hidden_layers: int
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Embedding and head on the device where drafters train; they stay one tensor where they are one."""
+        """Move embedding and head to the device where drafters train; a tied pair stays one tensor."""
         embed_tokens = self.embed_tokens.to(device, dtype)
         lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
         return replace(self, embed_tokens=embed_tokens, lm_head=lm_head)
 
     def last_hidden(self, features: Tensor, target_layer_ids: Sequence[int]) -> Tensor | None:  # [T, A] -> [T, H_target]
-        """The target's last hidden state, after its final norm, out of its layers side by side; None where it isn't in them."""
+        """The target's last hidden state, after its final norm, from its concatenated layers; None if not among them."""
         if target_layer_ids[-1] != self.num_hidden_layers - 1:
             return None
         width = len(self.final_norm)
@@ -58,7 +58,7 @@ class TargetHead:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's config.json."""
+    """Read the checkpoint's config.json."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -72,7 +72,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by the index if there is one."""
+    """Map each tensor to its file, by the index if there is one."""
     if (folder / INDEX_NAME).exists():
         try:
             weight_map: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
@@ -81,7 +81,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return {name: folder / Path(file).name for name, file in weight_map.items()}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise CheckpointError(f"{folder} has no *.safetensors; convert the weights to safetensors, others are not read")
+        raise CheckpointError(f"{folder} has no *.safetensors; convert the weights to safetensors, the only format read")
     return {name: path for path in paths for name in _tensor_names(path)}
 
 
@@ -94,7 +94,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some tensors of a checkpoint, in float32."""
+    """Read some tensors of a checkpoint, in float32."""
     files = tensor_files(folder)
     tensors = {}
     for name in names:
@@ -109,7 +109,7 @@ def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def load_target_head(target_dir: Path | str) -> TargetHead:
-    """The target's embedding, head and final norm; a tied head is the embedding."""
+    """Load the target's embedding, head and final norm; a tied head is the embedding."""
     folder = Path(target_dir)
     raw = read_config(folder)
     text = raw.get("text_config") or raw
@@ -126,7 +126,7 @@ def load_target_head(target_dir: Path | str) -> TargetHead:
 
 
 def read_drafter_config(drafter_dir: Path | str) -> DrafterConfig:
-    """The shape of a drafter. Raises CheckpointError when it can't be read or can't be trained."""
+    """Read a drafter's shape. Raises CheckpointError if it can't be read or can't be trained."""
     folder = Path(drafter_dir)
     try:
         return DrafterConfig.from_json(read_config(folder))
@@ -137,13 +137,13 @@ def read_drafter_config(drafter_dir: Path | str) -> DrafterConfig:
 
 
 def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHead | None = None) -> DFlashDrafter:
-    """A drafter with float32 weights, beside the target it was made for.
+    """Load a drafter with float32 weights for the target it was made for.
 
     Args:
-        head: the target's, where it has been read already: drafters that are compared share one.
+        head: the target's, if it has already been read: compared drafters share one.
 
     Raises:
-        CheckpointError: missing file or tensor, wrong shape, or a drafter made for another target.
+        CheckpointError: a missing file or tensor, a wrong shape, or a drafter made for another target.
     """
     folder = Path(drafter_dir)
     config = read_drafter_config(folder)
@@ -174,7 +174,7 @@ def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHe
 
 
 def stored_names(folder: Path) -> dict[str, str]:
-    """Our name of each tensor of a checkpoint -> the name it has there; empty where there are no weights."""
+    """Map our name of each tensor to its name in the checkpoint; empty if there are no weights."""
     try:
         names = tensor_files(folder)
     except CheckpointError:
@@ -192,7 +192,7 @@ def check_pair(config: DrafterConfig, head: TargetHead, drafter_dir: Path, targe
     """Refuse a drafter that was made for another target.
 
     Raises:
-        CheckpointError: naming the first field that doesn't fit.
+        CheckpointError: names the first field that doesn't fit.
     """
     vocab_size, width = head.embed_tokens.shape
     facts = {
@@ -223,16 +223,16 @@ def save_drafter(
     layout: Literal["parent", "z-lab", "speculators"] = "parent",
     target: str = "",
 ) -> Path:
-    """Write a checkpoint that vLLM loads, in one file, with the tensor names of the parent.
+    """Write a one-file checkpoint that vLLM loads, with the parent's tensor names.
 
     Args:
-        config_from: the parent's folder: its config.json, the names of its tensors, and those that are not ours to train (an
-            embedding or a head of its own) are kept.
+        config_from: the parent's folder. Its config.json, its tensors' names and its untrained tensors (an embedding or a head
+            of its own) are kept.
         layout: "parent" copies config.json unchanged; the others convert it.
-        target: name or path of the target, which the speculators form wants to know.
+        target: name or path of the target, which the speculators form requires.
 
     Returns:
-        The weights file. Both files are written whole or not at all: under another name first, then renamed.
+        The weights file. Both files are written completely or not at all: under another name first, then renamed.
     """
     folder, parent = Path(folder), Path(config_from)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""The DFlash drafter in plain PyTorch: the same function as vLLM's, and one that can be trained.
+"""The DFlash drafter in plain PyTorch: the same function as vLLM's, and trainable.
 
-Every layer attends to the target's context features, projected to keys and values (KV injection), and to the block's own
-tokens, both ways. The block of an anchor at position p is [anchor, MASK x k] at positions p .. p + k, its context all
-features *strictly before* p, and the output at position p + j predicts the token at p + j: there is no shift.
+Every layer attends to the target's context features, projected to keys and values (KV injection), and to all of the block's own
+tokens. The block of an anchor at position p is [anchor, MASK x k] at positions p .. p + k. Its context is all features
+*strictly before* p. The output at position p + j predicts the token at p + j: there is no shift.
 
-Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm`; `KV_PATH` names them. Query
-tokens go through the layer's input norm first, context features do not: they have `hidden_norm` instead.
+Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm`; `KV_PATH` names them. Query tokens
+go through the layer's input norm first. Context features don't: they have `hidden_norm` instead.
 
 Source: arXiv 2602.06036, section 3; vLLM 0.32 `model_executor/models/qwen3_dflash.py` and `v1/spec_decode/dflash.py`.
 """
@@ -54,14 +54,14 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, D]
-    """Rotary embedding in the two-halves ("neox") layout."""
+    """Apply the rotary embedding in the two-halves ("neox") layout."""
     cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
-    """Block tokens attend to context keys and to their own block."""
+    """Attention of block tokens to context keys and to their own block."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # 2 x [..., G, D]
-        """Keys, normed and rotated, and values of any rows."""
+        """Compute normed and rotated keys, and values, of any rows."""
         shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
         return rotate(self.k_norm(self.k_proj(x).view(shape)), tables), self.v_proj(x).view(shape)
 
@@ -143,17 +143,17 @@ class DFlashDrafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.recomputes_layers = False
-        """Gradient checkpointing: a layer is computed again on the way back, rather than kept."""
+        """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [T, A] -> [T, H]
-        """Context features from the target's auxiliary hidden states, concatenated in `target_layer_ids` order."""
+        """Fuse the target's auxiliary hidden states, concatenated in `target_layer_ids` order, into context features."""
         fused: Tensor = self.hidden_norm(self.fc(aux_hidden))
         return fused
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What vLLM keeps in the drafter's paged cache: for each layer, K and V `[T, G, D]` of fused features."""
+        """Compute what vLLM keeps in the drafter's paged cache: for each layer, K and V `[T, G, D]` of fused features."""
         tables = self._rotary_tables(positions)
         return [layer.self_attn.keys_values(features, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
 
@@ -169,9 +169,9 @@ class DFlashDrafter(nn.Module):
         anchors: Tensor,  # [N] rows of the anchors, >= 1
         segments: Tensor | None = None,  # [T] sample of each row
         num_draft_tokens: int | None = None,
-        block_tokens: Tensor | None = None,  # [N, K] what stands after each anchor, by default masks
+        block_tokens: Tensor | None = None,  # [N, K] tokens after each anchor, by default masks
     ) -> Tensor:  # [N, K, V]
-        """Logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor."""
+        """Compute logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor."""
         hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
         return F.linear(hidden, self.lm_head)
 
@@ -185,7 +185,7 @@ class DFlashDrafter(nn.Module):
         num_draft_tokens: int | None = None,
         block_tokens: Tensor | None = None,
     ) -> Tensor:  # [N, K, H]
-        """The normed hidden states of the mask positions, before the target's head."""
+        """Compute the normed hidden states of the mask positions, before the target's head."""
         num_masks = num_draft_tokens or self.config.num_draft_tokens
         offsets = torch.arange(num_masks + 1, device=anchors.device)
         masks = torch.full((len(anchors), num_masks), self.config.mask_token_id, device=anchors.device)

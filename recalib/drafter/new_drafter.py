@@ -1,14 +1,14 @@
 """An untrained DFlash drafter for a target that has none: `honed calibrate --new-drafter` starts this file as a program.
 
-vLLM serves no `method=dflash` without a drafter, and only a drafter's target layers are captured. So a target without one is
-served with this first: it has learnt nothing, its drafts are wrong (acceptance length about 1), and what it costs until it
-is trained is the time of its drafts. Embedding and head are the target's, as with every DFlash drafter; they aren't stored.
+vLLM can't serve `method=dflash` without a drafter, and layers are only captured for a drafter. So such a target is first served
+with this one. It has learnt nothing, its drafts are wrong (acceptance length about 1), and until it is trained it costs the
+time of its drafts. Embedding and head are the target's, as with every DFlash drafter; they aren't stored.
 
-    shape            the target's layer, `num_layers` times; block size, mask token and target layers of the published family
-                     where the target has one (presets.py), else 16, the vocabulary's unused token, and the rule of the paper
-    weights          the target's own last layers, where it is of the drafter's architecture; `fc` hands on the deepest layer
-                     that is read, beside noise, and `hidden_norm` is the norm that the target has there. Else random:
-                     N(0, 0.02), what is added to the residual stream (o_proj, down_proj) smaller by sqrt(2 x layers), norms 1
+    shape            the target's layer, `num_layers` times; block size, mask token and target layers of the published family if
+                     the target has one (presets.py), else 16, the vocabulary's unused token, and the paper's rule
+    weights          the target's own last layers, if it has the drafter's architecture; `fc` passes on the deepest layer read,
+                     plus noise, and `hidden_norm` is the norm that the target has there. Else random: N(0, 0.02), with
+                     additions to the residual stream (o_proj, down_proj) smaller by sqrt(2 x layers), norms 1
 
 On the tiny pair, after 207 updates of 64 blocks, acceptance length on held-out sessions was 1.51 from the target's layers and
 1.24 from random ones (one run each).
@@ -53,9 +53,9 @@ SHAPE = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-"""What the drafter's config.json takes from the target's."""
+"""Fields that the drafter's config.json takes from the target's."""
 ALIKE = ("qwen3", "qwen3_moe")
-"""Targets of the drafter's architecture."""
+"""Targets with the drafter's architecture."""
 
 
 def drafter_config(
@@ -66,17 +66,17 @@ def drafter_config(
     block_size: int = 0,
     mask_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """The config.json of a drafter for a target, in z-lab's form.
+    """Make the config.json of a drafter for a target, in z-lab's form.
 
     Args:
         target: the target's config.json.
-        unused_token_id: a token of the target's vocabulary that no text has; None where none is known.
-        num_layers: of the drafter, and target layers that it reads.
+        unused_token_id: a token of the target's vocabulary that no text has; None if none is known.
+        num_layers: layers of the drafter, and target layers that it reads.
         block_size: anchor included; 0: the family's, or 16.
         mask_token_id: None: the family's, or the unused one.
 
     Raises:
-        ValueError: the target lacks what the shape needs, has too few layers for it, or no mask token is known.
+        ValueError: the target lacks a field or has too few layers for the shape, or no mask token is known.
     """
     text = {**target, **(target.get("text_config") or {})}
     num_target_layers = int(text.get("num_hidden_layers") or 0)
@@ -115,7 +115,7 @@ def drafter_config(
 
 
 def unused_token_id(target_dir: Path, vocab_size: int) -> int | None:
-    """A token that no text has: one that is named a mask, else the first beyond the tokenizer's (Qwen3's family uses that)."""
+    """Find a token that no text has: one named a mask, else the first beyond the tokenizer's (as in Qwen3's family)."""
     try:
         tokenizer = json.loads((target_dir / "tokenizer.json").read_text())
         added = {token["content"]: int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
@@ -131,7 +131,7 @@ def unused_token_id(target_dir: Path, vocab_size: int) -> int | None:
 
 
 def new_drafter(config: DrafterConfig, target_dir: Path, seed: int = 0) -> DFlashDrafter:
-    """An untrained drafter beside its target. Raises CheckpointError."""
+    """Make an untrained drafter for its target. Raises CheckpointError."""
     head = load_target_head(target_dir)
     check_pair(config, head, Path("the new drafter"), target_dir)
     generator = torch.Generator().manual_seed(seed)
@@ -147,13 +147,13 @@ def new_drafter(config: DrafterConfig, target_dir: Path, seed: int = 0) -> DFlas
 
 
 def is_alike(target: Mapping[str, Any]) -> bool:
-    """Whether the target's layers are the drafter's kind: others norm, bias or store them otherwise."""
+    """Tell whether the target's layers are the drafter's kind: others differ in norms, biases or storage."""
     return target.get("model_type") in ALIKE and not target.get("quantization_config")
 
 
 @torch.no_grad()
 def take_layers(drafter: DFlashDrafter, target_dir: Path) -> None:
-    """Begin with the target's last layers; what it has none of, or of another shape (experts), stays as it is."""
+    """Start from the target's last layers. Tensors that it lacks, or has in another shape (experts), stay as they are."""
     config, files = drafter.config, tensor_files(target_dir)
     assert config.num_target_layers is not None
     skipped = config.num_target_layers - config.num_hidden_layers
@@ -179,14 +179,14 @@ def write(
     mask_token_id: int | None = None,
     seed: int = 0,
 ) -> DrafterConfig:
-    """Write an untrained checkpoint that vLLM loads beside the target.
+    """Write an untrained checkpoint that vLLM loads for the target.
 
     Raises:
         CheckpointError: the target can't be read, or the folder isn't empty.
         ValueError: no drafter of that shape can be made for it.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not an empty folder; name one that is, or that doesn't exist yet")
+        raise CheckpointError(f"{folder} is not an empty folder; name an empty one, or one that doesn't exist yet")
     target = read_config(target_dir)
     vocab_size = int((target.get("text_config") or target).get("vocab_size") or 0)
     raw = drafter_config(
@@ -205,7 +205,7 @@ def write(
 
 
 def main() -> int:
-    """One line of JSON about what was written, or one on stderr that says why not."""
+    """Print one line of JSON about what was written, or one on stderr that says why not."""
     parser = argparse.ArgumentParser(prog="honed calibrate --new-drafter", description="Writes an untrained DFlash drafter.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--target", type=Path, required=True)

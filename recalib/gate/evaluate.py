@@ -1,8 +1,8 @@
-"""Greedy acceptance of a drafter on captured text, without an engine: what the gate compares.
+"""Greedy acceptance of a drafter on captured text, without an engine: the figures that the gate compares.
 
-Where the target is greedy, a draft token is accepted exactly if it equals the token that was emitted, so replaying the
-emitted text tells the acceptance length a drafter would have had. Figures are kept for each session, since sessions, not
-blocks, are independent: the paired bootstrap of the gate draws sessions.
+With a greedy target, a draft token is accepted exactly if it equals the emitted token. So replaying the emitted text gives the
+acceptance length that a drafter would have had. Figures are kept by session, since sessions, not blocks, are independent: the
+gate's paired bootstrap draws sessions.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def expected_acceptance_length(
 
     Args:
         drafter: the drafter to judge; it is not changed.
-        samples: held-out samples; anchors are taken in the emitted part only (`num_prompt_tokens` on).
+        samples: held-out samples; anchors are taken from the emitted part only (`num_prompt_tokens` on).
         num_draft_tokens: k, by default the drafter's full block.
-        max_anchors_per_pass: bounds memory: a pass holds that many blocks' activations.
-        denoising: how many passes draft a block; a server has one.
+        max_anchors_per_pass: blocks whose activations a pass holds; bounds memory.
+        denoising: number of passes that draft a block; a server has one.
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
@@ -103,10 +103,10 @@ def replay_in_parts(
     denoising: Denoising = ONE_PASS,
     pace: Pace | None = None,
 ) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
-    """Replay one sample, returning control by a `yield` after some of its anchors; None for a sample without a whole block.
+    """Replay one sample, with a `yield` after some of its anchors; returns None for a sample without a whole block.
 
     Args:
-        pace: how many anchors are drafted from at a time, up to `max_anchors_per_pass`.
+        pace: sets how many anchors are drafted at a time, up to `max_anchors_per_pass`.
     """
     packed = pack([sample])
     anchors = eligible_anchors(packed, num_draft_tokens)
@@ -142,7 +142,7 @@ def draft_blocks(
     num_draft_tokens: int,
     denoising: Denoising = ONE_PASS,
 ) -> Tensor:  # [N, K], on the CPU
-    """Greedy drafts from some anchors of samples that are on the drafter's device."""
+    """Draft greedily from some anchors of samples that are on the drafter's device."""
     device = drafter.norm.weight.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
@@ -160,7 +160,7 @@ def draft_blocks(
 
 
 def walk(accepted: Sequence[int]) -> list[int]:
-    """The anchors a server would have used: the first, then always accepted + 1 tokens further."""
+    """List the anchors a server would have used: the first, then always accepted + 1 tokens further."""
     rounds, index = [], 0
     while index < len(accepted):
         rounds.append(index)

@@ -1,15 +1,15 @@
-"""Does a candidate deserve to serve? Judged on held-out sessions, workload by workload, against its parent.
+"""The gate: compares a candidate with its parent on held-out sessions, by workload, and decides whether it may serve.
 
 The figure is the gain g = tau(candidate) / tau(parent), tau = 1 + accepted / rounds over a workload's sessions. Its interval
-comes from a paired bootstrap over *sessions*: rounds of one conversation aren't independent of each other, and both drafters
-saw the same text. The rules:
+comes from a paired bootstrap over *sessions*: rounds of one conversation aren't independent, and both drafters saw the same
+text. The rules:
 
     a workload that must gain    with `full_sessions` or more: g_low > 1 + margin
                                  with fewer: that, or g > 1 + few_margin and g_low > few_floor
-                                 with fewer than `min_sessions`: refused, nothing can be said
+                                 with fewer than `min_sessions`: refused, too few to judge
     any other                    with `min_sessions` or more: g >= 1 - max_loss; with fewer it isn't judged
 
-Without a workload that must gain, all sessions together must. No torch here: the daemon reads the settings.
+If no workload must gain, all sessions together must. No torch here: the daemon reads the settings.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GateSettings:
-    """How sure the gate wants to be."""
+    """Settings of the gate: sample sizes, margins and confidence."""
 
     min_sessions: int = 6
-    """With fewer held-out sessions nothing can be said of a workload."""
+    """Minimum held-out sessions for judging a workload."""
     full_sessions: int = 30
-    """With so many the interval alone decides."""
+    """Number of sessions from which the interval alone decides."""
     margin: float = 0.0
     """Gain that the interval's lower end must exceed."""
     few_margin: float = 0.03
-    """With fewer than `full_sessions`: gain that will do, too, …"""
+    """Gain that passes with fewer than `full_sessions`, if `few_floor` is met."""
     few_floor: float = 0.98
-    """… if the interval's lower end is above this."""
+    """Value that the interval's lower end must exceed for `few_margin`."""
     max_loss: float = 0.03
-    """What a workload that needn't gain may lose."""
+    """Largest loss allowed for a workload that needn't gain."""
     confidence: float = 0.95
-    """Of the interval."""
+    """Confidence of the interval."""
     resamples: int = 2000
-    """Of the bootstrap."""
+    """Resamples of the bootstrap."""
     seed: int = 0
-    """Of the bootstrap."""
+    """Seed of the bootstrap."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("min_sessions", "full_sessions"), COUNT),
@@ -69,7 +69,7 @@ class GateSettings:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the candidate passes, the figures, and the reasons against it (one sentence each)."""
+    """Result: whether the candidate passes, the figures, and the reasons against it (one sentence each)."""
 
     passed: bool
     figures: list[GateFigures] = field(default_factory=list)
@@ -89,7 +89,7 @@ def judge(
         must_gain: workloads that must gain; none: all sessions together, reported as workload "".
 
     Raises:
-        ValueError: when the two weren't judged on the same sessions.
+        ValueError: the two weren't judged on the same sessions.
     """
     before, after = _by_workload(parent), _by_workload(candidate)
     if {w: set(s) for w, s in before.items()} != {w: set(s) for w, s in after.items()}:
@@ -173,7 +173,7 @@ def _figures(
 
 
 def _interval(pairs: NDArray[np.int64], settings: GateSettings) -> tuple[float, float, float, float]:
-    """Low and high end of the gain, and both acceptance lengths; without sessions nothing is known."""
+    """Low and high end of the gain, and both acceptance lengths; without sessions the interval is unbounded."""
     if not len(pairs):
         return 0.0, float(2**31), 1.0, 1.0
     gains = bootstrap_gains(pairs, settings.resamples, settings.seed)
@@ -197,6 +197,6 @@ def _lengths(sums: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.f
 
 
 def summarise(figures: Iterable[GateFigures]) -> list[dict[str, Any]]:
-    """The figures as a version's manifest keeps them, a row a workload, as an operation shows them."""
+    """Summarise figures as rows, one per workload, for a version's manifest and for an operation's report."""
     rows: list[dict[str, Any]] = msgspec.to_builtins(list(figures))
     return rows

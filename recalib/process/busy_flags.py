@@ -1,7 +1,7 @@
-"""The trainer's side of the engines' busy flags: one byte each, 1 while requests are unfinished.
+"""Reader of the engines' busy flags: one byte each, 1 while requests are unfinished.
 
-A hint, not a lock: reading it costs a stat and a read, and a stale 0 costs the engine at most one micro-step. A flag that was
-left up by an engine that died is told by the file's lock, which the engine holds while it lives.
+A flag is a hint, not a lock: reading it costs a stat and a read, and a stale 0 costs the engine at most one micro-step. A flag
+left at 1 by a dead engine is recognised by the file's lock, which a living engine holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAYOUT = struct.Struct("<?7xQ")
 
 
 class BusyFlag:
-    """Reads the flag at a path; a file that isn't there (no engine, or one without the attachment) means idle."""
+    """Reads the flag at a path; a missing file (no engine, or one without the attachment) means idle."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = str(path)
@@ -30,7 +30,7 @@ class BusyFlag:
         self._identity = (0, 0)
 
     def is_busy(self) -> bool:
-        """Whether the engine has work now."""
+        """Return whether the engine has work now."""
         try:
             status = os.stat(self._path)
             if self._descriptor < 0 or (status.st_dev, status.st_ino) != self._identity:
@@ -45,11 +45,11 @@ class BusyFlag:
 
     @property
     def raised_s(self) -> float:
-        """When the flag went up the last time, on the clock of `time.monotonic`; 0 when that isn't known."""
+        """Time when the flag was last raised, on the clock of `time.monotonic`; 0 if unknown."""
         return self._raised_ns / 1e9
 
     def close(self) -> None:
-        """Let go of the file; it is opened again when needed."""
+        """Close the file; it is opened again when needed."""
         self._raised_ns = 0
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -59,7 +59,7 @@ class BusyFlag:
         self.close()
 
     def _is_held(self) -> bool:
-        """Whether the engine that made the file is alive."""
+        """Return whether the engine that made the file is alive."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,24 +73,24 @@ class BusyFlags:
     """The flags of all engines that share the trainer's device: it is busy while one of them has work."""
 
     def __init__(self, engines_dir: Path, patterns: Sequence[str]) -> None:
-        """Engines have a folder each in `engines_dir`, named as they are; a pattern is an id, `*` in it matches anything."""
+        """Each engine has a folder with its name in `engines_dir`. A pattern is an id; `*` in it matches anything."""
         self._engines_dir, self._patterns = engines_dir, patterns
         self._flags: dict[Path, BusyFlag] = {}
         self._raised: list[BusyFlag] = []
 
     def discover(self) -> None:
-        """Look for engines that have come or gone."""
+        """Find engines that have started or stopped."""
         paths = {path for path in self._engines_dir.glob("*/busy") if self._is_shared_with(path.parent.name)}
         self._flags = {path: self._flags.get(path) or BusyFlag(path) for path in paths}
 
     def is_busy(self) -> bool:
-        """Whether any of them has work now."""
+        """Return whether any of them has work now."""
         self._raised = [flag for flag in self._flags.values() if flag.is_busy()]
         return bool(self._raised)
 
     @property
     def raised_s(self) -> float:
-        """When `is_busy` last saw work: since when there has been some, as `BusyFlag.raised_s`."""
+        """Start of the work that `is_busy` last saw, as `BusyFlag.raised_s`."""
         return min((flag.raised_s for flag in self._raised), default=0.0)
 
     def _is_shared_with(self, engine_id: str) -> bool:
@@ -98,7 +98,7 @@ class BusyFlags:
 
 
 class Idleness:
-    """Share of time that no engine on the trainer's device had work, forgetting with a time constant of `memory_s`."""
+    """Share of time that no engine on the trainer's device had work, averaged with time constant `memory_s`."""
 
     def __init__(self, memory_s: float = 60.0) -> None:
         self._memory_s = memory_s
@@ -106,7 +106,7 @@ class Idleness:
         self.ratio = 0.0
 
     def observe(self, is_busy: bool, now_s: float) -> None:
-        """Count the time since the previous observation as what is seen now."""
+        """Count the time since the previous observation as the state seen now."""
         if self._last_s is None:
             self.ratio = 0.0 if is_busy else 1.0
         else:
@@ -116,23 +116,23 @@ class Idleness:
 
 
 class Preemptions:
-    """How often work arrived while the trainer was at work, and how long it had to share the device with it."""
+    """Records how often work arrived while the trainer was computing, and how long the two shared the device."""
 
     def __init__(self, most_untold: int = 1000) -> None:
         self.count = 0
         self._untold_s: deque[tuple[float, float]] = deque(maxlen=most_untold)
 
     def observe(self, delay_s: float, computing_s: float) -> None:
-        """So long after work arrived the trainer stopped, and so much of it it computed; 0 when it came between two units.
+        """Record that the trainer stopped this long after work arrived, and computed for part of it; 0 between two units.
 
-        On cores that the engine uses as well most of a delay may be waiting: the trainer is to stop, and its turn to do so
-        doesn't come. It takes nothing from anybody then.
+        On cores that the engine also uses, most of a delay may be waiting for a core in order to stop. That takes nothing from
+        the engine.
         """
         self.count += 1
         self._untold_s.append((delay_s, min(computing_s, delay_s)))
 
     def take(self) -> tuple[list[float], list[float]]:
-        """Delays since this was asked the last time, and what was computed in each, in seconds."""
+        """Return the delays since the last call, and the computing in each, in seconds."""
         found = list(self._untold_s)
         self._untold_s.clear()
         return [delay_s for delay_s, _ in found], [computing_s for _, computing_s in found]

@@ -1,12 +1,12 @@
 """One operation from request to result, in units so small that serving never waits for more than one.
 
-    collecting   until enough rows of the workloads that must gain, and enough held-out sessions of them, are held
-    training     micro-steps, some blocks at a time, until max_steps or max_seconds of them
+    collecting   until there are enough rows and enough held-out sessions of the workloads that must gain
+    training     micro-steps, some blocks at a time, until max_steps or max_seconds
     gating       parent and candidate on the same held-out sessions, some blocks at a time
-    (writing)    the candidate goes to the registry when the gate lets it pass
+    (writing)    the candidate goes to the registry if it passes the gate
 
-The candidate is judged after its weights were rounded to the type they will be stored in: what is judged is what will serve.
-Nothing reaches the registry before the gate has passed, so an operation that fails or is cancelled leaves nothing behind.
+The candidate's weights are rounded to their stored type before it is judged: what is judged is what will serve. Nothing reaches
+the registry before the gate has passed, so a failed or cancelled operation leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Recalibration:
-    """An operation under way; `advance` does one unit of it.
+    """An operation in progress; `advance` does one unit of it.
 
     Args:
         monotonic: for deadlines; stands still while training is paused.
-        working_s: a clock that stands still while a unit is held up; default: `monotonic`.
+        working_s: clock that stands still while a unit is held up; default: `monotonic`.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Recalibration:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the request came, by the clock that was given."""
+        """Seconds since the request came, by the given clock."""
         return self._monotonic() - self._began_s
 
     @property
     def needs_device(self) -> bool:
-        """Whether the next unit is heavy, and so has to wait for the engine to be idle."""
+        """Return whether the next unit is heavy, and so must wait until the engine is idle."""
         return self.progress.stage != "collecting"
 
     def advance(self) -> None:
-        """Do one unit; afterwards `result` is there when it was the last. Any failure ends as a result, none is raised."""
+        """Do one unit; after the last, `result` is set. Failures become a result and are never raised."""
         if self.result is not None:
             return
         try:
@@ -89,29 +89,29 @@ class Recalibration:
             self._conclude(end.value)
         except (OperationError, MemoryBudgetError, RegistryError, CheckpointError) as error:
             self._end(str(error))
-        except Exception as error:  # the boundary: whatever it is, the daemon gets an answer and the process goes on
+        except Exception as error:  # the boundary: after any failure the daemon gets an answer and the process continues
             log.exception("operation failed", operation_id=self.request.operation_id)
             self._end(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def keep_waiting(self) -> None:
-        """Nothing may be done now; notices when that has gone on for too long."""
+        """Do nothing, but check the deadline; called while no unit may run."""
         try:
             self.check_deadline()
         except OperationError as error:
             self._end(str(error))
 
     def check_deadline(self) -> None:
-        """Raise OperationError when it takes too long."""
+        """Raise OperationError when the operation takes too long."""
         trained_s, most_s = self.progress.train_seconds, self._settings.deadline_s
         if self.elapsed_s - trained_s > most_s:
             raise OperationError(
                 f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engines "
-                "on its device (trainer.yields_to) are hardly ever idle all at once; try again at a quieter time, or raise "
-                f"trainer.deadline_s, {most_s:.0f} s for all but training"
+                "on its device (trainer.yields_to) are rarely idle at the same time; try again at a quieter time, or raise "
+                f"trainer.deadline_s ({most_s:.0f} s outside training)"
             )
 
     def cancel(self, reason: str) -> None:
-        """Give up between two units; nothing is kept."""
+        """Stop between two units; nothing is kept."""
         if self.result is None:
             self._units.close()
             self._end(reason)
@@ -119,7 +119,7 @@ class Recalibration:
     # --- the work -----------------------------------------------------------------------------------------------------
 
     def _work(self) -> Generator[Stage, None, wire.TrainResult]:
-        """Every `yield` names the kind of the next unit and lets the caller decide when it may run."""
+        """Each `yield` names the kind of the next unit; the caller decides when it may run."""
         parent = self._registry.verify(self.request.parent_version)
         parent_dir = self._registry.path(parent.version)
         is_usable = self._usable(parent)
@@ -129,10 +129,10 @@ class Recalibration:
         run.check_memory()
         while missing := self._missing(is_usable):
             if self.elapsed_s > self._settings.collect_s:
-                raise OperationError(f"too little to learn from after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
+                raise OperationError(f"too few samples after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
             yield "collecting"
         yield "training"
-        run.check_memory()  # what was free may be gone
+        run.check_memory()  # memory that was free may be in use now
         run.load_head()
         yield "training"
         drafter = run.load_drafter()
@@ -163,12 +163,12 @@ class Recalibration:
     def _evaluate(
         self, run: TrainingRun, drafter: DFlashDrafter, held_out: list[Stretch]
     ) -> Generator[Stage, None, list[SessionFigures]]:
-        """Figures of each stretch, in the stretches' order."""
+        """Compute the figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
         pace = run.pace()
         for stretch in held_out:
             yield "gating"
-            # No more at once than a micro-step of training takes, which keeps what every layer computed.
+            # At most as many anchors at once as in a micro-step of training, which also keeps every layer's activations.
             most = 4 * self._settings.anchors_per_micro_step
             parts = replay_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
             while True:
@@ -211,12 +211,12 @@ class Recalibration:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def _usable(self, parent: Manifest) -> Callable[[Stretch], bool]:
-        """Fused features mean something only to drafters with the same `fc` and `hidden_norm` as the one that made them."""
+        """Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them."""
         same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
         return lambda stretch: not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
 
     def _missing(self, is_usable: Callable[[Stretch], bool]) -> str:
-        """What is still needed before training can begin, "" when nothing is."""
+        """List what is still needed before training can begin; "" if nothing is."""
         store = self._feed.store
         wanted = self.request.workloads or store.workloads()
         lacks = []
@@ -233,9 +233,9 @@ class Recalibration:
         return ", ".join(lacks)
 
     def _held_out(self, workload: str, is_usable: Callable[[Stretch], bool]) -> list[Stretch]:
-        """Whole held-out sessions of a workload, in an order that has nothing to do with them.
+        """Choose whole held-out sessions of a workload, in an order independent of their content.
 
-        Up to the row limit, in rows that are judged; but as many sessions as a gain can't be judged without.
+        Their judged rows stay within the row limit, but there are always enough sessions to judge a gain.
         """
         sessions: dict[str, list[Stretch]] = {}
         for stretch in self._feed.store.stretches(workload, True):
@@ -280,7 +280,7 @@ _COLLECT_CURE = "send such traffic, or raise capture_share"
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """The type of most values of a checkpoint."""
+    """Return the type of most values of a checkpoint."""
     sizes: Counter[str] = Counter()
     for entry in read_tensor_entries(folder / WEIGHTS):
         sizes[entry.dtype] += entry.end - entry.begin
@@ -292,7 +292,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 @torch.no_grad()
 def _blend(drafter: DFlashDrafter, parent: DFlashDrafter, trained: list[torch.Tensor], share: float) -> None:
-    """drafter = parent + share * (trained - parent): on that line forgetting falls faster than the gain. arXiv 2109.01903."""
+    """drafter = parent + share * (trained - parent): along it forgetting falls faster than the gain. arXiv 2109.01903."""
     for parameter, old, new in zip(drafter.parameters(), parent.parameters(), trained, strict=True):
         parameter.copy_(old.lerp(new, share))
 

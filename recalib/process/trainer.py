@@ -1,12 +1,12 @@
-"""The trainer process: reads the rings always, trains when it is asked to and nobody needs the device.
+"""The trainer process: always reads the rings, and trains on request while no engine needs the device.
 
-One thread. Each turn of the loop looks at the socket, takes in a bounded number of new samples and does at most one unit of
-the operation under way; a unit is some blocks of a micro-step or of the judging of a stretch. Before each unit the busy flags
-are read, so work that arrives waits for at most one unit, and so do a pause, a cancellation and SIGTERM. On a CPU a unit
-stops where it is (`yield_points`) and stands by until the work is done.
+It has one thread. Each turn of the loop polls the socket, takes in a bounded number of new samples and does at most one unit of
+the current operation. A unit is some blocks of a micro-step or of the judging of a stretch. The busy flags are read before each
+unit, so new requests wait for at most one unit, as do a pause, a cancellation and SIGTERM. On a CPU a unit pauses in the middle
+(`yield_points`) until the requests are done.
 
-The daemon may be away: work goes on, and the last result is sent again whenever the daemon says welcome, until it asks for
-something else. So results have to be taken idempotently, by operation id.
+The daemon may be away: work continues, and the last result is sent again at each welcome of the daemon until it requests
+something else. So the daemon must take results idempotently, by operation id.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from honed.recalib.training.progress import OperationError
 log = structlog.get_logger("honed.trainer")
 
 _BUSY_TICKS_S = 0.002, 0.02
-"""How often the flags are looked at while an operation waits for engines: at first, and later. Idle gaps are short; but every
-look takes from whoever works, on a CPU from serving itself: at 2 ms it was a twelfth of a core."""
+"""Time between reads of the flags while an operation waits for engines: at first, and later. Idle gaps are short, but each
+read takes processor time, on a CPU from serving itself: every 2 ms took a twelfth of a core."""
 _STOPPED = "the trainer was stopped"
 
 
 class Trainer:
-    """What the process is doing; `turn` is one turn of its loop."""
+    """State of the process; `turn` is one turn of its loop."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Trainer:
         is_yielding = torch.device(settings.device).type == "cpu"
         self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
         self._computed_s = time.process_time if is_yielding else monotonic
-        """A clock of what was computed: on a GPU what was begun is computed to its end."""
-        self._computed_before_s = 0.0  # the last look at the flags that found no work
+        """Clock of computed time. On a GPU, queued work is always computed to its end."""
+        self._computed_before_s = 0.0  # last read of the flags that found no work
         self._unit_began_s = self._stood_by_s = self._rests_until_s = self._paused_s = self._paused_at_s = 0.0
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
@@ -80,7 +80,7 @@ class Trainer:
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:
-        """Listen, take samples in, do one unit of work, report."""
+        """Receive messages, take in samples, do one unit of work, report."""
         put_off, self._put_off = self._put_off, []
         for message in (*put_off, *self._link.receive(self._wait_s())):
             self._take(message)
@@ -93,7 +93,7 @@ class Trainer:
             self._on_tick(self._state)
 
     def close(self) -> None:
-        """Give up what is under way, say so, and disconnect."""
+        """Stop the current operation, report that, and disconnect."""
         if self._operation is not None:
             self._operation.cancel(_STOPPED)
             self._finish()
@@ -123,12 +123,12 @@ class Trainer:
         self._is_paused, self._paused_at_s = is_paused, now_s
 
     def _unpaused_s(self) -> float:
-        """A clock that stands still while training is paused."""
+        """Clock that stands still while training is paused."""
         return (self._paused_at_s if self._is_paused else self._monotonic()) - self._paused_s
 
     def _begin(self, request: wire.TrainRequest) -> None:
-        """Start an operation; the same request twice (a daemon that restarted) is one operation."""
-        if self._operation is not None and self._operation.result is not None:  # cancelled just now
+        """Start an operation; a repeated request (from a restarted daemon) is the same operation."""
+        if self._operation is not None and self._operation.result is not None:  # just cancelled
             self._finish()
         if self._operation is not None:
             current = self._operation.request.operation_id
@@ -151,7 +151,7 @@ class Trainer:
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def _take_samples(self) -> None:
-        """Every `tick_s`: while an engine is at work, the flags are looked at much more often, and that must cost nothing."""
+        """Runs every `tick_s`. While an engine has requests, the flags are read much more often, which must cost nothing."""
         now_s = self._monotonic()
         if now_s < self._next_samples_s:
             return
@@ -180,7 +180,7 @@ class Trainer:
             self._finish()
 
     def _advance(self, operation: Recalibration) -> None:
-        """One unit, and how long to rest after it."""
+        """Do one unit, and set the rest after it."""
         is_heavy = self._was_working = operation.needs_device
         self._unit_began_s, began_s = self._monotonic(), self._working_s()
         self._computed_before_s = self._computed_s()
@@ -193,21 +193,21 @@ class Trainer:
                 self._yielded()
 
     def _rest_s(self) -> float:
-        """Rest that is left of what the last unit asked for."""
+        """Remaining rest that the last unit requires."""
         return max(self._rests_until_s - self._monotonic(), 0.0)
 
     def _yielded(self) -> None:
-        """Work arrived during a unit, and the trainer has stopped."""
-        # Raised at an unknown time (0): as if it had been at the unit's very beginning.
+        """Record that the trainer has stopped for work that arrived during a unit."""
+        # Unknown time (0): assume that the flag was raised at the very beginning of the unit.
         delay_s = self._monotonic() - max(self._unit_began_s, self._busy.raised_s)
         self._preemptions.observe(delay_s, self._computed_s() - self._computed_before_s)
         self._was_working = False
 
     def _stand_by(self) -> None:
-        """Amid a unit, with nothing to do but to be there until the engines' work is done.
+        """Wait in the middle of a unit until the engines' requests are done.
 
         Raises:
-            OperationError: the operation isn't to go on.
+            OperationError: the operation must end.
         """
         if not self._busy.is_busy():
             self._computed_before_s = self._computed_s()
@@ -234,7 +234,7 @@ class Trainer:
         self._was_working = True
 
     def _working_s(self) -> float:
-        """A clock that stands still while a unit stands by."""
+        """Clock that stands still while a unit waits for engines."""
         return self._monotonic() - self._stood_by_s
 
     def _finish(self) -> None:
@@ -263,7 +263,7 @@ class Trainer:
         return self._busy_wait_s() if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
 
     def _busy_wait_s(self) -> float:
-        """Until the flags are looked at again: an eighth of how long there has been work."""
+        """Time until the next read of the flags: an eighth of how long there has been work."""
         least_s, most_s = _BUSY_TICKS_S
         return min(max((self._monotonic() - self._busy.raised_s) / 8.0, least_s), most_s)
 
@@ -312,7 +312,7 @@ class Trainer:
 
 
 def _ends(message: wire.ToTrainer, operation: Recalibration) -> str | None:
-    """Why the operation isn't to go on after this message; None: it is."""
+    """Return why the operation must end after this message; None: it continues."""
     if isinstance(message, wire.TrainCancel) and message.operation_id == operation.request.operation_id:
         return f"cancelled: {message.reason}" if message.reason else "cancelled"
     return "the samples were purged" if isinstance(message, wire.Purge) else None
@@ -337,7 +337,7 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError, with the cure, when torch can't use it."""
+    """Raise ValueError, with the cure, if torch can't use the device."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -347,9 +347,9 @@ def check_device(device: str) -> None:
 
 
 def stand_back(settings: TrainerSettings) -> None:
-    """Let others go first with this process's processors and, where NVIDIA's MPS shares the GPU, with its kernels.
+    """Lower this process's priority on the processors and, if NVIDIA's MPS shares the GPU, of its kernels.
 
-    Not by the priority of a CUDA stream: that ranks streams within one process only. To be called before CUDA is.
+    A CUDA stream's priority would only rank streams within one process. Must be called before CUDA is.
     """
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
     if settings.nice:
@@ -358,7 +358,7 @@ def stand_back(settings: TrainerSettings) -> None:
 
 
 def import_late_parts() -> None:
-    """Have torch import now what it does in the midst of its first work, for a second or two in which nobody would yield."""
+    """Import what torch would load during its first work: that takes a second or two without yielding."""
     importlib.import_module("torch._dynamo")
 
 
@@ -377,12 +377,11 @@ def run(
         endpoint: the daemon's socket, `ipc://…/engine.sock`.
         state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
         runtime_dir: folder with the engines' rings; default: the endpoint's.
-        on_tick: called after every turn with what is being done, so at most one micro-step or `tick_s` apart: the
-            watchdog's place.
+        on_tick: called after every turn with the current activity, at most one micro-step or `tick_s` apart; for the watchdog.
 
     Raises:
-        RegistryError: when the registry can't be opened.
-        ValueError: when the device isn't there.
+        RegistryError: the registry can't be opened.
+        ValueError: the device doesn't exist.
     """
     stand_back(settings)
     check_device(settings.device)
@@ -429,7 +428,7 @@ def _own_version() -> str:
 
 
 def main() -> None:
-    """Run with default settings, for tests and for trying things out; `honed train` reads the settings file."""
+    """Run with default settings, for tests and experiments; `honed train` reads the settings file."""
     parser = argparse.ArgumentParser(description="honed's trainer process, with default settings")
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--state-dir", type=Path)

@@ -1,4 +1,4 @@
-"""The trainer's connection to the daemon: says hello after every (re)connect, never blocks, never queues for the absent."""
+"""The trainer's connection to the daemon: says hello after every (re)connect, never blocks, never queues while it is away."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TrainerLink:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue while nobody is there: news of ten minutes ago is no news
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue while the daemon is away: old reports are worthless
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self.MAX_FRAME_BYTES)
@@ -30,10 +30,10 @@ class TrainerLink:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(endpoint)
         self.bad_frames = 0
-        """Frames that were no messages."""
+        """Frames that could not be decoded."""
 
     def receive(self, timeout_s: float) -> list[wire.ToTrainer]:
-        """All messages that are there, after waiting at most so long for the first."""
+        """Return all messages that are there, after waiting at most `timeout_s` for the first."""
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if self._monitor in ready:
             while self._monitor.poll(0):
@@ -52,7 +52,7 @@ class TrainerLink:
         return messages
 
     def send(self, message: wire.ToDaemon) -> bool:
-        """Send if the daemon is there; False when it isn't."""
+        """Send if the daemon is there; return False if it isn't."""
         try:
             self._socket.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:

@@ -1,9 +1,8 @@
-"""Yielding in the midst of a unit: on a CPU, before every single operation on tensors, forward and backward.
+"""Yielding within a unit: on a CPU, before every single tensor operation, forward and backward.
 
-Between two units is soon enough on a GPU, where a unit is queued in one piece and runs as fast as it does. On cores that
-serving uses as well, a unit that was begun when there was no work gets what serving leaves of them, with a `nice` trainer
-next to nothing: 20 ms of computing take as long as the burst of requests does. So there it stops where it is, and goes on
-when the burst is over.
+On a GPU it is enough to yield between units: a unit is queued in one piece and runs at full speed. On cores that serving also
+uses, a unit that has begun gets only the time that serving leaves, and a `nice` trainer gets almost none. Then 20 ms of
+computing take as long as the burst of requests. So the unit stops at once, and continues after the burst.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class YieldPoints(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, `stand_by` is called before each operation of the thread, autograd's included.
 
     Args:
-        stand_by: returns when the operation may run, so mostly at once; what it raises breaks the computation off.
+        stand_by: returns when the operation may run, usually at once; an exception from it ends the computation.
     """
 
     def __init__(self, stand_by: Callable[[], None]) -> None:

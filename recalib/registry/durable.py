@@ -1,7 +1,7 @@
-"""Files that are either there whole or not at all, also after a crash.
+"""Files that exist completely or not at all, even after a crash.
 
-The order that makes it so: write under a temporary name, fsync the file, rename, fsync the folder. A rename is atomic
-for readers, and on disk it can't overtake the data because that was forced out first.
+The order guarantees it: write under a temporary name, fsync the file, rename, fsync the folder. A rename is atomic for readers.
+On disk it can't overtake the data, because that was forced out first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def fsync_path(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o640) -> None:
-    """Give `path` the content `data`: a reader, and a crash, see the old content or the new, never a part."""
+    """Replace the content of `path` with `data`: a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, mode)  # whatever the umask
+            os.fchmod(fd, mode)  # independent of the umask
             file.write(data)
             file.flush()
             os.fsync(fd)
@@ -44,19 +44,19 @@ def replace_file(path: Path, data: bytes, mode: int = 0o640) -> None:
 
 
 def make_folder(path: Path, mode: int = 0o750) -> None:
-    """Make a folder and its parents; a new one gets `mode` whatever the umask, and keeps an inherited setgid bit."""
+    """Make a folder and its parents; a new one gets `mode` despite the umask, and keeps an inherited setgid bit."""
     if path.is_dir():
         return
     make_folder(path.parent, mode)
     try:
         path.mkdir()
     except FileExistsError:
-        return  # another process was faster, and has set the mode
+        return  # another process made it first, and has set the mode
     path.chmod(mode | path.stat().st_mode & 0o2000)
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hex."""
+    """Return the SHA-256 of a file's bytes, as hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -66,9 +66,9 @@ def sha256_file(path: Path) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of a lock file; the kernel gives it back when the holder dies.
+    """Hold the exclusive lock of a lock file; the kernel releases it when the holder dies.
 
-    Every call opens the file anew, so threads of one process exclude each other as well.
+    Every call opens the file again, so threads of one process exclude each other as well.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
     try:

@@ -1,4 +1,4 @@
-"""What the registry knows of one drafter version."""
+"""The manifest of one drafter version."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 
 
 class RegistryError(ValueError):
-    """Something in the registry isn't as it must be; the text names the file, the cause and the cure."""
+    """A fault in the registry; the text names the file, the cause and the cure."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One immutable version. Fields are only ever added, with a default."""
+    """One immutable version. New fields may be added, with a default; none is ever removed."""
 
     version: str
     created_unix_s: float
     sha256: str
-    """Of model.safetensors."""
+    """SHA-256 of model.safetensors."""
     bytes: int
     """Length of model.safetensors."""
     config_sha256: str
@@ -33,17 +33,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     scope: str = ""
     target_path: str = ""
     target_sha256: str = ""
-    """Of the target's config.json; "" when the target isn't a local folder."""
+    """SHA-256 of the target's config.json; "" if the target isn't a local folder."""
     context_sha256: str = ""
-    """Of `fc` and `hidden_norm`: fused features of one drafter are meaningful to another only where this is equal."""
+    """Digest of `fc` and `hidden_norm`: drafters can use each other's fused features only if it is equal."""
     kv_sha256: str = ""
-    """Of all that cached context keys and values depend on: versions with the same one can be exchanged and the cache kept."""
+    """Digest of all that cached context keys and values depend on: a swap between equal ones keeps the cache."""
     note: str = ""
     figures: dict[str, Any] = {}
     data_window: dict[str, Any] = {}
-    """What it was trained on: rows by workload, the number of sessions, and a keyed digest. No content."""
+    """Training data: rows by workload, number of sessions, and a keyed digest. No content."""
     vllm_version: str = ""
-    """Of the engine whose traffic that was."""
+    """Version of vLLM in the engine whose traffic that was."""
     origin: str = ""
     """Host and name there of a version that came from a shared registry."""
     num_tensors: int = 0
@@ -56,7 +56,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
     """Check a checkpoint folder's files and make its manifest.
 
     Raises:
-        RegistryError: when a file is missing or isn't what its name says.
+        RegistryError: a file is missing or isn't what its name says.
     """
     weights, config = folder / WEIGHTS, folder / CONFIG
     cure = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
@@ -84,10 +84,10 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a version's folder, checked against what can be seen without reading the weights.
+    """Read the manifest of a version's folder and check it as far as possible without reading the weights.
 
     Raises:
-        RegistryError: naming the file, the cause and the cure.
+        RegistryError: names the file, the cause and the cure.
     """
     cure = f"promote another version, then remove the folder {folder} or restore it from a backup"
     try:
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path) -> Manifest:
-    """As `read_manifest`, but reads every byte: both SHA-256, which the manifest has from sound files."""
+    """Read the manifest as `read_manifest`, and compare every byte through both SHA-256 in it."""
     manifest = read_manifest(folder)
     for name, told in ((WEIGHTS, manifest.sha256), (CONFIG, manifest.config_sha256)):
         try:
@@ -130,6 +130,6 @@ def _makes_context(name: str) -> bool:
 
 
 def sha256_of_target(target_path: str) -> str:
-    """Of a target's config.json; "" when it isn't a local folder with one."""
+    """Return the SHA-256 of a target's config.json; "" if it isn't a local folder with one."""
     config = Path(target_path) / CONFIG
     return hashlib.sha256(config.read_bytes()).hexdigest() if target_path and config.is_file() else ""

@@ -1,12 +1,12 @@
-"""Drafter versions on disk: immutable folders, and the four names that point at them.
+"""Drafter versions on disk: immutable folders, and four names (aliases) that point at them.
 
     versions/v0007-1a2b3c4d/{model.safetensors,config.json,manifest.json}
     aliases/active                 "v0007-1a2b3c4d 12\\n": the version, and the generation of this change
 
-Guarantees, also when a process is killed between any two instructions and with several processes at work: a version
-is there whole or not at all and never changes; an alias is one file, replaced at once, so at each moment there is
-exactly one `active` (or, before the first, none); `generation` grows with every alias change; a damaged version or
-alias never makes the others unreadable. Writers take the registry's lock; readers take none.
+These guarantees hold even if a process is killed between any two instructions, and with several processes. A version exists
+completely or not at all and never changes. An alias is one file, replaced atomically, so there is always exactly one `active`
+(none before the first). `generation` grows with every alias change. A damaged version or alias never makes the others
+unreadable. Writers take the registry's lock; readers take none.
 
 Imports neither torch nor numpy: the daemon uses it.
 """
@@ -46,11 +46,11 @@ _CURE = "check the folder's owner and the disk's free space"
 
 
 class RegistryConflictError(RegistryError):
-    """Somebody else changed an alias first: look again, then decide again."""
+    """Another process changed an alias first: read it again, then decide again."""
 
 
 class _Any:
-    """Type of the default of `expected`: whatever the alias points at."""
+    """Type of the default of `expected`: any target of the alias is accepted."""
 
 
 _ANY: Final = _Any()
@@ -60,10 +60,10 @@ class Registry:
     """The versions and aliases under one folder."""
 
     def __init__(self, root: Path) -> None:
-        """Open, making what is missing and removing what writers that died left unfinished.
+        """Open the registry, make what is missing and remove what dead writers left unfinished.
 
         Raises:
-            RegistryError: when the folder can't be used.
+            RegistryError: the folder can't be used.
         """
         self.root = Path(root)
         self._versions, self._aliases, self._lock = self.root / "versions", self.root / "aliases", self.root / ".lock"
@@ -89,10 +89,10 @@ class Registry:
         note: str = "",
         origin: str = "",
     ) -> Manifest:
-        """Add a version: `write` puts model.safetensors and config.json into the empty folder that it is given.
+        """Add a version: `write` puts model.safetensors and config.json into the given empty folder.
 
         Raises:
-            RegistryError: when what was written isn't a checkpoint, or the disk fails; nothing is left behind then.
+            RegistryError: the result isn't a checkpoint, or the disk fails; nothing is left behind then.
         """
         about = {"parent": parent, "scope": scope, "target_path": target_path, "vllm_version": vllm_version}
         about |= {"note": note, "origin": origin}
@@ -105,10 +105,10 @@ class Registry:
             return self._publish(folder, draft)
 
     def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "") -> Manifest:
-        """The version with the weights and the configuration of a checkpoint folder; added when there is none. Reads all of it.
+        """Return the version with a checkpoint folder's weights and configuration; add it if there is none. Reads all bytes.
 
         Raises:
-            RegistryError: when the folder isn't a checkpoint.
+            RegistryError: the folder isn't a checkpoint.
         """
         path = Path(path)
         try:
@@ -129,56 +129,56 @@ class Registry:
         return self.create(copy, scope="imported", target_path=target_path, note=note or f"imported from {path}")
 
     def get(self, version: str) -> Manifest:
-        """A version's manifest. Raises RegistryError when there is no such version or it is damaged."""
+        """Return a version's manifest. Raises RegistryError if there is no such version or it is damaged."""
         return read_manifest(self.path(version))
 
     def path(self, version: str) -> Path:
-        """A version's folder. Raises RegistryError when there is none, or the name isn't a version's at all."""
+        """Return a version's folder. Raises RegistryError if there is none, or the name can't be a version's."""
         folder = self._versions / version
         if not _VERSION.fullmatch(version) or not folder.is_dir():
             raise RegistryError(f"no version {version!r} in registry {self.root}; `honed drafters` lists them")
         return folder
 
     def versions(self) -> list[Manifest]:
-        """All versions, oldest first; one that is damaged has state "corrupt" and says why in `error`."""
+        """List all versions, oldest first; a damaged one has state "corrupt" and the reason in `error`."""
         found = []
         for folder in self._folders():
             try:
                 found.append(read_manifest(folder))
             except RegistryError as error:
-                if folder.is_dir():  # else pruned meanwhile
+                if folder.is_dir():  # else it was pruned meanwhile
                     found.append(_corrupt(folder, str(error)))
         return found
 
     def verify(self, version: str) -> Manifest:
-        """A version's manifest after every byte was read and compared. Raises RegistryError at any difference."""
+        """Return a version's manifest after comparing every byte. Raises RegistryError at any difference."""
         return verify_files(self.path(version))
 
     def stamp(self, version: str) -> object:
-        """What the file system says of a version's files: equal as long as nobody changes them. Raises RegistryError."""
+        """Return the file system's data on a version's files: equal as long as nobody changes them. Raises RegistryError."""
         try:
             found = [(self.path(version) / name).stat() for name in (WEIGHTS, CONFIG, MANIFEST)]
         except OSError as error:
-            raise RegistryError(f"version {version} can't be looked at ({error}); {_CURE}") from error
+            raise RegistryError(f"version {version} can't be inspected ({error}); {_CURE}") from error
         return [(one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
 
     def prune(self, keep: int, spared: Collection[str] = ()) -> list[str]:
-        """Take away all but the `keep` newest versions, those with an alias and those `spared`; their files go with `sweep`.
+        """Remove all but the `keep` newest versions, those with an alias and those `spared`; `sweep` deletes their files.
 
-        The newest of all always stays, so that its number isn't given out a second time. Returns what was taken away.
+        The newest version always stays, so that its number isn't used again. Returns the removed versions.
         """
         with self._writing():
             stays = {*self.aliases().values(), *spared}
             doomed = [f for f in self._folders()[: -max(keep, 1)] if f.name not in stays]
             for folder in doomed:
-                # Renamed, not emptied: half a version under a version's name must never be seen.
+                # Renamed, not emptied: an incomplete version must never be visible under a version's name.
                 os.rename(folder, self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}")
             if doomed:
                 fsync_path(self._versions)
         return [folder.name for folder in doomed]
 
     def sweep(self) -> None:
-        """Remove the files of pruned versions, and what writers that died left unfinished. Raises RegistryError."""
+        """Delete the files of pruned versions, and what dead writers left unfinished. Raises RegistryError."""
         try:
             self._remove_leftovers()
         except OSError as error:
@@ -187,11 +187,11 @@ class Registry:
     # --- aliases ------------------------------------------------------------------------------------------------------
 
     def alias(self, name: str) -> str | None:
-        """The version that an alias points at, None when at none. Raises RegistryError for a damaged alias file."""
+        """Return the version that an alias points at, None if there is none. Raises RegistryError for a damaged alias file."""
         return self._read_alias(name)[0]
 
     def aliases(self) -> dict[str, str | None]:
-        """All aliases; one whose file is damaged counts as pointing nowhere."""
+        """Return all aliases; one with a damaged file counts as pointing nowhere."""
         return {name: self._read_alias_leniently(name)[0] for name in ALIASES}
 
     @property
@@ -214,17 +214,17 @@ class Registry:
             expected_generation: what `generation` must be now.
 
         Raises:
-            RegistryConflictError: when either isn't so.
-            RegistryError: for an unknown alias, or a version that isn't there or is damaged.
+            RegistryConflictError: one of them isn't so.
+            RegistryError: an unknown alias, or a missing or damaged version.
         """
         before = {} if isinstance(expected, _Any) else {name: expected}
         return self._change({name: version}, before, expected_generation)
 
     def set_aliases(self, changes: Mapping[str, str | None], *, expected_generation: int | None = None) -> int:
-        """Several alias changes under one lock, in the mapping's order; returns the new generation.
+        """Change several aliases under one lock, in the mapping's order; returns the new generation.
 
-        A crash may leave only the first of them done. In the order {"previous": old, "active": new, "candidate": None}
-        the state is sound after each.
+        A crash may leave only the first of them done. In the order {"previous": old, "active": new, "candidate": None} the
+        state is sound after each.
         """
         return self._change(changes, {}, expected_generation)
 
@@ -262,7 +262,7 @@ class Registry:
         except FileNotFoundError:
             return None, 0
         except (ValueError, OSError) as error:
-            raise RegistryError(f"{path} is damaged; set the alias anew: promote a version") from error
+            raise RegistryError(f"{path} is damaged; set the alias again: promote a version") from error
 
     def _read_alias_leniently(self, name: str) -> tuple[str | None, int]:
         try:
@@ -273,7 +273,7 @@ class Registry:
     # --- how writing works --------------------------------------------------------------------------------------------
 
     def _folders(self) -> list[Path]:
-        """Folders with a version's name, by number."""
+        """List folders with a version's name, by number."""
         found = [(int(match[1]), p) for p in self._versions.iterdir() if (match := _VERSION.fullmatch(p.name))]
         return [path for _, path in sorted(found)]
 
@@ -299,10 +299,10 @@ class Registry:
 
     @contextmanager
     def _temporary_folder(self) -> Iterator[Path]:
-        """A folder to write a version into; locked as long as we live, so that others know it for one in use."""
+        """Make a folder to write a version into; our lock on it shows others that it is in use."""
         folder, fd = self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}", -1
         try:
-            with self._writing():  # whoever looks for leftovers holds the same lock: a new folder is never unlocked
+            with self._writing():  # the search for leftovers takes the same lock: a new folder is never unlocked
                 folder.mkdir()
                 folder.chmod(0o750 | folder.stat().st_mode & 0o2000)
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -311,7 +311,7 @@ class Registry:
         except OSError as error:
             raise RegistryError(f"registry {self.root} can't be written ({error}); {_CURE}") from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # gone already when it was published
+            shutil.rmtree(folder, ignore_errors=True)  # already gone if it was published
             if fd >= 0:
                 os.close(fd)
 
@@ -333,5 +333,5 @@ class Registry:
 
 
 def _corrupt(folder: Path, error: str) -> Manifest:
-    """A listing's entry for a version whose manifest or files are damaged."""
+    """Make a listing's entry for a version whose manifest or files are damaged."""
     return Manifest(version=folder.name, created_unix_s=0.0, sha256="", bytes=0, config_sha256="", state="corrupt", error=error)

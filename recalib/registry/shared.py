@@ -1,11 +1,11 @@
-"""A place that several hosts share: what proved itself on one of them can be tried out on the others.
+"""A registry shared by several hosts: versions that passed the gate on one can be tried on the others.
 
     URL/versions/<sha256 of the weights>/{model.safetensors,config.json,manifest.json}
 
-The URL is fsspec's (`file:///mnt/nfs/honed`, `s3://bucket/honed`, …). Versions are named by their content, since every host's
-registry has numbers of its own. Nothing there is ever changed or removed by honed; a version is there when its manifest is,
-which is written last, and what is fetched is compared with that before it gets a place in the registry. Aliases stay each
-host's own: what is active is decided where it serves.
+The URL is fsspec's (`file:///mnt/nfs/honed`, `s3://bucket/honed`, …). Versions are named by their content, since each host's
+registry has its own numbers. honed never changes or removes anything there. A version exists once its manifest does, which is
+written last. Fetched files are compared with it before they enter the registry. Each host keeps its own aliases: it decides
+itself which version is active.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class SharedRegistry:
-    """Versions under one URL, and the ways between there and the registry of this host."""
+    """Versions under one URL, and transfers between there and this host's registry."""
 
     def __init__(self, url: str, registry: Registry) -> None:
-        """Find out who speaks the URL's protocol; nothing is read yet.
+        """Find the file system for the URL's protocol; nothing is read yet.
 
         Raises:
-            RegistryError: nobody does, or fsspec isn't there.
+            RegistryError: there is none, or fsspec isn't installed.
         """
         self.url, self._registry = url, registry
         try:
@@ -49,7 +49,7 @@ class SharedRegistry:
         self._known: dict[str, Manifest] = {}
 
     def push(self, version: str) -> bool:
-        """Copy a version there, after its bytes were compared with its manifest. False: it was there already.
+        """Copy a version there, after comparing its bytes with its manifest. False: it was already there.
 
         Raises:
             RegistryError: it is damaged here, or can't be written there.
@@ -71,7 +71,7 @@ class SharedRegistry:
         return self._reaching(copy)
 
     def listing(self) -> list[Manifest]:
-        """What is there, oldest first; a manifest that can't be read is one whose writer isn't done. Raises RegistryError."""
+        """List what is there, oldest first; an unreadable manifest means an unfinished upload. Raises RegistryError."""
 
         def read() -> list[Manifest]:
             self._fs.invalidate_cache()
@@ -84,12 +84,12 @@ class SharedRegistry:
         return self._reaching(read)
 
     def missing(self, targets: Collection[str]) -> list[Manifest]:
-        """What is there and not here, for targets whose config.json has one of these digests; oldest first."""
+        """List versions that are there and not here, for targets with one of these config.json digests; oldest first."""
         here = {manifest.sha256 for manifest in self._registry.versions()}
         return [m for m in self.listing() if m.sha256 not in here and m.target_sha256 and m.target_sha256 in targets]
 
     def fetch(self, manifest: Manifest, target_path: str) -> Manifest:
-        """Make a version of what is there. Raises RegistryError: it can't be read, or isn't what its manifest says."""
+        """Add a version from there to the registry. Raises RegistryError: unreadable, or not what its manifest says."""
         place = f"{self._versions}/{manifest.sha256}"
 
         def write(folder: Path) -> None:
@@ -98,7 +98,7 @@ class SharedRegistry:
                 if (found := sha256_file(folder / name)) != told:
                     raise RegistryError(
                         f"{place}/{name} has sha256 {found[:16]}…, its manifest says {told[:16]}…: "
-                        f"remove {place}, and push it anew"
+                        f"remove {place}, and push it again"
                     )
 
         about: dict[str, Any] = {
@@ -108,7 +108,7 @@ class SharedRegistry:
         return self._reaching(lambda: self._registry.create(write, target_path=target_path, **about))
 
     def _manifest(self, name: str) -> Manifest | None:
-        """Immutable, so read once."""
+        """Read a manifest, once: it is immutable."""
         if name not in self._known:
             try:
                 manifest = msgspec.json.decode(self._fs.cat_file(f"{self._versions}/{name}/{MANIFEST}"), type=Manifest)
@@ -120,7 +120,7 @@ class SharedRegistry:
         return self._known[name]
 
     def _reaching(self, work: Callable[[], T]) -> T:
-        """What a file system far away may raise is not for callers to know: each has errors of its own."""
+        """Turn any file system's exceptions into RegistryError, so that callers needn't know them."""
         try:
             return work()
         except RegistryError:

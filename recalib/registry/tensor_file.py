@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read without torch and without trusting a byte of it.
+"""The header of a safetensors file, read without torch and without trusting any byte of it.
 
-Layout: 8 bytes little endian n, n bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, then the data. The
-format wants the tensors to cover the data without holes or overlaps, so a file that was cut off or grew is recognised.
+Layout: 8 bytes little endian n, n bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, then the data. In this
+format the tensors must cover the data without holes or overlaps, so a truncated or extended file is recognised.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -45,7 +45,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies; `begin` and `end` are byte offsets in the file."""
+    """Place of one tensor; `begin` and `end` are byte offsets in the file."""
 
     name: str
     dtype: str
@@ -55,11 +55,11 @@ class TensorEntry:
 
 
 def read_tensor_entries(path: Path) -> list[TensorEntry]:
-    """The tensors of a safetensors file, in the order of their bytes.
+    """Read the tensor entries of a safetensors file, in the order of their bytes.
 
     Raises:
-        ValueError: naming the first thing that is wrong.
-        OSError: when the file can't be read.
+        ValueError: names the first fault.
+        OSError: the file can't be read.
     """
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
@@ -104,7 +104,7 @@ def sha256_tensors(path: Path, entries: list[TensorEntry], is_chosen: Callable[[
 
 
 def _entry(name: str, value: object, data_start: int) -> TensorEntry:
-    """One header entry, checked against its own arithmetic."""
+    """Make one header entry and check its arithmetic."""
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]  # type: ignore[index]
         bits = math.prod(shape) * DTYPE_BITS[dtype]

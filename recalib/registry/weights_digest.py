@@ -1,7 +1,7 @@
-"""A checkpoint's weights as the engine that runs them sees them: the digest of `attach.swap.swap.Swapper.checksum`.
+"""Digest of a checkpoint's weights as an engine holds them: equals `attach.swap.swap.Swapper.checksum`.
 
-SHA-256 over name, shape and float32 bytes of every tensor by name order, without those that the drafter shares with its
-target. An engine that serves in a narrower type than the file's has rounded them: for each type there is a digest.
+It is the SHA-256 over name, shape and float32 bytes of every tensor by name order, without those shared with the target. An
+engine that serves in a narrower type than the file's has rounded them, so each type has its digest.
 
 Imports no torch: the daemon uses it.
 """
@@ -28,8 +28,8 @@ def weights_digests(path: Path) -> set[str]:
     """Digests of a safetensors file's weights as they are, and as bfloat16 and float16 engines hold them.
 
     Raises:
-        ValueError: for a file that isn't sound, or holds values of a type that drafters aren't stored in.
-        OSError: when it can't be read.
+        ValueError: the file isn't sound, or holds values of a type that drafters aren't stored in.
+        OSError: it can't be read.
     """
     entries = sorted((e for e in read_tensor_entries(path) if not any(s in e.name for s in _SHARED)), key=lambda e: e.name)
     digests = [hashlib.sha256() for _ in _SERVED_AS]

@@ -1,8 +1,8 @@
-"""Which sessions are never trained on, decided once and for ever.
+"""The choice of sessions that are never trained on, made once and permanently.
 
-A session is held out when a keyed hash of its label falls into the lowest `share` of its range. The key is made once and
-kept beside the registry, so a session stays on its side across restarts, and nobody can choose labels that evade the gate.
-Whole sessions, since rows of one conversation resemble each other: holding out single records flatters every candidate.
+A session is held out when a keyed hash of its label falls into the lowest `share` of its range. The key is made once and kept
+beside the registry, so a session stays on its side across restarts, and nobody can choose labels that evade the gate. Whole
+sessions are held out: rows of one conversation resemble each other, so single records would flatter every candidate.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class HoldOut:
     share: float = 0.2
 
     def is_held_out(self, session: str) -> bool:
-        """Whether this session is for judging only."""
+        """Return whether this session is for judging only."""
         digest = hashlib.blake2b(session.encode(errors="replace"), key=self.salt, digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
 
     def digest(self, stretches: Iterable[Stretch]) -> str:
-        """Tells whether two trainings saw the same rows, whatever their order; without the key no guess can be tried out."""
+        """Digest that shows whether two trainings saw the same rows, in any order; without the key nobody can test guesses."""
         each = sorted(
             hashlib.blake2b(
                 stretch.token_ids.tobytes(), key=self.salt, digest_size=16, salt=stretch.first_position.to_bytes(8, "big")
@@ -47,14 +47,14 @@ class HoldOut:
 
 
 def load_salt(folder: Path) -> bytes:
-    """The key in this folder, made when there is none yet; of several processes that make one, one wins."""
+    """Return the key in this folder; make one if there is none. If several processes make one, one of them wins."""
     path = folder / "hold-out.key"
     make_folder(folder)
     try:
         salt = path.read_bytes()
         if len(salt) == SALT_BYTES:
             return salt
-        path.unlink()  # cut off by a crash of the disk: nothing better can be done than to begin anew
+        path.unlink()  # truncated by a disk crash: the only remedy is a new key
     except FileNotFoundError:
         pass
     temporary = path.with_name(f".hold-out.{secrets.token_hex(4)}")

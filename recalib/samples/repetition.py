@@ -1,9 +1,9 @@
-"""Keeps degenerate loops out of the samples.
+"""Detection of degenerate loops, which are kept out of the samples.
 
-A model that repeats one n-gram without end is drafted almost perfectly by any drafter that has seen the loop; training on it
-teaches the loop, and judging on it flatters. A row belongs to a loop of period p when it lies in a run of rows with
-token[i] = token[i - p] of at least `min_loop_rows` and at least two whole further periods. The first period of a loop is not
-part of the run: said once it is ordinary text.
+When a model repeats one n-gram endlessly, any drafter that has seen the loop drafts it almost perfectly. Training on it teaches
+the loop, and judging on it flatters. A row belongs to a loop of period p when it lies in a run of rows with token[i] = token[i
+- p] of at least `min_loop_rows` and at least two whole further periods. The first period isn't part of the run: without
+repetition it is ordinary text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def loop_rows(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> NDArray[np.bool_]:  # [T] -> [T]
-    """Which rows repeat what stood one period earlier, again and again."""
+    """Mark rows that repeat, again and again, the token one period earlier."""
     is_loop = np.zeros(len(token_ids), bool)
     for period in range(1, min(max_period, len(token_ids) - 1) + 1):
         is_equal = np.concatenate(([False], token_ids[period:] == token_ids[:-period], [False]))
@@ -24,7 +24,7 @@ def loop_rows(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int)
 
 
 def longest_varied_stretch(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> slice:
-    """The longest run of rows without a loop in it (of equal ones the first); empty when there is none."""
+    """Find the longest run of rows without a loop (the first of equal ones); empty if there is none."""
     is_varied = np.concatenate(([False], ~loop_rows(token_ids, max_period, min_loop_rows), [False]))
     runs = np.flatnonzero(is_varied[1:] != is_varied[:-1]).reshape(-1, 2)
     if not len(runs):

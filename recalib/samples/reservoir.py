@@ -1,8 +1,8 @@
-"""Keeps new stretches and a fair choice of old ones in bounded memory.
+"""Bounded memory of the newest stretches and a uniform sample of older ones.
 
-Half of what a stratum holds are the newest stretches, in order. What grows too old for that half competes for the other
-one by Vitter's algorithm R: after n stretches have left the newer half, each of them is in the older half with the same
-probability. So a workload that changed yesterday is represented by today's traffic and by last week's.
+Half of a stratum holds the newest stretches, in order. Stretches that leave it compete for the other half by Vitter's algorithm
+R: after n stretches have left the newer half, each of them is in the older half with the same probability. So a workload that
+changed yesterday is represented by today's traffic and by last week's.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Stratum:
         return self._recent_bytes + self._old_bytes
 
     def stretches(self) -> list[Stretch]:
-        """All of them, older half first."""
+        """Return all stretches, older half first."""
         return [*self._old, *self._recent]
 
     def add(self, stretch: Stretch) -> None:
-        """Take the newest one."""
+        """Add the newest one."""
         self._recent.append(stretch)
         self._recent_bytes += stretch.num_bytes
 
     def drop_one(self) -> Stretch:
-        """Give one up: the newer half passes its oldest on, the older half keeps a fair choice."""
+        """Remove one: the newer half passes its oldest on, and the older half stays a uniform sample."""
         assert len(self) > 0
         while self._recent_bytes > self._old_bytes or not self._old:
             aged = self._recent.popleft()
@@ -59,7 +59,7 @@ class Stratum:
         return self._take(int(self._rng.integers(len(self._old))))
 
     def drop_session(self, session: str) -> Stretch:
-        """Give up the oldest stretch of one session, which must have one."""
+        """Remove the oldest stretch of one session, which must have one."""
         for at, stretch in enumerate(self._old):
             if stretch.session == session:
                 return self._take(at)
@@ -73,7 +73,7 @@ class Stratum:
         self._old_bytes += stretch.num_bytes
 
     def _take(self, at: int) -> Stretch:
-        """Remove from the older half; order doesn't matter there."""
+        """Remove from the older half, whose order doesn't matter."""
         self._old[at], self._old[-1] = self._old[-1], self._old[at]
         stretch = self._old.pop()
         self._old_bytes -= stretch.num_bytes

@@ -1,8 +1,8 @@
-"""The reading end of the sample ring: records as they come, and an honest count of those that were missed.
+"""Reader of the sample ring, which counts the records that it missed.
 
-`adapt.protocol.sample_ring` has the layout. A record that can't be wholly trusted (overwritten while it was copied, wrong CRC,
-sizes that don't add up) is counted and never handed out. After such a loss the reader finds its place again by looking
-for the next record whose CRC is right, so it loses what was damaged and not the whole ring.
+`adapt.protocol.sample_ring` has the layout. A record that can't be fully trusted (overwritten during the copy, wrong CRC,
+inconsistent sizes) is counted and never returned. The reader then searches for the next record with the right CRC, so it loses
+the damaged part and not the whole ring.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RESERVED, _WRITTEN, _GENERATION = (RESERVED_OFFSET + at for at in (0, 8, 40))
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RingRecord:
-    """Rows of one request, or (kind KIND_END, no rows) the news that it is over."""
+    """Rows of one request, or (kind KIND_END, no rows) the notice that it has ended."""
 
     kind: int
     flags: int
@@ -56,38 +56,38 @@ class RingRecord:
 
 @dataclass(frozen=True, slots=True)
 class RingNews:
-    """What one poll found. `is_new_ring` and `is_purged` happened before the records."""
+    """Result of one poll. `is_new_ring` and `is_purged` happened before the records."""
 
     records: list[RingRecord]
     is_new_ring: bool = False
-    """The engine started again: no earlier request goes on."""
+    """The engine restarted: no earlier request continues."""
     is_purged: bool = False
-    """Everything read so far is to be forgotten."""
+    """Everything read so far must be forgotten."""
 
 
 class RingReader:
-    """Follows the ring at a path: also when it isn't there yet, and when an engine that restarts replaces it."""
+    """Follows the ring at a path, even before the file exists and when a restarted engine replaces it."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.lost_records = 0
         """Records that were overwritten before they were read."""
         self.bad_records = 0
-        """Records that were there and couldn't be trusted."""
+        """Records that were present but couldn't be trusted."""
         self.error = ""
-        """Why the file at the path isn't read, "" when it is or isn't there."""
+        """Reason why the file at the path isn't read; "" if it is read or absent."""
         self._ring: _MappedRing | None = None
 
     @property
     def header(self) -> RingHeader | None:
-        """The fixed facts of the ring that is being read, None when there is none."""
+        """The fixed values of the ring being read, None if there is none."""
         return self._ring.header if self._ring else None
 
     def poll(self, max_records: int = 256) -> RingNews:
-        """The next records, at most so many; never waits."""
+        """Return the next records, at most `max_records`; never waits."""
         if self._ring is not None and not self._ring.is_at(self.path):
             if records := self._read(max_records):
-                return RingNews(records)  # first what the last engine left behind
+                return RingNews(records)  # first the records that the last engine left
             self._ring = None
         is_new = self._ring is None and self._open()
         if self._ring is None:
@@ -96,11 +96,11 @@ class RingReader:
         return RingNews(self._read(max_records), is_new, is_purged)
 
     def erase(self) -> str:
-        """Forget what the ring holds, and overwrite it with zeros. Returns why samples may be left in it, "" when none are."""
+        """Forget what the ring holds, and zero it. Returns why samples may remain in it, "" if none do."""
         self.poll(0)
         if self._ring is None or self._ring.erase():
             return self.error
-        return f"sample ring {self.path} may only be read by this user: stop its engine and remove the file"
+        return f"sample ring {self.path} is read-only for this user: stop its engine and remove the file"
 
     def _open(self) -> bool:
         try:
@@ -130,7 +130,7 @@ class RingReader:
 
 
 class _MappedRing:
-    """One ring file in memory, and the place up to which it has been read."""
+    """One ring file in memory, and the position up to which it has been read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -158,7 +158,7 @@ class _MappedRing:
         self._offset = self._find_record(0)
 
     def is_at(self, path: Path) -> bool:
-        """Whether the path still names this file, or nothing: an engine that is gone may come back."""
+        """Return whether the path still names this file, or nothing: a stopped engine may come back."""
         try:
             status = os.stat(path)
         except OSError:
@@ -166,7 +166,7 @@ class _MappedRing:
         return (status.st_dev, status.st_ino) == self._identity
 
     def notice_purge(self) -> bool:
-        """Whether the ring was purged since the last look; only what was written after that is left in it."""
+        """Return whether the ring was purged since the last call; if so, only later records are left."""
         generation = self._word(_GENERATION)
         if generation == self._generation:
             return False
@@ -176,7 +176,7 @@ class _MappedRing:
     def erase(self) -> bool:
         """Zero the data area and raise the generation.
 
-        The writer takes no lock, so a record that it writes in this moment may be zeroed in part: its CRC shows that.
+        The writer takes no lock, so a record written at the same time may be partly zeroed. Its CRC shows that.
         """
         self._offset, self._expected_seq = self._word(_WRITTEN), None
         if not self._is_writable:
@@ -187,7 +187,7 @@ class _MappedRing:
         return True
 
     def next_payload(self) -> tuple[RecordHeader, bytes] | None:
-        """A copy of the next record that isn't a PAD, None when there is none yet."""
+        """Return a copy of the next record that isn't a PAD, None if there is none yet."""
         while self._offset < self._word(_WRITTEN):
             capacity = self.header.capacity_bytes
             place = self._offset % capacity
@@ -213,12 +213,12 @@ class _MappedRing:
         return None
 
     def take_lost(self) -> int:
-        """Records overwritten unread since the last call."""
+        """Return the number of records overwritten unread since the last call."""
         lost, self._lost = self._lost, 0
         return lost
 
     def take_bad(self) -> int:
-        """Damaged places met since the last call."""
+        """Return the number of damaged places found since the last call."""
         bad, self._bad = self._bad, 0
         return bad
 
@@ -232,7 +232,7 @@ class _MappedRing:
         return record.kind != KIND_PAD and self._expected_seq is not None and record.seq < self._expected_seq
 
     def _copy(self, place: int) -> tuple[RecordHeader, bytes] | None:
-        """The record at a place, None when there isn't a sound one."""
+        """Copy the record at a place; None if there is no sound one."""
         try:
             record = unpack_record(self._bytes[place : place + RECORD_BYTES].tobytes())
         except (ValueError, struct.error):
@@ -246,9 +246,9 @@ class _MappedRing:
         return (record, payload) if zlib.crc32(payload) == record.crc32 else None
 
     def _find_record(self, offset: int) -> int:
-        """The first sound record that begins at or after an offset and that the writer won't soon reach.
+        """Find the first sound record at or after an offset that the writer won't reach soon.
 
-        A lap of the data area always begins with a record; elsewhere they are known by their magic number and CRC.
+        A lap of the data area always begins with a record. Elsewhere the magic number and CRC identify records.
         """
         capacity, written, reserved = self.header.capacity_bytes, self._word(_WRITTEN), self._word(_RESERVED)
         offset = max(offset, reserved - capacity + capacity // 64 if reserved > capacity else 0)
@@ -270,7 +270,7 @@ def _total_bytes(record: RecordHeader) -> int:
 
 
 def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecord:
-    """Take a payload apart. Raises ValueError when its sizes don't add up or it isn't of the ring's kind."""
+    """Decode a payload. Raises ValueError if its sizes are inconsistent or its kind isn't the ring's."""
     head = payload[: record.head_bytes]
     request, workload, drafter_version = unpack_rows_head(head)
     session = unpack_session(head) or request

@@ -1,4 +1,4 @@
-"""What the trainer learns from: one request's text with the target's features of it."""
+"""Training samples: one request's text with the target's features of it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """A stretch of one request, prompt and emitted text, with the context features the drafter had for it.
+    """A stretch of one request, prompt and emitted text, with the context features that the drafter had for it.
 
-    Row i of every tensor is the same token: `features[i]` is what the target computed *at* `token_ids[i]`, `positions[i]`
-    its absolute position (positions rise by one; the stretch need not begin at 0). `features` are the fused ones
-    (after `fc` and `hidden_norm`), or, with `is_fused = False`, the target's auxiliary hidden states side by side.
-    `break_positions` are absolute positions of tokens the target emitted in place of a rejected draft token.
-    `target_hidden` is the target's last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits.
+    Row i of every tensor is the same token. `features[i]` is what the target computed *at* `token_ids[i]`, `positions[i]` is
+    its absolute position (positions rise by one; the stretch need not begin at 0). `features` are the fused ones (after `fc`
+    and `hidden_norm`) or, with `is_fused = False`, the target's concatenated auxiliary hidden states. `break_positions` are
+    absolute positions of tokens that the target emitted in place of a rejected draft token. `target_hidden` is the target's
+    last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits.
     """
 
     features: Tensor  # [T, H] or [T, A]
@@ -33,7 +33,7 @@ class TrainingSample:
     sample_id: str = ""
 
     def __post_init__(self) -> None:
-        """Rows that don't belong together would train the drafter on nonsense, so a mismatch is an error."""
+        """Check the row counts: mismatched rows would train the drafter on nonsense."""
         num_tokens = self.token_ids.shape[0]
         rows = {"features": self.features, "positions": self.positions, "target_hidden": self.target_hidden}
         for name, tensor in rows.items():
@@ -55,7 +55,7 @@ class PackedSamples:
     features: Tensor  # [T, H] or [T, A]
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
-    segments: Tensor  # [T] int64, which sample a row belongs to
+    segments: Tensor  # [T] int64, sample of each row
     is_fused: bool
     target_hidden: Tensor | None = None  # [T, H_target]
 
@@ -65,7 +65,7 @@ class PackedSamples:
         return torch.searchsorted(self.segments, torch.arange(int(self.segments[-1]) + 1))
 
     def to(self, device: torch.device) -> PackedSamples:
-        """The same on a device."""
+        """Copy to a device."""
         hidden = self.target_hidden.to(device, non_blocking=True) if self.target_hidden is not None else None
         moved = [t.to(device, non_blocking=True) for t in (self.features, self.token_ids, self.positions, self.segments)]
         return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_fused, hidden)
@@ -75,7 +75,7 @@ def pack(samples: list[TrainingSample]) -> PackedSamples:
     """Concatenate samples of the same kind.
 
     Raises:
-        ValueError: when there is none, or fused and unfused features are mixed.
+        ValueError: there is none, or fused and unfused features are mixed.
     """
     if not samples:
         raise ValueError("nothing to pack: give at least one sample")

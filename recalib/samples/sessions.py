@@ -1,10 +1,10 @@
-"""Puts the ring's records together to contiguous stretches of requests.
+"""Assembly of the ring's records into contiguous stretches of requests.
 
 The rules, all by position within one request:
 
     the record begins where the stretch ends       it is appended
-    it repeats positions with the same tokens      what is held stays (a preempted request was prefilled again), also
-                                                   under FLAG_GAP: what is missing before the record is held already
+    it repeats positions with the same tokens      the held rows stay (a preempted request was prefilled again), even with
+                                                   FLAG_GAP: the rows missing before the record are already held
     it repeats positions with other tokens         the later record is right: the stretch is cut there, the record appended
     it begins later, earlier, or has FLAG_GAP      the stretch ends, another one begins
     another drafter version                        likewise: its features may mean something else
@@ -40,7 +40,7 @@ class _Open:
     num_prompt_tokens: int = 0
     breaks: list[int] = field(default_factory=list)
     is_rejected: bool = False
-    """The token that comes next is the target's in place of a draft."""
+    """The next token is the target's, in place of a rejected draft token."""
 
     @property
     def end(self) -> int:
@@ -87,7 +87,7 @@ class _Open:
 
 
 class SessionAssembler:
-    """Open requests of one ring; yields a stretch when it is whole."""
+    """Open requests of one ring; yields each completed stretch."""
 
     def __init__(self, max_rows: int = 2048, max_open: int = 4096, max_open_bytes: int = 1 << 28) -> None:
         self._max_rows, self._max_open, self._max_open_bytes = max_rows, max_open, max_open_bytes
@@ -96,15 +96,15 @@ class SessionAssembler:
         self.duplicate_rows = 0
         """Rows that came a second time with the same tokens."""
         self.replaced_rows = 0
-        """Rows thrown away because other tokens came at their positions."""
+        """Rows discarded because other tokens came at their positions."""
 
     @property
     def open_bytes(self) -> int:
-        """Memory of the requests that go on."""
+        """Memory of the unfinished requests."""
         return self._open_bytes
 
     def add(self, record: RingRecord) -> Iterator[Stretch]:
-        """Take a record; yields the stretches that it ends."""
+        """Add a record; yields the stretches that it ends."""
         if record.kind == KIND_END:
             yield from self._close(record.request)
             return
@@ -120,15 +120,15 @@ class SessionAssembler:
         self._append(current, record)
         self._open_bytes += current.num_bytes - before
         while len(self._open) > self._max_open or (self._open_bytes > self._max_open_bytes and len(self._open) > 1):
-            yield from self._close(next(iter(self._open)))  # its end was lost, or it sleeps
+            yield from self._close(next(iter(self._open)))  # its end was lost, or it is inactive
 
     def finish(self) -> Iterator[Stretch]:
-        """End all stretches: the engine is gone, or somebody wants what there is."""
+        """End all stretches: the engine stopped, or a caller wants the present ones."""
         for request in list(self._open):
             yield from self._close(request)
 
     def forget(self) -> None:
-        """Drop all that is open."""
+        """Drop all open stretches."""
         self._open.clear()
         self._open_bytes = 0
 

@@ -1,10 +1,10 @@
-"""Samples that memory has no room for, on disk: only where the operator allows it, for a limited time, and gone when purged.
+"""Samples on disk that don't fit in memory: only if the operator allows it, for a limited time, and deleted by a purge.
 
     FOLDER/KIND/<time>-<random>.safetensors      one stretch a file: token ids, features, and labels in the header
 
-KIND is the width, type and kind of the features; rows of another one can't be trained on together, and go. Token ids stay in
-memory, features are read when a stretch is drawn. Files are their owner's alone. While an operation is under way nothing is
-added or removed, so that what it has chosen stays there; a purge ends the operation first.
+KIND is the width, type and kind of the features. Rows of different kinds can't be trained on together, so other kinds are
+removed. Token ids stay in memory; features are read when a stretch is drawn. Only their owner can read the files. During an
+operation no file is added or removed, so that its chosen samples remain; a purge ends the operation first.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class SpilledStretch(Stretch):
     path: Path
 
     def read(self, rows: slice) -> Stretch:
-        """These rows (start and stop given, step 1), in memory. Raises OSError, SafetensorError: the file isn't what it was."""
+        """Read these rows (start and stop given, step 1). Raises OSError, SafetensorError: the file has changed."""
         with safe_open(self.path, framework="np") as file:
             features = file.get_slice("features")[rows.start : rows.stop]
         return replace(Stretch(**_fields(self)).cut(rows), features=features)
 
     def cut(self, rows: slice) -> Stretch:
-        """Only these rows, as `Stretch.cut`."""
+        """Keep only these rows, as `Stretch.cut`."""
         return self.read(rows)
 
     def to_training_sample(self, is_fused: bool) -> TrainingSample:
-        """As tensors."""
+        """Convert to tensors."""
         return self.read(slice(0, self.num_rows)).to_training_sample(is_fused)
 
 
@@ -61,22 +61,22 @@ class Spill:
     """The files of one engine's samples.
 
     Args:
-        max_bytes: of all files; the oldest make room.
-        max_age_s: files older than this go.
+        max_bytes: limit for all files; the oldest are removed first.
+        max_age_s: files older than this are removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
         self._folder, self.max_bytes, self._max_age_s, self._clock = folder, max_bytes, max_age_s, clock
         self._kind = ""
         self._held: deque[tuple[float, int, Key, SpilledStretch]] = deque()
-        """When it was written, bytes of the file, key, stretch; oldest first."""
+        """Time of writing, bytes of the file, key, stretch; oldest first."""
         self.num_bytes = 0
         self.is_frozen = False
-        """An operation is under way: what it has chosen has to stay."""
+        """True during an operation: its chosen samples must stay."""
         self._has_failed = False
 
     def begin(self, kind: str, key_of: Callable[[Stretch], Key]) -> None:
-        """Take up what an earlier process left of this kind of features; the files of others go."""
+        """Load what an earlier process left of this kind of features; remove the files of others."""
         if kind == self._kind:
             return
         self._kind = kind
@@ -89,14 +89,14 @@ class Spill:
             try:
                 written_s = int(path.name.split("-")[0]) / 1e9
                 stretch = _open(path)
-            except (ValueError, OSError, SafetensorError, KeyError, TypeError):  # cut off by a crash, or no file of ours
+            except (ValueError, OSError, SafetensorError, KeyError, TypeError):  # truncated by a crash, or not our file
                 path.unlink(missing_ok=True)
                 continue
             self._add(written_s, path.stat().st_size, key_of(stretch), stretch)
         self.expire()
 
     def keep(self, stretch: Stretch, key: Key) -> None:
-        """Write a stretch that is about to be forgotten; a disk that fails loses it, and is said once."""
+        """Write a stretch that memory is about to drop; if the disk fails it is lost, and a warning is logged once."""
         if self.is_frozen or not self._kind or stretch.num_bytes > self.max_bytes:
             return
         folder = self._folder / self._kind
@@ -121,15 +121,15 @@ class Spill:
         self.expire()
 
     def stretches(self, key: Key) -> Iterator[Stretch]:
-        """What there is of a workload on one side of the hold-out, oldest first."""
+        """Yield the stretches of a workload on one side of the hold-out, oldest first."""
         return (stretch for _, _, found, stretch in self._held if found == key)
 
     def workloads(self) -> set[str]:
-        """Of which there is anything."""
+        """Workloads with any stretch here."""
         return {key[0] for _, _, key, _ in self._held}
 
     def expire(self) -> None:
-        """Remove what is too old, and the oldest of what is too much."""
+        """Remove files that are too old, and the oldest beyond the size limit."""
         if self.is_frozen:
             return
         oldest_s = self._clock() - self._max_age_s
@@ -139,7 +139,7 @@ class Spill:
             stretch.path.unlink(missing_ok=True)
 
     def purge(self) -> None:
-        """Remove everything, also what an earlier process left, whatever is under way."""
+        """Remove everything, even files of an earlier process and during an operation."""
         self._held.clear()
         self.num_bytes = 0
         remove(self._folder)
@@ -150,7 +150,7 @@ class Spill:
 
 
 def remove(folder: Path) -> str:
-    """Remove a folder with samples; what can't be removed is an error that people must hear of. Returns it, else ""."""
+    """Remove a folder with samples. On failure, log and return the error, because people must learn of it; else ""."""
     shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
         return ""
@@ -163,14 +163,14 @@ def _without_features(stretch: Stretch, path: Path) -> SpilledStretch:
 
 
 def _fields(stretch: Stretch) -> dict[str, Any]:
-    """What makes a plain stretch."""
+    """Return the fields of a plain stretch."""
     return {field.name: getattr(stretch, field.name) for field in fields(Stretch)}
 
 
 def _open(path: Path) -> SpilledStretch:
     with safe_open(path, framework="np") as file:
         labels = json.loads((file.metadata() or {})["labels"])
-        labels["breaks"] = tuple(labels.get("breaks", ()))  # an earlier version had others
+        labels["breaks"] = tuple(labels.get("breaks", ()))  # written differently by an earlier version
         token_ids = file.get_tensor("token_ids")
         if file.get_slice("features").get_shape()[0] != len(token_ids):
             raise ValueError(f"{path} has rows for other tokens")

@@ -1,9 +1,9 @@
-"""All that the trainer remembers of the traffic: bounded, fair to small workloads and to old ones, split for judging.
+"""The trainer's memory of the traffic: bounded, fair to small and to old workloads, with a held-out part.
 
-Memory goes by water-filling: when the cap is reached, the stratum (workload, held out or not) that is largest for its share
-gives one stretch up, so a workload below its fair part never loses to a busy one. No session gets more than
-`max_session_share` of the cap, so no single client can decide what is learnt. What memory has no room for goes to disk where
-that is allowed (`spill`).
+Memory is shared by water-filling. When the cap is reached, the stratum (workload, held out or not) that is largest for its
+share drops one stretch. So a workload below its fair part never loses to a busy one. No session gets more than
+`max_session_share` of the cap, so no single client can decide what is learnt. If allowed, what doesn't fit in memory goes to
+disk (`spill`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SampleStore:
         """Stretches "kept", "short", "evicted", and rows "repetitive"."""
 
     def add(self, stretch: Stretch) -> bool:
-        """Take a stretch, without its loops; False when too little is left of it."""
+        """Add a stretch without its loops; return False if too little is left of it."""
         settings = self.settings
         varied = longest_varied_stretch(stretch.token_ids, settings.max_loop_period, settings.min_loop_rows)
         num_varied = varied.stop - varied.start
@@ -60,17 +60,17 @@ class SampleStore:
         return True
 
     def key_of(self, stretch: Stretch) -> Key:
-        """Where it belongs: its workload, and its session's side of the hold-out."""
+        """Key of a stretch: its workload, and its session's side of the hold-out."""
         return self._workload(stretch.workload), self._hold_out.is_held_out(stretch.session)
 
     def stretches(self, workload: str, is_held_out: bool) -> list[Stretch]:
-        """What is held of one workload on one side, on disk and in memory."""
+        """Return the stretches of one workload on one side, on disk and in memory."""
         stratum = self._strata.get((workload, is_held_out))
         spilled = self.spill.stretches((workload, is_held_out)) if self.spill is not None else ()
         return [*spilled, *(stratum.stretches() if stratum else ())]
 
     def workloads(self) -> list[str]:
-        """Workloads of which anything is held, by name."""
+        """Workloads with any stretch, by name."""
         spilled = self.spill.workloads() if self.spill is not None else set()
         return sorted(spilled | {workload for (workload, _), stratum in self._strata.items() if len(stratum)})
 
@@ -81,15 +81,15 @@ class SampleStore:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions of which anything is held."""
+        """Number of sessions with any stretch."""
         return len(self._sessions)
 
     def digest(self, stretches: Iterable[Stretch]) -> str:
-        """Which rows these are, and nothing of what is in them (`HoldOut.digest`)."""
+        """Identify these rows without revealing their content (`HoldOut.digest`)."""
         return self._hold_out.digest(stretches)
 
     def forget(self) -> None:
-        """Forget everything, and what is on disk."""
+        """Forget everything, on disk too."""
         if self.spill is not None:
             self.spill.purge()
         self._strata.clear()
@@ -99,12 +99,12 @@ class SampleStore:
 
     def _workload(self, label: str) -> str:
         known = {workload for workload, _ in self._strata}
-        if self.spill is not None and label not in known:  # looked for on disk only where it is new
+        if self.spill is not None and label not in known:  # the disk is searched only for new labels
             known |= self.spill.workloads()
         return label if label in known or len(known) < self.settings.max_workloads else "other"
 
     def _stratum_of(self, session: str, first: Stratum) -> Stratum:
-        """A stratum with a stretch of the session, the given one last: what came now is to stay."""
+        """Find a stratum with a stretch of the session, the given one last: the newest stretch should stay."""
         others = (s for s in self._strata.values() if s is not first and any(x.session == session for x in s.stretches()))
         return next(others, first)
 

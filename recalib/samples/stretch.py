@@ -1,4 +1,4 @@
-"""A contiguous stretch of one request as captured: numpy until the moment it is trained on."""
+"""A contiguous stretch of one captured request, in numpy until it is trained on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stretch:
 
     @property
     def num_judged(self) -> int:
-        """Rows of what the target emitted."""
+        """Number of rows that the target emitted."""
         return max(self.num_rows - self.num_prompt_tokens, 0)
 
     @property
@@ -42,7 +42,7 @@ class Stretch:
         return int(self.token_ids.nbytes + self.features.nbytes)
 
     def cut(self, rows: slice) -> Stretch:
-        """Only these rows (step 1), copied, so that the rest of the memory is given back."""
+        """Copy only these rows (step 1), so that the rest of the memory is freed."""
         first = self.first_position + rows.start
         end = self.first_position + rows.stop
         return replace(
@@ -55,7 +55,7 @@ class Stretch:
         )
 
     def to_training_sample(self, is_fused: bool) -> TrainingSample:
-        """As tensors, without a copy of the features."""
+        """Convert to tensors, without copying the features."""
         features = torch.from_numpy(_writable(self.features).view(np.int16 if _is_bfloat16(self) else self.features.dtype))
         return TrainingSample(
             features=features.view(torch.bfloat16) if _is_bfloat16(self) else features,
@@ -74,5 +74,5 @@ def _is_bfloat16(stretch: Stretch) -> bool:
 
 
 def _writable(features: NDArray[Any]) -> NDArray[Any]:
-    """torch warns of arrays that may not be written."""
+    """Make features writable: torch warns of read-only arrays."""
     return features if features.flags.writeable else features.copy()

@@ -1,7 +1,6 @@
-"""Follows every engine's sample ring, from the start and whether or not anything is being trained.
+"""Follows every engine's sample ring from the start, whether or not anything is being trained.
 
-So when a workload drifts, what the other workloads looked like is in memory already, and the candidate can be kept from
-forgetting them.
+So when a workload drifts, samples of the other workloads are already in memory, and training can avoid forgetting them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from honed.recalib.samples.store import SampleStore
 
 
 class Feed:
-    """One engine's ring and all that is remembered of it."""
+    """One engine's ring and the samples kept from it."""
 
     def __init__(self, path: Path, settings: SampleSettings, hold_out: HoldOut, spill: Spill | None = None) -> None:
         self.reader = RingReader(path)
@@ -29,16 +28,16 @@ class Feed:
 
     @property
     def is_fused(self) -> bool:
-        """Whether rows are fused features, rather than the target's hidden states side by side."""
+        """Tell whether rows are fused features, rather than the target's concatenated hidden states."""
         return self._features is None or FEATURE_KINDS[self._features[2]] == "fused"
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, requests that go on included."""
+        """Memory held, including unfinished requests."""
         return self.store.num_bytes + self._assembler.open_bytes
 
     def poll(self, max_records: int) -> int:
-        """Take in what is new; returns the number of records."""
+        """Take in new records; returns their number."""
         news = self.reader.poll(max_records)
         if news.is_new_ring and self.reader.header is not None:
             for stretch in self._assembler.finish():
@@ -52,12 +51,12 @@ class Feed:
         return len(news.records)
 
     def forget(self) -> None:
-        """Drop everything remembered."""
+        """Drop all samples."""
         self._assembler.forget()
         self.store.forget()
 
     def _note_features(self, header: RingHeader) -> None:
-        """Rows of another width or type can't be trained on together: the earlier ones go."""
+        """Drop earlier rows of another width or type: they can't be trained on together."""
         features = (header.feature_size, header.feature_dtype, header.feature_kind)
         if self._features not in (None, features):
             self.forget()
@@ -71,7 +70,7 @@ class Traffic:
     """The feeds of all engines under the runtime folder, and of any other ring that a request names."""
 
     def __init__(self, runtime_dir: Path, settings: SampleSettings, hold_out: HoldOut, spill_dir: Path | None = None) -> None:
-        """`spill_dir`: where samples may go to disk, if `spill_bytes` allows it; else what lies there is removed."""
+        """`spill_dir`: folder for samples on disk, if `spill_bytes` allows it; otherwise its content is removed."""
         self.engines_dir, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
         self._spill_dir = spill_dir if settings.spill_bytes else None
         if spill_dir is not None and self._spill_dir is None:
@@ -79,7 +78,7 @@ class Traffic:
         self._feeds: dict[Path, Feed] = {}
 
     def feed(self, path: Path) -> Feed:
-        """The feed of a ring, begun now when it is new."""
+        """Return the feed of a ring; a new one starts now."""
         if path not in self._feeds:
             self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path))
             for feed in self._feeds.values():
@@ -89,12 +88,12 @@ class Traffic:
         return self._feeds[path]
 
     def freeze(self, is_frozen: bool) -> None:
-        """While an operation is under way nothing comes or goes on disk."""
+        """During an operation no file is added or removed on disk."""
         for spill in self._spills:
             spill.is_frozen = is_frozen
 
     def expire(self) -> None:
-        """Remove what has been on disk for too long."""
+        """Remove files that have been on disk for too long."""
         for spill in self._spills:
             spill.expire()
 
@@ -104,13 +103,13 @@ class Traffic:
             self.feed(path)
 
     def poll(self, max_records: int = 256) -> int:
-        """Take in what is new on all rings; returns the number of records."""
+        """Take in new records of all rings; returns their number."""
         return sum(feed.poll(max_records) for feed in self._feeds.values())
 
     def purge(self) -> list[str]:
-        """Forget everything, empty the rings, and remove what lies on disk, of engines that are gone as well.
+        """Forget everything, empty the rings and delete all samples on disk, including those of engines that are gone.
 
-        Returns why something is left.
+        Returns the reasons why something is left.
         """
         self.discover()
         problems = []
@@ -123,7 +122,7 @@ class Traffic:
 
     @property
     def spilled_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return sum(spill.num_bytes for spill in self._spills)
 
     @property

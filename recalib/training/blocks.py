@@ -1,4 +1,4 @@
-"""Which blocks to train or to judge on, and what the target really emitted after each anchor."""
+"""Choice of the blocks to train or to judge on, and the target's tokens after each anchor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def eligible_anchors(packed: PackedSamples, num_draft_tokens: int) -> Tensor:  #
 
 
 def block_labels(token_ids: Tensor, anchors: Tensor, num_draft_tokens: int) -> Tensor:  # [T], [N] -> [N, K]
-    """The tokens emitted after each anchor; for `eligible_anchors` all of them exist."""
+    """Return the tokens emitted after each anchor; for `eligible_anchors` all of them exist."""
     return token_ids[anchors[:, None] + 1 + torch.arange(num_draft_tokens)]
 
 
@@ -33,9 +33,9 @@ def choose_anchors(
     preferred_share: float,
     generator: torch.Generator,
 ) -> Tensor:  # [N], sorted, without repeats
-    """A random choice of anchors: up to `preferred_share` of them from the preferred rows, the rest from all.
+    """Choose anchors at random: up to `preferred_share` of them from the preferred rows, the rest from all.
 
-    Preferred rows are those whose rounds broke: the drafter learns most where it was wrong.
+    Preferred rows are those before a rejected draft token: the drafter learns most where it was wrong.
     """
     wanted = eligible[torch.isin(eligible, torch.tensor(list(preferred), dtype=torch.int64))]
     first = _draw(wanted, round(num_anchors * preferred_share), generator)
@@ -48,7 +48,7 @@ def _draw(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def break_anchors(samples: Sequence[TrainingSample], num_draft_tokens: int) -> list[int]:
-    """Packed rows of the anchors whose block reaches a position where a round broke: up to K rows before it."""
+    """Packed rows of the anchors whose block reaches a rejected draft token: up to K rows before it."""
     rows: list[int] = []
     start = 0
     for sample in samples:

@@ -1,14 +1,14 @@
-"""Drafting a block in several passes: the surest tokens are revealed after each, and the next pass sees them.
+"""Drafting of a block in several passes: each reveals the most confident tokens, and the next pass sees them.
 
-vLLM 0.32 drafts in one pass, for which DFlash was made; more passes cost as many draft passes and are for offline comparison
-and for other engines. How many tokens a pass reveals follows from a mask ratio r(t) over t in [0, 1):
+vLLM 0.32 drafts in one pass, for which DFlash was made. Each further pass costs a draft pass; more are for offline comparison
+and for other engines. The number of tokens revealed by a pass follows from a mask ratio r(t) over t in [0, 1):
 
     cosine       cos(pi t / 2)
     linear       1 - t
     square-root  1 - sqrt(t)
 
 Pass i of S reveals a number in proportion to r at its middle, (i + 1/2) / S: most at first, where the drafter has its one-pass
-training behind it, and few at the end. Counts are rounded by largest remainder, so they sum to the block.
+training, and few at the end. Counts are rounded by largest remainder, so they sum to the block.
 
 Source: MaskGIT (arXiv 2202.04200, section 3.3) for unmasking by confidence and the names of the schedules.
 """
@@ -35,7 +35,7 @@ _RATIOS: dict[MaskSchedule, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Denoising:
-    """In how many passes a block is drafted, and by which schedule."""
+    """Number of passes that draft a block, and their schedule."""
 
     steps: int = 1
     schedule: MaskSchedule = "cosine"
@@ -47,7 +47,7 @@ class Denoising:
             raise ValueError(f"unknown mask schedule {self.schedule!r}: {', '.join(_RATIOS)} are known")
 
     def counts(self, num_draft_tokens: int) -> tuple[int, ...]:  # [S'], S' <= S
-        """Tokens revealed by each pass: at least one each, in all `num_draft_tokens`; fewer passes where there are fewer."""
+        """Tokens revealed by each pass: at least one each, `num_draft_tokens` in all; so there may be fewer passes."""
         steps = min(self.steps, num_draft_tokens)
         ratios = [_RATIOS[self.schedule]((i + 0.5) / steps) for i in range(steps)]
         free = num_draft_tokens - steps  # each has one to begin with
@@ -61,7 +61,7 @@ class Denoising:
 
 
 ONE_PASS = Denoising()
-"""How servers draft."""
+"""The setting of servers."""
 
 
 def reveal_randomly(
@@ -70,9 +70,9 @@ def reveal_randomly(
     denoising: Denoising,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # [N, K] token ids with masks, [N, K] whether masked
-    """Blocks as a random pass of each finds them: what earlier passes revealed, at random places, is the label itself.
+    """Make blocks as a random pass of each sees them: tokens at random places, revealed by earlier passes, are the labels.
 
-    So with S passes one block in S is all masks, which is what a drafter of one pass sees.
+    So with S passes one block in S is all masks, as a one-pass drafter sees it.
     """
     num_blocks, k = labels.shape
     counts = denoising.counts(k)
@@ -91,7 +91,7 @@ def draft_in_steps(
     denoising: Denoising,
     device: torch.device,
 ) -> Tensor:  # [N, K]
-    """Greedy drafts: each pass reveals the masked places whose likeliest token is the surest."""
+    """Draft greedily: each pass reveals the masked places whose likeliest token has the most confidence."""
     tokens = torch.full((num_blocks, num_draft_tokens), mask_token_id, device=device)
     counts = denoising.counts(num_draft_tokens)
     if len(counts) == 1:

@@ -1,4 +1,4 @@
-"""How much memory a device has left, and holding ourselves to what we said we would take."""
+"""Free memory of a device, and a limit that keeps our process to its estimate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from honed.recalib.config.memory import usable_bytes
 
 
 def available_bytes(device: torch.device, limit_bytes: int = 0) -> int:
-    """What a training may take: the limit if there is one, but no more than nine tenths of what is free."""
+    """Return what a training may take: nine tenths of the free memory, or the limit if that is lower."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
@@ -20,21 +20,21 @@ def available_bytes(device: torch.device, limit_bytes: int = 0) -> int:
 
 
 def hold_to(device: torch.device, num_bytes: int) -> None:
-    """Let our own allocations fail above this, before they push out anybody else's; only CUDA can do that."""
+    """Make our own allocations fail above this, before they displace anyone else's; only CUDA supports that."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
 
 
 def give_back(device: torch.device) -> None:
-    """Let go of what was used: PyTorch keeps freed memory to itself, from a server and from what a next training may take."""
+    """Free cached memory: PyTorch otherwise keeps it from a server and from the next training."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process had at once on the device, 0 where nobody counts."""
+    """Peak memory of this process on the device, 0 if it isn't counted."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
 
 
@@ -46,7 +46,7 @@ def _free_in_machine(path: Path) -> int:
 
 
 def _free_in_cgroup(folder: Path) -> int:
-    """What this process's own limit leaves, where it has one (cgroup v2)."""
+    """Free memory under this process's own limit, if it has one (cgroup v2)."""
     try:
         name = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].strip("/")
         limit = (folder / name / "memory.max").read_text().strip()

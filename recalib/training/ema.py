@@ -1,8 +1,8 @@
-"""A moving average of weights: less noise than the last ones of a short training.
+"""A moving average of weights: less noise than the last weights of a short training.
 
     shadow = d * shadow + (1 - d) * weights,  d = min(decay, (1 + n) / (10 + n)) at update n = 1, 2, …
 
-so that a short training isn't held back by where it began.
+The rising d keeps a short training's average from staying near its start.
 
 Source: arXiv 1803.05407, section 3 (averaging); the warm-up of d as in TensorFlow's `ExponentialMovingAverage(num_updates)`.
 """
@@ -26,12 +26,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
-        """Take in the weights after update number `num_updates`, counted from 1."""
+        """Add the weights after update number `num_updates`, counted from 1."""
         decay = min(self._decay, (1 + num_updates) / (10 + num_updates))
         torch._foreach_lerp_(self.shadow, [p.detach() for p in self._parameters], 1.0 - decay)
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
-        """Make the average the weights."""
+        """Copy the average into the weights."""
         for parameter, average in zip(self._parameters, self.shadow, strict=True):
             parameter.copy_(average)

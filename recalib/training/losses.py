@@ -1,7 +1,7 @@
 """Losses for a block drafter, and its figures as sums and counts.
 
-Losses of every token, `[N, K]`, come from `kernels.training.block_loss` (its formulas are in `kernels/training/reference.py`);
-here they are weighted. Position j of a block matters only when all before it were accepted, so weights fall with j.
+Losses of every token, `[N, K]`, come from `kernels.training.block_loss` (its formulas are in `kernels/training/reference.py`).
+This module weights them. Position j of a block matters only if all before it were accepted, so weights fall with j.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def position_weights(num_draft_tokens: int, decay_tokens: float) -> Tensor:  # [
 
 
 def shares(weights: Tensor, dim: tuple[int, ...]) -> Tensor:  # [N, K] -> [N, K]
-    """w / sum of w over `dim`, so that a sum of share * loss is a weighted mean; 0 where nothing has weight."""
+    """w / sum of w over `dim`, so that a sum of share * loss is a weighted mean; 0 where the sum is 0."""
     return weights / weights.sum(dim, keepdim=True).clamp_min(1e-12)
 
 
 def hybrid_on_labels(surprise: Tensor) -> Tensor:  # [N, K] -> [N, K]
     """`block_loss`'s "hybrid" against the emitted token alone: KL is the surprise, -log q(label), and TV is 1 - q(label).
 
-    Exact where the target is greedy, and what can be had where its distribution was not captured.
+    It is exact for a greedy target, and a substitute where the target's distribution was not captured.
     """
     right = torch.exp(-surprise)
     share = torch.exp(-3.0 * right.detach())
@@ -41,24 +41,24 @@ def hybrid_on_labels(surprise: Tensor) -> Tensor:  # [N, K] -> [N, K]
 def dpace_weights(accept_probabilities: Tensor, smoothing: float = 0.5) -> Tensor:  # [N, K] -> [N, K]
     """D-PACE: w_j = sum over m >= j of prod over i <= m of ((1 - a) * q_i + a), a = `smoothing`.
 
-    A position weighs as much as the expected length that depends on it; `a` keeps late positions alive while early ones
-    are still wrong. No gradient flows through the weights.
+    A position's weight is the expected length that depends on it. `a` keeps late positions' weights up while early ones are
+    still wrong. No gradient flows through the weights.
     """
     reach = ((1.0 - smoothing) * accept_probabilities.detach() + smoothing).cumprod(-1)
     return reach.flip(-1).cumsum(-1).flip(-1)
 
 
 def negative_acceptance_length(accept_probabilities: Tensor) -> Tensor:  # [N, K] -> [N]
-    """-E[tau] = -(1 + sum over k of prod over j <= k of alpha_j): the aim itself, bonus token included.
+    """-E[tau] = -(1 + sum over k of prod over j <= k of alpha_j): the objective itself, bonus token included.
 
-    alpha_j is q(label_j) when the target is greedy, Σ min(p, q) when it samples.
+    alpha_j is q(label_j) for a greedy target, Σ min(p, q) for a sampling one.
     """
     return -(1.0 + accept_probabilities.cumprod(-1).sum(-1))
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Right-censored counts: position k is tried only where all before it were right, as in a verify round."""
+    """Right-censored counts: position k is tried only if all before it were right, as in a verify round."""
 
     num_blocks: int
     num_accepted_tokens: int
@@ -72,12 +72,12 @@ class AcceptanceCounts:
 
 
 def accepted_prefix(drafts: Tensor, labels: Tensor, is_valid: Tensor) -> Tensor:  # 3 x [N, K] -> [N]
-    """How many draft tokens of each block are right before the first wrong or unknown one."""
+    """Count the right draft tokens of each block before the first wrong or unknown one."""
     return ((drafts == labels) & is_valid).long().cumprod(-1).sum(-1)
 
 
 def count_acceptance(drafts: Tensor, labels: Tensor, is_valid: Tensor) -> AcceptanceCounts:  # 3 x [N, K]
-    """Greedy acceptance of whole blocks, as sums and counts."""
+    """Count greedy acceptance of whole blocks, as sums and counts."""
     is_right = ((drafts == labels) & is_valid).long()
     reached = F.pad(is_right.cumprod(-1), (1, 0), value=1)[:, :-1] * is_valid.long().cumprod(-1)
     successes = (reached * is_right).sum(0)

@@ -1,11 +1,10 @@
-"""Training in steps so small that serving never waits for one: a few blocks forward and backward, then control returns.
+"""Training in steps so small that serving never waits for one: a few blocks forward and backward, then a yield.
 
-With scope "kv-frozen" everything the context keys and values depend on stays as it is (`KV_PATH`), so every row in vLLM's
-paged cache stays exact for the new weights. With "full" everything trains, from unfused features, and a swap has to drop
-the cache.
+Scope "kv-frozen" leaves the parameters behind context keys and values unchanged (`KV_PATH`), so every row in vLLM's paged cache
+stays exact for the new weights. Scope "full" trains everything, from unfused features, and a swap must drop the cache.
 
-Everything random comes from one generator, so the same seed and the same samples give the same weights, also when the
-training was broken off between two updates and taken up again from `state`.
+One generator makes all random choices. So the same seed and samples give the same weights, even if the training was interrupted
+between two updates and resumed from `state`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one micro-step did, as sums and counts; the last three are of blocks of masks only, as servers draft them."""
+    """Figures of one micro-step, as sums and counts; the last three only count blocks of masks, as servers draft them."""
 
     loss: float
     num_anchors: int
@@ -43,7 +42,7 @@ class StepFigures:
     is_update: bool
     grad_norm: float | None
     seconds: float
-    correct: tuple[int, ...]  # [K] right at each position, whatever came before
+    correct: tuple[int, ...]  # [K] right at each position, independent of earlier ones
     counted: tuple[int, ...]  # [K]
     acceptance: losses.AcceptanceCounts
 
@@ -59,7 +58,7 @@ class MicroTrainer:
     """Trains one drafter in place; the drafter's float32 parameters are the master weights.
 
     Args:
-        parent: the drafter as it was, to which samples that are `kept` hold it; only needed for such samples.
+        parent: the original drafter, needed only for samples that are `kept`.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class MicroTrainer:
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether no gradients are gathered: the moment for `state`."""
+        """Return whether no gradients are pending: the time for `state`."""
         return self._progress.micro_steps % self.settings.micro_steps_per_update == 0
 
     def step(
@@ -100,7 +99,7 @@ class MicroTrainer:
         kept: Sequence[bool] = (),
         remaining: float = 1.0,
     ) -> StepFigures:
-        """One micro-step in one go; arguments and errors are those of `parts`."""
+        """Do one whole micro-step; arguments and errors are those of `parts`."""
         return run_through(self.parts(samples, preferred_anchors, kept=kept, remaining=remaining))
 
     def parts(
@@ -112,22 +111,22 @@ class MicroTrainer:
         remaining: float = 1.0,
         pace: Pace | None = None,
     ) -> Generator[None, None, StepFigures]:
-        """One micro-step, a few blocks at a time; every `micro_steps_per_update`-th also updates the weights.
+        """Do one micro-step, a few blocks at a time; every `micro_steps_per_update`-th also updates the weights.
 
-        Between two parts control returns, by a `yield`, so that serving needs to wait for one of them only. How the blocks are
-        divided makes no difference to the weights but for rounding.
+        There is a `yield` between two parts, so that serving waits for at most one of them. The division of the blocks changes
+        the weights only by rounding.
 
         Args:
-            samples: what to draw anchors from; all the context in them is attended to, so its size sets the cost.
+            samples: source of the anchors; all their context is attended to, so its size sets the cost.
             preferred_anchors: rows, counted through `samples` end to end; by default those before the samples' breaks.
-            kept: for each sample, whether the drafter is to stay what its parent was there, rather than to learn its labels:
-                KL(parent || drafter). Replayed labels are few and are soon learnt by heart; the parent's distribution says
-                more about the old traffic than they do. Source: learning without forgetting, arXiv 1606.09282, section 3.
-            remaining: part of the training that is left, for the cool-down.
-            pace: how many blocks a part has; None: all of them.
+            kept: for each sample, whether the drafter should stay like its parent there instead of learning the labels:
+                KL(parent || drafter). Replayed labels are few and soon memorised; the parent's distribution says more about the
+                old traffic. Source: learning without forgetting, arXiv 1606.09282, section 3.
+            remaining: remaining share of the training, for the cool-down.
+            pace: sets the blocks of a part; None: all of them.
 
         Raises:
-            ValueError: when no sample is long enough for a block, or the scope needs features the samples don't have.
+            ValueError: no sample is long enough for a block, or the samples lack features that the scope needs.
         """
         began_s = time.perf_counter()
         packed = pack(list(samples))
@@ -153,14 +152,14 @@ class MicroTrainer:
         return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
 
     def finish(self) -> None:
-        """Leave the result in the drafter: the average of the weights where one was kept."""
+        """Leave the result in the drafter: the averaged weights if there is an average."""
         if self._average is not None and self._progress.updates:
             self._average.copy_to_parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next step depends on, beside the samples; only between two updates, and not amid `parts`.
+        """Return all that the next step depends on, apart from the samples; only between two updates, not within `parts`.
 
-        The tensors are the trainer's own: to be written away before the next step.
+        The tensors are the trainer's own: write them out before the next step.
         """
         assert self.is_between_updates
         progress = self._progress
@@ -175,7 +174,7 @@ class MicroTrainer:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on where `state` was taken, with the same settings and a drafter of the same shape.
+        """Resume from `state`, with the same settings and a drafter of the same shape.
 
         Raises:
             KeyError, RuntimeError: it was taken with other settings or of another drafter.
@@ -215,14 +214,14 @@ class MicroTrainer:
         tokens, is_masked = None, torch.ones_like(labels, dtype=torch.bool)
         if self._denoising.steps > 1:
             tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
-            is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a block that is partly revealed
+            is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a partly revealed block
             tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
         anchors, labels, is_kept, is_masked = (tensor.to(self._device) for tensor in (anchors, labels, is_kept, is_masked))
         weights = self._objective.weights(is_kept, is_masked)
         return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked, weights, share=1.0 / len(anchors))
 
     def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
-        """Gather the gradients of some blocks; reading the loss waits for the device."""
+        """Add up the gradients of some blocks; reading the loss waits for the device."""
         packed = part.packed
         with computing(self._device, self._dtype):
             context = self._context(packed)
@@ -238,7 +237,7 @@ class MicroTrainer:
         return features if packed.is_fused else self.drafter.fuse(features)
 
     def _update(self, remaining: float) -> float:
-        """Clip, warm up or cool down, step, average."""
+        """Clip, set the learning rate, step, average."""
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         self._progress.updates += 1
         warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
@@ -253,13 +252,13 @@ class MicroTrainer:
 
 
 def set_scope(drafter: DFlashDrafter, scope: Scope) -> None:
-    """Let exactly the parameters of the scope receive gradients."""
+    """Let only the parameters of the scope receive gradients."""
     for name, parameter in drafter.named_parameters():
         parameter.requires_grad_(scope == "full" or not is_kv_path(name))
 
 
 def is_kv_path(name: str) -> bool:
-    """Whether cached context keys and values depend on this parameter."""
+    """Return whether cached context keys and values depend on this parameter."""
     return any(part in f".{name}" if part.startswith(".") else name.startswith(part) for part in KV_PATH)
 
 

@@ -1,7 +1,7 @@
-"""What a micro-step trains on: mostly the workloads that must gain, and always some of the others.
+"""The mix of samples for a micro-step: mostly the workloads that must gain, and always some of the others.
 
-A drafter trained on new traffic alone forgets the old: on the tiny pair a new domain alone cost the old one 14 % of its
-acceptance length. So a share of the draws replays the other workloads, each with the same probability however busy it is.
+A drafter trained on new traffic alone forgets the old. On the tiny pair, training on a new domain alone cost the old one 14 %
+of its acceptance length. So a share of the draws replays the other workloads, each with equal probability however busy it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ReplayMix:
     """Draws context of about `rows` rows at a time."""
 
     REFRESH_DRAWS = 64
-    """Draws between two looks at the store: traffic goes on while we train."""
+    """Draws between two reads of the store: traffic continues during training."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ReplayMix:
         self._held: dict[str, list[Stretch]] = {}
 
     def draw(self) -> list[Stretch]:
-        """Stretches, or windows of them, for one micro-step; empty when nothing usable is held."""
+        """Draw stretches, or windows of them, for one micro-step; empty if nothing usable is held."""
         if self._num_draws % self.REFRESH_DRAWS == 0 or not self._held:
             self._refresh()
         self._num_draws += 1
@@ -51,11 +51,11 @@ class ReplayMix:
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """What the next draws depend on beside the store, as plain JSON."""
+        """Return what the next draws depend on apart from the store, as plain JSON."""
         return {"rng": self._rng.bit_generator.state, "num_draws": self._num_draws}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from `state`."""
         self._rng.bit_generator.state = state["rng"]
         self._num_draws = int(state["num_draws"])
 
@@ -66,7 +66,7 @@ class ReplayMix:
     def _choose_workload(self) -> str:
         wanted = [w for w in self._held if w in self._must_gain]
         others = [w for w in self._held if w not in self._must_gain]
-        if not wanted:  # any gain counts: as the traffic is
+        if not wanted:  # any gain counts: in proportion to the traffic
             sizes = np.array([len(self._held[w]) for w in others], float)
             return others[int(self._rng.choice(len(others), p=sizes / sizes.sum()))]
         chosen = wanted if not others or self._rng.random() < self._must_gain_share else others

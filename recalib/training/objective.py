@@ -1,4 +1,4 @@
-"""What a micro-step minimises: a sum over its blocks, so that it can be computed some blocks at a time."""
+"""The loss of a micro-step: a sum over its blocks, so that it can be computed some blocks at a time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Blocks:
     packed: PackedSamples
     anchors: Tensor  # [N] rows
     labels: Tensor  # [N, K]
-    is_kept: Tensor  # [N] whether the drafter is to stay what its parent was there
-    tokens: Tensor | None  # [N, K] what the drafter sees in place of masks; None: masks only
+    is_kept: Tensor  # [N] whether the drafter should stay like its parent there
+    tokens: Tensor | None  # [N, K] the drafter's input in place of masks; None: masks only
     is_masked: Tensor  # [N, K]
     weights: Tensor  # [N, K] each token's part of the whole micro-step's loss
     share: float  # each block's part of the micro-step
 
     def where(self, chosen: Tensor | slice) -> Blocks:  # [N] bool, or places
-        """Some of the blocks, each with the part that it has in the whole."""
+        """Select some blocks; each keeps its share of the whole."""
         return replace(
             self,
             anchors=self.anchors[chosen],
@@ -49,9 +49,9 @@ class Objective:
         self._drafter, self._parent, self._settings = drafter, parent, settings
 
     def weights(self, is_kept: Tensor, is_masked: Tensor) -> Tensor:  # [N], [N, K] -> [N, K]
-        """Each token's part of a micro-step's loss: falling with the position, and nothing for what was revealed.
+        """Each token's share of a micro-step's loss: it falls with the position, and is zero for revealed tokens.
 
-        Kept and fresh blocks have parts by their numbers, a kept block `keep_weight` times a fresh one's.
+        Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
         falling = losses.position_weights(is_masked.shape[1], settings.decay_tokens).to(is_masked.device) * is_masked
@@ -63,7 +63,7 @@ class Objective:
     def __call__(
         self, hidden: Tensor, blocks: Blocks, context: Tensor
     ) -> tuple[Tensor, Tensor]:  # [N, K, H], [T, H] -> [], [N, K]
-        """What these blocks add to the mean over all blocks of the micro-step, and the tokens that the drafter would draft.
+        """Compute these blocks' part of the mean loss over the micro-step, and the tokens that the drafter would draft.
 
         Raises:
             ValueError: there are kept blocks and no parent.
@@ -90,16 +90,16 @@ class Objective:
         return self._per_token(hidden, goal=goal, goal_head=self._parent.lm_head, kind="kl")
 
     def _loss(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:  # [], [N, K]
-        """The chosen loss, and the drafts; `losses` has the formulas.
+        """Compute the chosen loss, and the drafts; `losses` has the formulas.
 
-        KL and its hybrid take the target's own distribution where its last hidden state was captured; the others, and the
-        hybrid without it, what the target emitted. D-PACE's weights are shares of their own block: those of all blocks
-        together are not known before the last of them was computed.
+        KL and its hybrid use the target's own distribution if its last hidden state was captured. The other losses, and the
+        hybrid without it, use the emitted tokens. D-PACE's weights are shares within one block: shares of all blocks are
+        unknown until the last is computed.
         """
         name, labels = self._settings.loss, blocks.labels
         if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
             offsets = torch.arange(labels.shape[1], device=labels.device)
-            goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i tells token i + 1
+            goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i predicts token i + 1
             distance, drafts = self._per_token(hidden, goal=goal, kind=name)
             return (distance * blocks.weights).sum(), drafts
         surprise, drafts = self._per_token(hidden, labels=labels)
@@ -122,7 +122,7 @@ class Objective:
         goal_head: Tensor | None = None,  # [V, H]
         kind: str = "ce",
     ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
-        """`block_loss` of every token, and the drafts."""
+        """Apply `block_loss` to every token; also returns the drafts."""
         made = block_loss(
             hidden.flatten(0, 1),
             self._drafter.lm_head,

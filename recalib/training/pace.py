@@ -1,8 +1,8 @@
-"""How much one unit of work may do, so that serving gets the device back in time: measured, never assumed.
+"""Size of one unit of work, so that serving gets the device back in time: measured, never assumed.
 
 A unit's time is about a fixed part (the context that everything in it attends to) and a part that grows with its blocks. Both
-are followed by recursive least squares, slow units counting more than quick ones: what matters is the slow end. Units are
-sized for `SHARE` of the budget, since work that arrives during one makes it slower; the first are as small as can be.
+are estimated by recursive least squares, with more weight on slow units, since the slow end matters. Units are sized for
+`SHARE` of the budget, since arriving requests slow the current one down. The first units are as small as possible.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SHARE = 0.6
 _FORGETTING = 0.97
 _SLOW_WEIGHT = 4.0
 _GROWTH = 2.0
-"""A unit has at most so many times the blocks of the largest one that was measured."""
+"""Limit of a unit's blocks, relative to the largest measured one."""
 
 
 class Pace:
     """Sizes units, in blocks.
 
     Args:
-        budget_s: how long serving may have to wait for a unit; 0: units are as large as asked for.
+        budget_s: longest time that serving may wait for a unit; 0: units are as large as requested.
     """
 
     def __init__(self, budget_s: float) -> None:
@@ -33,7 +33,7 @@ class Pace:
         self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·s, w·n·s
 
     def blocks(self, wanted: int) -> int:
-        """How many of `wanted` blocks the next unit is to do, at least one."""
+        """Return how many of `wanted` blocks the next unit should do, at least one."""
         if not self._goal_s:
             return wanted
         if not self._largest:
@@ -43,7 +43,7 @@ class Pace:
         return max(1, min(wanted, fitting, int(_GROWTH * self._largest)))
 
     def observe(self, num_blocks: int, seconds: float) -> None:
-        """A unit of so many blocks took so long."""
+        """Record the blocks and time of a unit."""
         self._largest = max(self._largest, num_blocks)
         fixed_s, block_s = self.costs
         is_slow = seconds > fixed_s + block_s * num_blocks
@@ -53,19 +53,19 @@ class Pace:
 
     @property
     def costs(self) -> tuple[float, float]:
-        """Seconds of a unit without blocks, and of each block."""
+        """Return the seconds of a unit without blocks, and of each block."""
         weight, n, nn, s, ns = self._sums
         if not weight:
             return 0.0, 0.0
         scatter = nn - n * n / weight
-        if scatter < 1e-6 * nn:  # all of one size: nothing tells the parts apart, so all is laid to the blocks
+        if scatter < 1e-6 * nn:  # all of one size: the parts can't be separated, so all time is attributed to the blocks
             return 0.0, s / n
         block_s = max((ns - n * s / weight) / scatter, 0.0)
         return max((s - block_s * n) / weight, 0.0), block_s
 
 
 def run_through(parts: Generator[None, None, R]) -> R:
-    """All parts of some work in one go; what the generator returns."""
+    """Run all parts of some work at once; return the generator's result."""
     while True:
         try:
             next(parts)

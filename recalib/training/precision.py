@@ -1,6 +1,6 @@
-"""bfloat16 for what is multiplied, float32 for what is remembered.
+"""Mixed precision: bfloat16 for matrix products, float32 for stored values.
 
-Parameters, gradients and optimizer state stay float32 (the master weights); under `autocast` matrix products take bfloat16
+Parameters, gradients and optimizer state stay float32 (the master weights). Under `autocast`, matrix products use bfloat16
 copies of them. Norms, softmax and losses compute in float32 by themselves.
 """
 
@@ -12,10 +12,10 @@ from honed.recalib.config.training import Precision
 
 
 def compute_dtype(device: torch.device, precision: Precision) -> torch.dtype:
-    """The type of matrix products on a device.
+    """Choose the type of matrix products on a device.
 
     Raises:
-        ValueError: bfloat16 was asked for where the device has none.
+        ValueError: bfloat16 was requested on a device without it.
     """
     if precision == "float32":
         return torch.float32
@@ -24,10 +24,10 @@ def compute_dtype(device: torch.device, precision: Precision) -> torch.dtype:
         if not has_bfloat16:
             raise ValueError(f"trainer.precision = 'bfloat16', but {device} has no bfloat16: use 'float32' or 'auto'")
         return torch.bfloat16
-    # A CPU without matrix units for it computes bfloat16 by way of float32: nothing gained.
+    # A CPU without bfloat16 matrix units converts to float32 first: no gain.
     return torch.bfloat16 if has_bfloat16 and device.type == "cuda" else torch.float32
 
 
 def computing(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """A context in which matrix products are computed in `dtype`; it does nothing for float32."""
+    """Return a context in which matrix products use `dtype`; it does nothing for float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)

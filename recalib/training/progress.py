@@ -1,4 +1,4 @@
-"""How far an operation has come, and why one can't go on."""
+"""Progress of an operation, and the error of one that can't continue."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Stage = Literal["collecting", "training", "gating"]
 
 
 class OperationError(ValueError):
-    """Why an operation can't reach its end; one line with cause and cure."""
+    """Reason why an operation can't finish; one line with cause and cure."""
 
 
 @dataclass
 class Progress:
-    """What has been done so far."""
+    """Work done so far."""
 
     stage: Stage = "collecting"
     steps: int = 0
@@ -25,7 +25,7 @@ class Progress:
     loss: float = 0.0
     train_seconds: float = 0.0
     memory_bytes: int = 0
-    """What the training was estimated to take; 0 before that was done."""
+    """Estimated memory of the training; 0 before the estimate."""
     gate: list[wire.GateFigures] = field(default_factory=list)
     blend: float = 1.0
-    """How far from the parent (0) to what was trained (1) the judged candidate stands."""
+    """Position of the judged candidate between the parent (0) and the trained weights (1)."""

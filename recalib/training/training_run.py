@@ -1,7 +1,7 @@
 """The training stage of one operation: from the parent's checkpoint to trained weights, some blocks at a time.
 
-Now and then the state is saved, so that a trainer that was killed goes on where it was: with the same weights, optimizer,
-random choices and figures. Samples aren't saved: the engine's ring still has the latest.
+The state is saved from time to time, so that a killed trainer resumes with the same weights, optimizer, random choices and
+figures. Samples aren't saved: the engine's ring still has the latest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = structlog.get_logger("honed.trainer")
 
 
 class TrainingRun:
-    """One training. `steps` does a part of a micro-step, or saves the state, each time it is advanced.
+    """One training. Each advance of `steps` does a part of a micro-step, or saves the state.
 
     Args:
-        working_s: what training is timed with.
-        state_dir: where the state is kept; None: a training that is killed begins anew.
+        working_s: clock that training is timed with.
+        state_dir: folder of the saved state; None: a killed training restarts from the beginning.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TrainingRun:
         self._head: TargetHead | None = None
 
     def check_memory(self) -> None:
-        """Say what the training will take.
+        """Estimate the training's memory.
 
         Raises:
-            MemoryBudgetError: that much isn't there.
+            MemoryBudgetError: it doesn't fit.
         """
         dtype = compute_dtype(self._device, self._training.precision)
         needed, cures = estimate_and_cures(
@@ -84,16 +84,16 @@ class TrainingRun:
         hold_to(self._device, available)
 
     def load_head(self) -> None:
-        """Embedding and head of the target, one tensor each for all drafters."""
+        """Load the target's embedding and head, one tensor each for all drafters."""
         self._head = load_target_head(self._request.target_path).to(self._device, self._shared_dtype)
 
     def load_drafter(self) -> DFlashDrafter:
-        """The parent, on the head that was loaded: once to be trained, once to compare with."""
+        """Load the parent, with the loaded head: once to train it, once to compare with it."""
         assert self._head is not None, "load_head comes first"
         return load_drafter(self._parent_dir, self._request.target_path, self._head).to(self._device)
 
     def sample(self, stretch: Stretch) -> TrainingSample:
-        """As tensors, with the target's own distribution where the loss wants it and it was captured."""
+        """Convert to tensors, with the target's distribution if the loss needs it and it was captured."""
         sample = stretch.to_training_sample(self._feed.is_fused)
         if sample.is_fused or self._training.loss not in ("kl", "hybrid"):
             return sample
@@ -101,14 +101,14 @@ class TrainingRun:
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
 
     def pace(self) -> Pace:
-        """For units on the training's device. On a CPU they are whole: the trainer yields within them (`yield_points`).
+        """Make the pace of units on the training's device. On a CPU units are whole, and the trainer yields within them.
 
-        Each part of a micro-step would compute the context anew, which on a slow CPU took three quarters of the training.
+        Each part of a micro-step would recompute the context, which on a slow CPU took three quarters of the training.
         """
         return Pace(0.0 if self._device.type == "cpu" else self._settings.preempt_budget_s)
 
     def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
-        """Micro-steps until max_steps or max_seconds of them; then the drafter holds the result."""
+        """Do micro-steps until max_steps or max_seconds; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
         mix = ReplayMix(
@@ -136,13 +136,13 @@ class TrainingRun:
         yield
 
     def _micro_step(self, trainer: MicroTrainer, mix: ReplayMix, pace: Pace) -> Iterator[None]:
-        """One micro-step in parts; what passes between them is no training."""
+        """Do one micro-step in parts; time between them isn't training time."""
         request, progress = self._request, self._progress
         began_s = self._working_s()
         samples = [self.sample(stretch) for stretch in mix.draw()]
         if not samples:
             raise OperationError("the samples are gone: they were purged, or another model was loaded")
-        # What isn't to gain is to stay: there the drafter is held to what it was.
+        # Workloads that needn't gain must not lose: there the drafter is held to its parent.
         kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
         done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
         spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
@@ -161,15 +161,15 @@ class TrainingRun:
         progress.train_seconds += spent_s + self._working_s() - began_s
 
     def discard_state(self) -> None:
-        """The operation is over: nothing of it is to be taken up."""
+        """Delete the saved state: the operation has ended and must not be resumed."""
         if self._state is not None:
             self._state.discard()
 
     @property
     def _shared_dtype(self) -> torch.dtype:
-        """Of embedding and head, which nothing rounds: checkpoints have them in bfloat16, and so have servers.
+        """Type of embedding and head. Nothing rounds them: checkpoints and servers have them in bfloat16.
 
-        On a GPU as matrix products are, which take no two types; on a CPU autocast makes them one.
+        On a GPU it is that of matrix products, which can't mix two types; on a CPU autocast converts.
         """
         return compute_dtype(self._device, self._training.precision) if self._device.type == "cuda" else torch.float32
 
@@ -180,8 +180,8 @@ class TrainingRun:
         figures = {name: getattr(progress, name) for name in ("steps", "tokens", "loss", "train_seconds")}
         try:
             self._state.save(trainer.state(), {"progress": figures, "mix": mix.state()})
-        except OSError as error:  # a full disk stops no training
-            log.warning("the training's state isn't saved", error=str(error))
+        except OSError as error:  # a full disk does not stop training
+            log.warning("the training's state could not be saved", error=str(error))
 
     def _take_up(self, trainer: MicroTrainer, mix: ReplayMix) -> None:
         found = self._state.load() if self._state is not None else None

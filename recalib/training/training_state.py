@@ -1,7 +1,7 @@
-"""What a training needs to be taken up again after its process was killed: one safetensors file an operation.
+"""The saved state from which a training resumes after its process was killed: one safetensors file an operation.
 
-Weights, optimizer and random generators, but nothing of the samples: those are read from the engine's ring again. The file is
-there whole or not at all. It is taken up only by the same request with the same settings; anything else begins anew.
+It holds weights, optimizer and random generators, but no samples: those are read from the engine's ring again. The file exists
+completely or not at all. Only the same request with the same settings resumes from it; anything else starts afresh.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class TrainingState:
     """The file of one operation.
 
     Args:
-        folder: where such files lie; made when needed. No other operation's file is kept there.
-        operation_id: whose it is.
-        about: what has to be the same for the file to be of use: request, settings, parent.
+        folder: place of such files; made when needed. It keeps no other operation's file.
+        operation_id: the operation that owns it.
+        about: what must be equal for the file to be usable: request, settings, parent.
     """
 
     def __init__(self, folder: Path, operation_id: str, about: dict[str, Any]) -> None:
@@ -40,10 +40,10 @@ class TrainingState:
         self._about = json.dumps(about, sort_keys=True, default=str)
 
     def save(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Replace what was saved before, and whatever other operations left behind.
+        """Replace the previous state, and remove other operations' files.
 
         Args:
-            facts: what is plain JSON.
+            facts: values that are plain JSON.
 
         Raises:
             OSError: the disk is full, or the folder isn't ours.
@@ -55,7 +55,7 @@ class TrainingState:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, part, metadata)  # mode 0600
             fsync_path(part)
             os.replace(part, self._path)
-        except SafetensorError as error:  # what it makes of a full disk
+        except SafetensorError as error:  # raised for a full disk
             part.unlink(missing_ok=True)
             raise OSError(f"{part}: {error}") from error
         except BaseException:
@@ -67,7 +67,7 @@ class TrainingState:
                 other.unlink(missing_ok=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was saved last; None when nothing was, or it is of another training, or damaged."""
+        """Load the last saved state; None if there is none, it belongs to another training, or it is damaged."""
         try:
             with safe_open(self._path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -78,9 +78,9 @@ class TrainingState:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            log.warning("saved training can't be read: beginning anew", path=str(self._path), error=str(error))
+            log.warning("saved training can't be read: starting from the beginning", path=str(self._path), error=str(error))
             return None
 
     def discard(self) -> None:
-        """The operation is over."""
+        """Delete the file: the operation has ended."""
         self._path.unlink(missing_ok=True)

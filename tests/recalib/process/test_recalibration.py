@@ -156,7 +156,7 @@ def test_deadline_ends_an_operation_that_only_waits(site):
     assert operation.result is None
     site.now_s = SETTINGS.deadline_s + 1
     operation.keep_waiting()
-    assert "hardly ever idle" in operation.result.error
+    assert "rarely idle at the same time" in operation.result.error
 
 
 def test_the_deadline_does_not_count_training(site):

@@ -106,7 +106,7 @@ def test_what_was_changed_there_is_refused_and_leaves_nothing_here(here: Side, t
     other_registry, other = there
     before = other_registry.versions()
     (found,) = other.missing([made.target_sha256])
-    with pytest.raises(RegistryError, match=rf"{name} has sha256 .* push it anew"):
+    with pytest.raises(RegistryError, match=rf"{name} has sha256 .* push it again"):
         other.fetch(found, str(target))
     assert other_registry.versions() == before
     assert [p.name for p in (other_registry.root / "versions").iterdir() if p.name.startswith(".")] == []
