@@ -1,21 +1,22 @@
 """Move the accepted path's K/V rows to the slots that follow the anchor's, in place, all layers in one launch.
 
-Computes: reference_kv.compact_kv. Row r of a request's step (0 the anchor's, n + 1 its tree's node n) wrote its K/V at
-slots[b, r]; after the walk the i-th accepted row path[b, i − 1] is to be at slots[b, i]. Rows that are there already aren't
-touched (a chain moves nothing).
+Computes: reference.compact_kv. Row r of a request's step (0 the anchor's, n + 1 its tree's node n) wrote its K/V at slots[b,
+r]. After the walk the i-th accepted row path[b, i − 1] must be at slots[b, i]. Rows already there aren't touched (a chain moves
+nothing).
 
-Why in place is safe: parents precede children, so a path rises and path[i − 1] ≥ i: a row never moves up, and the row that
-step i overwrites is at or below every source of the steps after it. Steps run in groups of GROUP from the front: all loads
-of a group, a barrier, all its stores. So within a group everything is read before anything is written, and no later group
-reads what an earlier one wrote. Programs share nothing: each has its own layer, request and columns of the row.
-This needs a rising path (the path that verify_tree gives is) and slots that no other request has.
+Why in place is safe: parents precede children, so a path rises and path[i − 1] ≥ i. So a row never moves up, and the row that
+step i overwrites is at or below every source of the later steps. Steps run in groups of GROUP from the front: all loads of a
+group, a barrier, all its stores. So within a group everything is read before anything is written, and no later group reads what
+an earlier one wrote. Programs share nothing: each has its own layer, request and columns of the row. This needs a rising path
+(verify_tree returns one) and slots that no other request has.
 
-Moves: 2 · Σ rows that move · row bytes · planes, which is the floor at copy bandwidth; beside it 8 bytes of slot and 4 of path
-a row and program.
+Moves: 2 · Σ rows that move · row bytes · planes, which at copy bandwidth is the floor; plus 8 bytes of slot and 4 of path per
+row and program.
 On an H200 (64 requests, 8 of 32 nodes, 36 layers of 8 × 128): 51 µs, 0.69 of copy bandwidth; one request 8 µs.
-Layout: planes [num_blocks, kv_block_size, H, W], unit stride in W and any others, all of one shape, strides and type: K and V
-of each layer, or whole rows of caches that keep K, V and scales beside each other; slot = block · kv_block_size + offset.
-The type doesn't matter: words are moved. Scales kept in tensors of their own are planes of another shape: a call of their own.
+Layout: planes [num_blocks, kv_block_size, H, W], unit stride in W and any others, all of one shape, strides and type. They are
+K and V of each layer, or whole rows of caches that keep K, V and scales beside each other. slot = block · kv_block_size +
+offset. The type doesn't matter: words are moved. Scales in separate tensors are planes of another shape and need a separate
+call.
 CUDA graphs: the grid depends on shapes only, nothing is read back; pointers are in a table that is made once (KvPlanes).
 Source: DDTree, arXiv 2604.12989; slots as in vLLM's v1/attention backends.
 """
@@ -87,7 +88,7 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class KvPlanes:
-    """The tensors of a paged cache that move together, and their addresses on the device; made once, outside CUDA graphs."""
+    """Tensors of a paged cache that move together, and their device addresses; made once, outside CUDA graphs."""
 
     tensors: tuple[torch.Tensor, ...]  # each [num_blocks, kv_block_size, H, W]
     pointers: tuple[int, ...]
@@ -170,7 +171,7 @@ def launch(
     if triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
     if any(x.data_ptr() != pointer for x, pointer in zip(planes, pointers, strict=True)):
-        raise ValueError("compact_kv: a plane has moved in memory since its address was taken: make KvPlanes anew")
+        raise ValueError("compact_kv: a plane has moved in memory since its address was taken: make new KvPlanes")
     num_requests, num_rows = slots.shape
     max_depth = path.shape[1]
     words = _as_words(planes[0], pointers)
@@ -204,7 +205,7 @@ def launch(
 
 
 def _as_words(plane: torch.Tensor, pointers: Sequence[int]) -> torch.Tensor:
-    """The plane in the widest integers that all rows are made of."""
+    """View the plane as the widest integers that divide all rows."""
     size = plane.element_size()
     numbers = [plane.shape[3] * size, *(stride * size for stride in plane.stride()[:3]), *pointers]
     for dtype in (torch.int32, torch.int16):

@@ -1,26 +1,26 @@
-"""Paged K/V to contiguous rows, undoing the cache's quantisation: what a drafter that attends to the target's cache reads.
+"""Copy paged K/V to contiguous rows and undo the cache's quantisation, for a drafter that attends to the target's cache.
 
-Computes: reference_kv.gather_kv. Row t of request b is position starts[b] + t of its sequence; requests lie one after the
-other, as variable-length attention wants them. A window (the last 4,096 positions, say) is said by `starts` and `row_starts`.
+Computes: reference.gather_kv. Row t of request b is position starts[b] + t of its sequence. Requests lie one after the other,
+as variable-length attention expects. `starts` and `row_starts` can select a window (such as the last 4,096 positions).
 
 Formats (PagedPlane), with vLLM's names for --kv-cache-dtype:
-- float16, bfloat16, float32: as they are.
+- float16, bfloat16, float32: unchanged.
 - fp8 (e4m3, e5m2): value = stored · scale; scale a number, [H], or one for each row and head (fp8_per_token_head).
 - 4 bits (int4_per_token_head): two numbers a byte, the even position in the low half; value = (number − zero point) · scale,
-  one float32 scale a row and head whose lowest four mantissa bits are the zero point. Asymmetric formats with zero points of
-  their own (TurboQuant's values: number · scale + minimum, so zero point = −minimum / scale) have a tensor for it.
-- rotated: keys and values were multiplied by an orthogonal matrix first, vLLM's by a Hadamard matrix with random signs. The
-  inverse is one small matrix product of each [rows, D] tile, taken on the 4-bit numbers, which are exact in float16 (as are the
-  Hadamard's entries, ± a power of two); zero point and scale come after it: (n − z·1) s U = s (n U − z (1ᵀ U)).
+  with one float32 scale a row and head whose lowest four mantissa bits are the zero point. Asymmetric formats with separate
+  zero points (TurboQuant's values: number · scale + minimum, so zero point = −minimum / scale) have a tensor for them.
+- rotated: keys and values were first multiplied by an orthogonal matrix; vLLM's is a Hadamard matrix with random signs. The
+  inverse is one small matrix product of each [rows, D] tile. It uses the 4-bit numbers, which are exact in float16 (as are the
+  Hadamard's entries, ± a power of two). Zero point and scale come after it: (n − z·1) s U = s (n U − z (1ᵀ U)).
 
 Moves: T·H·(stored row + scale bytes) + T·H·D·sizeof(out) + 4 bytes of block table a row and head; the floor is the first two at
-copy bandwidth. The rotation adds 2·T·H·D² operations on tensor cores: for D = 128 into bfloat16 under 1/2 of the memory
-time at the ratio of an H200's data sheet.
+copy bandwidth. The rotation adds 2·T·H·D² operations on tensor cores. For D = 128 into bfloat16 that is under 1/2 of the memory
+time, by the ratio in an H200's data sheet.
 On an H200 (16 × 4,096 rows of 8 × 128): bf16 75 µs, 0.84 of copy bandwidth; fp8 69, 0.69; int4 with its rotation 145, 0.28.
-Layout: planes [num_blocks, kv_block_size, H, D] with unit stride in D and any others (NHD or HND), D even where it's packed;
-block_table [B, blocks]; out [T, H, D] contiguous; rows past row_starts[B] aren't written. Block ids aren't looked at.
+Layout: planes [num_blocks, kv_block_size, H, D] with unit stride in D and any others (NHD or HND), D even if packed;
+block_table [B, blocks]; out [T, H, D] contiguous; rows past row_starts[B] aren't written. Block ids aren't checked.
 CUDA graphs: the grid depends on shapes and max_rows only, nothing is read back.
-Source: vLLM's v1/attention/ops/int4_per_token_head.py and triton_reshape_and_cache_flash.py, read for the formats.
+Source of the formats: vLLM's v1/attention/ops/int4_per_token_head.py and triton_reshape_and_cache_flash.py.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ if triton is not None:
 
 
 def hadamard_unrotation(head_size: int, signs: torch.Tensor) -> torch.Tensor:  # [D, D] float16
-    """The matrix that undoes vLLM's randomised Hadamard transform y = H (signs · x), H unnormalised.
+    """Make the matrix that undoes vLLM's randomised Hadamard transform y = H (signs · x), H unnormalised.
 
-    H is block-diagonal, its blocks as wide as the largest power of two b that divides `head_size`; x = signs · (H y) / b.
+    H is block-diagonal, with blocks as wide as the largest power of two b that divides `head_size`; x = signs · (H y) / b.
 
     Raises:
-        ValueError: `signs` isn't of the blocks' width.
+        ValueError: `signs` doesn't have the blocks' width.
     """
     width = head_size & -head_size
     if signs.shape != (width,):
@@ -150,7 +150,7 @@ def gather_kv(
     out: torch.Tensor,  # [T, H, D]
     max_rows: int,
 ) -> torch.Tensor:
-    """Fill `out` with rows of the paged plane (keys or values), as they were before they were stored, and return it.
+    """Fill `out` with the paged plane's rows (keys or values), as they were before storage, and return it.
 
     Triton on a GPU, its plain twin elsewhere. A request of more than `max_rows` rows is cut to them.
 
@@ -192,7 +192,7 @@ def _check(
             f"{list(row_starts.shape)} don't fit: they are [B, blocks], [B] and [B + 1]"
         )
     if plane.has_hidden_zero and (plane.scale is None or plane.zero_point is not None):
-        raise ValueError("gather_kv: a hidden zero point is in the scale: give a scale and no zero_point")
+        raise ValueError("gather_kv: a hidden zero point is in the scale: pass a scale and no zero_point")
     if not is_packed and (plane.has_hidden_zero or plane.zero_point is not None):
         raise ValueError(f"gather_kv: zero points are for 4-bit planes (uint8), not {data.dtype}")
     if plane.unrotate is not None and (plane.unrotate.shape != (head_size, head_size) or head_size > MAX_ROTATED):

@@ -40,7 +40,7 @@ class PagedPlane(NamedTuple):
     scale: torch.Tensor | None = None
     """float32, of any shape that expands to [num_blocks, kv_block_size, H]; None: 1."""
     zero_point: torch.Tensor | None = None
-    """The same, for 4 bits: value = (number − zero point) · scale; None: 0."""
+    """Zero points of the same kind for 4 bits: value = (number − zero point) · scale; None: 0."""
     has_hidden_zero: bool = False
     """For 4 bits: the zero point is the lowest four mantissa bits of the scale, which don't count as scale."""
     unrotate: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class PagedPlane(NamedTuple):
 
 
 def stored_values(plane: PagedPlane) -> torch.Tensor:  # [num_blocks, kv_block_size, H, D] float32
-    """Everything in the plane, as it was before it was stored."""
+    """Return all values of the plane, as they were before storage."""
     data, scale, zero_point = plane.data, plane.scale, plane.zero_point
     is_packed = data.dtype == torch.uint8
     values = (torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2) if is_packed else data).float()
@@ -72,7 +72,7 @@ def gather_kv(
     out: torch.Tensor,  # [T, H, D]
     max_rows: int,
 ) -> None:
-    """Rows starts[b] … of each request's sequence to out[row_starts[b]] … out[row_starts[b + 1] − 1]."""
+    """Copy rows starts[b] … of each request's sequence to out[row_starts[b]] … out[row_starts[b + 1] − 1]."""
     values = stored_values(plane)
     kv_block_size = plane.data.shape[1]
     for b, (first, last) in enumerate(zip(row_starts.tolist()[:-1], row_starts.tolist()[1:], strict=True)):

@@ -1,10 +1,10 @@
 """Gather + RMSNorm + cast of the rows that are captured for training, in one pass.
 
 Computes: reference.context_features. One program a row.
-Moves: N·H·(sizeof(in) + sizeof(out)) + H·sizeof(w) bytes; the floor is exactly that at copy bandwidth (each row is read once,
-kept in registers, written once). Apart, `index_select`, norm and cast would move the rows three times.
+Moves: N·H·(sizeof(in) + sizeof(out)) + H·sizeof(w) bytes; at copy bandwidth that is the floor (each row is read once, kept in
+registers, written once). Separate `index_select`, norm and cast would move the rows three times.
 Layout: `states` [T, H] with unit stride in H; `out` [N, H] contiguous; H at most 16,384 (one row in registers).
-Source: RMSNorm, arXiv 1910.07467; where it stands in DFlash: arXiv 2602.06036, section 3.
+Source: RMSNorm, arXiv 1910.07467; its place in DFlash: arXiv 2602.06036, section 3.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if triton is not None:
 
 def context_features(
     states: torch.Tensor,  # [T, H]
-    rows: torch.Tensor,  # [N] int64, each 0 ≤ row < T: the kernel doesn't look
+    rows: torch.Tensor,  # [N] int64, each 0 ≤ row < T: not checked
     norm_weight: torch.Tensor,  # [H]
     eps: float,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # [N, H]
-    """Rows of the fused target states after the drafter's `hidden_norm`; Triton on a GPU, its plain twin elsewhere.
+    """Normalise rows of the fused target states by the drafter's `hidden_norm`; Triton on a GPU, its plain twin elsewhere.
 
     Raises:
         ValueError: shapes don't fit each other.
@@ -68,7 +68,7 @@ def launch(
         raise RuntimeError("Triton is not installed: pip install triton")
     hidden = states.shape[1]
     assert states.stride(1) == 1 or hidden <= 1, "the kernel reads rows of unit stride"
-    rows, norm_weight = rows.contiguous(), norm_weight.contiguous()  # the kernel knows no strides of theirs
+    rows, norm_weight = rows.contiguous(), norm_weight.contiguous()  # the kernel takes no strides for them
     out = torch.empty((len(rows), hidden), dtype=dtype, device=states.device)
     if out.numel():
         block = triton.next_power_of_2(hidden)

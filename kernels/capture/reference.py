@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of the kernels: what each op means, and what runs where there is no Triton.
+"""Plain PyTorch twins of the kernels: the definition of each op, used where there is no Triton.
 
 Letters: T = rows of the batch, N = rows taken, H = hidden size.
 """
@@ -17,8 +17,8 @@ def context_features(
 ) -> torch.Tensor:  # [N, H]
     """Take rows of the fused target states and apply the drafter's `hidden_norm`: y = x / rms(x) · w.
 
-    This is the order of vLLM's DFlash: `fc` is applied in `combine_hidden_states`, the norm when the context K/V are made.
-    The mean of squares is accumulated in float32, whatever the states' dtype.
+    This is the order of vLLM's DFlash: `fc` is applied in `combine_hidden_states`, the norm when the context K/V are made. The
+    mean of squares is accumulated in float32, whatever the states' dtype.
     """
     x = states.index_select(0, rows).float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -1,15 +1,15 @@
-"""A step's verify events into one buffer, so that one asynchronous copy brings them to the host.
+"""Pack a step's verify events into one buffer, so that one asynchronous copy brings them to the host.
 
-Computes: reference_events.pack_events: the columns of event_layout.py. One program a request. The host reads the copy with
+Computes: reference.pack_events: the columns of layout.py. One program a request. The host reads the copy with
 adapt/protocol/step_packet.py, which needs no torch.
 
-Moves: every input once and the buffer once; at B = 64, K = 15, 15 depths of 8 candidates 64·(8 + 4·15 + 6·120) = 50 kB of
-buffer: a launch's time is the floor. Copied one by one, seven inputs of a few kilobytes would cost a call on the host each.
-With the copy to the host 11 µs on an H200 (B = 64); a copy for each tensor 19.
-Layout: event_layout.py; inputs of any integer type (log-probabilities: any float type); rows of draft tokens and parents may be
-part of wider ones.
+Moves: every input once and the buffer once. At B = 64, K = 15, 15 depths of 8 candidates, the buffer has 64·(8 + 4·15 + 6·120)
+= 50 kB, so a launch's time is the floor. Separate copies of seven inputs of a few kilobytes would cost one host call each. With
+the copy to the host it takes 11 µs on an H200 (B = 64); a copy for each tensor takes 19.
+Layout: layout.py; inputs of any integer type (log-probabilities: any float type). Rows of draft tokens and parents may be part
+of wider ones.
 CUDA graphs: the grid depends on shapes only, nothing is read back; the buffer's address is fixed. The copy is
-`pinned.copy_(buffer.data, non_blocking=True)` on the same stream; take buffers in turn where it may outlast the next step.
+`pinned.copy_(buffer.data, non_blocking=True)` on the same stream; alternate buffers if it may outlast the next step.
 Source: this project's own.
 """
 
@@ -98,7 +98,7 @@ if triton is not None:
 
 @dataclass(frozen=True)
 class EventBuffer:
-    """The buffer on the device, its header written; made once, outside CUDA graphs."""
+    """The buffer on the device, with its header written; made once, outside CUDA graphs."""
 
     layout: EventLayout
     data: torch.Tensor  # [size_bytes] uint8
@@ -114,14 +114,14 @@ class EventBuffer:
 def pack_events(
     buffer: EventBuffer,
     step: torch.Tensor,  # [1] int64
-    num_requests: torch.Tensor,  # [1] integer: live requests, the first ones; the rest is a graph's padding
+    num_requests: torch.Tensor,  # [1] integer: live requests, which come first; the rest is a graph's padding
     num_draft_tokens: torch.Tensor,  # [B] integers
     num_accepted: torch.Tensor,  # [B] integers
     bonus_token_ids: torch.Tensor,  # [B] integers
-    draft_tokens: torch.Tensor,  # [B, K] integers; of a tree: its nodes
+    draft_tokens: torch.Tensor,  # [B, K] integers; for a tree: its nodes
     *,
     parents: torch.Tensor | None = None,  # [B, K] integers, −1: the anchor
-    path: torch.Tensor | None = None,  # [B, P] integers: rows, as verify_tree says them
+    path: torch.Tensor | None = None,  # [B, P] integers: rows, as from verify_tree
     candidates: torch.Tensor | None = None,  # [B, D, m] integers
     log_probs: torch.Tensor | None = None,  # [B, D, m] floats
 ) -> None:
@@ -140,7 +140,7 @@ def pack_events(
     inputs = (*counts, bonus_token_ids, draft_tokens, parents, path, candidates, log_probs)
     if tuple(None if x is None else tuple(x.shape) for x in inputs) != wanted or step.dtype != torch.int64:
         raise ValueError(
-            f"pack_events: inputs {[None if x is None else list(x.shape) for x in inputs]} don't fit the layout, which wants "
+            f"pack_events: inputs {[None if x is None else list(x.shape) for x in inputs]} don't fit the layout, which has "
             f"{[None if x is None else list(x) for x in wanted]} and an int64 step: make an EventBuffer of another layout"
         )
     sizes = [room, drafts, layout.max_depth, layout.depths, layout.candidates]

@@ -1,19 +1,19 @@
 """Attention of packed anchor blocks over a shared context, forward and backward.
 
-Computes: reference_training.anchor_attention. Block n sees the context rows begins[n] … ends[n] − 1 (an interval: from its
-    sample's first row, or a window's, to just before its anchor) and itself, both ways; blocks don't see each other.
+Computes: reference.anchor_attention. Block n sees itself in both directions and the context rows begins[n] … ends[n] − 1. That
+interval runs from its sample's first row, or a window's, to just before its anchor. Blocks don't see each other.
 Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the
-    matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
-Layout: contiguous, heads before width as the projections leave them; on a GPU context and blocks become one K/V sequence, the
-    context padded to whole tiles.
-On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal, so which tiles
-    are empty, full or partial is arithmetic on [N] numbers: no [N·B, T + N·B] mask is evaluated (`create_block_mask` would).
-    What is wasted are the partial tiles: one on each interval's end and the diagonal's. A kernel of our own could save those
-    and little else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context); so FlexAttention it is, with its
-    backward pass, kept up by PyTorch. Values and gradients are the twin's on an H200; its time there was not measured.
+matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
+Layout: contiguous, heads before width, as from the projections. On a GPU context and blocks become one K/V sequence, with the
+context padded to whole tiles.
+On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal. So arithmetic on
+[N] numbers tells which tiles are empty, full or partial, and no [N·B, T + N·B] mask is evaluated (`create_block_mask` would).
+Only the partial tiles are wasted: one on each interval's end and the diagonal's. A custom kernel could save those and little
+else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context). So FlexAttention is used, with its backward
+pass, maintained by PyTorch. Values and gradients equal the twin's on an H200; its time there was not measured.
 On a CPU: PyTorch's masked attention (FlexAttention has no backward pass there) on parts of PART_QUERIES queries, each with the
-    rows that its blocks see: packed samples cost nothing against each other, of the diagonal little is wasted, and no part's
-    scores are kept. One to four times as fast as the plain twin here, forward and backward.
+rows that its blocks see. Packed samples aren't computed against each other, little of the diagonal is wasted, and no part's
+scores are kept. It is one to four times as fast as the plain twin here, forward and backward.
 Source: arXiv 2602.06036, section 3 (the packed blocks); FlexAttention, arXiv 2412.05496.
 """
 
@@ -34,11 +34,11 @@ from honed.kernels.training.sizes import PART_QUERIES
 TILE = 128
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
 MOST_KERNELS = 64
-"""That FlexAttention may be compiled to in a process."""
+"""Limit of FlexAttention's compiled kernels in a process."""
 
 
 class Part(NamedTuple):
-    """Blocks that are computed together on a CPU, and what they see."""
+    """Blocks that are computed together on a CPU, and the rows they see."""
 
     blocks: torch.Tensor  # [P]
     rows: slice
@@ -46,11 +46,11 @@ class Part(NamedTuple):
 
 
 class Visible:
-    """Which context rows each block sees; made once a step, since what follows from it is the same in every layer.
+    """Context rows that each block sees; made once a step, since the values derived from it are equal in all layers.
 
     Args:
         begins: [N] the first row that a block sees.
-        ends: [N] one past the last, at most T; begins ≥ ends: the block sees itself only.
+        ends: [N] one past the last, at most T; begins ≥ ends: the block sees only itself.
     """
 
     def __init__(self, begins: torch.Tensor, ends: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class Visible:
         self._block_masks: dict[tuple[int, int], BlockMask] = {}
 
     def parts(self, block_tokens: int, dtype: torch.dtype) -> list[Part]:
-        """Parts of at most PART_QUERIES queries; looks at the values, so a GPU would be waited for."""
+        """Return parts of at most PART_QUERIES queries; reads the values, which on a GPU would wait for the device."""
         key = (block_tokens, dtype)
         if key not in self._parts:
             cuts = parts_of(self.begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // block_tokens))
@@ -69,7 +69,7 @@ class Visible:
         return self._parts[key]
 
     def block_mask(self, block_tokens: int, context_rows: int) -> BlockMask:
-        """FlexAttention's mask; see the function of the same name."""
+        """Return FlexAttention's mask; see the function of the same name."""
         key = (block_tokens, context_rows)
         if key not in self._block_masks:
             self._block_masks[key] = block_mask(self.begins, self.ends, *key)
@@ -94,9 +94,9 @@ def anchor_attention(
     visible: Visible,
     scale: float | None = None,  # 1 / √D
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Every token of a block attends to the block's context rows and to the whole block.
+    """Attend from every token of a block to the block's context rows and to the whole block.
 
-    Sorted anchors are not needed, but make for fewer tiles on a GPU.
+    Sorted anchors aren't required, but need fewer tiles on a GPU.
 
     Raises:
         ValueError: shapes don't fit each other.
@@ -107,7 +107,7 @@ def anchor_attention(
         return q.clone()
     if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
         return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
-    if torch.compiler.is_compiling():  # parts depend on values: what is traced is the whole
+    if torch.compiler.is_compiling():  # parts depend on values: trace the whole
         return reference_training.anchor_attention(q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale)
     return _in_parts(q, own_k, own_v, context_k, context_v, visible, scale)
 
@@ -122,7 +122,7 @@ def by_flex(
     scale: float,
     attend: Callable[..., Any] = flex_attention,
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Run FlexAttention: compiled on a GPU; as it is on any device, for tests (its dense form, forward only on a CPU)."""
+    """Run FlexAttention: compiled on a GPU; for tests uncompiled on any device (dense form, forward only on a CPU)."""
     n, b, num_heads, d = q.shape
     padding = context_k.new_zeros((-len(context_k) % TILE, *context_k.shape[1:]))
     k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
@@ -134,13 +134,13 @@ def by_flex(
         block_mask=visible.block_mask(b, len(context_k) + len(padding)),
         scale=scale,
         enable_gqa=num_heads != own_k.shape[2],
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # for under 128 queries PyTorch would take its decoding kernel
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # PyTorch would use its decoding kernel for under 128 queries
     )
     return out.transpose(1, 2).reshape(q.shape)
 
 
 def block_mask(begins: torch.Tensor, ends: torch.Tensor, block_tokens: int, context_rows: int) -> BlockMask:
-    """Which tiles of [N·B queries, context rows + N·B own rows] are empty, full or partial, without evaluating the mask.
+    """Tell which tiles of [N·B queries, context rows + N·B own rows] are empty, full or partial, without evaluating the mask.
 
     Args:
         context_rows: a whole number of tiles.
@@ -178,7 +178,7 @@ def block_mask(begins: torch.Tensor, ends: torch.Tensor, block_tokens: int, cont
 
 
 def _ordered(is_set: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [1, 1, rows], [1, 1, rows, columns], int32
-    """How many columns of each row are set, and which, those first."""
+    """Count the set columns of each row, and order the columns with those first."""
     order = is_set.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return is_set.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
@@ -190,9 +190,9 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def allow_recompiles() -> None:
-    """Units of work differ in blocks and rows, with gradients and without: some ten kernels serve them all.
+    """Raise PyTorch's limit of recompiles: units differ in blocks, rows and gradients, and need some ten kernels.
 
-    PyTorch allows a function eight, and then computes attention with all its scores in memory, without a word.
+    Beyond its limit of eight, PyTorch silently computes attention with all its scores in memory.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_KERNELS)
@@ -207,7 +207,7 @@ def _in_parts(
     visible: Visible,
     scale: float,
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Run PyTorch's masked attention on parts of the blocks, each on the context rows that its blocks see."""
+    """Run PyTorch's masked attention on parts of the blocks, each with the context rows that its blocks see."""
     _, b, num_heads, d = q.shape
     parts = visible.parts(b, q.dtype)
     outs = []
@@ -226,9 +226,9 @@ def _in_parts(
 
 
 def parts_of(begins: list[int], ends: list[int], size: int) -> Iterator[tuple[list[int], slice]]:
-    """Blocks that are computed together, at most `size`, and the context rows that they see among them.
+    """Split blocks into parts of at most `size`, each with the context rows that its blocks see.
 
-    Blocks go by the end of what they see. A part also ends where the next block sees none of its rows: so packed samples
+    Blocks are sorted by the end of what they see. A part also ends if the next block sees none of its rows. So packed samples
     aren't computed against each other.
     """
     blocks: list[int] = []

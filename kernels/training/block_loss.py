@@ -1,17 +1,18 @@
 """Linear + loss over the vocabulary, one value a row, without the logits: forward and backward in one pass over the head.
 
-Computes: reference_training.block_loss. Rows come back unreduced, so position weights, D-PACE weights and E[τ] stay ordinary
-    autograd on [N, K] numbers. The head is frozen (it is the target's), so a row's gradient is its own times the row's
-    weight, whatever that turns out to be: g = dℓ/dh [M, H] is made in the forward pass, the backward is a product.
-Moves: the head and the hidden states once for the logits and once for the gradient; floor: the matmuls, 4·M·V·H FLOPs for
-    "ce" (logits, gradient) and 6·M·V·H for the others (the target's logits as well), at the matmul rate. Peak memory is a tile
-    of scores, not [M, V]: `block_loss_labels`, `block_loss_goal` say which.
+Computes: reference.block_loss. Rows are returned unreduced, so position weights, D-PACE weights and E[τ] stay ordinary autograd
+on [N, K] numbers. The head is frozen (it is the target's), so a row's gradient is its own times the row's weight, whatever that
+is. So g = dℓ/dh [M, H] is made in the forward pass, and the backward pass is a product.
+Moves: the head and the hidden states once for the logits and once for the gradient. Floor: the matmuls, 4·M·V·H FLOPs for "ce"
+(logits, gradient) and 6·M·V·H for the others (the target's logits as well), at the matmul rate. Peak memory is a tile of
+scores, not [M, V]; see `block_loss_labels`, `block_loss_goal`.
 Layout: hidden [M, H] and head [V, H] with unit stride in H; half-precision operands, float32 scores and sums.
 Source: the gradient in the forward pass as in Liger's fused linear cross-entropy, arXiv 2410.10989, section 3.2; the losses as
-    in `reference_training`. Why not Liger itself (0.8.5): its kernels need a GPU; its chunks are of some M·H/V rows, 8 of the
-    trainer's 240 at H = 4,096 and a 152k vocabulary, and every chunk reads the whole head; one loss a row (`reduction="none"`)
-    is computed a second time in the backward pass; the linear KL wants the target's probabilities [M, V], the linear JSD gives
-    one sum for all rows, and there is no linear TV.
+in `reference`.
+Why not Liger itself (0.8.5): its kernels need a GPU. Its chunks are of some M·H/V rows, 8 of the trainer's 240 at H = 4,096 and
+a 152k vocabulary, and every chunk reads the whole head. One loss a row (`reduction="none"`) is computed again in the backward
+pass. The linear KL requires the target's probabilities [M, V], the linear JSD returns one sum for all rows, and there is no
+linear TV.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockLoss(NamedTuple):
-    """What `block_loss` gives."""
+    """Result of `block_loss`."""
 
     losses: torch.Tensor  # [M], float32 (float64 of float64); has the gradient
-    top: torch.Tensor  # [M] int64, the token that the row's logits favour
+    top: torch.Tensor  # [M] int64, the most likely token
     top_log_probs: torch.Tensor  # [M] its log-probability, without gradient
 
 
@@ -44,21 +45,21 @@ def block_loss(
     goal_head: torch.Tensor | None = None,  # [V, H'], by default `head`
     kind: str = "ce",
 ) -> BlockLoss:
-    """Loss of each row of hidden states behind a frozen head.
+    """Compute the loss of each row of hidden states behind a frozen head.
 
     Args:
-        kind: "ce" for −log q(label); "kl", "tv" or "hybrid" for the distance to the target's distribution
-            p = softmax(goal @ goal_headᵀ). No gradient flows to `goal`.
+        kind: "ce" for −log q(label); "kl", "tv" or "hybrid" for the distance to the target's distribution p = softmax(goal @
+            goal_headᵀ). No gradient flows to `goal`.
 
     Raises:
-        ValueError: shapes don't fit, what the kind needs is missing, or the head wants a gradient.
+        ValueError: shapes don't fit, what the kind needs is missing, or the head requires a gradient.
     """
     _check(hidden, head, labels, goal, goal_head, kind)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype == torch.float32:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
-    # What a dispatch mode sees of an operator of ours is one operation, however long it takes. On a CPU, where the trainer
-    # yields before every operation (`recalib.process.yield_points`), it has to see those inside.
+    # A dispatch mode sees our custom operator as one operation, however long it takes. On a CPU, where the trainer yields
+    # before every operation (`recalib.process.yield_points`), it must see the operations inside.
     is_seen = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
     if kind == "ce":
         assert labels is not None
@@ -73,7 +74,7 @@ def block_loss(
 
 
 def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [..., H] -> 2 x [...]
-    """Each row's favourite token and its log-probability, without the logits and without gradient."""
+    """Return each row's most likely token and its log-probability, without the logits and without gradient."""
     rows = hidden.detach().flatten(0, -2)
     made = block_loss(rows, head.detach(), labels=torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
     return made.top.view(hidden.shape[:-1]), made.top_log_probs.view(hidden.shape[:-1])
@@ -81,7 +82,7 @@ def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, 
 
 @torch.library.custom_op("honed::label_loss", mutates_args=())
 def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
-    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); `block_loss` is the door."""
+    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); call it through `block_loss`."""
     with torch.autocast(hidden.device.type, enabled=False):
         return fold_labels(hidden, head, labels, with_gradient, is_triton=hidden.is_cuda)
 
@@ -90,7 +91,7 @@ def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, w
 def goal_loss(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
 ) -> Four:
-    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); `block_loss` is the door."""
+    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); call it through `block_loss`."""
     with torch.autocast(hidden.device.type, enabled=False):
         return fold_goal(hidden, head, goal.to(hidden.dtype), goal_head, kind, with_gradient, is_triton=hidden.is_cuda)
 

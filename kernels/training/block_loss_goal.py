@@ -1,18 +1,18 @@
-"""The other half of `block_loss`: KL, total variation and their hybrid to the target's distribution, a few rows at a time.
+"""KL, total variation and their hybrid to the target's distribution, a few rows at a time: the other half of `block_loss`.
 
-Computes: with z = head·h and t = goal_head·g, p = softmax(t), q = softmax(z), α = Σ min(p, q):
-    KL = Σ p (log p − log q), dKL/dz = q − p;  TV = 1 − α, dTV/dz = q · (s − 1[q < p]), s = Σ q · 1[q < p], where 1[·] is ½ at
-    equality;  hybrid = λ KL + (1 − λ) TV, λ = exp(−3α) taken as a constant. Then dℓ/dh = dℓ/dz · head.
-    The difference is taken before it is rounded: folding q and p apart, as for labels, would cost a fourth matmul, lose the
-    small differences of a drafter that is nearly right, and couldn't give TV, which compares normalised q and p.
-Moves: both heads once for the scores and one of them again for the gradient, per chunk of rows; a score of each side is written
-    once and read twice (KL) or three times, a gradient written and read once. Floor: 6·M·V·H FLOPs.
-    Peak: BUFFER_BYTES of scores, a quarter of that for gradients on a GPU; one row at least.
+Computes: with z = head·h and t = goal_head·g, p = softmax(t), q = softmax(z), α = Σ min(p, q): KL = Σ p (log p − log q), dKL/dz
+= q − p;  TV = 1 − α, dTV/dz = q · (s − 1[q < p]), s = Σ q · 1[q < p], where 1[·] is ½ at equality;  hybrid = λ KL + (1 − λ) TV,
+λ = exp(−3α) taken as a constant. Then dℓ/dh = dℓ/dz · head. The difference is taken before it is rounded. Folding q and p
+separately, as for labels, would cost a fourth matmul and lose the small differences of a drafter that is nearly right. It also
+couldn't compute TV, which compares normalised q and p.
+Moves: both heads once for the scores and one of them again for the gradient, per chunk of rows. A score of each side is written
+once and read twice (KL) or three times, a gradient written and read once. Floor: 6·M·V·H FLOPs. Peak: BUFFER_BYTES of scores, a
+quarter of that for gradients on a GPU; one row at least.
 Layout: scores and goal scores [rows, V] float32, contiguous, gradients [rows, V] in the hidden states' dtype; one program of
-    the kernel takes one row.
+the kernel takes one row.
 On an H200 (KL, 7,680 rows, H 4,096, V 151,936): 53 ms, 1.48 times the matmuls alone; 10.6 times as fast as with whole logits
-    under torch.compile, at 3 % of that one's memory.
-Source: the formulas in `reference_training`; chunks of rows as in Liger's linear losses, arXiv 2410.10989.
+under torch.compile, at 3 % of that one's memory.
+Source: the formulas in `reference`; chunks of rows as in Liger's linear losses, arXiv 2410.10989.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ if triton is not None:
 
         share = zero + 1.0
         loss = cross / sum_t + (peak_z - peak_t) + (rest_z - rest_t)
-        below = zero  # Σ q where q is the smaller
+        below = zero  # Σ q where q < p
         if KIND != 0:
             alpha = zero
             for i_v in range(0, vocabulary, BLOCK):
@@ -157,7 +157,7 @@ def fold_goal(
 
 
 def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:  # 3 x [m]
-    """Losses, top tokens and their log-probabilities; dℓ/dz takes the place of the scores, and the goal's are lost."""
+    """Losses, top tokens and their log-probabilities; dℓ/dz overwrites the scores, and the goal's scores are destroyed."""
     peak_z, top = first_best(scores)
     peak_t = goal_scores.amax(-1)
     z, t = scores.sub_(peak_z[:, None]), goal_scores.sub_(peak_t[:, None])

@@ -1,16 +1,16 @@
-"""Cross-entropy's half of `block_loss`: the gradient is attention over the vocabulary, so it folds as attention does.
+"""Cross-entropy's half of `block_loss`: the gradient is attention over the vocabulary, so it is folded as attention is.
 
 Computes: ℓ = logsumexp(z) − z[label], z = head·h, and dℓ/dh = Σ_v softmax(z)_v · head[v] − head[label]. The sum is attention of
-    query h over keys and values `head`, so one pass over tiles of the vocabulary with a running maximum gives both (online
-    softmax): logits of a tile, weights exp(z − reference), gradient += weights · tile.
-Moves: head twice and hidden once per ROWS rows; a tile of scores is written, read and written again, 12 bytes a score with
-    bfloat16 weights; the default sizes (ROWS · TILE · 6 bytes = 48 MiB) mean to keep that in L2. Floor: 4·M·V·H FLOPs.
-    Peak: ROWS · TILE scores and weights, and ROWS · H sums, whatever V is.
+query h over keys and values `head`. So one pass over tiles of the vocabulary with a running maximum computes both (online
+softmax): logits of a tile, weights exp(z − reference), gradient += weights · tile.
+Moves: head twice and hidden once per ROWS rows. A tile of scores is written, read and written again, 12 bytes a score with
+bfloat16 weights. The default sizes (ROWS · TILE · 6 bytes = 48 MiB) are chosen to keep it in L2. Floor: 4·M·V·H FLOPs. Peak:
+ROWS · TILE scores and weights, and ROWS · H sums, whatever V is.
 Layout: scores [rows, TILE] float32 and gradient [rows, H] float32, contiguous; one program of the kernel folds one row's tile.
-    The row's reference is renewed only when its maximum has grown by more than SLACK: then the program rescales that row's
-    gradient itself. So the rare event costs a pass over [H], and nobody waits for the host.
+The row's reference is renewed only when its maximum has grown by more than SLACK. Then the program rescales that row's gradient
+itself. So the rare event costs a pass over [H], without a wait for the host.
 On an H200 (7,680 rows, H 4,096, V 151,936): 32 ms, 1.34 times the matmuls alone (240 rows: 1.66 times); 11.6 times as fast as
-    with whole logits under torch.compile, at 4 % of that one's memory.
+with whole logits under torch.compile, at 4 % of that one's memory.
 Source: online softmax, arXiv 1805.02867, as in FlashAttention, arXiv 2205.14135; gradient in the forward pass, 2410.10989.
 """
 
@@ -32,7 +32,7 @@ except ImportError:
 
 GROUP = 128
 SLACK = 8.0
-"""exp(8) leaves float16 weights room on both sides; bfloat16 and float32 would bear far more."""
+"""exp(8) leaves float16 weights room on both sides; bfloat16 and float32 would allow far more."""
 
 if triton is not None:
 
@@ -87,10 +87,10 @@ if triton is not None:
 
 @dataclass
 class _Rows:
-    """What is known of some rows after the tiles so far."""
+    """State of some rows after the tiles so far."""
 
     labels: torch.Tensor  # [m] int64
-    reference: torch.Tensor  # [m] what the weights and their sums are relative to
+    reference: torch.Tensor  # [m] the base of the weights and their sums
     peak: torch.Tensor  # [m]
     total: torch.Tensor  # [m] Σ exp(z − reference)
     top: torch.Tensor  # [m] int64

@@ -1,7 +1,7 @@
-"""Plain PyTorch twins of the ops of training: what each means, with everything materialised.
+"""Plain PyTorch twins of the training ops: the definition of each, with everything materialised.
 
-Letters: N blocks, B tokens of a block (anchor included), T context rows, G key/value heads, Q query heads, D head width;
-M rows of hidden states, H width, V vocabulary. p is the target's distribution, q the draft's.
+Letters: N blocks, B tokens of a block (anchor included), T context rows, G key/value heads, Q query heads, D head width; M rows
+of hidden states, H width, V vocabulary. p is the target's distribution, q the draft's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def block_loss(
     goal_head: torch.Tensor | None = None,  # [V, H']
     kind: str = "ce",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [M], [M]
-    """Loss of every row, and the token that the row's logits favour: the full logits, then the formula."""
+    """Compute every row's loss and most likely token: the full logits, then the formula."""
     logits = F.linear(_wide(hidden), _wide(head))
     top = logits.argmax(-1)
     if kind == "ce":
@@ -64,7 +64,7 @@ def forward_kl(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:
 
 
 def overlap(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
-    """α = Σ min(p, q): the chance that speculative sampling accepts. Source: arXiv 2211.17192, theorem 3.5."""
+    """α = Σ min(p, q): the acceptance probability of speculative sampling. Source: arXiv 2211.17192, theorem 3.5."""
     return torch.minimum(logits.softmax(-1), goal_logits.softmax(-1)).sum(-1)
 
 
@@ -84,5 +84,5 @@ DISTANCES = {"kl": forward_kl, "tv": total_variation, "hybrid": kl_tv_hybrid}
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """At least float32: half-precision operands, but no half-precision logits."""
+    """Convert to at least float32: half-precision operands, but no half-precision logits."""
     return x if x.dtype == torch.float64 else x.float()

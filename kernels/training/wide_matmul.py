@@ -1,6 +1,6 @@
-"""Matrix products with the hidden states' dtype and sums of float32, in the caller's memory.
+"""Matrix products with the hidden states' dtype and float32 sums, in the caller's memory.
 
-On a GPU the tensor cores do just that (`out_dtype`); a CPU would round every score to bfloat16 on the way out, so there both
+On a GPU the tensor cores do this directly (`out_dtype`). A CPU would round every score of the result to bfloat16, so there both
 sides are widened. A head of another dtype is converted part by part, never as a whole.
 """
 
@@ -14,12 +14,12 @@ CONVERTED_ROWS = 8192
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """What sums over x are kept in: float32, float64 for float64."""
+    """Return the type of sums over x: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
-    """What is multiplied: the hidden states' own type on a GPU, the sums' on a CPU."""
+    """Return the type of the operands: the hidden states' own on a GPU, the sums' on a CPU."""
     return x.dtype if x.is_cuda else wide_dtype(x)
 
 
@@ -29,7 +29,7 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 def even_size(length: int, most: int) -> int:
-    """The size of the fewest equal parts of at most `most`; 1 of nothing."""
+    """Return the size of the fewest equal parts of at most `most`; 1 for length 0."""
     return -(-length // max(1, -(-length // most))) or 1
 
 

@@ -1,9 +1,9 @@
-"""The inner steps of attention in Triton, shared by kernels: a tile of K/V into a running softmax, and tiles of a paged cache.
+"""Inner steps of attention in Triton, shared by kernels: folding a tile of K/V into a running softmax, and loading paged tiles.
 
-A running softmax is (highest score, Σ 2^score, Σ 2^score·v), the sums relative to the highest score, which is in base 2, since
-exp2 is what the hardware has. Where nothing has been attended to it is (−inf, 0, 0).
+A running softmax is (highest score, Σ 2^score, Σ 2^score·v), the sums relative to the highest score. That is in base 2, since
+exp2 is the hardware's. Before anything has been attended to it is (−inf, 0, 0).
 
-`KIND` is the type that operands are rounded to, `DOT` the one that they are multiplied in. They are the same on a GPU; under
+`KIND` is the type that operands are rounded to, `DOT` the one that they are multiplied in. They are equal on a GPU. Under
 Triton's interpreter, which multiplies bfloat16 by its bits, `DOT` is float32.
 
 Source: arXiv 2205.14135 (FlashAttention); pages as in arXiv 2309.06180 (vLLM).
@@ -23,12 +23,12 @@ if triton is not None:
     def fold(  # type: ignore[no-untyped-def]
         b_q, b_k, b_v, b_may, b_high, b_sum, b_acc, scale, IS_MASKED: tl.constexpr, KIND: tl.constexpr, DOT: tl.constexpr
     ):
-        """Take a tile of K/V into a running softmax; `scale` brings q·k to base 2."""
+        """Fold a tile of K/V into a running softmax; `scale` converts q·k to base 2."""
         b_s = tl.dot(b_q, tl.trans(b_k.to(KIND).to(DOT)), input_precision="tf32x3") * scale
         if IS_MASKED:
             b_s = tl.where(b_may, b_s, float("-inf"))
         b_new = tl.maximum(b_high, tl.max(b_s, axis=1))
-        b_base = tl.where(b_new > float("-inf"), b_new, 0.0)  # −inf less −inf is no number
+        b_base = tl.where(b_new > float("-inf"), b_new, 0.0)  # −inf − (−inf) is NaN
         b_p = tl.exp2(b_s - b_base[:, None])
         b_fade = tl.exp2(b_high - b_base)
         b_sum = b_sum * b_fade + tl.sum(b_p, axis=1)
@@ -37,7 +37,7 @@ if triton is not None:
 
     @triton.jit
     def fold_part(b_part, b_part_high, b_high, b_sum, b_acc):  # type: ignore[no-untyped-def]
-        """Take what was attended to elsewhere, already divided, into a running softmax; its log-sum-exp is in base 2 too."""
+        """Fold another pass's result, already divided, into a running softmax; its log-sum-exp is in base 2 too."""
         b_new = tl.maximum(b_high, b_part_high)
         b_base = tl.where(b_new > float("-inf"), b_new, 0.0)
         b_fade, b_weight = tl.exp2(b_high - b_base), tl.exp2(b_part_high - b_base)
@@ -102,7 +102,7 @@ if triton is not None:
         KIND: tl.constexpr,
         DOT: tl.constexpr,
     ):
-        """Take tokens [start, end) of one K/V head into a running softmax that is still empty; `start` begins a tile."""
+        """Fold tokens [start, end) of one K/V head into a running softmax that is still empty; `start` begins a tile."""
         if HAS_SCALES:
             scale *= tl.load(k_scale_ptr)
         whole = start + (end - start) // BLOCK_N * BLOCK_N

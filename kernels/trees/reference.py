@@ -1,8 +1,8 @@
-"""Plain PyTorch twins of the tree ops: what each means, and what runs without Triton. None of them waits for a device.
+"""Plain PyTorch twins of the tree ops: the definition of each, used without Triton. None of them waits for a device.
 
-Letters: B = requests, D = depths (draft tokens of a block), m = candidates a depth, V = vocabulary, N = nodes that there is
-room for, W = 32-bit words of a mask row, R = rows of all requests (the anchor, then its nodes), I = rows of the largest,
-J = the rows attended to, H = heads, H_kv = K/V heads, G = heads of a K/V head, E = head size, L = tokens of the longest prefix.
+Letters: B = requests, D = depths (draft tokens of a block), m = candidates a depth, V = vocabulary, N = capacity in nodes, W =
+32-bit words of a mask row, R = rows of all requests (the anchor, then its nodes), I = rows of the largest, J = the rows
+attended to, H = heads, H_kv = K/V heads, G = heads of a K/V head, E = head size, L = tokens of the longest prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from honed.kernels.trees.tree_attention_inputs import AttendedPrefix, PagedPrefi
 FORBIDDEN = -1e30
 """Logits at or under it count as −inf: masks are often written as the lowest finite number."""
 GREEDY_TEMPERATURE = 1e-5
-"""vLLM samples greedily below it; the drafter's own distribution (temperature 1) then says what is likely."""
+"""vLLM samples greedily below it. Likely tokens then follow from the drafter's own distribution (temperature 1)."""
 MAX_DEPTHS = 16
 MAX_CANDIDATES = 16
 ROOT = -1
@@ -27,13 +27,13 @@ _LAST_ID = 0x7FFF_FFFF
 class DraftTrees(NamedTuple):
     """The trees of a batch, nodes in the order they were admitted, parents before children.
 
-    `row_masks` has one row more: row 0 is the anchor, node n is row n + 1, and bit j of a row says that it attends to row j
-    of its own request (bit j % 32 of word j // 32). Past a tree's last node tokens, ranks, depths and words are 0, parents
-    ROOT and scores −inf.
+    `row_masks` has one more row: row 0 is the anchor, node n is row n + 1. Bit j of a row says that it attends to row j of its
+    own request (bit j % 32 of word j // 32). Past a tree's last node, tokens, ranks, depths and words are 0, parents ROOT and
+    scores −inf.
     """
 
     tokens: torch.Tensor  # [B, N] int32
-    ranks: torch.Tensor  # [B, N] int32, which of its depth's candidates, 0 the most likely
+    ranks: torch.Tensor  # [B, N] int32, index among its depth's candidates, 0 the most likely
     parents: torch.Tensor  # [B, N] int32, ROOT for children of the anchor
     depths: torch.Tensor  # [B, N] int32, from 1
     scores: torch.Tensor  # [B, N] float64, log-probability of the path
@@ -48,9 +48,9 @@ def top_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, D, m] float32, [B, D, m] int32
     """Take each depth's most likely tokens and their log-probabilities under softmax(logits / temperature) of all tokens.
 
-    Equal logits go by token id, the lower first. NaN and what is at or under FORBIDDEN count as −inf; a candidate of −inf has
-    id 0. A depth with a logit of +inf has no distribution: all of its candidates are −inf. A temperature that is NaN, infinite
-    or under GREEDY_TEMPERATURE counts as 1.
+    Equal logits are ordered by token id, the lower first. NaN and logits at or under FORBIDDEN count as −inf; a candidate of
+    −inf has id 0. A depth with a logit of +inf has no distribution: all of its candidates are −inf. A temperature that is NaN,
+    infinite or under GREEDY_TEMPERATURE counts as 1.
     """
     x = logits.float()
     x = torch.where(x > FORBIDDEN, x, float("-inf")) + 0.0  # −0 must equal 0
@@ -79,8 +79,8 @@ def tree_build(
     """Build every request's best tree of at most min(its budget, N) nodes: that of `adapt.trees.draft_tree`, ties included.
 
     Every admitted node, and the anchor, has exactly one child that may come next: the heap is one slot a node. Slots are
-    compared by score, then by a key, their node's depth and path of ranks, four bits each: (depth − 8)·2^60 + path. A score
-    that isn't finite (−inf, NaN) is never admitted, nor what would come after it.
+    compared by score, then by a key of their node's depth and path of ranks, four bits each: (depth − 8)·2^60 + path. A score
+    that isn't finite (−inf, NaN) is never admitted, nor are its later siblings and descendants.
     """
     num_requests, num_depths, num_candidates = log_probs.shape
     device = log_probs.device
@@ -90,7 +90,7 @@ def tree_build(
     flat = table.flatten(1)
 
     def score_of(above: torch.Tensor, path: torch.Tensor, depth: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
-        """Of the candidate `rank` below nodes [B] of a depth and a path."""
+        """Score the candidate `rank` below nodes [B] of a depth and a path."""
         at = ((path != 0).long() * (num_depths + 1) + depth) * (num_candidates + 1) + rank
         score = above + flat.gather(1, at[:, None])[:, 0]
         return torch.where(score.isfinite(), score, float("-inf"))
@@ -171,9 +171,9 @@ def tree_attention(
     scale: float,
     prefix: PagedPrefix | AttendedPrefix | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [R, H, E] in q's type, [R, H] float32
-    """Let every row attend to its request's prefix and to those rows of its request that its mask names.
+    """Attend from every row to its request's prefix and to the rows of its request that its mask names.
 
-    A row that may attend to nothing gets 0 and −inf, as does one past the last request's. Sums are in float32.
+    A row that may attend to nothing gets 0 and −inf, as do rows past the last request's. Sums are in float32.
     """
     num_rows, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
@@ -210,7 +210,7 @@ def tree_attention(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join what was attended to in two parts: [..., E] and [...] of each; a part whose lse is −inf isn't looked at.
+    """Merge two parts of an attention: [..., E] and [...] of each; a part whose lse is −inf isn't read.
 
     Source: arXiv 2501.01005 (FlashInfer), section 2.2.
     """

@@ -1,14 +1,14 @@
 """Each depth's most likely tokens and their log-probabilities, from draft logits that are read once.
 
-Computes: reference_trees.top_candidates. A row of logits is shared by `num_splits` programs, a program's part by its lanes,
-each of which keeps the best logit it meets and a running Σ exp: no reduction while reading. The m best of a part are in the m
-lanes whose best are the best (any other candidate has m better ones above it), so only those are looked at again, and the lanes
-that are even with the last of them. A second launch merges the parts of a row and subtracts log Σ exp.
+Computes: reference.top_candidates. `num_splits` programs share a row of logits, and a program's lanes share its part. Each lane
+keeps its best logit and a running Σ exp: no reduction while reading. The m best of a part are in the m lanes with the best
+maxima (any other candidate has m better ones above it). So only those lanes, and lanes that tie with the last of them, are read
+again. A second launch merges the parts of a row and subtracts log Σ exp.
 Moves: B·D·V·sizeof(logits) bytes, once, and some hundredths of that again; a part's candidates are 8·m + 8 bytes. The floor is
 the logits at copy bandwidth. The compiled loop has nine instructions a bf16 element, 1.25 of them exp2: on an H200 some four
 fifths of the time that the bytes take, by count.
 Layout: `logits` [B, D, V] with unit stride in V, V below 2³¹.
-On an H200 (64 × 15 rows of 151,936, bf16, top 8): 131 µs, 0.53 of copy bandwidth, 1.3 times what `amax` of the logits takes;
+On an H200 (64 × 15 rows of 151,936, bf16, top 8): 131 µs, 0.53 of copy bandwidth, 1.3 times the time of the logits' `amax`;
 `topk` and `logsumexp` under torch.compile take 1,340.
 Source: the running Σ exp is arXiv 1805.02867 (online softmax), kept a lane.
 """
@@ -28,10 +28,10 @@ except ImportError:
 
 LANES = 1024
 ROUNDS = 4
-"""Of its lanes that a program reads at once."""
+"""Rounds of its lanes that a program reads at once."""
 MAX_SPLITS = 64
 PROGRAMS = 4096
-"""As many as are wanted of the first launch: some four waves of an H200 at eight programs a multiprocessor."""
+"""Wanted programs of the first launch: some four waves of an H200 at eight programs a multiprocessor."""
 
 if triton is not None:
     _NOTHING = tl.constexpr(FORBIDDEN)
@@ -58,7 +58,7 @@ if triton is not None:
 
     @triton.jit
     def _key(b_x, o_v):  # type: ignore[no-untyped-def]
-        """Compares as (logit, −id) does; nothing is _NO_KEY."""
+        """Key that compares as (logit, −id) does; _NO_KEY stands for none."""
         b_key = (_order(b_x).to(tl.int64) << 32) + (o_v ^ _LAST_ID)
         return tl.where(b_x > _NOTHING, b_key, _NO_KEY)
 
@@ -68,7 +68,7 @@ if triton is not None:
 
     @triton.jit
     def _insert(b_top, b_key):  # type: ignore[no-untyped-def]
-        """Keep the best of both; no key may stand in both, nor twice in one."""
+        """Keep the best of both; no key may be in both, nor twice in one."""
         best, least = tl.max(b_key), tl.min(b_top)
         while best > least:
             b_top = tl.where(b_top == least, best, b_top)
@@ -80,7 +80,7 @@ if triton is not None:
     def _scan_rounds(  # type: ignore[no-untyped-def]
         p_x, at, end, b_best, b_sum, scale, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, IS_MASKED: tl.constexpr
     ):
-        """Take the logits of some rounds into every lane's (best, Σ exp)."""
+        """Fold the logits of some rounds into every lane's (best, Σ exp)."""
         o_x = at + tl.arange(0, ROUNDS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         if IS_MASKED:
             b_x = tl.load(p_x + o_x, mask=o_x < end, other=float("-inf")).to(tl.float32)
@@ -124,7 +124,7 @@ if triton is not None:
         highest = tl.max(b_best)
         total = tl.sum(b_sum * tl.exp2((b_best - highest) * scale))
 
-        # The best M are in the M lanes whose best are the best; among lanes that are even, in any of them.
+        # The best M are in the M lanes with the best maxima; among tied lanes, in any of them.
         b_lane = _key(b_best, o_l)
         b_kept = tl.full([M], BLOCK, tl.int32)
         least = tl.max(b_lane)
@@ -143,7 +143,7 @@ if triton is not None:
             b_lane = tl.where(b_lane == best, _NO_KEY, b_lane)
             best = tl.max(b_lane)
             num_even += 1
-        if (best > _NO_KEY) & (best >> 32 == least >> 32):  # so many that reading everything once more is quicker
+        if (best > _NO_KEY) & (best >> 32 == least >> 32):  # too many ties: reading everything again is quicker
             b_top = o_m.to(tl.int64) + _NO_KEY
             for at in range(start, end, BLOCK):
                 b_top = _insert(b_top, _keys_at(p_x, at + o_l, at + o_l < end))
@@ -197,10 +197,10 @@ def top_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, D, m] float32, [B, D, m] int32
     """Take each depth's `num_candidates` most likely tokens; Triton on a GPU, its plain twin elsewhere.
 
-    What counts as −inf, how ties go and what a temperature of 0 means says the twin, `reference_trees.top_candidates`.
+    The twin, `reference.top_candidates`, defines −inf, ties and a temperature of 0.
 
     Raises:
-        ValueError: shapes don't fit each other, or more candidates are asked for than there are tokens, or than 16.
+        ValueError: shapes don't fit each other, or more than 16 candidates are requested, or more than there are tokens.
     """
     if logits.dim() != 3 or (temperature is not None and temperature.shape != logits.shape[:1]):
         raise ValueError(

@@ -1,20 +1,20 @@
 """Attention of draft trees: every row attends to its request's paged prefix and to its own ancestors.
 
-Computes: reference_trees.tree_attention. Rows of a request × query heads of a K/V head stand beside each other in one tile, so
-that K/V are read once for all of them (once per 128 of them). Where there are programs enough, one launch does all: prefix,
-tree, division. Else (few requests, long prefixes) programs share a prefix, each leaves (out, log-sum-exp) in float32, and a
-second launch attends to the tree and merges; the same launch takes the (out, log-sum-exp) of another kernel's prefix pass.
+Computes: reference.tree_attention. One tile holds a request's rows × the query heads of a K/V head, so K/V are read once for
+all of them (once per 128 of them). If there are enough programs, one launch does everything: prefix, tree, division. Else (few
+requests, long prefixes) programs share a prefix, each writes (out, log-sum-exp) in float32, and a second launch attends to the
+tree and merges. The same launch takes the (out, log-sum-exp) of another kernel's prefix pass.
 Moves: Σ prefix tokens · H_kv · E · 2 · sizeof(K/V) bytes, and for each further split R·H·E·8. The floor is the first term at
-copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs. Tiles are of
-at most 128: 32 rows of four heads fill one, 33 need two, of which the second is nearly empty and costs the same.
-Layout: q, k, v, out [R, H or H_kv, E] with unit stride in E; E 16 … 256, a power of two; a cache [P, page, H_kv, E] with unit
-stride in E and any other, so K and V may be halves of one tensor; pages of any length (one table look-up a tile where a page
-holds whole tiles); K/V of the cache in q's type or float8_e4m3fn. Rows of a request may stand in any order.
-On an H200 (bf16, 32/8 heads of 128): 64 requests with 4,096 tokens and 33 rows 801 µs, 0.33 of the floor (the second tile), 3.1
-times as fast as PyTorch's attention with a mask; with 256 rows 3,333 µs, 0.44, 1.07 times as fast as that and 1.25 times as
-FlexAttention; one request with 32,768 tokens 103 µs, 0.31. Neither tile sizes nor `choose_plan`'s constants were tuned on one.
-It compiles for sm_90 with wgmma and asynchronous copies, nothing spilled at the plans for 16-bit types and E ≤ 128. Limits: one
-prefix far longer than the others of a large batch isn't split; float32 spills.
+copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs. Tiles are of at
+most 128: 32 rows of four heads fill one. 33 need two, of which the second is nearly empty and costs the same.
+Layout: q, k, v, out [R, H or H_kv, E] with unit stride in E; E 16 … 256, a power of two. A cache [P, page, H_kv, E] with unit
+stride in E and any other, so K and V may be halves of one tensor. Pages of any length (one table look-up a tile if a page holds
+whole tiles); K/V of the cache in q's type or float8_e4m3fn. A request's rows may be in any order.
+On an H200 (bf16, 32/8 heads of 128): 64 requests with 4,096 tokens and 33 rows take 801 µs, 0.33 of the floor (the second
+tile), 3.1 times as fast as PyTorch's attention with a mask. With 256 rows they take 3,333 µs, 0.44, 1.07 times as fast as that
+and 1.25 times as FlexAttention. One request with 32,768 tokens takes 103 µs, 0.31. Neither tile sizes nor `choose_plan`'s
+constants were tuned on one. It compiles for sm_90 with wgmma and asynchronous copies, without spills at the plans for 16-bit
+types and E ≤ 128. Limits: in a large batch, one prefix far longer than the others isn't split; float32 spills.
 Source: arXiv 2205.14135 (FlashAttention), 2501.01005 (FlashInfer; merging), Flash-Decoding (splits).
 """
 
@@ -42,7 +42,7 @@ if triton is not None:
     _LN_2 = tl.constexpr(0.6931471805599453)
     _WORD = tl.constexpr(32)
     _LEAST_TILES = tl.constexpr(LEAST_TILES)
-    _VARYING = ["max_rows", "num_splits"]  # from step to step: one compiled kernel has to do for all
+    _VARYING = ["max_rows", "num_splits"]  # vary from step to step: one compiled kernel must handle all values
     _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -83,7 +83,7 @@ if triton is not None:
         HAS_SCALES: tl.constexpr,
         DOT: tl.constexpr,
     ):
-        """One split of a request's prefix for one tile of rows × heads: (out, log-sum-exp) into part [X, R, H, ·]."""
+        """Compute one split of a request's prefix for one tile of rows × heads: (out, log-sum-exp) into part [X, R, H, ·]."""
         num_tiles = tl.num_programs(0) // num_splits
         i_m, i_x = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
         i_h, i_b = tl.program_id(1), tl.program_id(2)
@@ -183,7 +183,7 @@ if triton is not None:
         HAS_PARTS: tl.constexpr,
         DOT: tl.constexpr,
     ):
-        """One tile of rows × heads: the prefix (HAS_PAGES), the tree, what was attended to before (HAS_PARTS), the division."""
+        """One tile of rows × heads: the prefix (HAS_PAGES), the tree, an earlier pass's result (HAS_PARTS), the division."""
         i_m, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         first = tl.load(starts_ptr + i_b).to(tl.int64)
         num_rows = tl.minimum(tl.load(starts_ptr + i_b + 1) - first, max_rows).to(tl.int32)
@@ -222,7 +222,7 @@ if triton is not None:
                 DOT,
             )
 
-        # A tile of the tree is what one mask word names.
+        # A tile of the tree is the rows of one mask word.
         p_mask = masks_ptr + i_b.to(tl.int64) * stride_mb + (o_m // G) * stride_mr
         o_c = tl.arange(0, _WORD)
         for at in range(0, num_rows, _WORD):
@@ -274,17 +274,17 @@ def tree_attention(
     out: torch.Tensor | None = None,  # [R, H, E]
     lse: torch.Tensor | None = None,  # [R, H] float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let every row attend to its request's prefix and to what its mask names; Triton on a GPU, its plain twin elsewhere.
+    """Attend from every row to its request's prefix and its mask's rows; Triton on a GPU, its plain twin elsewhere.
 
     Args:
-        max_rows: most rows that a request has; further ones aren't computed. It fixes the grid, as `max_prefix` does.
-        scale: of q·k; None: 1/√E.
+        max_rows: most rows of a request; further ones aren't computed. It fixes the grid, as `max_prefix` does.
+        scale: factor of q·k; None: 1/√E.
         prefix: in pages, or the result of another kernel's pass over it; None: there is none.
-        max_prefix: most tokens that a prefix has, to choose how it is split; None: what the block table has room for.
+        max_prefix: most tokens of a prefix, for choosing its splits; None: the block table's capacity.
 
     Returns:
-        Output and natural log-sum-exp. A row that may attend to nothing gets 0 and −inf. Rows past the last request's keep
-        what `out` and `lse` held.
+        Output and natural log-sum-exp. A row that may attend to nothing gets 0 and −inf. Rows past the last request's keep the
+            previous content of `out` and `lse`.
 
     Raises:
         ValueError: shapes or strides don't fit.
@@ -372,12 +372,12 @@ def launch(
     num_rows, num_heads, head_size = q.shape
     num_kv_heads, num_requests = k.shape[1], len(row_masks)
     group = num_heads // num_kv_heads
-    paged = prefix if isinstance(prefix, PagedPrefix) else PagedPrefix(q, q, row_starts, row_starts)  # not looked at
+    paged = prefix if isinstance(prefix, PagedPrefix) else PagedPrefix(q, q, row_starts, row_starts)  # not read
     is_paged, has_scales = paged is prefix, paged.k_scale is not None
     if plan is None:
         shape = (num_requests, num_kv_heads, group, max_rows, head_size, max_prefix)
         plan = choose_plan(*shape, q.element_size(), paged.k_cache.element_size(), _limits(q.device))
-    assert lse.is_contiguous(), "the kernel knows no strides of it"
+    assert lse.is_contiguous(), "the kernel takes no strides for it"
     assert out.stride(2) == row_masks.stride(2) == 1, "the kernel takes rows without gaps"
     row_starts, lengths = row_starts.contiguous(), paged.lengths.contiguous()
     scales = (q, q) if not has_scales else (paged.k_scale, paged.v_scale)

@@ -1,7 +1,7 @@
-"""What `tree_attention` attends to beside the tree, and whether what it is given fits together.
+"""Inputs of `tree_attention` apart from the tree, and the check that all inputs fit together.
 
-Letters: B = requests, I = rows of the largest, R = rows of all of them, W = words of a mask row, H = heads, H_kv = K/V heads,
-E = head size, P = pages.
+Letters: B = requests, I = rows of the largest, R = rows of all of them, W = words of a mask row, H = heads, H_kv = K/V heads, E
+= head size, P = pages.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
-"""That the kernel has."""
+"""Head sizes that the kernel supports."""
 
 
 class PagedPrefix(NamedTuple):
-    """What every row of a request attends to, in a paged cache of vLLM's layout."""
+    """The prefix of every request, in a paged cache of vLLM's layout."""
 
     k_cache: torch.Tensor  # [P, page, H_kv, E]; float8_e4m3fn: times `k_scale`
     v_cache: torch.Tensor  # [P, page, H_kv, E]
-    block_table: torch.Tensor  # [B, pages of the longest prefix] int32; what lies past a prefix isn't looked at
+    block_table: torch.Tensor  # [B, pages of the longest prefix] int32; entries past a prefix aren't read
     lengths: torch.Tensor  # [B] int32, tokens
     k_scale: torch.Tensor | None = None  # [] or [1] float32
     v_scale: torch.Tensor | None = None
@@ -29,7 +29,7 @@ class AttendedPrefix(NamedTuple):
     """The same, after another kernel attended to it."""
 
     out: torch.Tensor  # [R, H, E]
-    lse: torch.Tensor  # [R, H] float32, natural log of Σ exp(score); −inf: there was nothing, and `out` isn't looked at
+    lse: torch.Tensor  # [R, H] float32, natural log of Σ exp(score); −inf: empty, and `out` isn't read
 
 
 def check(
@@ -41,7 +41,7 @@ def check(
     max_rows: int,
     prefix: PagedPrefix | AttendedPrefix | None,
 ) -> None:
-    """Refuse what the op can't mean, or its kernel can't read.
+    """Refuse inputs that the op or its kernel can't take.
 
     Raises:
         ValueError: shapes or strides don't fit.
@@ -64,7 +64,7 @@ def check(
         if prefix.block_table.dim() != 2 or not len(prefix.block_table) == len(prefix.lengths) == len(row_masks):
             refuse(f"block table {list(prefix.block_table.shape)} and lengths {list(prefix.lengths.shape)}: one row a request")
         if (prefix.k_scale is None) != (prefix.v_scale is None):
-            refuse("K and V have a scale each, or neither has")
+            refuse("either both K and V have a scale, or neither")
     elif prefix is not None:
         held += prefix[:1]
         if prefix.out.shape != q.shape or prefix.lse.shape != q.shape[:2]:
@@ -72,4 +72,4 @@ def check(
     if any(part.stride(-1) != 1 and part.shape[-1] > 1 for part in held):
         refuse("the last dimension of q, k, v and of what the prefix holds must have unit stride")
     if q.is_cuda and q.shape[2] not in HEAD_SIZES:
-        refuse(f"head size {q.shape[2]}, but the kernel has {HEAD_SIZES}: pad q, k and v with zeros, and give `scale`")
+        refuse(f"head size {q.shape[2]}, but the kernel has {HEAD_SIZES}: pad q, k and v with zeros, and pass `scale`")

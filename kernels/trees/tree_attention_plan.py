@@ -1,10 +1,10 @@
-"""How `tree_attention` is cut into programs: from shapes alone, so that a CUDA graph's grid is fixed and nothing syncs.
+"""Division of `tree_attention` into programs: from shapes alone, so that a CUDA graph's grid is fixed and nothing syncs.
 
-One program attends `block_m` rows, query heads of one K/V head beside each other, to a part of that head's prefix. The fewer
-programs share a prefix the fewer partial results there are to write and read again, at 4 bytes a value against the cache's 2;
-the more, the better a small batch fills the device. `choose_plan` counts both in tiles of K/V, the time of one being about the
-same anywhere, and takes the number of splits that costs least. The constants are counts of bytes, not measurements; stages and
-warps are the ones with which the compiler for sm_90 spills nothing and keeps two tiles of K/V on their way.
+One program attends `block_m` rows, query heads of one K/V head beside each other, to a part of that head's prefix. With fewer
+programs per prefix, fewer partial results are written and read again, at 4 bytes a value against the cache's 2. With more, a
+small batch fills the device better. `choose_plan` counts both in tiles of K/V, which take about the same time anywhere, and
+takes the cheapest number of splits. The constants are counts of bytes, not measurements. With these stages and warps the sm_90
+compiler spills nothing and keeps two tiles of K/V in flight.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import NamedTuple
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LEAST_TILES = 4
-"""Of K/V that a split has, if its prefix is that long."""
+"""Minimum tiles of K/V in a split, if its prefix is that long."""
 START_TILES = 3
-"""What a program costs before its first tile: its queries, the tree's K/V, filling the pipeline."""
+"""Cost of a program before its first tile: its queries, the tree's K/V, filling the pipeline."""
 MERGE_TILES = 6
-"""What the second launch costs."""
+"""Cost of the second launch."""
 STAGES = {5: 3, 3: 2, 2: 1}
-"""Stages to tiles in shared memory: the look-up of pages takes a stage of its own, so 4 holds no more than 3."""
+"""Stages by tiles in shared memory: the page look-up takes a stage of its own, so 4 holds no more than 3."""
 
 
 class Device(NamedTuple):
-    """What of a device bounds a plan."""
+    """Properties of a device that bound a plan."""
 
     num_sms: int = 132
     shared_bytes: int = 232_448
-    """That a program may have; the defaults are an H200's."""
+    """Limit for a program; the defaults are an H200's."""
 
 
 class Plan(NamedTuple):
     """Sizes that the kernels are compiled for, and the grid's."""
 
     block_m: int
-    """Rows × query heads of one K/V head that a program holds."""
+    """Rows × query heads of one K/V head in a program."""
     block_n: int
     """Tokens of the prefix in a tile."""
     num_warps: int
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     num_splits: int
     """Programs that share a prefix; 1: one launch does everything."""
     merge_block_m: int
-    """As `block_m`, of the launch that merges: few queries a program, since it has only the tree to attend to."""
+    """`block_m` of the launch that merges: few queries a program, since it has only the tree to attend to."""
 
 
 def choose_plan(
@@ -56,12 +56,12 @@ def choose_plan(
     kv_itemsize: int,
     device: Device,
 ) -> Plan:
-    """Choose for a shape.
+    """Choose a plan for a shape.
 
     Args:
         group: query heads of a K/V head.
-        max_rows: most rows that a request has.
-        max_prefix: most tokens that a prefix has; 0: no prefix is attended to here.
+        max_rows: most rows of a request.
+        max_prefix: most tokens of a prefix; 0: no prefix is attended to here.
         q_itemsize: bytes of a query's value; 4 is multiplied in three passes, in small tiles.
     """
     is_half = q_itemsize == 2
@@ -79,7 +79,7 @@ def choose_plan(
     num_tiles = _ceil(max_rows * group, block_m) * num_kv_heads * num_requests
     slots = device.num_sms * (1 if num_warps == 8 else 2)
     pages = _ceil(max_prefix, block_n)
-    part = 4 * block_m / (block_n * kv_itemsize)  # tiles of K/V that weigh what a partial result does, written and read
+    part = 4 * block_m / (block_n * kv_itemsize)  # tiles of K/V that cost as much as a partial result, written and read
 
     def cost(splits: int) -> float:
         length = max(_ceil(pages, splits), LEAST_TILES)

@@ -1,13 +1,14 @@
-"""Best-first draft trees of a whole batch, one program a request, without a look from the host.
+"""Best-first draft trees of a whole batch, one program a request, without synchronising with the host.
 
-Computes: reference_trees.tree_build, which is `adapt.trees.draft_tree.build_tree`'s tree, ties included: the same float64 sums
-in the same order. Nodes are admitted one after the other. The heap is one slot a node, in registers: the node's next child, so
-that popping the best is one reduction over (score, key, slot) and pushing is two writes. Ancestor masks come after the last
-node, by pointer jumping (log₂ D gathers a word). Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32,
-top-8 of 15 depths: nothing. The floor is latency, N dependent reductions of a warp; the warp is alone in its program, so that
-none of them waits at a barrier. Layout: `log_probs` and `ids` [B, D, m] (made contiguous), at most 16 depths and 16
-candidates, since a path is 4 bits a depth. On an H200 (64 requests, top 8 of 15 depths): 15 µs for a budget of 32, 168 for
-255; the heap on the host 4,800 and 28,700. Source: arXiv 2604.12989 (DDTree), Algorithm 1.
+Computes: reference.tree_build, which is `adapt.trees.draft_tree.build_tree`'s tree, ties included: the same float64 sums in the
+same order. Nodes are admitted one after the other. The heap has one slot a node, in registers: the node's next child. So
+popping the best is one reduction over (score, key, slot) and pushing is two writes. Ancestor masks come after the last node, by
+pointer jumping (log₂ D gathers a word).
+Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32, top-8 of 15 depths: negligible. The floor is latency,
+N dependent reductions of a warp. The warp is alone in its program, so none of them waits at a barrier.
+Layout: `log_probs` and `ids` [B, D, m] (made contiguous), at most 16 depths and 16 candidates, since a path is 4 bits a depth.
+On an H200 (64 requests, top 8 of 15 depths): 15 µs for a budget of 32, 168 for 255; the heap on the host 4,800 and 28,700.
+Source: arXiv 2604.12989 (DDTree), Algorithm 1.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if triton is not None:
     def _log_prob(  # type: ignore[no-untyped-def]
         p_on, p_off, path, depth, rank, D: tl.constexpr, M: tl.constexpr, HAS_OFF: tl.constexpr
     ):
-        """Of the candidate `rank` below a node of this depth and path; −inf where there is none."""
+        """Log-probability of the candidate `rank` below a node of this depth and path; −inf if there is none."""
         is_in = (depth < D) & (rank < M)
         if HAS_OFF:
             b_on = tl.load(p_on + depth * M + rank, mask=is_in & (path == 0), other=float("-inf"))
@@ -156,7 +157,7 @@ if triton is not None:
 
 
 def allocate(num_requests: int, max_nodes: int, device: torch.device | str) -> DraftTrees:
-    """Make room for the trees of a batch, contents unset: a CUDA graph keeps writing to the same place."""
+    """Allocate the trees of a batch, contents unset: a CUDA graph keeps writing to the same place."""
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -171,7 +172,7 @@ def tree_build(
     log_probs: torch.Tensor,  # [B, D, m] float32 or float64, most likely first
     ids: torch.Tensor,  # [B, D, m]
     budgets: torch.Tensor,  # [B]
-    max_nodes: int,  # N: room, and the most that any budget can have
+    max_nodes: int,  # N: capacity, and the highest possible budget
     *,
     off_chain: torch.Tensor | None = None,  # [B, D, m]
     is_chain_first: bool = False,
@@ -179,8 +180,8 @@ def tree_build(
 ) -> DraftTrees:
     """Build every request's best tree of at most min(its budget, N) nodes; Triton on a GPU, its plain twin elsewhere.
 
-    `top_candidates` makes `log_probs` and `ids` from logits. Which `off_chain` and `is_chain_first` there are says
-    `adapt.trees.draft_tree`. That candidates are sorted isn't looked at; one that isn't finite is never drafted.
+    `top_candidates` makes `log_probs` and `ids` from logits. `adapt.trees.draft_tree` explains `off_chain` and
+    `is_chain_first`. The order of candidates isn't checked; one that isn't finite is never drafted.
 
     Raises:
         ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for.

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of `verify_chain` and `verify_tree`, the noise included: same seeds, same tokens.
+"""Plain PyTorch twins of `verify_chain` and `verify_tree`, including the noise: same seeds, same tokens.
 
 Letters: B = requests, K = draft tokens at most, N = tree nodes, V = vocabulary, R = rows of logits.
 """
@@ -30,7 +30,7 @@ def philox(
 
 
 def _multiply(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of a product of 32-bit words, by halves: int64 has no room for it."""
+    """High and low word of a product of 32-bit words, by halves, because it overflows int64."""
     above, below = (word >> 16) * factor, (word & 0xFFFF) * factor
     return (above + (below >> 16)) >> 16, (((above & 0xFFFF) << 16) + below) & WORD
 
@@ -42,7 +42,7 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, index: torch.Tensor, pur
 
 
 def clean_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Logits over the temperature; NaN is −inf, +inf the largest number there is. A greedy row keeps its scale."""
+    """Divide logits by the temperature; NaN becomes −inf, +inf the largest finite number. A greedy row keeps its scale."""
     inverse = torch.where(temperature >= GREEDY_BELOW, 1.0 / temperature, torch.ones_like(temperature))
     scaled = logits.float() * inverse[..., None]
     return torch.where(scaled.isnan(), float("-inf"), scaled).clamp(max=LARGEST)
@@ -73,7 +73,7 @@ def _race(weight: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, firs
 
 
 def rows_of(logits: torch.Tensor, first_rows: torch.Tensor | None, num_requests: int, num_rows: int) -> torch.Tensor:
-    """Each request's rows [B, num_rows, V] of [R, V] logits, from `first_rows` on (the last row stands in past the end)."""
+    """Return each request's rows [B, num_rows, V] of [R, V] logits, from `first_rows` on; past the end the last row repeats."""
     if first_rows is None:
         return logits
     index = first_rows.long()[:, None] + torch.arange(num_rows, device=logits.device)

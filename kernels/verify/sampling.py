@@ -1,17 +1,16 @@
-"""Device functions that both verify kernels are made of: clean logits, seeded noise, races.
+"""Device functions of both verify kernels: clean logits, seeded noise, races.
 
-Drawing from weights w is a race: each i finishes after E_i / w_i with E_i exponential, and the first to finish is i with
-probability w_i / Σ w. It runs in two heats, over the masses of VOCAB_CHUNK-wide pieces of the vocabulary and then within the
-winning piece: the second heat is as wide as one piece, so noise is drawn for some 8,000 tokens rather than for a vocabulary.
-Noise comes from E = −log(1 − u) with u of 32 bits, whose small values (they win) keep their resolution in float32; drawing
-by a cumulative sum instead would round every boundary to 2⁻²⁴ of the whole.
+Drawing from weights w is a race: each i finishes after E_i / w_i with E_i exponential, and i is the first with probability w_i
+/ Σ w. It runs in two heats: over the masses of VOCAB_CHUNK-wide pieces of the vocabulary, then within the winning piece. So
+noise is drawn for some 8,000 tokens rather than for a vocabulary. Noise is E = −log(1 − u) with u of 32 bits, whose small
+values (they win) keep their resolution in float32. A cumulative sum would round every boundary to 2⁻²⁴ of the whole.
 
-Philox4x32-10: key = the request's seed, counter = (index, position's low and high word, purpose). So a draw depends on seed,
-position and index only, never on the batch.
+Philox4x32-10: key = the request's seed, counter = (index, position's low and high word, purpose). So a draw depends only on
+seed, position and index, never on the batch.
 
 Clean logits: divided by the temperature, NaN → −inf, +inf → the largest finite number (several share the mass evenly).
-The twins are in reference_verify.py. Source: exponential races: Gumbel's trick, arXiv 1611.00712, section 2, by another
-monotone map; Philox: Salmon et al., SC 2011.
+The twins are in reference.py. Source: exponential races: Gumbel's trick, arXiv 1611.00712, section 2, by another monotone map;
+Philox: Salmon et al., SC 2011.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ except ImportError:
     triton = None
 
 VOCAB_CHUNK = 8192
-"""Tokens a program reads: part of what a seed means, since the first heat is over pieces of this width."""
+"""Tokens a program reads. A seed's draws depend on it, since the first heat is over pieces of this width."""
 MAX_VOCAB = 1 << 24
 """Token ids pass through float32, which is exact below this."""
 GREEDY_BELOW = 1e-5
@@ -50,7 +49,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def exponential(b_u: tl.tensor) -> tl.tensor:
-        """−log(1 − u); the series where 1 − u would round u away."""
+        """−log(1 − u), by the series if 1 − u would round u away."""
         series = 1.0 + b_u * (0.5 + b_u * (0.33333334 + b_u * (0.25 + b_u * (0.2 + b_u * 0.16666667))))
         return tl.where(b_u < 0.0625, b_u * series, -tl.log(1.0 - b_u))
 
@@ -61,7 +60,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def peak_and_mass(b_x: tl.tensor) -> tl.tensor:
-        """Maximum and Σ exp(x − maximum); (−inf, 0) of nothing."""
+        """Maximum and Σ exp(x − maximum); (−inf, 0) for an empty piece."""
         peak = tl.max(b_x, axis=0)
         base = tl.where(peak > float("-inf"), peak, 0.0)
         return peak, tl.sum(tl.exp(b_x - base), axis=0)
@@ -77,14 +76,14 @@ if triton is not None:
     def race_keys(
         b_weight: tl.tensor, seed: tl.tensor, position: tl.tensor, o_i: tl.tensor, purpose: tl.constexpr
     ) -> tl.tensor:
-        """Who has the greatest key wins; weights of 0 never do against others."""
+        """Race keys: the greatest wins; a weight of 0 never wins against others."""
         return tl.where(b_weight > 0.0, b_weight / exponential(uniform(seed, position, o_i, purpose)), -1.0)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def race_of_chunks(
         b_peak: tl.tensor, b_weight: tl.tensor, seed: tl.tensor, position: tl.tensor, o_c: tl.tensor
     ) -> tl.tensor:
-        """The winning chunk and its peak."""
+        """Return the winning chunk and its peak."""
         winner = tl.argmax(race_keys(b_weight, seed, position, o_c, C_CHUNK), axis=0)
         return winner, tl.max(tl.where(o_c == winner, b_peak, float("-inf")), axis=0)
 
@@ -101,9 +100,9 @@ if triton is not None:
         CHUNK: tl.constexpr,
         STEP: tl.constexpr,
     ) -> tl.tensor:
-        """The token drawn by the clean logits of the chunk from `first` on, whose maximum is `peak`; never `hidden` (−1: none).
+        """Draw a token by the clean logits of the chunk from `first` on, whose maximum is `peak`; never `hidden` (−1: none).
 
-        By steps, so that a kernel that streams logits needn't keep registers for a whole chunk's noise.
+        Works in steps, so that a kernel that streams logits needn't keep registers for a whole chunk's noise.
         """
         base = tl.where(peak > float("-inf"), peak, 0.0)
         winner, best = first, first * 0.0 - 1.0

@@ -1,30 +1,30 @@
-"""Rejection sampling of a chain of draft tokens: how many are accepted, and the one token of the target's own after them.
+"""Rejection sampling of a chain of draft tokens: the number accepted, and one token from the target after them.
 
-Computes: reference_verify.verify_chain. Row i < k of a request: draft token d is accepted with min(1, p(d) / q(d)); at the
-first rejection a token is drawn from norm(max(0, p − q)), after k acceptances one from p. p is the softmax of the target's
-logits over the temperature; at temperature 0 d is accepted where it is the most likely token. q is one-hot at d (greedy
-drafts), or, given draft logits, their softmax over the draft temperature; 0 there means one-hot for that request.
-A draft outside 0 … V − 1 (a struck-out placeholder) is never accepted and takes nothing off p.
+Computes: reference.verify_chain. In row i < k of a request, draft token d is accepted with min(1, p(d) / q(d)). At the first
+rejection a token is drawn from norm(max(0, p − q)), after k acceptances one from p. p is the softmax of the target's logits
+over the temperature; at temperature 0 d is accepted if it is the most likely token. q is one-hot at d (greedy drafts) or, given
+draft logits, their softmax over the draft temperature; 0 there means one-hot for that request. A draft outside 0 … V − 1 (a
+placeholder) is never accepted and takes nothing off p.
 
-How: (1) a program a (row, chunk of the vocabulary) leaves the chunk's maximum and Σ exp, without d's own share where q is
-one-hot: what is left is the residual's mass, without cancellation. The last program of a row to arrive merges them and
-judges the draft; a rejection is posted, and programs of later rows that see it leave without reading. Rows are the
-slowest grid dimension, so row 0 of all requests comes first. (2) Only for full q: the residual's mass in each chunk of the
-row that broke. (3) One program a request draws a chunk by the masses and a token in that chunk (races, see sampling.py).
-No [B, K, V] probabilities exist anywhere.
+How: (1) a program a (row, chunk of the vocabulary) writes the chunk's maximum and Σ exp, without d's own share if q is one-hot.
+The remainder is the residual's mass, without cancellation. The last program of a row to arrive merges them and judges the
+draft. A rejection is posted, and programs of later rows that see it return without reading. Rows are the slowest grid
+dimension, so row 0 of all requests comes first. (2) Only for full q: the residual's mass in each chunk of the rejected row. (3)
+One program a request draws a chunk by the masses and a token in that chunk (races, see sampling.py). [B, K, V] probabilities
+are never stored.
 
 Moves: one-hot q: (Σ rows, k + 1 each)·V·sizeof(logits) at most, + B·8,192·sizeof for step 3; full q: twice that + 2·B·V·sizeof
-for step 2. The floor is the rows up to each request's break, once, at copy bandwidth. How near to it the early exit comes
+for step 2. The floor is the rows up to each request's rejection, once, at copy bandwidth. How near the early exit comes to it
 depends on how the GPU orders programs: not measured.
 On an H200 (64 × 16 rows of 151,936, bf16, all accepted; with 16 warps): greedy 211 µs, sampled 221, full q 350, which is 2.1,
-2.2 and 1.8 times what `amax` of the logits takes. Plain PyTorch under torch.compile takes 171, 585 and 831, vLLM 0.32's sampler
+2.2 and 1.8 times the time of the logits' `amax`. Plain PyTorch under torch.compile takes 171, 585 and 831, vLLM 0.32's sampler
 725, 1,806 and 2,606.
-Layout: unit stride in V (16 bytes a load where V and the other strides are multiples of 16, else one number); target logits
-[B, K + 1, V], or [R, V] with request b's rows at first_rows[b] … + k_b (vLLM's ragged batch); logits after penalties and
+Layout: unit stride in V (16 bytes a load if V and the other strides are multiples of 16, else one number). Target logits are
+[B, K + 1, V], or [R, V] with request b's rows at first_rows[b] … + k_b (vLLM's ragged batch). Logits are after penalties and
 top-k/top-p masks (−inf), before the temperature.
 Seeds: row i draws from (seed, positions[b] + i): see sampling.py. A request's result doesn't depend on its batch.
-CUDA graphs: grids depend on shapes only, nothing is read back; give `out` for fixed addresses.
-Source: arXiv 2211.17192, algorithm 1; arXiv 2302.01318, algorithm 2; vLLM's v1/sample/rejection_sampler.py, read for its rules.
+CUDA graphs: grids depend on shapes only, nothing is read back; pass `out` for fixed addresses.
+Source: arXiv 2211.17192, algorithm 1; arXiv 2302.01318, algorithm 2; rules from vLLM's v1/sample/rejection_sampler.py.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ else:
     from honed.kernels.verify.verify_chain_device import emit_kernel, residual_kernel, rows_kernel
 
 ROWS_WARPS = {False: 2, True: 8}
-"""Of a program of a row's chunk, by whether q is full: the fastest of 2, 4, 8 and 16 in one sweep on an H200 (193, 220 and
-353 µs)."""
+"""Warps of a program of a row's chunk, by whether q is full: the fastest of 2, 4, 8 and 16 in one sweep on an H200 (193, 220
+and 353 µs)."""
 EMIT_WARPS = 16
-"""Of a request's program."""
+"""Warps of a request's program."""
 
 
 class ChainVerdict(NamedTuple):
-    """What became of the drafts."""
+    """Result for the drafts."""
 
     num_accepted: torch.Tensor  # [B] int32, bonus excluded
     tokens: torch.Tensor  # [B, K + 1] int32: accepted drafts, then the bonus token, then −1
@@ -64,16 +64,16 @@ def verify_chain(
     num_draft_tokens: torch.Tensor,  # [B] integers, 0 ≤ k ≤ K
     temperature: torch.Tensor,  # [B] float
     seeds: torch.Tensor,  # [B] int64
-    positions: torch.Tensor,  # [B] int64: sequence position of the first token that is emitted
+    positions: torch.Tensor,  # [B] int64: sequence position of the first emitted token
     *,
-    first_rows: torch.Tensor | None = None,  # [B] integers: the kernel doesn't look whether rows exist
-    draft_logits: torch.Tensor | None = None,  # [B, K, V]; probabilities: their logarithm, and a draft temperature of 1
+    first_rows: torch.Tensor | None = None,  # [B] integers: the kernel doesn't check that rows exist
+    draft_logits: torch.Tensor | None = None,  # [B, K, V]; for probabilities: their logarithm, and a draft temperature of 1
     draft_temperature: torch.Tensor | None = None,  # [B] float; None: `temperature`
     out: ChainVerdict | None = None,
 ) -> ChainVerdict:
     """Judge each request's draft tokens; Triton on a GPU, its plain twin elsewhere.
 
-    The tokens emitted are distributed as the target's own samples, whatever q is, if the drafts were drawn from it. A row
+    The emitted tokens are distributed as the target's own samples, whatever q is, if the drafts were drawn from it. A row
     without a finite logit rejects its draft and emits token 0; NaN counts as −inf.
 
     Raises:

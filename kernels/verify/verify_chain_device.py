@@ -1,7 +1,7 @@
-"""The Triton kernels of verify_chain.py, whose header says what they do together.
+"""The Triton kernels of verify_chain.py, whose header explains how they work together.
 
-`stat` is [2 or 4, B, K + 1, C] of the C chunks of the vocabulary: maxima, then Σ exp(x − maximum) (of greedy rows: the most
-likely token's id), then both of q. `break` is [B]: K + 1 − the earliest row that rejected its draft so far, 0: none has.
+`stat` is [2 or 4, B, K + 1, C] of the C chunks of the vocabulary: maxima, then Σ exp(x − maximum) (in greedy rows: the most
+likely token's id), then both of q. `break` is [B]: K + 1 − the earliest row that rejected its draft so far; 0 if none did.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _is_one_hot(
     inverse: tl.tensor,
     IS_FULL_Q: tl.constexpr,
 ) -> tl.tensor:
-    """Whether q is one-hot for this draft, and 1 / draft temperature where it isn't."""
+    """Tell whether q is one-hot for this draft, and 1 / draft temperature if it isn't."""
     is_one_hot = True
     if IS_FULL_Q:
         warmth = tl.load(warmth_ptr + i_b).to(tl.float32)
@@ -109,7 +109,7 @@ def rows_kernel(
     if is_bonus:
         return
 
-    # All of this program's stores, then the ticket: who draws the last one sees everyone's.
+    # All of this program's stores, then the ticket: the program with the last ticket sees all stores.
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + i_b * depth + i_r, 1, sem="acq_rel") != num_chunks - 1:
         return
@@ -122,7 +122,7 @@ def rows_kernel(
         own_x = clean_logits(logits_ptr + row, draft, is_token, inverse)
         base, rest = total_of(b_peak, b_mass)
         u = uniform(tl.load(seed_ptr + i_b), tl.load(position_ptr + i_b).to(tl.int64) + i_r, draft * 0, C_ACCEPT)
-        # One-hot: own is not in rest, and either may be nothing.
+        # One-hot: own is not in rest, and either may be zero.
         top = tl.maximum(tl.where(rest > 0.0, base, float("-inf")), own_x)
         top = tl.where(top > float("-inf"), top, 0.0)
         own = tl.exp(own_x - top)
@@ -135,7 +135,7 @@ def rows_kernel(
                 q_base, q_total = total_of(b_q_peak, b_q_mass)
                 p_q = draft_logits_ptr + i_b * draft_stride_b + i_r * draft_stride_r
                 own_q = tl.exp(clean_logits(p_q, draft, is_token, warm) - q_base)
-                # u < p / q; what q says can't be is accepted wherever p > 0.
+                # u < p / q; a draft that q calls impossible is accepted if p > 0.
                 is_accepted = ((u * own_q * rest < own * q_total) | (own_q == 0.0)) & (own > 0.0)
     else:
         is_accepted = tl.max(tl.where(o_c == tl.argmax(b_peak, axis=0), b_mass, -1.0), axis=0).to(tl.int64) == draft
@@ -167,7 +167,7 @@ def residual_kernel(
     CHUNKS: tl.constexpr,
     IS_RAGGED: tl.constexpr,
 ) -> None:
-    """Σ max(0, p − q) of a chunk of the row that broke; needs both rows' totals, hence a pass of its own."""
+    """Σ max(0, p − q) of a chunk of the rejected row; needs both rows' totals, hence a separate pass."""
     i_c, i_b = tl.program_id(0) % num_chunks, (tl.program_id(0) // num_chunks).to(tl.int64)
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
     i_r = tl.minimum(depth + 1 - tl.load(break_ptr + i_b), limit)
@@ -280,7 +280,7 @@ def emit_kernel(
         if IS_FULL_Q:  # noqa: SIM102 - constexpr first
             if (is_one_hot == 0) & (i_r < limit):
                 b_left = tl.load(residual_ptr + i_b * num_chunks + o_c, mask=o_c < num_chunks, other=0.0)
-                has_residual = tl.sum(b_left, axis=0) > 0.0  # else p = q but for rounding: p will do
+                has_residual = tl.sum(b_left, axis=0) > 0.0  # else p = q except for rounding: use p
                 b_w = tl.where(has_residual, b_left, b_w)
         chunk, top = race_of_chunks(b_peak, b_w, seed, position, o_c)
         first = chunk * CHUNK

@@ -1,27 +1,27 @@
-"""The walk through a verified draft tree: from the anchor, draw the target's own token and descend while a child carries it.
+"""The walk through a verified draft tree: from the anchor, draw the target's own token and descend while a child has it.
 
-Computes: reference_verify.verify_tree. Every emitted token is a draw from the target's distribution at its node (the most
-likely token at temperature 0), whatever the tree is: exact at any temperature. A node descends with the probability of its
-children's tokens, the most that any exact scheme can give to children that weren't themselves drawn at random.
+Computes: reference.verify_tree. Every emitted token is a draw from the target's distribution at its node (the most likely token
+at temperature 0), whatever the tree is: exact at any temperature. A node descends with the total probability of its children's
+tokens. No exact scheme can achieve more with children that weren't themselves drawn at random.
 
-How: (1) a program a (row, chunk of the vocabulary) leaves the chunk's maximum and Σ exp (its most likely token where greedy);
-the last of a row to arrive draws the row's token by two races (sampling.py), the second over one chunk that it reads again,
-and posts it. A program whose parent has posted a token other than the node's own, or is itself off the walk, posts "off" and
-leaves without reading. Rows are the slowest grid dimension and parents precede children, so most of what the walk won't visit
-is skipped; what isn't costs time only. (2) One program a request walks.
+How: (1) a program a (row, chunk of the vocabulary) writes the chunk's maximum and Σ exp (its most likely token if greedy). The
+last program of a row to arrive draws the row's token by two races (sampling.py), the second over one chunk that it reads again,
+and posts it. If a program's parent has posted a token other than the node's own, or is itself off the walk, it posts "off" and
+returns without reading. Rows are the slowest grid dimension and parents precede children, so most rows off the walk are
+skipped; the others only cost time. (2) One program a request walks.
 
 Moves: at most B·(N + 1)·(V + 8,192)·sizeof(logits), less what is skipped; the floor is the rows of the path and the anchor's,
-once, at copy bandwidth. How near to it the skipping comes depends on how the GPU orders programs: not measured.
+once, at copy bandwidth. How near the skipping comes to it depends on how the GPU orders programs: not measured.
 On an H200 (64 trees of 32 nodes, V 151,936, bf16, walks to the end of a chain of 15; with 8 warps): 205 µs greedy, 238 sampled;
 `amax` of all rows takes 190, a draw at every node under torch.compile 320 and 2,116.
-Layout: unit stride in V (16 bytes a load where V and the other strides are multiples of 16, else one number); logits
-[B, N + 1, V] or [R, V] with request b's rows from first_rows[b] on; row 0 is the anchor's, row n + 1 node n's; logits after
-penalties and masks, before the temperature. Trees as tree_build makes them: parents of nodes, −1
-for children of the anchor; depths from 1, 0 where there is no node. A parent that isn't an earlier node makes its child none.
-Of siblings with equal tokens the first counts.
-Seeds: a row's draw takes (seed, positions[b] + depth), so the text that comes out is the one that plain sampling with the same
-draws gives, token for token, whatever was drafted. Depths must be those of the tree.
-CUDA graphs: grids depend on shapes only, nothing is read back; give `out` for fixed addresses.
+Layout: unit stride in V (16 bytes a load if V and the other strides are multiples of 16, else one number). Logits are [B, N +
+1, V] or [R, V] with request b's rows from first_rows[b] on; row 0 is the anchor's, row n + 1 node n's. Logits are after
+penalties and masks, before the temperature. Trees are as from tree_build: parents of nodes, −1 for children of the anchor;
+depths from 1, 0 for no node. A child whose parent isn't an earlier node counts as none. Of siblings with equal tokens the first
+counts.
+Seeds: a row's draw takes (seed, positions[b] + depth). So the text equals, token for token, that of plain sampling with the
+same draws, whatever was drafted. Depths must be those of the tree.
+CUDA graphs: grids depend on shapes only, nothing is read back; pass `out` for fixed addresses.
 Source: SpecInfer, arXiv 2305.09781, section 4.3; DDTree, arXiv 2604.12989.
 """
 
@@ -42,7 +42,7 @@ except ImportError:
 
 
 class TreeVerdict(NamedTuple):
-    """What became of the tree."""
+    """Result for the tree."""
 
     num_accepted: torch.Tensor  # [B] int32, bonus excluded
     path: torch.Tensor  # [B, max_depth] int32: rows of the accepted nodes (node n's is n + 1), rising, then −1
@@ -51,7 +51,7 @@ class TreeVerdict(NamedTuple):
 
 
 ROWS_WARPS = 4
-"""Of a program of a row's chunk: the fastest of 4, 8 and 16 in one sweep on an H200 (193 and 221 µs)."""
+"""Warps of a program of a row's chunk: the fastest of 4, 8 and 16 in one sweep on an H200 (193 and 221 µs)."""
 
 if triton is not None:
     from honed.kernels.verify.sampling import (
@@ -120,7 +120,7 @@ if triton is not None:
         tl.store(stat_ptr + stat + i_c, peak)
         tl.store(stat_ptr + plane + stat + i_c, mass)
 
-        # All of this program's stores, then the ticket: who draws the last one sees everyone's.
+        # All of this program's stores, then the ticket: the program with the last ticket sees all stores.
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + rows + i_r, 1, sem="acq_rel") != num_chunks - 1:
             return
@@ -194,16 +194,16 @@ def verify_tree(
     depths: torch.Tensor,  # [B, N] integers, from 1; 0: no node
     temperature: torch.Tensor,  # [B] float
     seeds: torch.Tensor,  # [B] int64
-    positions: torch.Tensor,  # [B] int64: sequence position of the first token that is emitted
+    positions: torch.Tensor,  # [B] int64: sequence position of the first emitted token
     max_depth: int,
     *,
-    first_rows: torch.Tensor | None = None,  # [B] integers: the kernel doesn't look whether rows exist
+    first_rows: torch.Tensor | None = None,  # [B] integers: the kernel doesn't check that rows exist
     out: TreeVerdict | None = None,
 ) -> TreeVerdict:
     """Walk each request's tree; Triton on a GPU, its plain twin elsewhere.
 
-    The walk ends at `max_depth` at the latest, with the target's token there as the bonus. A row without a finite logit
-    emits token 0; NaN counts as −inf.
+    The walk ends at `max_depth` at the latest, with the target's token there as the bonus. A row without a finite logit emits
+    token 0; NaN counts as −inf.
 
     Raises:
         ValueError: shapes don't fit each other.
