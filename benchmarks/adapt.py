@@ -1,30 +1,30 @@
 """Draft lengths on a running vLLM: honed's choice against every fixed one, a tuned table, other rules, and no speculation.
 
-The target is the tiny pair's, made dear by layers that change nothing (`stacked_target`), so that a draft pass costs a small
-part of a target step as it does on a real server. Each contender is an engine of vLLM's; those that speculate have honed
-attached and a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic;
-rules that learn have seen a regime's traffic when it is measured: honed's, which remembers hundreds of rounds, for 24 requests
-or more, the others, which remember eight, for a run. The shifting trace plays every regime for 40 to 160 steps, without a
-pause. Nothing is trained, so nothing is captured for it (`bench-capture` has what that costs). Requests don't say what traffic
-they are. Greedy and of fixed length, so every run gives the same tokens. Prompts are computed in every run (no prefix caching).
-The table (as vLLM's own: draft length by batch size) is tuned first, on mixed traffic.
+The target is the tiny pair's, made expensive by layers that change nothing (`stacked_target`), so that a draft pass costs a
+small part of a target step, as on a real server. Each contender is a vLLM engine. Those that speculate have honed attached and
+a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic. Learning rules
+see a regime's traffic before it is measured: honed's, which remembers hundreds of rounds, for 24 requests or more, the others,
+which remember eight, for a run. The shifting trace plays every regime for 40 to 160 steps, without a pause. Nothing is trained,
+so nothing is captured (`bench-capture` measures that cost). Requests don't name their traffic. They are greedy and of fixed
+length, so every run emits the same tokens. Prompts are computed in every run (no prefix caching). The table (as vLLM's own:
+draft length by batch size) is tuned first, on mixed traffic.
 
-All contenders' runs are cut into slices that are dealt in turn, on a core that they have to themselves, as they would have a
-GPU (`lockstep`): so a slow spell of the machine is everybody's. Repeats begin with new engines; the daemons go on, and know
-what they had learned. On a virtual machine the host may give the core to others; nothing is taken off for that.
+All contenders' runs are cut into slices, which alternate on a core reserved for them, as they would have a GPU (`lockstep`). So
+a slow period of the machine affects all. Repeats begin with new engines; the daemons continue with what they had learned. On a
+virtual machine the host may give the core to others; nothing is subtracted for that.
 
 Draft lengths matter while tokens are generated. On a CPU a prompt's token costs as much as a generated one in a full batch, so
-long prompts and short answers would fill a run with work that is the same under every rule: prompts are the last
+long prompts and short answers would fill a run with work that is equal under every rule. So prompts are the last
 `--prompt-chars` characters of the tiny pair's.
 
-From honed's own run on the trace `honed replay` says what each fixed length would have given there, and that is held against
-what it did give.
+`honed replay` predicts each fixed length from honed's own run on the trace, and the prediction is compared with the
+measurement.
 
-How far such a comparison can be trusted is measured along with it: at a concurrency where the table's length is one of the
-fixed ones, two engines did the same, and `same_twice` has the one's speed over the other's.
+The comparison's reliability is also measured: at a concurrency where the table's length is one of the fixed ones, two engines
+do the same. `same_twice` is the one's speed over the other's.
 
-The best of the fixed lengths is chosen afterwards, and so is in part the luckiest; `ratio_to_static_chosen_before` takes in
-each repeat the one that was best in the others. The last line of stdout is JSON.
+The best fixed length is chosen afterwards, and so partly by luck; `ratio_to_static_chosen_before` takes in each repeat the one
+that was best in the others. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
 REQUESTS = {1: 6, 4: 16, 16: 32}
-"""Requests of a run, by concurrency: 100 to 400 steps, since single steps of a shared machine scatter by tens of per cent."""
+"""Requests of a run, by concurrency: 100 to 400 steps, since single steps of a shared machine vary by tens of per cent."""
 REQUESTS_ON_TRACE = {1: 3, 4: 8, 16: 24}
 SETTLING = {1: 4, 4: 2, 16: 2}
-"""Runs that honed has seen of a regime when it is measured: at least 24 requests, and a hundred steps."""
+"""Runs of a regime that honed sees before it is measured: at least 24 requests, and a hundred steps."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
 MIN_COST_RATIO = 8.0
 SETTLED_S = 3.0
-"""Within this time a daemon has stored what its engine did, has heard how it is, and has told it what to do."""
+"""Time in which a daemon stores its engine's events, receives its state and sends it a policy."""
 
 
 @dataclass
 class Bench:
-    """The contenders, and what has been measured by regime."""
+    """The contenders, and the measurements by regime."""
 
     processes: Processes
     folder: Path
@@ -96,13 +96,13 @@ class Bench:
     latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Inter-token latency in ms, by regime and rule."""
     replays: list[Document] = field(default_factory=list)
-    """What `honed replay` said of honed's run of every repeat of the shifting trace."""
+    """Results of `honed replay` for honed's run in every repeat of the shifting trace."""
     cost: Document = field(default_factory=dict)
     table: list[tuple[int, int]] = field(default_factory=list)
     daemons: dict[str, Child] = field(default_factory=dict)
 
     def start(self, rules: Sequence[str]) -> None:
-        """New engines for these rules."""
+        """Start new engines for these rules."""
         self.steps.load(self.target, vllm_server.DRAFTER)
         for rule in rules:
             if rule == "none":
@@ -116,11 +116,11 @@ class Bench:
         time.sleep(SETTLED_S)
 
     def client(self, rule: str) -> AdminClient:
-        """A line to a rule's daemon."""
+        """Return a client of a rule's daemon."""
         return AdminClient(self.folder / rule / "admin.sock")
 
     def start_daemon(self, rule: str) -> Child:
-        """A daemon with a rule as its mode."""
+        """Start a daemon with a rule as its mode."""
         runtime_dir = self.folder / rule
         runtime_dir.mkdir()
         controller: Document = {"mode": rule, "capture_share": 0.0}
@@ -154,20 +154,20 @@ class Bench:
     def play(
         self, rules: Sequence[str], concurrency: int, traffic: str, requests: Mapping[int, int] = REQUESTS
     ) -> Mapping[str, Seen]:
-        """One run of each rule."""
+        """Run each rule once."""
         pool = self.prompts[traffic]
         chosen = tuple(pool[i % len(pool)] for i in range(requests[concurrency]))
         return self.steps.play(rules, Load(chosen, concurrency, self.max_tokens))
 
     def measure(self, key: str, rules: Sequence[str], concurrency: int, traffic: str) -> None:
-        """One run of each rule, noted."""
+        """Run each rule once, and record it."""
         seen = self.play(rules, concurrency, traffic)
         self.note(key, {rule: [one] for rule, one in seen.items()})
         for rule, one in seen.items():
             self.latencies.setdefault(key, {}).setdefault(rule, []).append(one.token_ms)
 
     def note(self, key: str, parts: Mapping[str, Sequence[Seen]]) -> None:
-        """Note the speeds of runs in one or more parts."""
+        """Record the speeds of runs in one or more parts."""
         rates = {
             rule: sum(part.num_tokens for part in seen) / sum(part.seconds for part in seen) for rule, seen in parts.items()
         }
@@ -175,7 +175,7 @@ class Bench:
         print(f"{key:10s} " + ", ".join(f"{rule} {rate:.1f}" for rule, rate in rates.items()) + " tokens/s", flush=True)
 
     def tune(self) -> None:
-        """The table: for each concurrency the best fixed length on mixed traffic, none included."""
+        """Tune the table: for each concurrency the best fixed length on mixed traffic, none included."""
         self.start(TUNED)
         self.play(TUNED, 4, "mixed")
         self.check_rules(TUNED)
@@ -189,7 +189,7 @@ class Bench:
         print(f"tuned table {self.table}", flush=True)
 
     def regimes(self) -> None:
-        """Every regime, every rule; those that learn have been in it for a while."""
+        """Measure every rule in every regime; learning rules have seen it for a while."""
         for concurrency, traffic in REGIMES:
             for _ in range(SETTLING[concurrency] - 1):
                 self.play((OURS,), concurrency, traffic)
@@ -197,7 +197,7 @@ class Bench:
             self.measure(f"{concurrency}-{traffic}", RULES, concurrency, traffic)
 
     def shifting(self) -> None:
-        """The trace, by the rules that it is about."""
+        """Measure the rules of interest on the trace."""
         self.steps.wake_all()
         time.sleep(SETTLED_S)
         began_s = time.time()
@@ -208,12 +208,12 @@ class Bench:
         self.replays.append(self.replay(began_s, time.time()))
 
     def replay(self, since_s: float, until_s: float) -> Document:
-        """What `honed replay` says of fixed lengths, from the log of that time."""
+        """Run `honed replay` for fixed lengths on the log of that time."""
         policies = tuple(rule.replace("-", ":") for rule in STATICS)
         return replay(self.folder / OURS / "state" / "honed.db", Question(policies=policies, since_s=since_s, until_s=until_s))
 
     def costs(self, layers: int) -> None:
-        """What a draft pass and a target step of one request take, in ms: the pass as timed, the step without any."""
+        """Measure a draft pass and a target step of one request, in ms: the pass as timed, the step without drafts."""
         seen = self.steps.play(("static-0", "static-1"), Load(self.prompts["a"][:1], 1, self.max_tokens))
         target, draft = 1e3 * seen["static-0"].seconds / seen["static-0"].num_steps, seen["static-1"].draft_ms
         self.cost = {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft, "extra_layers": layers}
@@ -249,7 +249,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace) -> Document:
-    """Make the target, start everything, measure, write the result down after every repeat, stop everything."""
+    """Make the target, start everything, measure, write the result after every repeat, stop everything."""
     pin_target()
     result: Document = {}
     folder = Path(tempfile.mkdtemp(prefix="honed-bench-"))
@@ -272,7 +272,7 @@ def run(arguments: argparse.Namespace) -> Document:
             rules = RULES_ON_TRACE if arguments.trace_only else RULES
             for _ in range(arguments.repeats):
                 bench.start(rules)
-                for concurrency in CONCURRENCY:  # the first steps of a process are slow, and a new daemon knows nothing
+                for concurrency in CONCURRENCY:  # a process's first steps are slow, and a new daemon has no data
                     bench.play(rules, concurrency, "mixed")
                 bench.check_rules(rules)
                 if not arguments.trace_only:
@@ -287,7 +287,7 @@ def run(arguments: argparse.Namespace) -> Document:
 
 
 def result_of(bench: Bench, arguments: argparse.Namespace) -> Document:
-    """All figures so far."""
+    """Collect all figures so far."""
     return compared(bench.rates) | {
         "same_twice": same_twice(bench.rates, bench.table),
         "replay_error": replay_errors(bench.rates, bench.replays),
@@ -303,7 +303,7 @@ def result_of(bench: Bench, arguments: argparse.Namespace) -> Document:
 
 
 def table_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """A length is used up to half-way (geometrically) to the next batch size that was tuned."""
+    """Make the table: a length is used up to half-way (geometrically) to the next tuned batch size."""
     bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
     return list(zip([*bounds, CONCURRENCY[-1]], lengths, strict=True))
 
@@ -348,7 +348,7 @@ def same_twice(measured: Rates, table: Sequence[tuple[int, int]]) -> dict[str, l
 
 
 def replay_errors(measured: Rates, replays: Sequence[Document]) -> dict[str, float]:
-    """Predicted over measured speed of each fixed length on the shifting trace, less 1; both relative to honed's own."""
+    """Predicted over measured speed of each fixed length on the shifting trace, minus 1; both relative to honed's own."""
     trace, errors = measured["shifting"], {}
     for number, rule in enumerate(STATICS):
         predicted = [one["policies"][number]["ratio"] for one in replays]
@@ -364,7 +364,7 @@ def ratios(repeats: Sequence[Mapping[str, float]], other: str) -> list[float]:
 
 
 def best_of(repeats: Sequence[Mapping[str, float]]) -> str:
-    """The fixed length that was best, by the median of the ratios."""
+    """The best fixed length, by the median of the ratios."""
     return min(STATICS, key=lambda rule: statistics.median(ratios(repeats, rule)))
 
 

@@ -1,19 +1,19 @@
-"""honed against vLLM's adaptive verification, whose own code is run (`vllm_adaptive`), on the same simulated traffic and costs.
+"""honed against vLLM's adaptive verification, whose own code runs (`vllm_adaptive`), on the same simulated traffic and costs.
 
-Every rule does the same work with the same luck; goodput is tokens per simulated second after honed's warm-up (2,000 verify
-rounds or 20 simulated seconds, whichever ends later). What is given, as ratios of goodput, the first four and the last as
-medians over seeds (± half their range), the rest on the first seed:
+Every rule does the same work with the same luck. Goodput is tokens per simulated second after honed's warm-up (2,000 verify
+rounds or 20 simulated seconds, whichever ends later). The output has ratios of goodput. The first four and the last are medians
+over seeds (± half their range), the rest are from the first seed:
 
-    ahead       honed / vLLM, with lengths chosen a step ahead, as the attachment has to; vLLM needn't
+    ahead       honed / vLLM, with lengths chosen a step ahead, as the attachment must; vLLM needn't
     blind       as ahead, if it needn't either
     with        as blind, with features of earlier rounds
-    fed         vLLM's rule, fed by honed with step costs and with each workload's acceptance / vLLM
+    fed         vLLM's rule / vLLM, with step costs and each workload's acceptance from honed
     oracle      an oracle that knows requests and costs, but not the drafts / vLLM
     sees        an oracle that also knows the drafts' own acceptance / vLLM
 
-vLLM's rule sees the present drafts before it cuts them, honed's doesn't: it chooses before they are made. So `oracle` bounds
-honed where the drafter can't be shortened, and `sees` bounds vLLM. Where vLLM refuses adaptive verification, it is held at K
-drafts for everybody, and what the rule would give there nevertheless is printed as `anyway`; honed is told of such a backend
+vLLM's rule sees the present drafts before it cuts them. honed's doesn't: it chooses before they are made. So `oracle` bounds
+honed where the drafter can't be shortened, and `sees` bounds vLLM. Where vLLM refuses adaptive verification, it runs with K
+drafts for every request, and the rule's goodput there is printed as `anyway`. honed is informed of such a backend
 (`equal_lengths`). The last line of stdout is JSON.
 """
 
@@ -43,11 +43,11 @@ from honed.adapt.steps.step_time import StepTimeModel
 
 COLUMNS = ("ahead", "blind", "with", "fed", "oracle", "sees", "anyway")
 NUM_SPREAD = 4
-"""So many of them are of all seeds."""
+"""Leading columns that are over all seeds."""
 
 
 class Blind(Steered):
-    """honed's loop on an engine that tells nothing of its drafts."""
+    """honed's loop on an engine that reports nothing about its drafts."""
 
     def __init__(self, traffic: Traffic, settings: ControllerSettings, seed: int) -> None:
         super().__init__(traffic, settings, seed)
@@ -71,7 +71,7 @@ def run_honed(traffic: Traffic, seed: int, is_blind: bool, is_pipelined: bool = 
 
 
 def run_all_drafts(traffic: Traffic) -> Outcome:
-    """Run vLLM without adaptive verification: K for everybody."""
+    """Run vLLM without adaptive verification: K drafts for every request."""
     k = traffic.trace.num_spec_tokens
     rule = make_contender("static", k)
     rule.set_limits(k, k, (), StepTimeModel())
@@ -79,7 +79,7 @@ def run_all_drafts(traffic: Traffic) -> Outcome:
 
 
 def measure(scenario: Scenario, seed: int, is_bounded: bool) -> dict[str, float]:
-    """Run everything on a scenario's traffic of this seed; ratios to vLLM's goodput, and that itself as "vllm"."""
+    """Run everything on a scenario's traffic of this seed; return ratios to vLLM's goodput, and that itself as "vllm"."""
     traffic = Traffic(replace(scenario.trace, seed=1000 + seed))
     fed = FedVerification(traffic, seed)
     runs = {
@@ -158,7 +158,7 @@ def _median(rows: list[dict[str, float]], name: str) -> float:
 
 
 def _spread(rows: list[dict[str, float]], name: str) -> float:
-    """Half the distance between the extremes."""
+    """Half the range."""
     values = [row[name] for row in rows if name in row]
     return (max(values) - min(values)) / 2
 

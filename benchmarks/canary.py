@@ -1,13 +1,12 @@
-"""How often a canary is wrong, and how long it takes: many simulated ones at once, with honed's own test.
+"""Error rate and duration of canaries: many simulated ones at once, with honed's own test.
 
-Old and new version take turns in pairs of windows; a round drafts 1 to 7 tokens, whichever with the same chance; every position
-is accepted with a given conditional probability, the new version's being that many per cent lower or higher. What is simulated
-is numpy arrays of counts; how they are weighed, and where the bars are, is `adapt.monitor.evidence` and `adapt.monitor.canary`
-themselves. For each acceptance curve 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds it took
-(both versions together). Beside a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which
-is more where little is accepted. And a case against independence: every window has a mood, a shift of all its log-odds, as
-when one long request fills it; equal versions must not be told apart by that, and a loss be found. The last line of stdout is
-JSON.
+Old and new version take turns in pairs of windows. A round drafts 1 to 7 tokens with equal probability. Every position is
+accepted with a given conditional probability, the new version's being that many per cent lower or higher. The simulation only
+makes numpy arrays of counts; `adapt.monitor.evidence` and `adapt.monitor.canary` weigh them and set the bars. For each
+acceptance curve there are 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds needed (both
+versions together). Besides a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is
+more where little is accepted. Another case has dependent rounds: every window shifts all its log-odds, as when one long request
+fills it. Equal versions must not be distinguished by that, and a loss must be found. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ CHANGES = {"a/a": 0.0, "-10 %": -0.10, "+5 %": 0.05}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the canaries of one kind."""
+    """Results of the canaries of one kind."""
 
     promoted: float
     rolled_back: float
     unproven: float
     median_rounds: dict[str, float]
-    """Of those that were promoted, and rolled back; verify rounds of both versions."""
+    """Medians over the promoted and the rolled-back ones; verify rounds of both versions."""
 
 
 def simulate(
@@ -86,7 +85,7 @@ def simulate(
 def window(
     rng: np.random.Generator, acceptance: Floats, runs: int, settings: CanarySettings, mood: float = 0.0
 ) -> tuple[Floats, Floats]:
-    """Trials and successes of one window each, both [runs, K]; draft lengths are 1 … K with equal chances."""
+    """Trials and successes of one window each, both [runs, K]; draft lengths are 1 … K with equal probability."""
     k = len(acceptance)
     failing = np.exp(mood * rng.standard_normal(runs)) if mood else np.ones(runs)
     trials, successes = np.empty((runs, k)), np.empty((runs, k))
@@ -100,7 +99,7 @@ def window(
 
 
 def change_for_length(acceptance: tuple[float, ...], ratio: float) -> float:
-    """The relative change of conditional acceptance, at all positions, by which the acceptance length becomes `ratio` of it."""
+    """Find the relative change of conditional acceptance, at all positions, that scales the acceptance length by `ratio`."""
     curve = np.array(acceptance)
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -111,7 +110,7 @@ def change_for_length(acceptance: tuple[float, ...], ratio: float) -> float:
 
 
 def run(runs: int) -> dict[str, Any]:
-    """All curves and changes."""
+    """Run all curves and changes."""
     figures: dict[str, Any] = {}
     for number, (name, curve) in enumerate(CURVES.items()):
         outcomes = {label: simulate(curve, change, runs, seed=number) for label, change in CHANGES.items()}

@@ -1,11 +1,11 @@
-"""What capturing training samples costs a server: tokens/s with capture at the default share and at all requests, over none.
+"""Cost of capturing training samples: tokens/s with capture at the default share and at all requests, over none.
 
-One real server of the tiny pair with honed attached, on a core of its own as it would have a GPU, 16 requests at a time, the
-draft length pinned. Time in which the host gave that core to others is taken off (`by_the_clock`: with it). Blocks of three
-runs, one at each share in an order drawn at random; a run's share is set by an operator's override, and requests keep what was
-decided when they came, so a run begins when the server is idle. The ratio of a block is its run's tokens/s over that of its
-run without capture; given are medians and 95 % bootstrap intervals over the blocks. The vLLM counters of a block's runs are
-compared (the same work), and the rows that were captured are counted: none at share 0, all tokens at share 1. The last line of
+One real server of the tiny pair with honed attached runs on a core of its own, as it would have a GPU, with 16 requests at a
+time and the draft length pinned. Time in which the host gave that core to others is subtracted (`by_the_clock`: not
+subtracted). Blocks have three runs, one at each share in random order. An operator's override sets a run's share. Requests keep
+the decision made at their arrival, so a run begins when the server is idle. A block's ratio is its run's tokens/s over that of
+its run without capture; the output has medians and 95 % bootstrap intervals over the blocks. The vLLM counters of a block's
+runs are compared (the same work), and the captured rows are counted: none at share 0, all tokens at share 1. The last line of
 stdout is JSON.
 """
 
@@ -109,7 +109,7 @@ async def run(num_blocks: int, logs: Path) -> Document:
 
 
 async def one_run(at: Attached, name: str) -> Document:
-    """One run at a share; the engine is idle when it begins, and its counts are up to date when it ends."""
+    """Run once at a share; the engine is idle at the start, and its counts are up to date at the end."""
     body = {"value": SHARES[name], "ttl_s": 3600, "reason": "capture benchmark"}
     at.client.put("/v1/overrides/capture_share", body)
     await asyncio.sleep(POLICY_S)
@@ -121,7 +121,7 @@ async def one_run(at: Attached, name: str) -> Document:
     if played.num_failed:
         raise ProcessError(next(reply.error for reply in played.replies if reply.error))
     counted = await vllm_server.settled(at.server) - before
-    await asyncio.sleep(POLICY_S)  # the engine counts what was captured when it has become idle
+    await asyncio.sleep(POLICY_S)  # the engine counts captured rows once it is idle
     return {
         "tokens_per_s": played.tokens_per_s / (1.0 - stolen_share([played])),
         "clock_tokens_per_s": played.tokens_per_s,

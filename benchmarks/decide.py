@@ -1,10 +1,9 @@
-"""How long the engine's thread is held up by deciding a step, and by learning from it, at 16, 64 and 256 requests.
+"""Time of the engine's thread for deciding a step, and for learning from it, at 16, 64 and 256 requests.
 
-The decider of `honed.adapt` alone, K = 15, three workloads, requests that come and go, a new policy every 200 steps, rounds
-drawn from known acceptance. Two figures for each batch size: with warm caches, call after call, and with caches that
-something else has used in between (64 MiB are read before each call), which is nearer to what an engine does between two
-steps. Garbage collection is as in vLLM's engine core, which freezes what is there after its start. The last line of stdout is
-JSON.
+It measures `honed.adapt`'s decider alone: K = 15, three workloads, requests that come and go, a new policy every 200 steps,
+rounds drawn from known acceptance. Each batch size has two figures. One has warm caches, call after call. For the other 64 MiB
+are read before each call, which is nearer to an engine between two steps. Garbage collection is as in vLLM's engine core, which
+freezes all objects after its start. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ MODEL = StepTimeModel.of(
     per_prefill_token=2e-5,
     drafting=5e-4,
 )
-"""A memory-bound target up to 1,024 tokens, dearer above, so that a batch of 256 has something to share out as well; the
+"""A memory-bound target up to 1,024 tokens, more expensive above, so that at 256 requests there is a budget to share; the
 drafter always drafts K, as on CUDA."""
 LEAST_DRAFTS = 1.0
-"""Per request and step: with fewer there would be next to nothing to decide, and to learn."""
+"""Minimum per request and step: with fewer there would be almost nothing to decide and to learn."""
 SHIFT = [0.5, 0.5, 0.6, 0.7, 0.8, 1.0, 1.3, 1.7, 2.0, 2.5, 3.0]
-"""With --contexts: factors on the failure odds by context length; contexts are spread from 64 to 16,384 tokens."""
+"""With --contexts: factors on the failure odds by context length; contexts range from 64 to 16,384 tokens."""
 THRASH_BYTES = 64 << 20
 
 
@@ -89,7 +88,7 @@ class Engine:
         self._contexts = [64 << (index % 9) for index in range(batch)] if shift else None
         self._steps = 0
         self.num_drafts = 0.0
-        """Per request, of all steps."""
+        """Per request, over all steps."""
         self._next = 0
         self.ids: list[str] = []
         self._chances: list[float] = []
@@ -104,7 +103,7 @@ class Engine:
         self._next += 1
 
     def turn(self) -> tuple[int, int]:
-        """One step; nanoseconds to (decide, learn)."""
+        """Run one step; return nanoseconds to (decide, learn)."""
         if self._steps % STEPS_PER_POLICY == 0:
             tables = self.decider.tabulate(self._policies[self._steps // STEPS_PER_POLICY % len(self._policies)])
             self.decider.use(tables, 0.0)
@@ -140,7 +139,7 @@ def measure(batch: int, steps: int, *, is_cold: bool, shift: Sequence[float] = (
     decide, learn = np.quantile(taken, (0.5, 0.99), axis=0).T / 1e3
     drafts = engine.num_drafts / (steps + steps // 4)
     if drafts < LEAST_DRAFTS:
-        raise RuntimeError(f"{drafts:.2f} drafts per request at a batch of {batch}: it is mostly decided not to draft")
+        raise RuntimeError(f"{drafts:.2f} drafts per request at a batch of {batch}: most decisions are not to draft")
     return {
         "decide_us": (round(decide[0], 1), round(decide[1], 1)),
         "learn_us": (round(learn[0], 1), round(learn[1], 1)),
@@ -149,7 +148,7 @@ def measure(batch: int, steps: int, *, is_cold: bool, shift: Sequence[float] = (
 
 
 def peak_mb(batch: int, steps: int = 400) -> float:
-    """Most memory that a decider and its policies held at once, in MiB."""
+    """Peak memory of a decider and its policies, in MiB."""
     tracemalloc.start()
     engine = Engine(batch)
     for _ in range(steps):
@@ -160,7 +159,7 @@ def peak_mb(batch: int, steps: int = 400) -> float:
 
 
 def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) -> Policy:
-    """A goodput policy for three workloads, with a price of its own for every kind of steps."""
+    """Make a goodput policy for three workloads, with a separate price for every kind of step."""
     priors = [
         WorkloadPrior(
             workload=name,

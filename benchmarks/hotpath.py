@@ -1,17 +1,17 @@
-"""What honed adds to vLLM's engine thread in a step, at 1, 16, 64 and 256 requests: to log it, to decide, to apply.
+"""Time that honed adds to vLLM's engine thread in a step, at 1, 16, 64 and 256 requests: to log it, to decide, to apply.
 
-Two of vLLM's own schedulers, one with honed attached and one without, work on the same simulated requests step by step, in
-turn; only the model is missing: its part is to draw which drafts are accepted, and to sleep for as long as a step takes, while
-the publisher's thread does its work as it does beside a real model (there is no daemon to send to). Garbage collection is as
-in vLLM's engine core, which freezes what is there after its start. K = 15, drafted by "ngram", which needs no model.
+Two vLLM schedulers, one with honed attached and one without, take turns on the same simulated requests, step by step. Only the
+model is missing: the simulation draws which drafts are accepted, and sleeps for as long as a step takes. Meanwhile the
+publisher's thread works as beside a real model (there is no daemon to send to). Garbage collection is as in vLLM's engine core,
+which freezes all objects after its start. K = 15, drafted by "ngram", which needs no model.
 
-- log: noting the step's verify rounds and handing the step over; learn: what the decider makes of them
+- log: recording the step's verify rounds and handing the step over; learn: the decider's processing of them
 - decide: choosing the draft length of every request, under the policy `goodput`
-- apply: cutting the drafts to the chosen lengths: `update_draft_token_ids`, less what it takes without honed (median)
-- added: all of `schedule`, `update_from_output` and `update_draft_token_ids` under the policy `static` (so that both
-  schedulers do the same), less the same without honed, step by step; and by how many objects the step's memory is larger
+- apply: cutting the drafts to the chosen lengths: `update_draft_token_ids`, less its time without honed (median)
+- added: all of `schedule`, `update_from_output` and `update_draft_token_ids` under the policy `static` (so that both schedulers
+  do the same), less the same without honed, step by step; and the number of added Python objects
 
-Each batch size starts with new schedulers, after a quarter as many steps that don't count. The last line of stdout is JSON.
+Each batch size starts with new schedulers, after a quarter as many uncounted steps. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """What vLLM reads from the environment, before its first import."""
+    """Set the environment that vLLM reads at its first import."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -89,7 +89,7 @@ def prepare() -> None:
 
 
 class Engine:
-    """One of vLLM's schedulers, and a model that accepts drafts by chance: the same chances for the same seed."""
+    """A vLLM scheduler, and a simulated model that accepts drafts at random: equal results for equal seeds."""
 
     def __init__(self, batch: int, *, is_attached: bool, seed: int = 0) -> None:
         import torch
@@ -147,13 +147,13 @@ class Engine:
             self._next += 1
 
     def schedule(self) -> int:
-        """Nanoseconds that it takes."""
+        """Schedule a step; return its nanoseconds."""
         began = time.perf_counter_ns()
         self._output = self.scheduler.schedule()
         return time.perf_counter_ns() - began
 
     def update(self) -> tuple[int, int]:
-        """Nanoseconds for (the step's results, its drafts)."""
+        """Update; return nanoseconds for (the step's results, its drafts)."""
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
         output = self._output
@@ -177,13 +177,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class Seen:
-    """What steps took on both schedulers, one row a step, columns (plain, attached)."""
+    """Times of steps on both schedulers, one row a step, columns (plain, attached)."""
 
     whole_ns: Floats
     drafts_ns: Floats
-    """The part of it that took in the drafts."""
+    """The part of it for taking in the drafts."""
     objects: Floats
-    """Python objects more than before the step."""
+    """Increase of Python objects over the step."""
 
     def added_ns(self) -> Floats:
         """The attached scheduler's time less the other's, step by step."""
@@ -191,7 +191,7 @@ class Seen:
 
 
 def measure(batch: int, steps: int, model_s: float) -> dict[str, Any]:
-    """(p50, p99) in microseconds of each part."""
+    """Measure (p50, p99) in microseconds of each part."""
     plain, attached = Engine(batch, is_attached=False), Engine(batch, is_attached=True)
     try:
         static = Policy(engine_id="bench", generation=1, ttl_s=1e9, kind="static", static_k=K, max_k=K)
@@ -228,7 +228,7 @@ def run(plain: Engine, attached: Engine, steps: int, model_s: float, rule: Polic
 
 
 def watch(honed: Any) -> dict[str, list[int]]:
-    """Nanoseconds of each part, step by step, from here on; as the attachment itself times them for its status."""
+    """Record nanoseconds of each part, step by step, from here on; as the attachment times them for its status."""
     parts: dict[str, list[int]] = {"log": [], "decide": [], "learn": []}
 
     def decided(duration_ns: int) -> None:

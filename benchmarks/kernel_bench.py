@@ -1,7 +1,7 @@
-"""The device ops of `honed.kernels`: time, share of what the device can do, ratio to the best alternative, peak memory.
+"""The device ops of `honed.kernels`: time, share of the device's ceiling, ratio to the best alternative, peak memory.
 
-On a GPU every op runs at the sizes of a server. On a CPU the plain twins run at sizes of their own and the sizes of a server
-are listed as not measured: a twin's time says nothing of a kernel's. A table on stderr; the last line of stdout is JSON.
+On a GPU every op runs at a server's sizes. On a CPU the plain twins run at smaller sizes, and a server's sizes are listed as
+not measured: a twin's time says nothing about a kernel's. A table goes to stderr; the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
             row = measure(case, device, rounds, ceilings)
             ops.setdefault(case.op, []).append(row)
             say(line_of(case.op, row))
-            if arguments.out is not None:  # what was measured is kept when the rest is broken off
+            if arguments.out is not None:  # keep finished measurements if the rest is interrupted
                 arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({"device": result["device"], "ops": ops}))
     return 0
@@ -85,7 +85,7 @@ def measure(case: Case, device: torch.device, rounds: int, ceilings: Ceilings) -
     failed: dict[str, str] = {}
     try:
         work = case.make(device)
-    except Exception as error:  # one case that can't be made shouldn't cost the others
+    except Exception as error:  # one case that can't be made shouldn't stop the others
         return row | {"failed": {OP: in_short(error)}}
     candidates = ready(work, device, failed)
     if OP not in candidates:
@@ -117,7 +117,7 @@ def measure(case: Case, device: torch.device, rounds: int, ceilings: Ceilings) -
 
 
 def ready(work: Work, device: torch.device, failed: dict[str, str]) -> dict[str, Run]:
-    """The candidates that run here; why others don't goes to `failed`."""
+    """Return the candidates that run here; reasons for the others go to `failed`."""
     candidates: Mapping[str, Run] = {OP: work.run, **work.alternatives, **work.yardsticks}
     usable: dict[str, Run] = {}
     for name, run in candidates.items():
@@ -125,18 +125,18 @@ def ready(work: Work, device: torch.device, failed: dict[str, str]) -> dict[str,
             run()
             is_graphed = work.is_graphed and device.type == "cuda" and name not in work.alternatives
             usable[name] = captured(run) if is_graphed else run
-        except Exception as error:  # out of memory, or a library that doesn't do this: the others can still be compared
+        except Exception as error:  # out of memory, or unsupported by a library: the others can still be compared
             failed[name] = in_short(error)
     return usable
 
 
 def in_short(error: Exception) -> str:
-    """Its kind and the first line of what it says."""
+    """Format an error's kind and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def verdict(goal: Goal, row: Row) -> Row:
-    """What became of a goal."""
+    """Judge a goal."""
     value = figure(goal.figure, row)
     if value is None:
         return {"goal": goal.text, "value": NOT_MEASURED}
@@ -144,7 +144,7 @@ def verdict(goal: Goal, row: Row) -> Row:
 
 
 def figure(name: str, row: Row) -> float | None:
-    """A figure of a measured row, by the name that goals give it; None where it wasn't measured."""
+    """Return a measured row's figure by its name in goals; None if it wasn't measured."""
     kind, _, of = name.partition(":")
     if kind == "time_us":
         return float(row["time_us"]["median"])
@@ -162,7 +162,7 @@ def figure(name: str, row: Row) -> float | None:
 
 
 def best_alternative(row: Row) -> str | None:
-    """The fastest of the others."""
+    """The fastest alternative."""
     times = {name: values["time_us"]["median"] for name, values in row["alternatives"].items()}
     return min(times, key=lambda name: times[name]) if times else None
 
@@ -174,7 +174,7 @@ def spread(values: np.ndarray) -> dict[str, float]:
 
 
 def line_of(op: str, row: Row) -> str:
-    """A row for people."""
+    """Format a row for people."""
     head = f"{op:17s} {row['shape']:48s} "
     if "failed" in row and row["time_us"] == NOT_MEASURED:
         return f"{head}FAILED {row['failed'][OP]}"
@@ -196,12 +196,12 @@ def line_of(op: str, row: Row) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """What it ran on."""
+    """Name the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {hardware()['cpu']}"
 
 
 def say(text: str) -> None:
-    """To people."""
+    """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,16 +1,16 @@
-"""What honed costs a server that speculates: tokens/s with honed attached and logging, over vLLM alone.
+"""Overhead of honed on a speculating server: tokens/s with honed attached and logging, over vLLM alone.
 
-Two servers of the tiny pair stand side by side, one plain, one attached (with a real `honed serve` beside it), and are
-driven in turn, never at once: the other idles. A pair is one run of each; the order alternates (plain first, then attached
-first), so that a drift of the machine falls on both. The ratio of a pair is attached / plain; given are its median and the
-95 % bootstrap interval of the median over the pairs, at 1 and at 16 concurrent requests.
+Two servers of the tiny pair run side by side, one plain, one attached (with a real `honed serve` beside it). They get requests
+in turn, never at once: the other idles. A pair is one run of each; the order alternates (plain first, then attached first), so
+that a drift of the machine affects both. A pair's ratio is attached / plain. The output has its median and the median's 95 %
+bootstrap interval over the pairs, at 1 and at 16 concurrent requests.
 
-The draft length is pinned to 7 by an override, on both sides the same (vLLM's counters are compared, and a difference is an
-error): what is measured is observing, logging and delivering, not a better or worse choice. An override is the shortest way
-through the decider; what deciding in full costs is in `decide_us` of a server under traffic, and in the adapt benchmarks.
-vLLM's processes spin for a second after their last message, which on a small machine takes a core from the server whose turn
-is next: a run begins once both servers are quiet. How much CPU the other used meanwhile is in the result; it ought to be
-next to nothing. The last line of stdout is JSON.
+An override pins the draft length to 7 on both sides (vLLM's counters are compared, and a difference is an error). So the
+benchmark measures observing, logging and delivering, not the quality of a choice. An override is the shortest way through the
+decider; the cost of full decisions is in `decide_us` of a server under traffic, and in the adapt benchmarks. vLLM's processes
+spin for a second after their last message, which on a small machine takes a core from the next server. So a run begins once
+both servers are quiet. The result has the other server's CPU use during a run; it should be almost zero. The last line of
+stdout is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BOOTSTRAPS = 4000
 
 @dataclass(frozen=True)
 class Run:
-    """One server, one run: throughput, vLLM's counters, and the CPU share of the server that idled."""
+    """One run of one server: throughput, vLLM's counters, and the idle server's CPU share."""
 
     tokens_per_s: float
     counted: Counters
@@ -61,7 +61,7 @@ Pair = dict[str, Run]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. Requests a run, by concurrency."""
+    """Amount of measurement: pairs, and requests a run by concurrency."""
 
     pairs: int = 16
     requests: tuple[int, ...] = (4, 48)
@@ -127,7 +127,7 @@ async def run(plan: Plan, logs: Path) -> Document:
 
 
 async def start(processes: Processes, runtime_dir: Path, client: AdminClient) -> tuple[Server, Server]:
-    """The daemon, then both servers one after the other (at once they would fight for the cores)."""
+    """Start the daemon, then both servers one after the other (at once they would compete for the cores)."""
     config = runtime_dir / "honed.toml"
     sections = {
         "paths": {"runtime_dir": runtime_dir, "state_dir": runtime_dir / "state"},
@@ -148,7 +148,7 @@ async def start(processes: Processes, runtime_dir: Path, client: AdminClient) ->
 async def measure_level(
     plan: Plan, plain: Server, attached: Server, prompts: Sequence[Prompt], concurrency: int, requests: int
 ) -> list[Pair]:
-    """Pairs of runs at one concurrency, after a run of each that doesn't count."""
+    """Measure pairs of runs at one concurrency, after an uncounted run of each."""
     chosen = [prompts[i % len(prompts)] for i in range(requests)]
     servers = {"plain": plain, "attached": attached}
     for name in servers:
@@ -166,7 +166,7 @@ async def measure_level(
 
 
 async def one_run(name: str, servers: dict[str, Server], prompts: Sequence[Prompt], concurrency: int, max_tokens: int) -> Run:
-    """One server's run while the other idles. Every request generates the full length; one that fails is an error."""
+    """Run one server while the other idles. Every request generates the full length; a failed one is an error."""
     server, other = servers[name], next(s for n, s in servers.items() if n != name)
     before = await vllm_server.settled(server)
     await vllm_server.quiet([server, other])
@@ -188,7 +188,7 @@ def summary(pairs: Sequence[Pair], seed: int = 0) -> dict[str, float]:
 
 
 def idle_cpu_share(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Share of a core that each server used, on average, while it was the other's turn."""
+    """Share of a core that each server used, on average, during the other's turn."""
     other = {"plain": "attached", "attached": "plain"}
     return {name: round(statistics.mean(pair[other[name]].idle_other for pair in pairs), 3) for name in other}
 

@@ -1,19 +1,18 @@
-"""What one recalibration gains on a running vLLM, and what it costs the old workload: the tiny pair, drafts of 7.
+"""Gain of one recalibration on a running vLLM, and its cost to the old workload: the tiny pair, drafts of 7.
 
-The drafter was made for domain A. Live traffic of both domains is captured from the engine; then one recalibration as the
-trainer does it (samples, replay, training, gate, registry) is brought into the running engine, and held-out prompts, of
-documents that neither the traffic nor any training had, are measured again by vLLM's counters.
+The drafter was made for domain A. Live traffic of both domains is captured from the engine. Then one recalibration as the
+trainer does it (samples, replay, training, gate, registry) is swapped into the running engine. vLLM's counters measure held-out
+prompts again, of documents that were in neither the traffic nor any training.
 
-    kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request
-                      to the version in the registry, gate included; label tokens of the training
+    kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request to
+                      the version in the registry, gate included; label tokens of the training
     losses            B after / before at temperature 0 for each loss, kv-frozen, all with the same number of micro-steps
-    fine_tuned_recovered   the target is fine-tuned (LoRA), which costs A acceptance length; the share of that loss which one
-                      recalibration on A's traffic from the moved target wins back
+    fine_tuned_recovered   the target is fine-tuned (LoRA), which lowers A's acceptance length; the share of that loss which one
+                           recalibration on A's traffic from the fine-tuned target recovers
 
-Both scopes learn from one capture, of the layers side by side: kv-frozen fuses them with the frozen `fc`, which gives what a
-capture of fused features holds. Intervals are 95 % bootstraps over four parts of the prompts. The last line of stdout is
-JSON; the exit code is 1 when a bar is
-missed (kv-frozen: B >= 1.4 and A >= 0.98 at temperature 0 within 10 minutes; recovered >= 0.6).
+Both scopes learn from one capture, of the concatenated layers: kv-frozen fuses them with the frozen `fc`, which equals a
+capture of fused features. Intervals are 95 % bootstraps over four parts of the prompts. The last line of stdout is JSON. The
+exit code is 1 when a bar is missed (kv-frozen: B >= 1.4 and A >= 0.98 at temperature 0 within 10 minutes; recovered >= 0.6).
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 MIN_GAIN_B, MIN_KEPT_A, MAX_SECONDS, MIN_RECOVERED = 1.4, 0.98, 600.0, 0.6
 BOOTSTRAPS = 4000
 FINE_TUNE_PROMPTS = 240
-"""The last of A's traffic prompts; live traffic is played from the first ones."""
+"""The last of A's traffic prompts; live traffic uses the first ones."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurement."""
 
     heldout: int = 160
     traffic_a: int = 192
@@ -70,7 +69,7 @@ class Plan:
     losses: tuple[Loss, ...] = get_args(Loss)
     fine_tune_steps: int = 48
     threads: int = max(1, (os.cpu_count() or 1) // 2)
-    """Of the training, as the trainer takes them: the engine's spin beside it."""
+    """Threads of the training, as in the trainer: the engine's threads spin beside it."""
 
 
 SHORT = Plan(heldout=32, traffic_a=64, traffic_b=96, steps=200, losses=("ce", "hybrid"), fine_tune_steps=8)
@@ -88,7 +87,7 @@ class Site:
         self.traffic = Traffic(folder / "run", self.settings, HoldOut(b"recalib benchmark"[:16]))
 
     def play(self, workload: str, prompts: Sequence[Prompt]) -> None:
-        """Live traffic, captured."""
+        """Play live traffic, which is captured."""
         self.engine.capture(True, self.parent.version)
         for i in range(0, len(prompts), recalib_engine.CONCURRENCY):
             self.engine.generate(prompts[i : i + recalib_engine.CONCURRENCY], workload=workload)
@@ -98,9 +97,9 @@ class Site:
         self.engine.capture(False, self.parent.version)
 
     def recalibrate(self, workload: str, scope: str, loss: Loss) -> Document:
-        """One operation as the trainer process runs it, from the request to a version in the registry, and into the engine."""
+        """Run one operation as the trainer process does, from the request to a version in the registry, and into the engine."""
         (feed,) = self.traffic.feeds
-        assert feed.reader.lost_records == 0, "the ring was too small: not all traffic was seen"
+        assert feed.reader.lost_records == 0, "the ring was too small: some traffic was lost"
         request = wire.TrainRequest(
             operation_id=f"{scope}-{loss}",
             engine_id="engine-0",
@@ -133,12 +132,12 @@ class Site:
         return told
 
     def swap_back(self) -> None:
-        """The drafter as it was, for the next recalibration."""
+        """Swap back to the original drafter, for the next recalibration."""
         self.engine.swap(self.parent.version, self.registry.path(self.parent.version))
 
 
 def compare(before: Rounds, after: Rounds) -> Document:
-    """After / before with its interval: the same parts are drawn on both sides."""
+    """Compute after / before with its interval: the same parts are drawn on both sides."""
     rng = random.Random(0)
     pairs = list(zip(before.parts, after.parts, strict=True))
     ratios = []
@@ -157,7 +156,7 @@ def compare(before: Rounds, after: Rounds) -> Document:
 
 
 def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> Document:
-    """Everything with the target as it is; also what A's useful prompts reach before it moves."""
+    """Measure everything with the original target; also the acceptance of A's useful prompts before it is fine-tuned."""
     held = {w: read_prompts(TINY / f"prompts_{w}.jsonl", plan.heldout) for w in "ab"}
     details: Document = {}
     with Engine(folder / "run", TINY / "target", TINY / "drafter") as engine:
@@ -198,7 +197,7 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
 
 
 def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence[Prompt], before_move: Rounds) -> Document:
-    """What the move costs A, and what one recalibration wins back of it."""
+    """Measure the loss of A by the fine-tuning, and the share that one recalibration recovers."""
     with Engine(folder / "run", target, TINY / "drafter") as engine:
         site = Site(folder, engine, plan)
         moved = engine.measure(useful_a)
@@ -216,7 +215,7 @@ def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence
 
 
 def moved_target(folder: Path, plan: Plan) -> tuple[Path, list[Prompt], Document]:
-    """The fine-tuned target, and the held-out prompts of A that it answers without a loop: judged by its text alone."""
+    """Fine-tune the target; choose the held-out prompts of A that it answers without a loop, by its text alone."""
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
@@ -241,7 +240,7 @@ def moved_target(folder: Path, plan: Plan) -> tuple[Path, list[Prompt], Document
 
 
 def run(plan: Plan) -> Document:
-    """The whole benchmark."""
+    """Run the whole benchmark."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="honed-recalib-") as name:
         folder = Path(name)
@@ -255,7 +254,7 @@ def run(plan: Plan) -> Document:
 
 
 def missed(result: Document) -> list[str]:
-    """The bars that this result doesn't reach."""
+    """List the bars that this result doesn't reach."""
     frozen = result["kv_frozen"]
     bars = {
         f"kv-frozen: B x {frozen['b_gain_t0']}, at least {MIN_GAIN_B} is wanted": frozen["b_gain_t0"] >= MIN_GAIN_B,
@@ -269,7 +268,7 @@ def missed(result: Document) -> list[str]:
 
 
 def tell(what: str, figures: Document) -> None:
-    """One line for whoever watches."""
+    """Print one line of progress."""
     print(f"{what}: {json.dumps(figures)}", file=sys.stderr, flush=True)
 
 

@@ -1,25 +1,24 @@
-"""Regret: what honed's choice of draft lengths loses to an oracle, on made-up traffic whose truth is known.
+"""Regret: the loss of honed's choice of draft lengths against an oracle, on simulated traffic with known truth.
 
 Every trace of `regret_traces` is run by honed's own loop (decider and controller as in production), by the oracle of
-`benchmarks.simulated.oracle`, and by the rules of `adapt.lengths.rules` (with a step-time model fitted to the true costs, and,
-for "table", lengths tuned on the trace's mean curve: more than they would have). All do the same work with the same luck.
-Regret is 1 − the oracle's seconds / the rule's. What is given:
+`benchmarks.simulated.oracle`, and by the rules of `adapt.lengths.rules`. These have a step-time model fitted to the true costs,
+and "table" has lengths tuned on the trace's mean curve: more than they would have. All do the same work with the same luck.
+Regret is 1 − the oracle's seconds / the rule's. The output has:
 
     regret    after a warm-up of 2,000 verify rounds or 20 simulated seconds, whichever ends later
     cold      the same with the warm-up counted
-    path      on the steps that honed came to: expected tokens of its lengths, against the best on that very step; neither
-              prompts nor luck in it
-    ahead     as regret, with lengths chosen and drafts made a step ahead, as the attachment has to; the oracle needn't
+    path      on honed's own steps: expected tokens of its lengths, against the best on the same step; without prompts and luck
+    ahead     as regret, with lengths chosen and drafts made a step ahead, as the attachment must; the oracle needn't
     recovered after an abrupt change: rounds of each request (= engine steps) until goodput on the path is within 8 % of the
-              best, over the last 50 steps since the change and over the 200 to come; 0: it is over the first 200
-    lost      in those first 200: steps at the best goodput that would have given what was missed, more than in the 200 before
+        best, over the last 50 steps since the change and over the 200 to come; 0: it is over the first 200
+    lost      in those first 200: missed goodput, in steps at the best goodput, beyond what the 200 before missed
 
-The trace `contexts-mixed` is run when it is named, beside the twenty; acceptance falls with the length of the context there.
+The trace `contexts-mixed` isn't one of the twenty and runs only when named; acceptance falls with the context length there.
 
 `static-best` is the fixed length that turns out best on each trace. --ablate replaces one estimate after another by the truth
-(`regret_truths`). Regret is told of all of the engine's time, of which prompts are two fifths on average, the same under every
-rule; "path" is without them, and "ahead" is nearest to an engine. The last line of stdout is JSON; the exit code is 1 when a
-bar is missed.
+(`regret_truths`). Regret is relative to all of the engine's time. Two fifths of that on average are prompts, the same under
+every rule; "path" excludes them, and "ahead" is nearest to an engine. The last line of stdout is JSON; the exit code is 1 when
+a bar is missed.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Row:
 
 
 def warm_up_work(outcome: Outcome) -> float:
-    """Work that was done when the warm-up is over."""
+    """Return the work done by the end of the warm-up."""
     rounds, seconds = np.cumsum(outcome.num_requests), np.cumsum(outcome.seconds)
     step = max(int(np.searchsorted(rounds, WARM_UP_ROUNDS)), int(np.searchsorted(seconds, WARM_UP_S)))
     return float(outcome.work[min(step, len(rounds) - 1)])
@@ -96,7 +95,7 @@ def recovery(outcome: Outcome, work: float) -> int:
 
 
 def lost_steps(outcome: Outcome, work: float) -> float:
-    """What the 200 steps after a change missed of the best, in steps at the best, beyond what those before it did."""
+    """Goodput that the 200 steps after a change missed, in steps at the best goodput, beyond what the 200 before missed."""
     expected, best = path_shares(outcome)
     begin = int(np.searchsorted(outcome.work, work))
     before, after = slice(max(begin - SETTLED_STEPS, 0), begin), slice(begin, begin + SETTLED_STEPS)
@@ -105,7 +104,7 @@ def lost_steps(outcome: Outcome, work: float) -> float:
 
 
 def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
-    """Run honed, the oracle and, unless in a hurry, the others on one trace."""
+    """Run honed, the oracle and, unless `is_quick`, the others on one trace."""
     traffic = Traffic(trace)
     oracle, runs = run_oracle(traffic), [run_steered(traffic, seed=seed) for seed in range(seeds)]
     end = float(min([oracle.work[-1], *(run.work[-1] for run in runs)]))

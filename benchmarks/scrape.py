@@ -1,9 +1,9 @@
-"""What looking at the daemon costs it: a scrape of /metrics, and the status page's document, small, large and at their bounds.
+"""Cost of observing the daemon: a scrape of /metrics, and the status page's document, small, large and at their bounds.
 
-A real service whose engines sent five minutes of verify rounds, so that it has all beliefs that it reports. Three sizes: one
-engine with four workloads; eight engines; and as many engines and combinations of labels as a scrape shows at most. For each:
-milliseconds of a scrape, of them with the lock held that engines' events wait for, samples and bytes; milliseconds to make the
-page's document (it is made at most every two seconds). Median and quartiles. The last line of stdout is JSON.
+A real service has received five minutes of verify rounds from its engines, so it has all estimates that it reports. Three
+sizes: one engine with four workloads; eight engines; and as many engines and combinations of labels as a scrape shows at most.
+For each: milliseconds of a scrape, and of its part with the lock that engines' events need; samples and bytes; milliseconds to
+make the page's document (it is made at most every two seconds). Median and quartiles. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from honed.daemon.settings.settings import load
 K = 15
 SECONDS = 300
 MOST_BATCHES = 10_000
-"""Of all engines together: with many of them each sends less often."""
+"""Limit for all engines together: with many of them each sends less often."""
 SIZES = {"small": (1, 4), "large": (8, 4), "bound": (MOST_ENGINES, MOST_CELLS // MOST_ENGINES)}
 """Engines, and workloads of each."""
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(engines: int, workloads: int, repeats: int) -> dict[str, Any]:
-    """All figures of one size; times as (lower quartile, median, upper quartile) in milliseconds."""
+    """Measure one size; times are (lower quartile, median, upper quartile) in milliseconds."""
     with filled(engines, workloads) as service:
         text = render(service)
         return {
@@ -76,7 +76,7 @@ def measure(engines: int, workloads: int, repeats: int) -> dict[str, Any]:
 
 
 def read_locked(service: Service) -> None:
-    """The part of a scrape that holds the service's lock."""
+    """Do the part of a scrape that holds the service's lock."""
     with service.lock:
         for group in GROUPS:
             list(group.families(service))
@@ -94,7 +94,7 @@ def timed(work: Callable[[], object], repeats: int) -> list[float]:
 
 @contextmanager
 def filled(engines: int, workloads: int) -> Iterator[Service]:
-    """A service that has taken in five minutes of every engine's rounds, a batch a second."""
+    """Make a service that has received five minutes of every engine's rounds, a batch a second."""
     with tempfile.TemporaryDirectory(prefix="honed-scrape-") as name:
         folder = Path(name)
         paths = {"state_dir": folder / "state", "runtime_dir": folder / "run"}
@@ -159,7 +159,7 @@ def status_of(hello: wire.EngineHello) -> wire.EngineStatus:
 
 
 def batch(hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np.random.Generator) -> wire.EventBatch:
-    """A step of eight requests, so many seconds ago."""
+    """Make a step of eight requests, `ago_s` seconds ago."""
     rounds = 8
     drafted = rng.integers(1, K + 1, rounds)
     accepted = np.minimum(rng.geometric(0.35, rounds) - 1, drafted)

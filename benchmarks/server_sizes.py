@@ -1,16 +1,16 @@
-"""honed at the sizes of a server, on one GPU: what it costs vLLM in a step, what a swap takes, how training shares the device.
+"""honed at a server's sizes, on one GPU: its cost to vLLM in a step, a swap's duration, and how training shares the device.
 
 vLLM runs a target of Qwen3-8B's shape with CUDA graphs, its V2 runner and its scheduler a step ahead, speculating with a DFlash
-drafter of the published shape. Weights are random ones, since nothing can be downloaded: hardly any draft is accepted, the time
-of a step is the same. Two engines have the same work in turn, one of them with honed attached; the policy is a static length,
-so that both do the same.
+drafter of the published shape. Weights are random, since nothing can be downloaded: almost no draft is accepted, but a step
+takes the same time. Two engines do the same work in turn, one of them with honed attached; the policy is a static length, so
+that both do the same.
 
     steps     milliseconds of a decode step with honed / without, by batch size; capturing no request, or every one
-    swap      how long the engine's thread was held by the copy of the drafter's weights, beside the time that copying as many
-              bytes takes at this device's best (`copy_`, bytes read and written)
-    train     tokens learnt from a second, peak memory beside the estimate, how long a unit of work keeps the device
-    yield     bursts of requests with the trainer at work between them and without: gaps between a burst's tokens, and how long
-              after the engine's busy flag went up the trainer stopped
+    swap      time for which copying the drafter's weights held the engine's thread, beside the device's best time for as many
+              bytes (`copy_`, bytes read and written)
+    train     training tokens a second, peak memory beside the estimate, time for which a unit of work holds the device
+    yield     bursts of requests with the trainer at work between them and without: gaps between a burst's tokens, and the
+              trainer's delay in stopping after the engine's busy flag was raised
 
     python -m benchmarks.server_sizes                      # a GPU of 80 GB or more
     python -m benchmarks.server_sizes --shape small        # a CPU: tries the benchmark itself
@@ -105,7 +105,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def child(work: Any, about: dict[str, Any]) -> Iterator[Connection]:
-    """A process of its own, spawned, which ends when its connection does."""
+    """Start a spawned process that ends when its connection does."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=guarded, args=(work, theirs, about), daemon=False)
@@ -122,10 +122,10 @@ def child(work: Any, about: dict[str, Any]) -> Iterator[Connection]:
 
 
 def guarded(work: Any, connection: Connection, about: dict[str, Any]) -> None:
-    """Do it; what goes wrong is printed, and the other side sees the connection end."""
+    """Run it; errors are printed, and the other side sees the connection end."""
     try:
         work(connection, **about)
-    except (EOFError, BrokenPipeError):  # the other side has what it wanted
+    except (EOFError, BrokenPipeError):  # the other side is done
         pass
     except BaseException:
         traceback.print_exc()
@@ -135,7 +135,7 @@ def guarded(work: Any, connection: Connection, about: dict[str, Any]) -> None:
 
 
 def ask(connection: Connection, *words: Any) -> Any:
-    """Ask a process for something."""
+    """Send a process a command; return its answer."""
     connection.send(words)
     return connection.recv()
 
@@ -143,7 +143,7 @@ def ask(connection: Connection, *words: Any) -> Any:
 def play_engine(
     connection: Connection, target: Path, drafter: Path, attention: str, is_small: bool, runtime_dir: Path | None
 ) -> None:
-    """A process with vLLM in it that does as it is asked."""
+    """Run a process with vLLM that follows commands."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -196,7 +196,7 @@ def play_engine(
 
 
 class Engine:
-    """What its process is asked to do."""
+    """The commands of that process."""
 
     def __init__(self, llm: Any) -> None:
         self._llm_engine = llm.llm_engine
@@ -214,18 +214,18 @@ class Engine:
         self._honed.before_schedule()
 
     def about(self) -> dict[str, Any]:
-        """What honed says of it."""
+        """Return honed's description of the engine."""
         if self._honed is None:
             return {}
         hello = self._honed._hello(0)
         return {name: getattr(hello, name) for name in ("vllm_version", "runner", "capabilities", "limits", "captured_lengths")}
 
     def share(self, share: float) -> dict[str, float]:
-        """Of requests that are captured from now on; what was captured so far."""
+        """Set the share of requests to capture from now on; return what was captured so far."""
         return dict(self._core.model_executor.collective_rpc("honed_capture", args=(share, "v-bench"))[0])
 
     def play(self, batch: int, num_tokens: int) -> dict[str, Any]:
-        """Serve that many requests at once; milliseconds of each decode step, as the caller of `step` sees them."""
+        """Serve `batch` requests at once; milliseconds of each decode step, as the caller of `step` sees them."""
         from vllm import SamplingParams
 
         names, params = set(), SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
@@ -257,7 +257,7 @@ class Engine:
         return {"steps_ms": steps_ms, "first_ms": first_ms, "tokens": emitted}
 
     def swap(self, version: str, folder: str) -> dict[str, float]:
-        """To other weights; the figures of it."""
+        """Swap to other weights; return the swap's figures."""
         import secrets
 
         from honed.adapt.protocol import wire
@@ -278,14 +278,14 @@ class Engine:
         return {**results[0].figures, "seconds": time.perf_counter() - began_s}
 
     def drafter_bytes(self) -> int:
-        """Of the drafter's own weights on the device."""
+        """Bytes of the drafter's own weights on the device."""
         worker = self._core.model_executor.driver_worker
         swapper = getattr(worker, "worker", worker)._honed_side.swapper
         return sum(live.numel() * live.element_size() for _, live, _ in swapper._live())
 
 
 def measure_steps(plain: Connection, honed: Connection, batches: Sequence[int], rounds: int) -> dict[str, Any]:
-    """By batch size, the median of a decode step; ratios of rounds in which all three had their turn."""
+    """By batch size, the median of a decode step; ratios within rounds in which all three had their turn."""
     found: dict[str, Any] = {}
     for batch in batches:
         ratios: dict[str, list[float]] = {"attached": [], "capturing": []}
@@ -298,12 +298,12 @@ def measure_steps(plain: Connection, honed: Connection, batches: Sequence[int], 
                     continue
                 before = ask(honed, "share", float(name == "capturing"))
                 seen[name] = ask(honed, "play", batch, TOKENS)
-                time.sleep(0.2)  # what is captured is written meanwhile
+                time.sleep(0.2)  # captured rows are written meanwhile
                 captured = ask(honed, "share", 0.0)["rows"] - before["rows"]
                 if (captured > 0) != (name == "capturing"):
                     raise RuntimeError(f"{captured:g} rows were captured while {name}")
             if number == 0:
-                continue  # warms up
+                continue  # warm-up
             for name, one in seen.items():
                 medians[name].append(statistics.median(one["steps_ms"]))
             for name in ratios:
@@ -317,8 +317,8 @@ def measure_steps(plain: Connection, honed: Connection, batches: Sequence[int], 
 
 
 def measure_swaps(honed: Connection, drafters: Sequence[Path], bytes_per_s: float) -> dict[str, Any]:
-    """Back and forth, with some tokens between two of them."""
-    ask(honed, "swap", "v-1", str(drafters[1]))  # what is made once is made
+    """Swap back and forth, with some tokens between two swaps."""
+    ask(honed, "swap", "v-1", str(drafters[1]))  # makes what is made only once
     seen = []
     for number in range(SWAPS):
         ask(honed, "play", 4, 8)
@@ -330,7 +330,7 @@ def measure_swaps(honed: Connection, drafters: Sequence[Path], bytes_per_s: floa
 
 
 def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
-    """A process that trains as the trainer does, from made-up samples; then, between bursts, while no engine has work."""
+    """Train as the trainer does, from random samples; then, between bursts, while no engine has work."""
     from honed.recalib.config.memory import estimate
     from honed.recalib.process.busy_flags import BusyFlags
     from honed.recalib.samples.sample import TrainingSample
@@ -362,7 +362,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     stops_ms: list[float] = []
 
     def turns(until: Any, is_yielding: bool) -> int:
-        """Micro-steps until it is enough; tokens that were learnt from."""
+        """Do micro-steps until `until` returns true; return the number of trained tokens."""
         learnt, was_working = 0, False
         while not until():
             parts = trainer.parts([samples[trainer.num_updates % len(samples)]], pace=pace)
@@ -386,7 +386,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
         return learnt
 
     began_s = time.perf_counter()
-    turns(lambda: trainer.num_updates >= 6, False)  # compiles, and finds its pace
+    turns(lambda: trainer.num_updates >= 6, False)  # compiles, and settles its pace
     warm_s = time.perf_counter() - began_s
     units_ms.clear()
     began_s, before = time.perf_counter(), trainer.num_updates
@@ -395,7 +395,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began_s
     peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    bare = MicroTrainer(drafter, settings)  # not divided
+    bare = MicroTrainer(drafter, settings)  # undivided
     times = []
     for _ in range(6):
         began_s = time.perf_counter()
@@ -430,7 +430,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
 
 
 def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[str, Any]:
-    """Bursts with training between them and without, in turn."""
+    """Alternate bursts with training between them and without."""
     seen: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     stops_ms: list[float] = []
     for number in range(2 * bursts):
@@ -440,7 +440,7 @@ def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[
         time.sleep(REST_S)
         seen[name].append(ask(honed, "play", BURST_SIZE, BURST_TOKENS))
         if name == "on":
-            stops_ms += ask(trainer, "figures")  # which ends the training
+            stops_ms += ask(trainer, "figures")  # this ends the training
     steps = {name: [ms for one in played for ms in one["steps_ms"]] for name, played in seen.items()}
     firsts = {name: [max(one["first_ms"]) for one in played] for name, played in seen.items()}
     return {
@@ -454,7 +454,7 @@ def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Of milliseconds."""
+    """Quantiles of milliseconds."""
     return {"p50": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3), "max": round(max(values), 3)}
 
 

@@ -1,13 +1,13 @@
-"""What a swap of the drafter's weights costs a server that is serving: pause by pause, under 16 streams.
+"""Cost of a swap of the drafter's weights to a busy server: pause by pause, under 16 streams.
 
-A real server of the tiny pair with honed attached generates for 16 clients at a time without a break, while an operator
-promotes two versions in turn (`honed promote --force`), each from the registry: staged beside the running steps, then copied in
-between two of them. Two figures for each swap:
+A real server of the tiny pair with honed attached generates for 16 clients at a time without a break. An operator alternately
+promotes two versions from the registry (`honed promote --force`), each staged beside the running steps, then copied in between
+two of them. Each swap has two figures:
 
-    pause   how long the engine's thread was held by the copy, by its own clock, and that in steps: over the median of the
-            decode steps before and after
-    stall   by how much the gap between the two steps around the swap is longer than that median, waiting for the copy and
-            everything else included (a prompt that happens to come in the same step, too)
+    pause   time for which the copy held the engine's thread, by its own clock, and in steps: over the median of the decode
+            steps before and after
+    stall   excess of the gap between the two steps around the swap over that median; includes waiting for the copy and
+            everything else (also a prompt in the same step)
 
 All greedy outputs are compared with those of the same server before the first swap. The last line of stdout is JSON.
 """
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 async def run(num_swaps: int, logs: Path) -> Document:
-    """Start, swap, and read off what happened."""
+    """Start, swap, and collect the results."""
     prompts = read_prompts(ROOT / "benchmarks" / "tiny" / "prompts_a.jsonl")[: 4 * STREAMS]
     sections = {"recalibration": {"automatic": False}, "controller": {"mode": "static", "capture_share": 0.0}}
     async with attached(logs, sections) as at:
@@ -118,7 +118,7 @@ async def run(num_swaps: int, logs: Path) -> Document:
 
 
 async def play_until_told(at: Attached, prompts: Sequence[Prompt], stop: asyncio.Event) -> list[Any]:
-    """All prompts over and over, `STREAMS` at a time."""
+    """Play all prompts over and over, `STREAMS` at a time."""
     rounds = []
     while not stop.is_set():
         rounds.append(await play(at.server.url, prompts, concurrency=STREAMS, max_tokens=MAX_TOKENS, ignore_eos=True))
@@ -126,7 +126,7 @@ async def play_until_told(at: Attached, prompts: Sequence[Prompt], stop: asyncio
 
 
 async def swapped(client: AdminClient, version: str) -> Document:
-    """Promote a version and wait until the engine runs it; the figures of the swap."""
+    """Promote a version and wait until the engine runs it; return the swap's figures."""
     path, body = f"/v1/drafters/{version}:promote", {"reason": "swap benchmark", "force": True}
     operation = await asyncio.to_thread(client.post, path, body)
     until_s = time.monotonic() + 60.0
@@ -142,7 +142,7 @@ async def swapped(client: AdminClient, version: str) -> Document:
 
 
 def make_versions(state_dir: Path) -> tuple[str, str]:
-    """Two relatives of the drafter that the engine loaded: what cached keys and values depend on is the same in all three."""
+    """Make two variants of the loaded drafter; cached keys and values depend on the same weights in all three."""
     registry = Registry(state_dir / "registry")
     stock = registry.alias("active")
     assert stock is not None
@@ -163,7 +163,7 @@ def make_versions(state_dir: Path) -> tuple[str, str]:
 
 
 def read_steps(state_dir: Path) -> list[tuple[int, float, str]]:
-    """(step, when it ended in ms, whose drafts it verified) of every step of the one engine, in order."""
+    """Read (step, its end in ms, version whose drafts it verified) of every step of the one engine, in order."""
     database = connect(state_dir / "honed.db", read_only=True)
     try:
         rows = database.conn.execute("SELECT frame FROM batches ORDER BY seq").fetchall()
@@ -180,14 +180,14 @@ def read_steps(state_dir: Path) -> list[tuple[int, float, str]]:
 def stalls_of(steps: Sequence[tuple[int, float, str]], pauses_ms: Sequence[float]) -> list[dict[str, float]]:
     """Each swap's gap between steps, beside the median of the steps around it.
 
-    A step bears the version that drafted what it verifies, so the first one with a new name is the second after the swap.
+    A step has the version that drafted its tokens, so the first one with a new name is the second after the swap.
     """
     ends = [end for _, end, _ in steps]
     gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]  # gaps[i]: before step i + 1
     names = [name for _, _, name in steps]
     flips = [i for i in range(2, len(steps)) if names[i] != names[i - 1] and names[i - 1]]
     if len(flips) != len(pauses_ms):
-        raise ProcessError(f"{len(pauses_ms)} swaps were made, {len(flips)} are in the log of steps")
+        raise ProcessError(f"{len(pauses_ms)} swaps were made, but the log of steps has {len(flips)}")
     found = []
     for flip, pause_ms in zip(flips, pauses_ms, strict=True):
         swap = flip - 2  # index of the gap between the last step before the swap and the first after it

@@ -1,8 +1,8 @@
-"""What draft trees would give on the tiny pair: acceptance by nodes, and predicted speed of tree policies at two costs.
+"""Predicted effect of draft trees on the tiny pair: acceptance by nodes, and speed of tree policies at two costs.
 
-The tiny target answers held-out prompts of both domains, greedily and at temperature 0.8; the drafter says its eight best
+The tiny target answers held-out prompts of both domains, greedily and at temperature 0.8. The drafter lists its eight best
 candidates at each of seven depths of every position, and tree policies are replayed on that. Acceptance is exact (the walk
-follows the text); speeds are predicted by two cost models (`honed/adapt/tree_costs.py`), at 1, 4 and 16 requests. No engine
+follows the text). Speeds are predicted by two cost models (`honed/adapt/trees/costs.py`), at 1, 4 and 16 requests. No engine
 verified a tree here. The last line of stdout is JSON.
 """
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def acceptance(requests: list[CandidateRequest]) -> dict[str, Any]:
-    """τ and calibration by nodes, at one request."""
+    """Compute τ and calibration by nodes, at one request."""
     rows = {}
     for policy in (f"chain:{DEPTHS}", *(f"{kind}:{nodes}" for nodes in BUDGETS for kind in ("tree", "calibrated"))):
         told = predict(requests, policy, TREE_COSTS["gpu"])
@@ -86,7 +86,7 @@ def acceptance(requests: list[CandidateRequest]) -> dict[str, Any]:
 
 
 def speeds(requests: list[CandidateRequest], cost: str, batch: int) -> dict[str, Any]:
-    """Predicted tokens per second of all policies, and honed's over the best of each kind."""
+    """Predict tokens per second of all policies, and honed's over the best of each kind."""
     names = (*OTHERS, *(f"chain:{k}" for k in CHAINS), *(f"tree:{nodes}" for nodes in BUDGETS))
     told = {name: predict(requests, name, TREE_COSTS[cost], batch) for name in names}
     rivals = {
@@ -109,7 +109,7 @@ def speeds(requests: list[CandidateRequest], cost: str, batch: int) -> dict[str,
 
 
 def best(told: dict[str, TreePrediction], kind: str) -> TreePrediction:
-    """The fastest of a kind, in hindsight."""
+    """Return the fastest of a kind, in hindsight."""
     return max((row for name, row in told.items() if name.startswith(kind)), key=lambda row: row.tokens_per_s.value)
 
 
@@ -119,7 +119,7 @@ def figure(of: Figure, digits: int = 4) -> list[float | None]:
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
-    """Of each domain and temperature τ and calibration; of all cases honed's speed over each rival: least, median, most."""
+    """τ and calibration by domain and temperature; honed's speed over each rival in all cases: least, median, most."""
     settings = {}
     for name, row in rows.items():
         at, shown = row["acceptance"], (f"chain:{DEPTHS}", "tree:16", "calibrated:16", "tree:64", "calibrated:64")

@@ -1,21 +1,21 @@
-"""What training costs the users of a server: latency with the trainer at work and without, and how fast it yields.
+"""Cost of training to a server's users: latency with and without the trainer at work, and how fast it yields.
 
-A real server of the tiny pair with honed attached, and the real trainer process beside it, on the same cores. Bursts of
-requests arrive as a Poisson process; in between the server is idle and the trainer trains (a recalibration that is never over).
-Phases with training and phases in which it is paused alternate, with the same arrivals in both, the first burst at once; the
-ratio is of the p99 of the gaps between a stream's chunks (a chunk is what one verify round emitted: inter-token latency as
-vLLM's own benchmark counts it) over all phases of either kind, with a bootstrap interval over pairs of phases. The pre-emption
-delays are the trainer's own figures: from the moment that the engine's busy flag went up until the trainer had stopped
-(`preempt_ms`), and how much of that it computed (`preempt_computing_ms`): on shared cores most of it is waiting for a core on
-which to stop. What the benchmark computes itself (a status, a client) is over half a second before a phase's first burst: it
-would use the very cores (beside it, p99 was over 100 ms).
+A real server of the tiny pair with honed attached, and the real trainer process beside it, run on the same cores. Bursts of
+requests arrive as a Poisson process. In between the server is idle and the trainer trains (a recalibration that never ends).
+Phases with training and phases with paused training alternate, with the same arrivals in both, the first burst at once. The
+ratio is of the p99 of the gaps between a stream's chunks over all phases of each kind, with a bootstrap interval over pairs of
+phases. (A chunk is one verify round's output: inter-token latency as vLLM's own benchmark counts it.) The pre-emption delays
+are the trainer's own figures. `preempt_ms` is the time from the raising of the engine's busy flag until the trainer had
+stopped; `preempt_computing_ms` is the computing in it. On shared cores most of it is waiting for a core in order to stop. The
+benchmark's own computing (a status, a client) ends half a second before a phase's first burst: it would use the same cores
+(beside it, p99 was over 100 ms).
 
-A p99 is made of few moments, and on a virtual machine those are easily the ones in which its host ran something else. A pair in
-which that took more than `most_stolen` of the cores' time, as the kernel counts it, with training or without, is followed by
-another one, and counts in `all_pairs` only. Phases are short, so that there are others.
+A p99 depends on few moments, and on a virtual machine its host may have run something else in them. If that took more than
+`most_stolen` of the cores' time in either phase of a pair, as the kernel counts it, another pair follows, and this one counts
+in `all_pairs` only. Phases are short, so that there are others.
 
-The same is measured again with the trainer pinned to one core and the server to the other (`itl_p99_ratio_pinned`): what is
-left then is not the trainer's doing. The last line of stdout is JSON.
+Then the trainer is pinned to one core and the server to the other (`itl_p99_ratio_pinned`): the rest of the ratio is not caused
+by the trainer. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurement."""
 
     pairs: int = 160
     most_s: float = 2400.0
-    """No further pair is begun after so long."""
+    """Time after which no further pair is begun."""
     phase_s: float = 3.0
     bursts_per_s: float = 0.8
     most_requests: int = 4
-    """A burst has 1 to so many."""
+    """A burst has 1 to this many."""
     max_tokens: int = 32
     most_stolen: float = 0.01
-    """Share of the cores' time that the host may take in a phase of a pair that counts."""
+    """Largest share of the cores' time that the host may take in a phase of a pair that counts."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Phase:
     preempt_s: list[float] = field(default_factory=list)
     """The trainer's pre-emption delays."""
     computing_s: list[float] = field(default_factory=list)
-    """How much of each it computed."""
+    """Computing time in each."""
 
 
 Pair = dict[str, Phase]
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 async def run(plan: Plan, logs: Path) -> Document:
-    """Gather samples, let a recalibration begin, measure."""
+    """Collect samples, start a recalibration, measure."""
     sections: dict[str, dict[str, Any]] = {
         "recalibration": {"automatic": False, "max_seconds": 36_000.0},
         "controller": {"mode": "static", "capture_share": 1.0},
@@ -161,12 +161,12 @@ async def training(at: Attached) -> None:
 
 
 async def measure(plan: Plan, at: Attached) -> Document:
-    """Pairs of phases, with and without training, in turn the one and the other first."""
+    """Measure pairs of phases, with and without training, in alternating order."""
     prompts = read_prompts(TINY / "prompts_a.jsonl")
     tried: list[Pair] = []
     found: list[Pair] = []
     async with httpx2.AsyncClient(base_url=at.server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
-        await phase(plan, at, client, prompts, seed=-1)  # doesn't count
+        await phase(plan, at, client, prompts, seed=-1)  # uncounted
         until_s = time.monotonic() + plan.most_s
         while len(found) < plan.pairs and time.monotonic() < until_s:
             number = len(tried)
@@ -192,7 +192,7 @@ async def measure(plan: Plan, at: Attached) -> Document:
 
 
 def summary(found: Sequence[Pair]) -> Document:
-    """What pairs of phases say."""
+    """Summarise pairs of phases."""
     return {
         "itl_p99_ratio": round(ratio_of(found, 0.99), 4),
         "itl_p99_ratio_interval": interval(found, 0.99),
@@ -209,7 +209,7 @@ def summary(found: Sequence[Pair]) -> Document:
 
 
 async def phase(plan: Plan, at: Attached, client: httpx2.AsyncClient, prompts: Sequence[Prompt], seed: int) -> Phase:
-    """Bursts for `phase_s`, the same ones for the same seed, after `SETTLE_S` in which nothing here computes."""
+    """Send bursts for `phase_s`, the same ones for the same seed, after `SETTLE_S` in which nothing here computes."""
     rng, made = random.Random(seed), Phase([], [])
     tasks, at_s = [], 0.0
     preemptions = at.client.get("/v1/status")["trainer"]["preemptions"]
@@ -231,7 +231,7 @@ async def phase(plan: Plan, at: Attached, client: httpx2.AsyncClient, prompts: S
 
 
 async def stream(client: httpx2.AsyncClient, plan: Plan, prompt: Prompt, made: Phase) -> None:
-    """One request; the times between its chunks."""
+    """Send one request; record the times between its chunks."""
     last_s, is_first = time.monotonic(), True
     body = request_of(prompt, plan.max_tokens, "a", capture=False, ignore_eos=True)
     try:
@@ -267,10 +267,10 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def pinned(at: Attached) -> Iterator[None]:
-    """The trainer on the last core, server and clients on the others."""
+    """Pin the trainer to the last core, server and clients to the others."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2 or at.trainer is None:
-        raise ProcessError("to pin the trainer away takes two cores")
+        raise ProcessError("pinning the trainer needs two cores")
     before = set(cores)
     children = dict.fromkeys(at.server.child.session_pids(), cores[:-1])
     children |= dict.fromkeys(at.trainer.session_pids(), cores[-1:])

@@ -1,12 +1,12 @@
-"""The demo: a drafter meets a workload that it doesn't know, and honed teaches it while the server stands idle.
+"""The demo: a drafter meets an unknown workload, and honed trains it while the server is idle.
 
-A user's day in a few minutes, with the real vLLM server and real processes: workload A is what the drafter was made for,
-workload B is new. honed logs every verify round, notices, trains a candidate when the server is idle, compares it on
-sessions that were held out, and swaps it into the running server. Held-out prompts of both are measured before and after
-by vLLM's own counters. Greedy outputs are compared with those of a vLLM without honed: of the held-out prompts, and of B's live
-traffic, where the controller changes draft lengths while it learns.
+It shows a user's day in a few minutes, with the real vLLM server and real processes. The drafter was made for workload A;
+workload B is new. honed logs every verify round, detects B, trains a candidate when the server is idle, compares it on held-out
+sessions, and swaps it into the running server. vLLM's own counters measure held-out prompts of both before and after. Greedy
+outputs are compared with those of a vLLM without honed: of the held-out prompts, and of B's live traffic, where the controller
+changes draft lengths while it learns.
 
-The last line of stdout is JSON. The exit code is 1 when one of the promises isn't kept; the figures are the same.
+The last line of stdout is JSON. The exit code is 1 when a promise isn't kept; the figures are the same.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ PHASES = {
     "a_after": "A after",
     "traffic_b_after": "traffic B after",
 }
-"""Phases in their order, and what they are called."""
+"""Phases in order, with their names."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How big the demo is."""
+    """Size of the demo."""
 
     out: Path = ROOT / "demo-out"
     prompts: Path = ROOT / "benchmarks" / "tiny"
@@ -75,9 +75,9 @@ class Plan:
     concurrency: int = 8
     train_seconds: float = 100.0
     patience_s: float = 20.0
-    """How long honed may take, with the server idle, to begin by itself."""
+    """Longest wait for honed to begin by itself, with the server idle."""
     beside_training_s: float = 320.0
-    """Longest wait for a recalibration, beside what its training may take."""
+    """Longest wait for a recalibration, outside its training time."""
 
     @property
     def operation_s(self) -> float:
@@ -96,19 +96,19 @@ class Attached:
 
 @dataclass
 class Demo:
-    """What has been found so far."""
+    """State and results of the demo so far."""
 
     plan: Plan
     display: Display
     prompts: dict[str, list[Prompt]]
     reference: dict[str, Played] = field(default_factory=dict)
-    """What vLLM alone made of prompts, by their name in `prompts`."""
+    """Answers of vLLM without honed, by the prompts' name in `prompts`."""
     phases: list[Document] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     trigger: str = ""
 
     async def run(self, processes: Processes) -> Document:
-        """The whole story; the record that the report is made of."""
+        """Run the whole demo; return the record for the report."""
         await self.measure_reference(processes)
         runtime_dir = Path(tempfile.mkdtemp(prefix="honed-demo-"))  # short: a unix socket's path has 107 characters
         try:
@@ -119,7 +119,7 @@ class Demo:
             shutil.rmtree(runtime_dir, ignore_errors=True)
 
     async def measure_reference(self, processes: Processes) -> None:
-        """What vLLM says without honed: the yardstick for every output later."""
+        """Record vLLM's answers without honed: the reference for every later output."""
         self.display.phase("vLLM without honed: what it answers is the reference")
         server = vllm_server.start(processes, "vllm-reference")
         self.note_command(server.child, vllm_server.own_environment())
@@ -136,7 +136,7 @@ class Demo:
 
     @contextlib.asynccontextmanager
     async def attached(self, processes: Processes, runtime_dir: Path) -> AsyncIterator[Attached]:
-        """The daemon, the trainer, and vLLM attached to them, as three commands of a user."""
+        """Start the daemon, the trainer, and vLLM attached to them, as a user would with three commands."""
         self.display.phase("honed's daemon and trainer, and vLLM with honed attached")
         config = self.plan.out / "honed.toml"
         config.write_text(toml(settings_of(self.plan, runtime_dir)))
@@ -155,7 +155,7 @@ class Demo:
             yield Attached(server, client, time.time())
 
     async def story(self, at: Attached) -> Document:
-        """From the first prompt to the last; the recalibration's final view."""
+        """Play everything from the first prompt to the last; return the recalibration's final view."""
         show = self.display
         show.phase("Held-out prompts before any training, draft length pinned to 7 by an override, nothing captured")
         async with pinned(at.client):
@@ -182,11 +182,11 @@ class Demo:
         return operation
 
     async def measured(self, key: str, workload: str, at: Attached) -> None:
-        """Play held-out prompts and note what vLLM and honed counted meanwhile."""
+        """Play held-out prompts and record vLLM's and honed's counts during them."""
         await self.phase_of(key, workload, at.server, at.client, f"heldout_{workload}", capture=False)
 
     async def traffic(self, key: str, workload: str, at: Attached) -> None:
-        """Play live traffic: captured, and with draft lengths that the controller chooses."""
+        """Play live traffic: captured, and with draft lengths chosen by the controller."""
         await self.phase_of(key, workload, at.server, at.client, key, capture=True)
 
     async def phase_of(
@@ -199,10 +199,10 @@ class Demo:
         capture: bool,
         again: Callable[[], bool] = lambda: False,
     ) -> Played:
-        """One phase, of the prompts of that name, with vLLM's counters and honed's around it.
+        """Play one phase with the prompts of that name; read vLLM's counters and honed's before and after.
 
         Args:
-            again: whether they are to be played once more. Returned is how they were played first.
+            again: whether to play them once more. The first replies are returned.
         """
         plan, prompts = self.plan, self.prompts[name]
         start_s, before, seen, turns = time.time(), server.counters(), engine_of(client), list[Played]()
@@ -243,7 +243,7 @@ class Demo:
         return turns[0]
 
     def tell(self, phase: Document) -> None:
-        """One line about a phase that is over."""
+        """Print one line about a finished phase."""
         v = phase["vllm"]
         k = v["draft_tokens"] / v["drafts"] if v["drafts"] else 0.0
         text = f"{phase['name']}: {phase['requests']} requests, {v['acceptance_length']:.3f} tokens/round by vLLM's counters"
@@ -257,7 +257,7 @@ class Demo:
         self.display.say(text)
 
     async def recalibrated(self, at: Attached) -> Document:
-        """Wait for honed to begin by itself, or ask it as an operator would, and follow the operation to its end."""
+        """Wait for honed to begin by itself, or request it as an operator would; follow the operation to its end."""
         operation_id, deadline_s = "", time.monotonic() + self.plan.patience_s
         while not operation_id and time.monotonic() < deadline_s:
             found = [o for o in at.client.get("/v1/operations") if o["kind"] == "recalibrate"]
@@ -289,7 +289,7 @@ class Demo:
         return view
 
     async def canary_traffic(self, at: Attached, operation_id: str, until_s: float) -> None:
-        """Traffic of B that nothing was trained on; old and new drafter take turns on it until one has proven better."""
+        """Play traffic of B that wasn't trained on; old and new drafter alternate until one is proven better."""
         self.display.say("the candidate passed the gate; new live traffic of B, old and new drafter take turns on it")
 
         def is_on_trial() -> bool:
@@ -300,11 +300,11 @@ class Demo:
         await self.phase_of(key, "b", at.server, at.client, key, capture=False, again=is_on_trial)
 
     def note_command(self, child: Child, shown: dict[str, str]) -> None:
-        """Remember a command for the report, as one would type it in the repository's root."""
+        """Record a command for the report, as one would type it in the repository's root."""
         self.commands.append(shell_line(child.name, shown, [str(word) for word in child.popen.args]))  # type: ignore[union-attr]
 
     async def record(self, at: Attached, operation: Document, training: list[Document]) -> Document:
-        """Everything that the report needs, and the result."""
+        """Collect everything that the report needs, and the result."""
         totals = at.server.counters()
         engine = await caught_up(at.client, totals)
         result = result_of(self.phases, engine, totals, operation)
@@ -330,7 +330,7 @@ class Demo:
 
 
 def settings_of(plan: Plan, runtime_dir: Path) -> Document:
-    """honed.toml: the defaults but for folders and for a demo's impatience."""
+    """Make honed.toml: the defaults except for folders and a demo's shorter times."""
     return {
         "paths": {"runtime_dir": runtime_dir, "state_dir": plan.out / "state"},
         "http": {"metrics_listen": f"127.0.0.1:{free_port()}"},
@@ -341,7 +341,7 @@ def settings_of(plan: Plan, runtime_dir: Path) -> Document:
 
 
 def read_plan_prompts(plan: Plan) -> dict[str, list[Prompt]]:
-    """Held-out prompts and live traffic; the last stretches of B's traffic are kept for the trial and for after the swap."""
+    """Read held-out prompts and live traffic; the last of B's traffic is kept for the trial and for after the swap."""
     folder = plan.prompts
     learned, tried = plan.traffic_b_prompts, plan.traffic_b_prompts + plan.trial_prompts
     traffic_b = read_prompts(folder / "traffic_b.jsonl", tried + plan.after_prompts)
@@ -356,7 +356,7 @@ def read_plan_prompts(plan: Plan) -> dict[str, list[Prompt]]:
 
 
 async def run(plan: Plan) -> Document:
-    """Run the demo, write what it leaves, and return the record. SIGTERM ends it as Ctrl-C does."""
+    """Run the demo, write its output, and return the record. SIGTERM ends it as Ctrl-C does."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -398,7 +398,7 @@ def main() -> int:
 
 
 def prepare(out: Path) -> None:
-    """An empty output folder. Only a folder that looks like ours is emptied."""
+    """Make an empty output folder; only a folder that looks like a demo's is emptied."""
     if out.exists() and any(out.iterdir()) and not (out / "honed.toml").exists() and not (out / "logs").exists():
         raise OSError(f"{out} is not empty and not a demo's output: choose another folder with --out")
     shutil.rmtree(out, ignore_errors=True)

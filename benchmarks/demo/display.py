@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live panel in a terminal, plain lines elsewhere; both say the same in plain words."""
+"""Display of the running demo: a live panel in a terminal, plain lines elsewhere, with the same content."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WINDOW_S = 20
 
 
 class Display:
-    """Prints phases and remarks, and keeps a picture of the daemon below them up to date.
+    """Prints phases and remarks, and keeps the daemon's state below them up to date.
 
     Args:
-        console: where to; a terminal gets a live panel, anything else a line every PLAIN_EVERY_S.
+        console: a terminal gets a live panel, anything else a line every PLAIN_EVERY_S.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -50,17 +50,17 @@ class Display:
             self._live.stop()
 
     def phase(self, text: str) -> None:
-        """A new part of the demo begins."""
+        """Announce a new phase of the demo."""
         self._phase = text
         self._printed_s = time.monotonic()
         self._print(Text(f"{self._clock()}  {text}", "bold"))
 
     def say(self, text: str) -> None:
-        """Something worth knowing."""
+        """Print a remark."""
         self._print(Text(f"{self._clock()}    {text}"))
 
     def picture(self, status: Document, workloads: list[Document], operation: Document | None) -> None:
-        """The daemon's state, as of now."""
+        """Show the daemon's present state."""
         if self._live is not None:
             self._live.update(self._panel(status, workloads, operation))
         elif time.monotonic() - self._printed_s >= PLAIN_EVERY_S:
@@ -82,7 +82,7 @@ class Display:
 
 
 def plain_line(status: Document, workloads: list[Document], operation: Document | None) -> str:
-    """The daemon's state in one line."""
+    """Format the daemon's state in one line."""
     engines: list[Document] = status.get("engines") or [{}]
     engine = engines[0]
     parts = [f"{w['workload']}: {w['acceptance_length']:.2f} tokens/round" for w in workloads if w.get("rounds")]
@@ -99,7 +99,7 @@ def plain_line(status: Document, workloads: list[Document], operation: Document 
 
 
 class Watcher:
-    """Asks the daemon once a second, shows what it says, and keeps what the report will plot."""
+    """Polls the daemon once a second, shows its state, and keeps the data for the report's plots."""
 
     def __init__(self, client: AdminClient, display: Display) -> None:
         self._client, self._display = client, display
@@ -116,7 +116,7 @@ class Watcher:
             await self._task
 
     async def _run(self) -> None:
-        """Go on until cancelled. A daemon that doesn't answer for a moment isn't an error here."""
+        """Run until cancelled. A daemon that briefly doesn't answer isn't an error here."""
         while True:
             await asyncio.to_thread(self._look)
             await asyncio.sleep(POLL_S)

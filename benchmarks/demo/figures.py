@@ -12,18 +12,18 @@ from benchmarks.server.vllm_server import Counters
 Document = dict[str, Any]
 
 MIN_GAIN_B = 1.25
-"""What B's acceptance length must grow by."""
+"""Required growth of B's acceptance length."""
 MIN_KEPT_A = 0.97
-"""What must be left of A's."""
+"""Required remaining share of A's."""
 FEW_STEPS = 400
-"""Fewer micro-steps than these, a quarter of what the tiny drafter's own training took, are too few to promise a gain."""
+"""With fewer micro-steps, a quarter of the tiny drafter's own training, no gain is promised."""
 
 
 def honed_figures(before: Document, after: Document) -> Document:
-    """What honed stored between two views of an engine: rounds, tokens, and conditional acceptance by position.
+    """Compute rounds, tokens, and conditional acceptance by position that honed stored between two views of an engine.
 
-    A round that drafts k tokens has tried position j ≤ k only if the drafts before j were accepted:
-    tried_1 = drafted_1, tried_j ≈ min(drafted_j, accepted_{j−1}), exact while k doesn't change within the phase.
+    A round that drafts k tokens has tried position j ≤ k only if the drafts before j were accepted: tried_1 = drafted_1,
+    tried_j ≈ min(drafted_j, accepted_{j−1}), exact while k doesn't change within the phase.
     """
     drafts, draft_tokens, accepted = (after[k] - before.get(k, 0) for k in ("rounds", "draft_tokens", "accepted_tokens"))
     drafted = _difference(before, after, "drafted_by_position")
@@ -35,7 +35,7 @@ def honed_figures(before: Document, after: Document) -> Document:
 
 
 def drafted_share(phase: Document) -> float:
-    """How much of a phase's output came from rounds with drafts; the rest from steps in which a request had none."""
+    """Share of a phase's output from rounds with drafts; the rest is from steps in which a request had none."""
     counted = phase["vllm"]
     return min((counted["drafts"] + counted["accepted_tokens"]) / phase["tokens"], 1.0) if phase.get("tokens") else 0.0
 
@@ -63,7 +63,7 @@ def result_of(phases: list[Document], engine: Document, totals: Counters, operat
 
 
 def promises_of(result: Document, operation: Document, is_same_process: bool) -> list[Document]:
-    """Each promise, what was found, and whether it was kept."""
+    """List each promise, its measured value, and whether it was kept."""
     length = result["acceptance_length"]
     pairs = [
         ("verify rounds", "verify_rounds_logged", "vllm_num_drafts"),
@@ -89,13 +89,13 @@ def promises_of(result: Document, operation: Document, is_same_process: bool) ->
 
 
 def shell_line(name: str, environment: dict[str, str], words: list[str]) -> str:
-    """A command that can be pasted into a shell, below its name."""
+    """Format a command for pasting into a shell, below its name."""
     variables = [f"{variable}={shlex.quote(value)}" for variable, value in environment.items()]
     return f"# {name}\n" + " ".join([*variables, shlex.join(words)])
 
 
 def toml(sections: Document) -> str:
-    """A settings file: sections of plain values."""
+    """Format a settings file: sections of plain values."""
     lines = []
     for section, values in sections.items():
         lines.append(f"[{section}]")
@@ -114,7 +114,7 @@ def _promise(text: str, found: str, kept: bool) -> Document:
 
 
 def _too_few_steps(operation: Document) -> str:
-    """Why there was no gain, where training was cut short by the clock of a slow or busy machine."""
+    """Explain a missing gain if a slow or busy machine's clock cut training short."""
     detail = operation.get("detail") or {}
     steps, seconds = detail.get("steps") or 0, detail.get("train_seconds") or 0.0
     if not 0 < steps < FEW_STEPS:

@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file with everything in it, made from the demo's record (also written as record.json).
+"""The demo's report: one self-contained HTML file made from the demo's record (also written as record.json).
 
 Pure: a record in, a page out. `python -m benchmarks.demo.report demo-out` makes the page again from a record.
 """
@@ -19,7 +19,7 @@ from benchmarks.demo.svg_plot import Band, Mark, Series, line_plot
 Record = dict[str, Any]
 
 BIN_S = 3.0
-"""Points of the plots over time are means over so many seconds: a second holds too few rounds."""
+"""Seconds that each point of the plots over time averages: one second holds too few rounds."""
 COLORS = {"a": 1, "b": 2}
 
 STYLE = """
@@ -72,27 +72,27 @@ def render(record: Record) -> str:
 
 
 ACCEPTANCE_NOTE = (
-    "Tokens emitted per verify round, bonus token included. Shaded: held-out prompts with the draft length pinned to 7; "
-    "between them live traffic, where the controller chooses. Where nothing is drawn the server was idle."
+    "Tokens emitted per verify round, bonus token included. Shaded: held-out prompts with the draft length pinned to 7. "
+    "Between them: live traffic, where the controller chooses. In gaps the server was idle."
 )
 DRAFTED_NOTE = (
-    "How many tokens a round verified, of the rounds that verified any: 7 while pinned, otherwise what the controller found "
-    "worth its time. Where drafting doesn't pay it isn't done at all, and a line ends."
+    "Tokens verified per round, over the rounds that verified any: 7 while pinned, otherwise the controller's choice. "
+    "A line ends where the controller stops drafting because it doesn't pay."
 )
 POSITION_NOTE = (
-    "Conditional acceptance: of the rounds in which the drafts before it were accepted and this one was verified, the share "
-    "in which it was accepted too. Held-out prompts; dashed is before."
+    "Conditional acceptance: among the rounds that accepted all earlier drafts and verified this one, the share that "
+    "accepted it too. Held-out prompts; dashed is before."
 )
 GATE_NOTE = "Expected acceptance length on sessions that were held out from training, as the gate measured it."
 PHASES_NOTE = (
-    "Differences of totals between a phase's end and its start. Rounds are those with drafts, k is draft tokens per round, and "
-    "“of all tokens” says how much of the output came from such rounds: where drafts don't pay there are few, and what a phase "
-    "gains then is what it leaves out. Output is held against that of vLLM without honed."
+    "Differences of totals between a phase's end and its start. Only rounds with drafts count; k is draft tokens per round. "
+    "“of all tokens” is the share of the output from such rounds. It is small where drafts don't pay; such a phase gains "
+    "by not drafting. Output is compared with that of vLLM without honed."
 )
 
 
 def tiles(record: Record) -> str:
-    """The key figures."""
+    """Show the key figures."""
     figures, length = record["result"], record["result"]["acceptance_length"]
     rounds = f"{figures['verify_rounds_logged']:,} of {figures['vllm_num_drafts']:,}"
     shown = []
@@ -133,7 +133,7 @@ def gate(rows: Sequence[Record]) -> str:
 
 
 def phases(rows: Sequence[Record]) -> str:
-    """One line a phase: what vLLM counted and what honed counted."""
+    """Make one line a phase: vLLM's counts and honed's."""
     counted = ["rounds (vLLM)", "rounds (honed)", "k", "length (vLLM)", "length (honed)", "of all tokens"]
     head = ["phase", "requests", "tok/s", *counted, "output"]
     body = []
@@ -148,7 +148,7 @@ def phases(rows: Sequence[Record]) -> str:
 
 
 def promises(rows: Sequence[Record]) -> str:
-    """What was promised, what was found."""
+    """List the promises and their measured values."""
     body = [[p["text"], p["found"], Raw(_verdict(p["kept"], "kept", "NOT KEPT"))] for p in rows]
     return _table(["promise", "found", ""], body)
 
@@ -225,7 +225,7 @@ def _section(title: str, body: str, note: str = "") -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; the first column is text, the others are set as figures."""
+    """Make a table; the first column is text, the others are set as figures."""
     style = [""] + [' class="n"'] * (len(head) - 1)
     cells = "".join(f"<th{s}>{html.escape(h)}</th>" for h, s in zip(head, style, strict=True))
     lines = []

@@ -53,7 +53,7 @@ class Axis:
     ticks: list[float] = field(default_factory=list)
 
     def at(self, value: float) -> float:
-        """Pixel of a value."""
+        """Return the pixel of a value."""
         return self.start_px + (value - self.low) / (self.high - self.low) * (self.end_px - self.start_px)
 
 
@@ -70,7 +70,7 @@ def line_plot(
     unit: str = "",
     x_least_step: float = 0.0,
 ) -> str:
-    """A plot of one or several lines; a note instead of a plot when there are no points."""
+    """Plot one or several lines; without points, return a note instead."""
     xs = [x for s in series for x, _ in s.points] + [m.x for m in marks]
     ys = [y for s in series for _, y in s.points]
     if not ys:
@@ -99,7 +99,7 @@ def axis(
     is_tight: bool = False,
     least_step: float = 0.0,
 ) -> Axis:
-    """A scale that holds [low, high] with about `num_ticks` round ticks; `is_tight` doesn't widen it to the ticks."""
+    """Make a scale that holds [low, high] with about `num_ticks` round ticks; `is_tight` doesn't widen it to the ticks."""
     if high - low < 1e-9:
         high = low + 1.0
     step = max(round_step((high - low) / num_ticks), least_step)
@@ -111,7 +111,7 @@ def axis(
 
 
 def round_step(rough: float) -> float:
-    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that isn't below `rough`."""
+    """Return the smallest of 1, 2, 2.5, 5, 10 times a power of ten that isn't below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(f * power for f in (1, 2, 2.5, 5, 10) if f * power >= rough - 1e-12)
 
@@ -165,7 +165,7 @@ def _line(series: Series, x_axis: Axis, y_axis: Axis, gap: float, unit: str) -> 
 
 
 def _runs(points: Sequence[tuple[float, float]], gap: float) -> list[list[tuple[float, float]]]:
-    """The points, cut wherever x jumps by more than `gap`."""
+    """Split the points wherever x jumps by more than `gap`."""
     runs: list[list[tuple[float, float]]] = []
     for point in points:
         if runs and point[0] - runs[-1][-1][0] <= gap:
@@ -176,7 +176,7 @@ def _runs(points: Sequence[tuple[float, float]], gap: float) -> list[list[tuple[
 
 
 def _names(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> list[str]:
-    """Names at the right ends of the lines, moved apart where they would overlap."""
+    """Draw names at the right ends of the lines, moved apart where they would overlap."""
     ends = sorted(((y_axis.at(s.points[-1][1]), s) for s in series if s.points), key=lambda end: end[0])
     parts, last = [], -math.inf
     for y, s in ends:

@@ -24,7 +24,7 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 def ancestors_of(rows: int) -> torch.Tensor:  # [I, I]
-    """Whether a row attends to another, in a tree of chains of eight that start at the anchor."""
+    """Tell whether a row attends to another, in a tree of chains of eight that start at the anchor."""
     parents = [-1] + [0 if row % 8 == 1 else row - 1 for row in range(1, rows)]
     attends = torch.eye(rows, dtype=torch.bool)
     for row in range(1, rows):
@@ -33,7 +33,7 @@ def ancestors_of(rows: int) -> torch.Tensor:  # [I, I]
 
 
 def attention_work(b: int, length: int, rows: int, device: torch.device) -> Work:
-    """Every request has the same tree and a prefix of L tokens, in pages that lie anywhere."""
+    """Give every request the same tree and a prefix of L tokens, in pages at random places."""
     torch.manual_seed(0)
     dtype = DTYPE[device.type]
     pages = -(-length // PAGE)
@@ -50,7 +50,7 @@ def attention_work(b: int, length: int, rows: int, device: torch.device) -> Work
     words = pack_bits(F.pad(attends, (0, -rows % 32))).expand(b, -1, -1).contiguous()
     prefix = PagedPrefix(*caches, table, lengths)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    # The alternatives get what the op has to find: K/V of a request one after the other, [B, H_kv, L + I, E].
+    # The alternatives get the op's inputs gathered: K/V of a request one after the other, [B, H_kv, L + I, E].
     dense = []
     for cache, own in zip(caches, (k, v), strict=True):
         before = cache[table.long()].flatten(1, 2)[:, :length]
@@ -76,7 +76,7 @@ def attention_work(b: int, length: int, rows: int, device: torch.device) -> Work
 
 
 def by_flex(q: torch.Tensor, dense: list[torch.Tensor], attends: torch.Tensor, length: int) -> Run:
-    """FlexAttention with its block mask made beforehand."""
+    """Run FlexAttention with its block mask made beforehand."""
     rows = len(attends)
 
     def may(_b: torch.Tensor, _h: torch.Tensor, row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def by_flex(q: torch.Tensor, dense: list[torch.Tensor], attends: torch.Tensor, l
 
     block_mask = create_block_mask(may, None, None, rows, length + rows, device=q.device)
     compiled: Callable[..., Any] = torch.compile(flex_attention)
-    options = {"FORCE_USE_FLEX_ATTENTION": True}  # its decoding kernel isn't to be had for these shapes
+    options = {"FORCE_USE_FLEX_ATTENTION": True}  # its decoding kernel isn't available for these shapes
     return lambda: compiled(q, *dense, block_mask=block_mask, enable_gqa=True, kernel_options=options)
 
 
@@ -100,7 +100,7 @@ def after_flash(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> dict[str, Run]:
-    """vLLM's flash-attn for the prefix where it is installed, and the op for the tree and the merge."""
+    """Run vLLM's flash-attn, if installed, for the prefix, and the op for the tree and the merge."""
     with contextlib.suppress(ImportError):
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -125,7 +125,7 @@ def after_flash(
 
 
 def attention_case(b: int, length: int, nodes: int, on: Any, *goals: Goal) -> Case:
-    """A case of `tree_attention`; the anchor is one row more than the nodes."""
+    """A case of `tree_attention`; rows are the nodes plus the anchor."""
     shape = f"batch {b}, context {length}, {nodes} nodes, {HEADS}/{KV_HEADS} heads of {HEAD_SIZE}"
     return Case("tree_attention", shape, on, partial(attention_work, b, length, nodes + 1), goals)
 

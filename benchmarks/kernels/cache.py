@@ -20,7 +20,7 @@ Format = Literal["bf16", "fp8", "int4"]
 
 
 def compact_work(b: int, n: int, moved: int, layers: int, h: int, d: int, device: torch.device) -> Work:
-    """Paths of `moved` nodes, every second one of the tree, so that each row moves."""
+    """Move paths of `moved` nodes, every second one of the tree, so that each row moves."""
     torch.manual_seed(0)
     num_blocks = b * (n // KV_BLOCK_SIZE + 2)
     tensors = [torch.randn(num_blocks, KV_BLOCK_SIZE, h, d, device=device).bfloat16() for _ in range(2 * layers)]
@@ -50,7 +50,7 @@ def compact_work(b: int, n: int, moved: int, layers: int, h: int, d: int, device
 
 
 def plane_of(kind: Format, num_blocks: int, h: int, d: int, device: torch.device) -> PagedPlane:
-    """A plane of random contents."""
+    """Make a plane of random contents."""
     shape = (num_blocks, KV_BLOCK_SIZE, h, d)
     if kind == "bf16":
         return PagedPlane(torch.randn(shape, device=device).bfloat16())
@@ -63,7 +63,7 @@ def plane_of(kind: Format, num_blocks: int, h: int, d: int, device: torch.device
 
 
 def gather_work(b: int, t: int, h: int, d: int, kind: Format, device: torch.device) -> Work:
-    """T rows of each of B requests, in blocks that lie anywhere."""
+    """Gather T rows of each of B requests, from blocks at random places."""
     torch.manual_seed(0)
     blocks = -(-t // KV_BLOCK_SIZE)
     plane = plane_of(kind, b * blocks, h, d, device)

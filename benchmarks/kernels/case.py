@@ -1,4 +1,4 @@
-"""What `kernel_bench.py` measures: cases, each one op at one shape, and the goals that are set for it."""
+"""Cases for `kernel_bench.py`, each one op at one shape, and the goals set for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 Run = Callable[[], object]
-"""Does the work once, on inputs that are there already; the result is dropped."""
+"""Does the work once, on existing inputs; the result is dropped."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Work:
 
     Args:
         run: the op.
-        bytes_moved: what has to be moved whoever does it, each input and output once.
+        bytes_moved: bytes that any implementation must move, each input and output once.
         flops: likewise, of matrix products.
-        alternatives: other ways to the same result, by name; the fastest is the one to compare with.
-        yardsticks: something that the op can't do without, by name ("matmuls alone"), to say what the rest costs.
+        alternatives: other ways to the same result, by name; the op is compared with the fastest.
+        yardsticks: a necessary part of the op, by name ("matmuls alone"), to show the cost of the rest.
         is_graphed: time the op and the yardsticks from a CUDA graph on a GPU, as an engine would run them.
         has_peak: measure peak memory as well, of the op and of the alternatives.
     """
@@ -54,7 +54,7 @@ class Goal:
         return f"{self.figure} ≥ {self.at_least:g}" if self.at_least is not None else f"{self.figure} ≤ {self.at_most:g}"
 
     def is_met(self, value: float) -> bool:
-        """Whether the figure keeps within the bound."""
+        """Return whether the figure keeps within the bound."""
         return value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
 
 
@@ -63,9 +63,9 @@ class Case:
     """One op at one shape.
 
     Args:
-        on: where the shape makes sense: a GPU's are too large for a CPU, a CPU's say nothing of a GPU.
+        on: device of the shape: a GPU's is too large for a CPU, a CPU's says nothing about a GPU.
         make: makes the inputs on a device.
-        goals: what the op is to reach there.
+        goals: required figures of the op there.
     """
 
     op: str

@@ -1,8 +1,8 @@
-"""Times, peak memory, and what a device can do at best: copy bandwidth and matrix products, measured in the same run.
+"""Times, peak memory, and a device's ceilings: copy bandwidth and matrix products, measured in the same run.
 
-Candidates take turns, round by round, and ratios are taken within a round: a machine that slows down slows both sides. On a
-GPU the L2 cache is emptied before each turn; on a CPU it is the process's own time that counts, so that a machine with other
-work to do says the same.
+Candidates take turns, round by round, and ratios are taken within a round: a machine that slows down slows both sides. On a GPU
+the L2 cache is emptied before each turn. On a CPU only the process's own time counts, so that other work on the machine doesn't
+change it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.kernels.case import Run
 
 SHORTEST_S = 2e-3
-"""A turn on a CPU lasts at least that long."""
+"""Minimum duration of a turn on a CPU."""
 L2_BYTES = 256 << 20
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -28,18 +28,18 @@ MATMUL_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best that this device did in this run."""
+    """The highest rates that this device reached in this run."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def floor_s(self, bytes_moved: int, flops: int) -> float:
-        """The shortest time for so much work: the longer of moving and multiplying."""
+        """Shortest time for this much work: the longer of moving and multiplying."""
         return max(bytes_moved / self.bytes_per_s, flops / self.flops_per_s)
 
 
 def measure_ceilings(device: torch.device, rounds: int) -> Ceilings:
-    """Copy bandwidth (bytes read and written) and the rate of a large square matrix product."""
+    """Measure copy bandwidth (bytes read and written) and the rate of a large square matrix product."""
     kind = device.type
     a, b = (torch.ones(COPY_BYTES[kind], dtype=torch.uint8, device=device) for _ in range(2))
     x, y = (torch.randn(2 * (MATMUL_SIZE[kind],), device=device).to(MATMUL_DTYPE[kind]) for _ in range(2))
@@ -50,7 +50,7 @@ def measure_ceilings(device: torch.device, rounds: int) -> Ceilings:
 
 
 def take_turns(device: torch.device, candidates: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of every candidate in every round, after a warm-up."""
+    """Time every candidate in every round, in seconds, after a warm-up."""
     if device.type == "cuda":
         return _turns_on_gpu(device, candidates, rounds)
     inner = {name: _repeats(run) for name, run in candidates.items()}
@@ -80,7 +80,7 @@ def _turns_on_gpu(device: torch.device, candidates: Mapping[str, Run], rounds: i
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, run in candidates.items():
-            flush.zero_()  # also lets the host run ahead, so that launches aren't what is timed
+            flush.zero_()  # also lets the host run ahead, so that launches aren't timed
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             began.record()
             run()
@@ -91,7 +91,7 @@ def _turns_on_gpu(device: torch.device, candidates: Mapping[str, Run], rounds: i
 
 
 def captured(run: Run) -> Run:
-    """The same work from a CUDA graph."""
+    """Capture the same work in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -105,7 +105,7 @@ def captured(run: Run) -> Run:
 
 
 def peak_bytes(device: torch.device, run: Run) -> int:
-    """Most memory that PyTorch's allocator held for it at once, beyond what was there before."""
+    """Peak memory of PyTorch's allocator during the run, beyond the memory already in use."""
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

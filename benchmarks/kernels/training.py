@@ -1,4 +1,4 @@
-"""Cases of the ops of training: `block_loss` and `anchor_attention`, forward and backward."""
+"""Cases of the training ops: `block_loss` and `anchor_attention`, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from honed.kernels.training.block_loss import block_loss
 QWEN_VOCABULARY = 151_936
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
-# Letters as in reference_training.
+# Letters as in honed.kernels.training.reference.
 
 
 def loss_work(m: int, h: int, v: int, kind: str, device: torch.device) -> Work:
@@ -60,7 +60,7 @@ def loss_work(m: int, h: int, v: int, kind: str, device: torch.device) -> Work:
 
 
 def liger(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> dict[str, Run]:
-    """Liger's fused linear cross-entropy where it is installed: the plain mean, since it knows no row weights."""
+    """Run Liger's fused linear cross-entropy, if installed: the plain mean, since it supports no row weights."""
     with contextlib.suppress(ImportError):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -78,7 +78,7 @@ def attention_work(n: int, b: int, q: int, g: int, d: int, t: int, device: torch
     tensors = [torch.randn(size, device=device, dtype=dtype).requires_grad_() for size in sizes]
     weights = torch.randn(sizes[0], device=device, dtype=dtype)
 
-    visible = Visible(begins, anchors)  # made once, as the layers of a step share it; the alternatives' mask likewise
+    visible = Visible(begins, anchors)  # made once, since a step's layers share it; likewise the alternatives' mask
 
     def ours() -> object:
         return torch.autograd.grad(anchor_attention(*tensors, visible), tensors, weights)

@@ -42,7 +42,7 @@ def candidates_work(b: int, d: int, v: int, m: int, device: torch.device) -> Wor
 
 
 def tree_work(b: int, d: int, m: int, budget: int, device: torch.device) -> Work:
-    """Trees from random candidates, the best with probabilities that a drafter would give."""
+    """Build trees from random candidates, the best with probabilities as a drafter would give."""
     torch.manual_seed(0)
     log_probs = (2.0 * torch.randn(b, d, 1000)).log_softmax(-1).topk(m, dim=-1).values.to(device)
     ids = torch.randint(1000, (b, d, m), device=device, dtype=torch.int32)

@@ -18,14 +18,14 @@ from honed.kernels.verify.verify_tree import verify_tree
 
 QWEN_VOCABULARY = 151_936
 CERTAIN = 40.0
-"""Added to a logit, it makes its token all but sure."""
+"""Added to a logit, it makes its token almost certain."""
 GOAL = Goal("cost:reading the logits once", at_most=1.2)
 
 # Letters: B requests, K draft tokens, N tree nodes, V vocabulary, D depths, m candidates.
 
 
 def chain_work(b: int, k: int, v: int, is_greedy: bool, has_q: bool, device: torch.device) -> Work:
-    """Chains of which every draft is accepted: all rows have to be read."""
+    """Verify chains whose drafts are all accepted: all rows must be read."""
     torch.manual_seed(0)
     drafts = torch.randint(v, (b, k), device=device, dtype=torch.int32)
     logits = torch.randn(b, k + 1, v, device=device, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def plain_chain(
 def vllm_chain(
     logits: torch.Tensor, drafts: torch.Tensor, is_greedy: bool, draft_logits: torch.Tensor | None
 ) -> dict[str, Run]:
-    """vLLM's rejection sampler where it is installed, with a bonus token drawn from the last row as its sampler does."""
+    """Run vLLM's rejection sampler, if installed, with a bonus token drawn from the last row as its sampler does."""
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.rejection_sampler import rejection_sample
 
@@ -103,7 +103,7 @@ def vllm_chain(
 
 
 def tree_of(b: int, n: int, v: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, parents and depths [B, N] of trees with a chain of up to 15 and siblings of its nodes."""
+    """Make tokens, parents and depths [B, N] of trees with a chain of up to 15 and siblings of its nodes."""
     tokens = torch.randint(v, (b, n), device=device, dtype=torch.int32)
     chain = min(n, 15)
     node = torch.arange(n, device=device, dtype=torch.int32)
@@ -112,7 +112,7 @@ def tree_of(b: int, n: int, v: int, device: torch.device) -> tuple[torch.Tensor,
 
 
 def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) -> Work:
-    """Walks to the end of the chain of trees of N nodes."""
+    """Walk to the end of the chain, in trees of N nodes."""
     torch.manual_seed(0)
     tokens, parents, depths = tree_of(b, n, v, device)
     chain = int(depths.max())
@@ -143,7 +143,7 @@ def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) 
 
 
 def pack_work(b: int, k: int, d: int, m: int, device: torch.device) -> Work:
-    """A step's events of chains with candidates, to the host."""
+    """Copy a step's events of chains with candidates to the host."""
     layout = EventLayout(b, k, depths=d, candidates=m)
     buffer = EventBuffer.of(layout, device)
 

@@ -43,7 +43,7 @@ class Pair:
 def candidate_requests(
     pair: Pair, domain: str, temperature: float, num_prompts: int, seed: int = 0
 ) -> Iterator[CandidateRequest]:
-    """Candidates of the answers to the first held-out prompts of a domain, loops and short answers left out."""
+    """Make candidates for the answers to the first held-out prompts of a domain; skip loops and short answers."""
     prompts = read_prompts(pair.folder / f"prompts_{domain}.jsonl", pair.tokenizer)[:num_prompts]
     for prompt, emitted in answers(pair.model, prompts, temperature, seed):
         sample = as_sample(pair.model, pair.drafter, prompt, emitted, domain)
@@ -63,7 +63,7 @@ def candidate_requests(
 def answers(
     model: Qwen3ForCausalLM, prompts: list[Prompt], temperature: float, seed: int
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt with what the target says to it, in the prompts' order."""
+    """Yield each prompt with the target's answer, in the prompts' order."""
     said: dict[Prompt, list[int]] = {}
     for length in sorted({len(p.token_ids) for p in prompts}):
         batch = [p for p in prompts if len(p.token_ids) == length]
@@ -80,7 +80,7 @@ def answers(
 
 @torch.inference_mode()
 def candidates_of(drafter: DFlashDrafter, sample: TrainingSample) -> tuple[Tensor, Tensor]:  # 2 x [P, K, m]
-    """The most likely tokens at every depth after every anchor, with their log-probabilities."""
+    """Find the most likely tokens at every depth after every anchor, with their log-probabilities."""
     packed = pack([sample])
     anchors = torch.arange(sample.num_prompt_tokens - 1, sample.num_tokens - 1)
     ids, values = [], []

@@ -1,7 +1,7 @@
-"""What the tiny target says: greedy continuations, the hidden states a drafter sees, and which texts are of no use.
+"""Output of the tiny target: greedy continuations, the hidden states a drafter sees, and the choice of useful texts.
 
-Small models fall into loops, and a loop is drafted perfectly, so texts that loop would flatter every figure. They are left
-out by a rule that looks at the target's text alone, never at acceptance.
+Small models fall into loops, and any drafter predicts a loop perfectly, so looping texts would inflate every figure. A rule
+excludes them by the target's text alone, never by acceptance.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MIN_EMITTED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """A stretch of one document, begun at the start of a line."""
+    """A stretch of one document that starts at the start of a line."""
 
     session: str
     token_ids: tuple[int, ...]
 
 
 def cut_prompts(tokenizer: Tokenizer, documents: list[Document], per_document: int, num_tokens: int, seed: int) -> list[Prompt]:
-    """Up to `per_document` non-overlapping stretches of each document, `num_tokens` long, begun at line starts."""
+    """Cut up to `per_document` non-overlapping stretches from each document, `num_tokens` long, at line starts."""
     rng = random.Random(seed)
     ends_line = {i for i in range(tokenizer.get_vocab_size()) if "\n" in tokenizer.decode([i])}
     prompts = []
@@ -58,12 +58,12 @@ def cut_prompts(tokenizer: Tokenizer, documents: list[Document], per_document: i
 
 
 def emitted_length(emitted: list[int]) -> int:
-    """Tokens before the end of text."""
+    """Count the tokens before the end of text."""
     return emitted.index(END_TOKEN_ID) if END_TOKEN_ID in emitted else len(emitted)
 
 
 def is_repeating(emitted: list[int]) -> bool:
-    """Whether the second half repeats itself: at some period up to 24 tokens, 80 % of it equals what came before."""
+    """Tell whether the second half repeats itself: at some period up to 24 tokens, 80 % of it equals the text before."""
     half = len(emitted) // 2
     for period in range(1, min(LONGEST_PERIOD_TOKENS, half) + 1):
         same = sum(emitted[i] == emitted[i - period] for i in range(half, len(emitted)))
@@ -73,14 +73,14 @@ def is_repeating(emitted: list[int]) -> bool:
 
 
 def is_useful(emitted: list[int]) -> bool:
-    """Long enough, and not a loop."""
+    """Tell whether a text is long enough and not a loop."""
     length = emitted_length(emitted)
     return length >= MIN_EMITTED_TOKENS and not is_repeating(emitted[:length])
 
 
 @torch.inference_mode()
 def aux_hidden_states(model: Qwen3ForCausalLM, token_ids: Tensor) -> Tensor:  # [S, T] -> [S, T, A]
-    """Outputs of the target's layers the drafter reads, side by side."""
+    """Concatenate the outputs of the target's layers that the drafter reads."""
     outputs: dict[int, Tensor] = {}
 
     def keep(layer_id: int) -> object:
@@ -96,7 +96,7 @@ def aux_hidden_states(model: Qwen3ForCausalLM, token_ids: Tensor) -> Tensor:  # 
 
 
 def told(model: Qwen3ForCausalLM, prompts: list[Prompt], batch_sequences: int = 128) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt (all of one length) with what the target says to it, loops and short ones left out."""
+    """Yield each prompt (all of one length) with the target's answer, without loops and short ones."""
     for start in range(0, len(prompts), batch_sequences):
         batch = prompts[start : start + batch_sequences]
         ids = continue_greedily(model, torch.tensor([p.token_ids for p in batch]), NUM_EMITTED_TOKENS)
@@ -110,7 +110,7 @@ def told(model: Qwen3ForCausalLM, prompts: list[Prompt], batch_sequences: int = 
 def as_sample(
     model: Qwen3ForCausalLM, drafter: DFlashDrafter, prompt: Prompt, emitted: list[int], workload: str
 ) -> TrainingSample:
-    """The sample a server would have captured for this request: fused features."""
+    """Make the sample that a server would have captured for this request: fused features."""
     ids = torch.tensor([*prompt.token_ids, *emitted])
     features = drafter.fuse(aux_hidden_states(model, ids[None])[0])
     return TrainingSample(

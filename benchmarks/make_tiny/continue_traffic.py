@@ -1,4 +1,4 @@
-"""Train the tiny drafter on with domain B's live traffic, as the trainer process would, and see what it gains and loses.
+"""Continue the tiny drafter's training with domain B's live traffic, as the trainer process would, and measure gain and loss.
 
 python -m benchmarks.make_tiny.continue_traffic benchmarks/tiny --seconds 180 --learning-rate 5e-4
 """
@@ -27,14 +27,14 @@ from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 
 @dataclass(frozen=True)
 class Material:
-    """Samples to train on and to judge on, of both domains."""
+    """Samples for training and for judging, of both domains."""
 
     traffic: dict[str, list[TrainingSample]]
     heldout: list[TrainingSample]
 
 
 def gather(folder: Path, drafter: DFlashDrafter) -> Material:
-    """Answers of the target to the prompts in `folder`."""
+    """Collect the target's answers to the prompts in `folder`."""
     tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
     model = Qwen3ForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     traffic, heldout = {}, []
@@ -47,7 +47,7 @@ def gather(folder: Path, drafter: DFlashDrafter) -> Material:
 def train_on(
     drafter: DFlashDrafter, material: Material, settings: TrainingSettings, seconds: float, replay_share: float
 ) -> dict[str, float]:
-    """Micro-steps on single samples until the time is over; `replay_share` of them, of the old domain, hold to the parent."""
+    """Do micro-steps on single samples until time is over; `replay_share` of them, of the old domain, hold to the parent."""
     rng = random.Random(settings.seed)
     trainer = MicroTrainer(drafter, settings, parent=copy.deepcopy(drafter))
     began_s = time.monotonic()
@@ -70,7 +70,7 @@ def train_on(
 
 
 def judge(drafter: DFlashDrafter, material: Material) -> dict[str, float]:
-    """Acceptance length on the held-out prompts of each domain."""
+    """Measure the acceptance length on the held-out prompts of each domain."""
     result = expected_acceptance_length(drafter, material.heldout)
     return {domain: round(result.acceptance_length(domain), 4) for domain in "ab"}
 

@@ -1,9 +1,9 @@
 """Two domains of text for the tiny pair: Python's own library (A) and the prose of a cloud API's manual (B).
 
-Both can be had again anywhere: A is the standard library of the running interpreter (PSF licence), B the documentation
-strings of one pinned release of the PyPI package `botocore` (Apache-2.0), stripped of HTML and of everything that isn't
-prose. A document is one source file or one operation's page, and belongs to one split for good, by a hash of its name, so
-nothing of a held-out document is ever trained on. Paragraphs of B that occur in several pages are kept in the first only.
+Both are reproducible anywhere. A is the standard library of the running interpreter (PSF licence). B is the documentation
+strings of one pinned release of the PyPI package `botocore` (Apache-2.0), without HTML and everything else that isn't prose. A
+document is one source file or one operation's page. A hash of its name assigns it to one split permanently, so nothing of a
+held-out document is ever trained on. Paragraphs of B that occur in several pages are kept in the first only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Document:
 
     @property
     def split(self) -> Split:
-        """Held out 8 %, live traffic 12 %, the rest is for training: by the hash of the name, so it never moves."""
+        """Split by the hash of the name, so it never changes: held out 8 %, live traffic 12 %, the rest for training."""
         bucket = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100
         if bucket < 8:
             return "heldout"
@@ -50,7 +50,7 @@ class Document:
 
 
 def stdlib_documents() -> Iterator[Document]:
-    """Every module of the running interpreter's standard library, tests and tables left out."""
+    """Yield every module of the running interpreter's standard library, without tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -62,7 +62,7 @@ def stdlib_documents() -> Iterator[Document]:
 
 
 def fetch_botocore(folder: Path) -> Path:
-    """The pinned botocore wheel, downloaded once by pip into `folder`."""
+    """Download the pinned botocore wheel once, by pip, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / f"botocore-{BOTOCORE_VERSION}-py3-none-any.whl"
     if not wheel.exists():
@@ -72,7 +72,7 @@ def fetch_botocore(folder: Path) -> Path:
 
 
 def botocore_documents(wheel: Path) -> Iterator[Document]:
-    """One page an operation: what it does, then what its parameters mean, as plain paragraphs."""
+    """Yield one page an operation: its purpose, then its parameters' meaning, as plain paragraphs."""
     seen: set[str] = set()
     with zipfile.ZipFile(wheel) as archive:
         for name in newest_services(archive.namelist()):
@@ -81,7 +81,7 @@ def botocore_documents(wheel: Path) -> Iterator[Document]:
 
 
 def newest_services(names: list[str]) -> list[str]:
-    """Of each service the description with the latest date."""
+    """Choose the description with the latest date for each service."""
     newest: dict[str, str] = {}
     for name in sorted(n for n in names if n.endswith("/service-2.json.gz")):
         newest[name.split("/")[2]] = name
@@ -89,7 +89,7 @@ def newest_services(names: list[str]) -> list[str]:
 
 
 def service_documents(service_name: str, service: dict[str, Any], seen: set[str]) -> Iterator[Document]:
-    """Pages of one service until its share of characters is used up, so that no service dominates."""
+    """Yield pages of one service until its share of characters is used up, so that no service dominates."""
     left_chars = MAX_SERVICE_CHARS
     for name, operation in sorted(service["operations"].items()):
         paragraphs = prose(operation.get("documentation", ""))
@@ -107,7 +107,7 @@ def service_documents(service_name: str, service: dict[str, Any], seen: set[str]
 
 
 def prose(markup: str) -> list[str]:
-    """The paragraphs of a documentation string, without tags, in ASCII; one-word items are dropped."""
+    """Return the paragraphs of a documentation string, without tags, in ASCII; one-word items are dropped."""
     text = re.sub(r"</?(p|li|ul|ol|dl|dt|dd|note|important|h\d|table|tr|div|br)\b[^>]*>", "\n", markup)
     text = html.unescape(re.sub(r"<[^>]+>", "", text)).encode("ascii", "ignore").decode()
     lines = (re.sub(r"\s+", " ", line).strip() for line in text.split("\n"))
@@ -115,5 +115,5 @@ def prose(markup: str) -> list[str]:
 
 
 def load_documents(cache: Path) -> list[Document]:
-    """All documents of both domains."""
+    """Load all documents of both domains."""
     return [*stdlib_documents(), *botocore_documents(fetch_botocore(cache))]

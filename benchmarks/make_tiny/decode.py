@@ -1,4 +1,4 @@
-"""Decoding of the tiny target, greedy or sampled, with K/V written in place: several times what a growing cache gives."""
+"""Decoding of the tiny target, greedy or sampled, with K/V written in place: several times faster than a growing cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from transformers import Qwen3ForCausalLM
 
 from honed.recalib.drafter.model import rotary_tables, rotate
 
-# Letters: S sequences, T new tokens of each, M room for all tokens, H width, G key/value heads, R query heads of each,
-# D head width.
+# Letters: S sequences, T new tokens of each, M capacity for all tokens, H width, G key/value heads, R query heads of each, D
+# head width.
 
 
 class GreedyDecoder:
@@ -25,11 +25,11 @@ class GreedyDecoder:
         self.num_tokens = 0
 
     def feed(self, token_ids: Tensor) -> Tensor:  # [S, T] -> [S] next tokens
-        """Append tokens; the greedy next token of each sequence."""
+        """Append tokens; return the greedy next token of each sequence."""
         return self.logits(token_ids).argmax(-1)
 
     def logits(self, token_ids: Tensor) -> Tensor:  # [S, T] -> [S, V]
-        """Append tokens; the logits of what comes next."""
+        """Append tokens; return the logits of the next token."""
         first, self.num_tokens = self.num_tokens, self.num_tokens + token_ids.shape[1]
         tables = rotary_tables(torch.arange(first, self.num_tokens), self.head_dim, self.theta)
         x = F.embedding(token_ids, self.model.embed_tokens.weight)
@@ -63,7 +63,7 @@ class GreedyDecoder:
 
 @torch.inference_mode()
 def continue_greedily(model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int) -> Tensor:  # [S, P] -> [S, P + num]
-    """Greedy continuations; a sequence goes on past the end token, `emitted_length` cuts it."""
+    """Continue greedily; a sequence continues past the end token, `emitted_length` cuts it."""
     decoder = GreedyDecoder(model, len(prompts), prompts.shape[1] + num_tokens)
     pieces = [prompts, decoder.feed(prompts)[:, None]]
     for _ in range(num_tokens - 1):
@@ -75,7 +75,7 @@ def continue_greedily(model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int)
 def continue_sampled(
     model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int, temperature: float, seed: int
 ) -> Tensor:  # [S, P] -> [S, P + num]
-    """Continuations sampled at a temperature above 0."""
+    """Continue by sampling at a temperature above 0."""
     generator = torch.Generator().manual_seed(seed)
     decoder = GreedyDecoder(model, len(prompts), prompts.shape[1] + num_tokens)
     pieces = [prompts]

@@ -22,7 +22,7 @@ TARGET_LAYER_IDS = (1, 3, 4, 5)
 
 
 def drafter_json() -> dict[str, object]:
-    """The drafter's config.json as vLLM reads it."""
+    """Make the drafter's config.json as vLLM reads it."""
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -47,7 +47,7 @@ def drafter_json() -> dict[str, object]:
 
 
 def fresh_drafter(target_dir: Path, seed: int = 0) -> DFlashDrafter:
-    """A drafter with random weights beside the target."""
+    """Make a drafter with random weights for the target."""
     torch.manual_seed(seed)
     head = load_target_head(target_dir)
     drafter = DFlashDrafter(DrafterConfig.from_json(drafter_json()), head.embed_tokens, head.lm_head)
@@ -66,7 +66,7 @@ def write_drafter(drafter: DFlashDrafter, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class DrafterTraining:
-    """How long and how fast to train from scratch; the rates fall linearly over the last `decay_share` of the steps."""
+    """Length and rates of training from scratch; the rates fall linearly over the last `decay_share` of the steps."""
 
     steps: int = 2500
     sequences: int = 8
@@ -86,8 +86,8 @@ FINISH = DrafterTraining(steps=500, matrix_lr=0.004, other_lr=5e-4, decay_share=
 def tie_key_norms(drafter: DFlashDrafter) -> None:
     """Give all layers the mean of their `k_norm`.
 
-    vLLM 0.32's CPU build norms the context keys of *every* layer with layer 0's `k_norm`: its `rms_norm` takes no weights of
-    two dimensions, CUDA's does by its source. With one for all layers the pair is the same function either way.
+    vLLM 0.32's CPU build norms the context keys of *every* layer with layer 0's `k_norm`. Its `rms_norm` takes no
+    two-dimensional weights; CUDA's does by its source. With one `k_norm` for all layers the pair computes the same either way.
     """
     norms = [layer.self_attn.k_norm.weight for layer in drafter.layers]
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Teach the tiny target not to loop: unlikelihood of the n-grams it repeats in its own greedy continuations.
+"""Train the tiny target not to loop: unlikelihood of the n-grams it repeats in its own greedy continuations.
 
-A model of this size repeats itself within a few dozen greedy tokens, and loops are drafted perfectly, which would make
-every acceptance figure meaningless. A few minutes of sequence-level unlikelihood, -log(1 - p) at each token that completes
-an n-gram the continuation had before, mixed with ordinary next-token loss, makes most continuations run on.
+A model of this size repeats itself within a few dozen greedy tokens. Loops are drafted perfectly, which would make every
+acceptance figure meaningless. The cure is a few minutes of sequence-level unlikelihood, -log(1 - p) at each token that
+completes an earlier n-gram of the continuation, mixed with ordinary next-token loss. Most continuations then don't loop.
 
 Source: arXiv 1908.04319, section 4 (sequence-level unlikelihood).
 """
@@ -40,7 +40,7 @@ class LoopTraining:
 
 
 def completes_repeat(emitted: list[int], ngram_tokens: int) -> list[bool]:
-    """Of each token, whether it completes an n-gram that was there before."""
+    """Mark each token that completes an earlier n-gram."""
     seen: set[tuple[int, ...]] = set()
     flags = [False] * len(emitted)
     for end in range(ngram_tokens, len(emitted) + 1):
@@ -62,7 +62,7 @@ def unlikelihood(model: Qwen3ForCausalLM, tokens: Tensor, is_repeat: Tensor) -> 
 def discourage_loops(
     model: Qwen3ForCausalLM, streams: list[Tensor], settings: LoopTraining, save: Callable[[Qwen3ForCausalLM], None]
 ) -> None:
-    """Take turns at continuing greedily and unlearning what repeated, until the time is over."""
+    """Alternate greedy continuation and unlikelihood of its repetitions until the time is over."""
     generator = torch.Generator().manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     crops = TargetTraining(sequence_tokens=settings.prompt_tokens - 1, batch_sequences=settings.batch_sequences)

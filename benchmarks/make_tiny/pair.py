@@ -3,7 +3,7 @@
     python -m benchmarks.make_tiny.pair --work /tmp/tiny --out benchmarks/tiny
 
 takes about three quarters of an hour. Training stops by the clock, so weights differ from machine to machine; the text, its
-split and the prompts' selection rule don't. What came out is in `benchmarks/tiny/README.md`.
+split and the prompts' selection rule don't. The result is described in `benchmarks/tiny/README.md`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROMPT_FILES: dict[Split, str] = {"heldout": "prompts", "traffic": "traffic"}
 
 
 def make_target(documents: list[Document], tokenizer: Tokenizer, out: Path, given: argparse.Namespace) -> None:
-    """Next-token training on both domains, then a few minutes against loops."""
+    """Train next-token prediction on both domains, then a few minutes against loops."""
     streams = [token_stream(tokenizer, documents, "a", "train"), token_stream(tokenizer, documents, "b", "train")]
     settings = replace(TargetTraining(), minutes=given.target_minutes)
     model = train_target(streams, settings, lambda trained: save_target(trained, out))
@@ -50,7 +50,7 @@ def make_target(documents: list[Document], tokenizer: Tokenizer, out: Path, give
 def drafter_pools(
     model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document]
 ) -> list[tuple[Tensor, Tensor]]:  # [M, T, A] bfloat16, [M, T] for each T
-    """Domain A's text and what the target says after it, for each prompt length, with what the drafter will see."""
+    """Domain A's text and the target's continuation, for each prompt length, with the features for the drafter."""
     chosen = [d for d in documents if d.domain == "a" and d.split == "train"]
     pools = []
     for length in PROMPT_TOKENS:
@@ -67,7 +67,7 @@ def drafter_pools(
 
 
 def make_drafter(model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document], given: argparse.Namespace) -> None:
-    """From scratch on domain A, then a short finish with one `k_norm` for all layers."""
+    """Train from scratch on domain A, then briefly with one `k_norm` for all layers."""
 
     def save(drafter: DFlashDrafter) -> None:
         write_drafter(drafter, given.out / "drafter")

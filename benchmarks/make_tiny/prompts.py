@@ -1,4 +1,4 @@
-"""Prompts of the tiny pair: held-out ones to measure on, and others to play as live traffic."""
+"""Prompts of the tiny pair: held-out ones for measurements, and others for live traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PROMPTS: dict[Split, int] = {"heldout": 200, "traffic": 600}
 def useful_prompts(
     model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document], domain: Domain, split: Split
 ) -> list[Prompt]:
-    """Prompts whose greedy continuation runs on without a loop, of all lengths, shuffled, capped in number."""
+    """Choose prompts whose greedy continuation doesn't loop, of all lengths, shuffled, limited in number."""
     chosen = [d for d in documents if d.domain == domain and d.split == split]
     random.Random(3).shuffle(chosen)
     wanted = MAX_PROMPTS[split] // len(PROMPT_TOKENS)
@@ -42,24 +42,24 @@ def useful_prompts(
 
 
 def survives_text(tokenizer: Tokenizer, prompt: Prompt) -> bool:
-    """Whether the prompt, sent as text, comes back as the same tokens."""
+    """Tell whether the prompt, sent as text, gives the same tokens again."""
     return bool(tokenizer.encode(tokenizer.decode(list(prompt.token_ids))).ids == list(prompt.token_ids))
 
 
 def write_prompts(path: Path, tokenizer: Tokenizer, prompts: Iterable[Prompt]) -> None:
-    """One JSON object a line: the document as `session`, and the text."""
+    """Write one JSON object a line: the document as `session`, and the text."""
     rows = ({"session": p.session, "prompt": tokenizer.decode(list(p.token_ids))} for p in prompts)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of a file, as tokens."""
+    """Read the prompts of a file, as tokens."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [Prompt(row["session"], tuple(tokenizer.encode(row["prompt"]).ids)) for row in rows]
 
 
 def samples_of(model: Qwen3ForCausalLM, drafter: DFlashDrafter, prompts: list[Prompt], workload: str) -> list[TrainingSample]:
-    """What a server would capture while it answers these prompts greedily."""
+    """Make the samples that a server would capture while it answers these prompts greedily."""
     samples: list[TrainingSample] = []
     for length in sorted({len(p.token_ids) for p in prompts}):
         of_length = [p for p in prompts if len(p.token_ids) == length]

@@ -1,8 +1,8 @@
-"""Make a target that says the same and costs more, by stacking layers that change nothing.
+"""Make a target with the same output and a higher cost, by stacking layers that change nothing.
 
 A layer whose `o_proj` and `down_proj` are zero adds zero to the residual stream, yet takes its full time and its K/V cache.
-With enough of them behind the real ones, a tiny pair has the ratio of draft to target cost a real server has, while every
-token stays the same. A drafter's `target_layer_ids` go on naming the same layers, since the new ones come last.
+With enough such layers, a tiny pair has a real server's ratio of draft to target cost, while every token stays the same. A
+drafter's `target_layer_ids` still name the same layers, since the new ones come last.
 
     python -m benchmarks.make_tiny.stacked_target benchmarks/tiny/target /tmp/stacked --extra-layers 24
 """
@@ -29,7 +29,7 @@ def make_stacked_target(source_dir: Path | str, out_dir: Path | str, extra_layer
     The new layers' other weights are copies of the last real layer's, so their matrix products are real work.
 
     Raises:
-        ValueError: when there is nothing to copy from, or fewer than no layers are asked for.
+        ValueError: there is nothing to copy, or `extra_layers` is negative.
     """
     source, out = Path(source_dir), Path(out_dir)
     if extra_layers < 0:
@@ -52,7 +52,7 @@ def make_stacked_target(source_dir: Path | str, out_dir: Path | str, extra_layer
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors checkpoint."""
+    """Read every tensor of a safetensors checkpoint."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} has no *.safetensors")
@@ -64,7 +64,7 @@ def read_all(folder: Path) -> dict[str, Tensor]:
 
 
 def write(source: Path, out: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
-    """The other files as they are, the new config, all tensors in one file."""
+    """Copy the other files, write the new config, and all tensors in one file."""
     out.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX_NAME, "config.json"):

@@ -19,7 +19,7 @@ from benchmarks.make_tiny.tokens import END_TOKEN_ID, VOCAB_SIZE
 
 @dataclass(frozen=True)
 class TargetTraining:
-    """How long and how fast to train. The rates fall with the share of time that is over, so the end is always annealed."""
+    """Length and rates of training. The rates fall with the share of elapsed time, so the end is always annealed."""
 
     minutes: float = 25.0
     sequence_tokens: int = 384
@@ -52,14 +52,14 @@ def target_config() -> Qwen3Config:
 
 
 def next_token_loss(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:  # tokens [B, T + 1] -> []
-    """Mean cross-entropy, matrices multiplied in bfloat16, master weights in float32."""
+    """Mean cross-entropy, with matrix products in bfloat16 and master weights in float32."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model.lm_head(model.model(tokens[:, :-1]).last_hidden_state)  # [B, T, V]
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].reshape(-1))
 
 
 def make_optimizers(model: Qwen3ForCausalLM, settings: TargetTraining) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Make Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -75,7 +75,7 @@ def rate_factor(progress: float, settings: TargetTraining) -> float:
 
 
 def crop_batch(streams: list[Tensor], settings: TargetTraining, generator: torch.Generator) -> Tensor:  # [B, T + 1]
-    """Random crops, the same number from each domain."""
+    """Cut random crops, the same number from each domain."""
     length = settings.sequence_tokens + 1
     rows = []
     for index in range(settings.batch_sequences):
@@ -86,7 +86,7 @@ def crop_batch(streams: list[Tensor], settings: TargetTraining, generator: torch
 
 
 def train_target(streams: list[Tensor], settings: TargetTraining, save: Callable[[Qwen3ForCausalLM], None]) -> Qwen3ForCausalLM:
-    """Train until the time is over; `save` is called now and then, and with the final weights."""
+    """Train until the time is over; `save` is called from time to time, and with the final weights."""
     torch.manual_seed(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
     model = Qwen3ForCausalLM(target_config())

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfo
 
 
 def train_tokenizer(documents: Iterable[Document]) -> Tokenizer:
-    """Byte-level BPE on the training split; ids 0 and 1 are the end of text and the drafter's mask."""
+    """Train byte-level BPE on the training split; ids 0 and 1 are the end of text and the drafter's mask."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +50,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_stream(tokenizer: Tokenizer, documents: list[Document], domain: Domain, split: Split) -> Tensor:  # [T] int64
-    """Documents of one domain and split in a fixed random order, each ended by the end token."""
+    """Concatenate documents of one domain and split in a fixed random order, each followed by the end token."""
     chosen = [d for d in documents if d.domain == domain and d.split == split]
     random.Random(0).shuffle(chosen)
     ids: list[int] = []

@@ -1,4 +1,4 @@
-"""A vLLM server with honed attached and its daemon (and trainer), for benchmarks that need no server beside it."""
+"""A vLLM server with honed attached and its daemon (and trainer), for benchmarks that need no second server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from honed.daemon.client.client import AdminClient
 
 @dataclass(frozen=True)
 class Attached:
-    """What runs, and where its state lies."""
+    """The running processes, and the place of their state."""
 
     server: Server
     client: AdminClient
@@ -37,7 +37,7 @@ async def attached(
     trains: bool = False,
     server_environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Attached]:
-    """Start daemon, trainer (if wanted) and server; end them all on the way out."""
+    """Start daemon, trainer (if wanted) and server; end them all on exit."""
     runtime_dir = Path(tempfile.mkdtemp(prefix="honed-bench-"))  # short: a unix socket's path has 107 characters
     state_dir = runtime_dir / "state"
     settings = {

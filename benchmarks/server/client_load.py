@@ -1,6 +1,6 @@
-"""Prompts, played against an OpenAI server as a client would: streamed over HTTP, so many at a time.
+"""Plays prompts against an OpenAI server as a client would: streamed over HTTP, a fixed number at a time.
 
-Greedy, with token ids in the answer, so that two runs can be compared token by token.
+Requests are greedy, with token ids in the answer, so that two runs can be compared token by token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and the document (session) that it's from."""
+    """A prompt and the document (session) that it comes from."""
 
     session: str
     text: str
@@ -31,7 +31,7 @@ class Prompt:
 
 @dataclass
 class Reply:
-    """What came back for a prompt; `error` is empty when all went well."""
+    """Answer to a prompt; `error` is empty on success."""
 
     token_ids: list[int] = field(default_factory=list)
     error: str = ""
@@ -41,9 +41,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Played:
-    """A whole phase: replies in the prompts' order, and how long it took.
+    """A whole phase: replies in the prompts' order, and its duration.
 
-    `stolen_s`, by core: how much of that time its host ran something else on it; empty where nobody knows.
+    `stolen_s`, by core: time in which the host ran something else on it; empty if unknown.
     """
 
     replies: list[Reply]
@@ -57,7 +57,7 @@ class Played:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were generated in that time."""
+        """Tokens generated in that time."""
         return sum(len(r.token_ids) for r in self.replies)
 
     @property
@@ -67,7 +67,7 @@ class Played:
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
-    """Prompts of a JSON-lines file ({"session", "prompt"}), the first `limit` of them (0: all)."""
+    """Read prompts from a JSON-lines file ({"session", "prompt"}), the first `limit` of them (0: all)."""
     with path.open() as lines:
         documents = [json.loads(line) for line in lines if line.strip()]
     prompts = [Prompt(str(d["session"]), d["prompt"]) for d in documents]
@@ -85,7 +85,7 @@ async def play(
     ignore_eos: bool = False,
     on_reply: Callable[[Reply], None] | None = None,
 ) -> Played:
-    """Send the prompts, `concurrency` at a time, and gather the replies; one that fails is a reply with an error."""
+    """Send the prompts, `concurrency` at a time, and collect the replies; a failed one is a reply with an error."""
     gate = asyncio.Semaphore(concurrency)
     limits = httpx2.Limits(max_connections=concurrency)
     async with httpx2.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False) as client:
@@ -103,7 +103,7 @@ async def play(
 
 
 def request_of(prompt: Prompt, max_tokens: int, workload: str, capture: bool, ignore_eos: bool) -> dict[str, Any]:
-    """The body of a completion request; honed's labels travel in vLLM's own `vllm_xargs`."""
+    """Make the body of a completion request; honed's labels are in vLLM's own `vllm_xargs`."""
     body: dict[str, Any] = {
         "model": MODEL_NAME,
         "prompt": prompt.text,
@@ -121,7 +121,7 @@ def request_of(prompt: Prompt, max_tokens: int, workload: str, capture: bool, ig
 
 
 async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
-    """One request to its end."""
+    """Send one request and read it to its end."""
     reply, began_s, finished = Reply(), time.monotonic(), False
     try:
         async with client.stream("POST", "/v1/completions", json=dict(body)) as answer:
@@ -149,5 +149,5 @@ async def stream(client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Reply:
 
 
 def differing(one: Sequence[Reply], other: Sequence[Reply]) -> list[int]:
-    """Indices of prompts whose token ids are not the same."""
+    """Return indices of prompts whose token ids differ."""
     return [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a.token_ids != b.token_ids]

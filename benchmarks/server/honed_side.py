@@ -1,4 +1,4 @@
-"""honed beside a benchmark: its command, the daemon as a process, and what the benchmarks ask of its API."""
+"""honed beside a benchmark: its command, the daemon as a process, and requests to its API."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from honed.daemon.client.client import AdminClient, AdminError
 Document = dict[str, Any]
 
 POLICY_S = 2.5
-"""Within this time an override has reached the engine: the daemon steers once a second."""
+"""Time in which an override reaches the engine: the daemon steers once a second."""
 CAUGHT_UP_S = 15.0
 
 
 def start_daemon(
     processes: Processes, config: Path, client: AdminClient, name: str = "honed-serve"
 ) -> tuple[Child, dict[str, str]]:
-    """Start `honed serve` and wait until it answers; the process, and the environment for honed's other commands."""
+    """Start `honed serve` and wait until it answers; return the process, and the environment for honed's other commands."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HONED_")}
     environment = inherited | {"HONED_CONFIG": str(config)}
     daemon = processes.start(name, [honed_command(), "serve"], environment)
@@ -42,7 +42,7 @@ def wait_attached(engine: Child, client: AdminClient) -> None:
 
 @contextlib.asynccontextmanager
 async def pinned(client: AdminClient) -> AsyncIterator[None]:
-    """Take the draft length out of the controller's hands, so that figures before and after can be compared."""
+    """Pin the draft length, so that figures before and after can be compared."""
     body = {"value": NUM_DRAFT_TOKENS, "ttl_s": 600, "reason": "benchmark: comparable figures"}
     client.put("/v1/overrides/draft_tokens", body)
     await asyncio.sleep(POLICY_S)
@@ -54,7 +54,7 @@ async def pinned(client: AdminClient) -> AsyncIterator[None]:
 
 
 async def caught_up(client: AdminClient, totals: Counters) -> Document:
-    """The engine as honed sees it, once it has stored as many rounds as vLLM counted (or after CAUGHT_UP_S)."""
+    """Return honed's view of the engine once it has stored as many rounds as vLLM counted (or after CAUGHT_UP_S)."""
     until_s = time.monotonic() + CAUGHT_UP_S
     engine = engine_of(client)
     while engine.get("rounds", 0) + engine.get("lost_rounds", 0) < totals.drafts and time.monotonic() < until_s:
@@ -64,13 +64,13 @@ async def caught_up(client: AdminClient, totals: Counters) -> Document:
 
 
 def engine_of(client: AdminClient | None) -> Document:
-    """The one engine; empty while there is none."""
+    """Return the one engine; empty while there is none."""
     engines: list[Document] = client.get("/v1/engines") if client is not None else []
     return engines[0] if engines else {}
 
 
 def answers(client: AdminClient) -> bool:
-    """Does the daemon answer?"""
+    """Return whether the daemon answers."""
     try:
         return bool(client.get("/healthz"))
     except AdminError:
@@ -78,12 +78,12 @@ def answers(client: AdminClient) -> bool:
 
 
 def honed_command() -> str:
-    """The `honed` command of this Python environment."""
+    """Return this Python environment's `honed` command."""
     return str(Path(sys.executable).parent / "honed")
 
 
 def vllm_args(environment: dict[str, str]) -> Document:
-    """What `honed vllm-args` says is to be added to vLLM's command."""
+    """Return the additions to vLLM's command from `honed vllm-args`."""
     command = [honed_command(), "vllm-args", "--json"]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     if made.returncode:

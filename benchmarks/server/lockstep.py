@@ -1,14 +1,14 @@
-"""Engines that take turns on one core, so that what slows the machine for a while slows all of them alike.
+"""Engines that take turns on one core, so that a slow period of the machine affects all of them equally.
 
-A shared machine has spells of seconds and of minutes in which everything takes a tenth longer, or half as long again. Runs that
-follow each other would have to be repeated for hours before rules could be told apart by a few per cent. So every contender has
-an engine of its own, all get the same requests, and their runs are cut into slices of `SLICE_S`, each dealt to the one that
-has come least far. A run's time is that of its own engine's steps.
+A shared machine has periods of seconds and of minutes in which everything takes a tenth longer, or half as long again.
+Consecutive runs would need hours of repeats to distinguish rules by a few per cent. So every contender has its own engine, and
+all get the same requests. Their runs are cut into slices of `SLICE_S`, and the contender with the least progress gets the next
+one. A run's time is that of its own engine's steps.
 
-- All engines are forked from one process that has loaded the weights: they read the very same memory. The speed of one and the
-  same program differs by some per cent from process to process, mostly for where its weights happen to lie.
-- While the others have their turns an engine's clock stands still; and its daemon is stopped (SIGSTOP), but for `AWAKE_S` in
-  every second of its engine's time: it steers as often as it does beside an engine that runs without a break.
+- All engines are forked from one process that has loaded the weights: they read the same memory. The speed of one program
+  differs by some per cent between processes, mostly by the place of its weights in memory.
+- During the others' turns an engine's clock stands still. Its daemon is stopped (SIGSTOP), except for `AWAKE_S` in every second
+  of its engine's time: it steers as often as beside an engine that runs without a break.
 
 The engine's side is `lockstep_engine`.
 """
@@ -31,18 +31,18 @@ from benchmarks.server.processes import Child, ProcessError, Processes
 from benchmarks.server.vllm_server import server_environment
 
 SLICE_S = 0.15
-"""A turn is a step or two, so that ten contenders are through in a second or two, and a spell of the machine is everybody's."""
+"""A turn is a step or two, so that ten contenders have theirs in a second or two and share the machine's slow periods."""
 STEERING_S = 1.0
-"""A daemon is let run once in so much of its engine's time: as often as it steers."""
+"""Engine time between two periods in which its daemon runs: as often as it steers."""
 AWAKE_S = 1.3
-"""For so long, since it steers a second after it finds that time has passed."""
+"""Length of such a period: a daemon steers a second after it finds that time has passed."""
 START_S = 240.0
 ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, so many at a time."""
+    """Requests, a fixed number at a time."""
 
     prompts: Sequence[str]
     concurrency: int
@@ -51,10 +51,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Seen:
-    """How far a run has come, and what it has given since all places were taken by requests that had a token."""
+    """Progress of a run, and its output since all places were taken by requests that had a token."""
 
     progress: float
-    """Share of the requests' tokens."""
+    """Finished share of the requests' tokens."""
     is_over: bool
     num_tokens: int
     seconds: float
@@ -62,12 +62,12 @@ class Seen:
     token_ms: float
     """Median over the requests of the time between two of their tokens."""
     draft_ms: float = 0.0
-    """Median of the draft passes; 0 where there was none."""
+    """Median of the draft passes; 0 if there was none."""
 
 
 @dataclass
 class Contender:
-    """An engine, and the daemon beside it if it has one."""
+    """An engine, and its daemon if it has one."""
 
     name: str
     connection: Connection
@@ -75,12 +75,12 @@ class Contender:
     """The process that it was forked from, whose log it writes to."""
     daemon: Child | None = None
     _since_woken_s: float = STEERING_S
-    """Of the engine's time."""
+    """Engine time since its daemon was woken."""
     _until_s: float = float("inf")
-    """Its daemon is awake until then; endless when it is stopped already."""
+    """Time until which its daemon is awake; infinite if it is already stopped."""
 
     def ask(self, what: str, *args: object) -> object:
-        """Have it do something; its answer. Raises ProcessError when it has gone, or takes longer than ANSWER_S."""
+        """Send it a command; return its answer. Raises ProcessError when it has ended, or takes longer than ANSWER_S."""
         try:
             self.connection.send((what, *args))
             if self.connection.poll(ANSWER_S):
@@ -108,14 +108,14 @@ class Contender:
             self.wake(False)
 
     def wake(self, is_awake: bool) -> None:
-        """Let its daemon run, or stop it."""
+        """Resume or stop its daemon."""
         if self.daemon is not None:
             os.kill(self.daemon.pid, signal.SIGCONT if is_awake else signal.SIGSTOP)
 
 
 @dataclass
 class Lockstep:
-    """All contenders; a context manager, which lets their daemons run again on the way out, so that they can end."""
+    """All contenders; a context manager that resumes their daemons on exit, so that they can end."""
 
     processes: Processes
     folder: Path
@@ -168,13 +168,13 @@ class Lockstep:
         self.contenders.clear()
 
     def wake_all(self) -> None:
-        """Let all daemons run."""
+        """Resume all daemons."""
         for contender in self.contenders.values():
             with contextlib.suppress(ProcessLookupError):
                 contender.wake(True)
 
     def stop_all(self) -> None:
-        """Stop all daemons until their engines have their turns."""
+        """Stop all daemons until their engines' turns."""
         for contender in self.contenders.values():
             contender.wake(False)
 

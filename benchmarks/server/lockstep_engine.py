@@ -1,11 +1,11 @@
-"""A process with two engines of vLLM's in it, and the contenders that are forked from it; see `lockstep`.
+"""A process with two vLLM engines, and the contenders forked from it; see `lockstep`.
 
     python -m benchmarks.server.lockstep_engine SOCKET CORE TARGET DRAFTER
 
-One engine speculates, the other doesn't; the target's weights are in memory once. Whenever it is asked to, the process forks a
-contender. One that speculates attaches honed in the way vLLM does, by building its scheduler with `make_scheduler`. A contender
-serves loads by calling its engine's `step`. Its main thread, which computes, is the only one on CORE; honed's publisher has the
-others, as it has beside a GPU.
+One engine speculates, the other doesn't; the target's weights are in memory once. The process forks a contender on each
+request. One that speculates attaches honed as vLLM does, by building its scheduler with `make_scheduler`. A contender serves
+loads by calling its engine's `step`. Only its main thread, which computes, runs on CORE; honed's publisher uses the others, as
+beside a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKER = "honed.attach.worker.HonedWorkerExtension"
 
 
 class Clock:
-    """In place of the module `time`: its monotonic clock stands still while somebody else has a turn."""
+    """Replacement of the module `time`: its monotonic clock stands still during others' turns."""
 
     def __init__(self) -> None:
         self._away_ns, self._still_ns = 0, 0
@@ -37,11 +37,11 @@ class Clock:
         return getattr(time, name)
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds, less those away."""
+        """Nanoseconds, without the time away."""
         return self._still_ns or time.monotonic_ns() - self._away_ns
 
     def monotonic(self) -> float:
-        """Seconds, less those away."""
+        """Seconds, without the time away."""
         return self.monotonic_ns() / 1e9
 
     def wait(self, connection: Connection) -> Any:
@@ -54,9 +54,9 @@ class Clock:
 
 
 class PublishersClock:
-    """In place of the module `time`, for a thread that works on while its engine's clock stands still.
+    """Replacement of the module `time` for a thread that continues while its engine's clock stands still.
 
-    Only the nanoseconds, by which it says when steps were, are that clock's.
+    Only the nanoseconds, which date the steps, are that clock's.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -67,7 +67,7 @@ class PublishersClock:
 
 
 class DraftPasses:
-    """Times the draft passes of an engine, as vLLM makes them: `seconds` of each."""
+    """Times an engine's draft passes, as vLLM makes them: `seconds` of each."""
 
     def __init__(self, engine: Any) -> None:
         self.seconds: list[float] = []
@@ -86,10 +86,10 @@ class DraftPasses:
 
 
 class Run:
-    """A load that is served as if it had always been so: all places are taken, by requests that have come some way.
+    """A load served in a steady state: all places are taken, by requests at different stages.
 
-    The first requests, one a place, are of staggered lengths. From when they all have a token until a place finds no prompt
-    to go on with, as many requests begin as end, whatever the rule; what is given in between counts.
+    The first requests, one a place, have staggered lengths. Output counts from when they all have a token until a place finds
+    no further prompt. In between as many requests begin as end, whatever the rule.
     """
 
     def __init__(self, engine: Any, passes: DraftPasses, load: Load) -> None:
@@ -98,7 +98,7 @@ class Run:
         self._waiting = deque(enumerate(load.prompts))
         self._tokens: dict[str, int] = {}
         self._times: dict[str, tuple[float, float]] = {}
-        """When each request's first and last token came, by the time of the run's steps."""
+        """Time of each request's first and last token, on the clock of the run's steps."""
         self._now_s = 0.0
         self._is_counting = self._is_over = False
         self._num_tokens, self._seconds, self._num_steps = 0, 0.0, 0
@@ -108,7 +108,7 @@ class Run:
             self._begin()
 
     def go(self, seconds: float) -> Seen:
-        """Step for so long."""
+        """Step for `seconds`."""
         until_s = self._now_s + seconds
         while self._now_s < until_s and not self._is_over:
             self._step()
@@ -176,7 +176,7 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Load, then fork whenever asked to."""
+    """Load, then fork on each request."""
     address, core, target, drafter = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     plain, speculating = load_engines(target, drafter)
     gc.collect()
@@ -195,13 +195,13 @@ def main() -> None:
 
 
 def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
-    """One that only serves, and one that has everything honed needs, but not honed; they share the target's weights."""
+    """Load one engine that only serves, and one with everything that honed needs, but not honed; they share target weights."""
     from honed.adapt.lengths import compiled
     from honed.attach.engine import engine_hook
 
     compiled.prepare()
     plain = load_engine(target)
-    engine_hook.install()  # which notes the engine that is made next
+    engine_hook.install()  # records the engine that is made next
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFT_TOKENS}
     speculating = load_engine(target, speculative_config=speculative, worker_extension_cls=WORKER)
     share_weights(_runner_of(speculating).model, _runner_of(plain).model)
@@ -209,7 +209,7 @@ def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
 
 
 def load_engine(target: str, **more: Any) -> Any:
-    """vLLM's engine in this process."""
+    """Load vLLM's engine in this process."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -228,7 +228,7 @@ def load_engine(target: str, **more: Any) -> Any:
 
 
 def share_weights(source: Any, model: Any) -> None:
-    """Let a model use the modules with weights of another one that is just like it, packed copies included.
+    """Let a model use the weight modules of another, equal one, packed copies included.
 
     Raises RuntimeError when it still has weights of its own.
     """
@@ -248,7 +248,7 @@ def _runner_of(engine: Any) -> Any:
 
 
 def contend(engine: Any, name: str, runtime_dir: str, core: int, address: str) -> None:
-    """Be a contender until nobody asks any more."""
+    """Serve as a contender until the connection closes."""
     clock, others = Clock(), set(range(os.cpu_count() or 1)) - {core}
     passes, run = DraftPasses(engine), None
     if runtime_dir:

@@ -1,4 +1,4 @@
-"""What a kept result says of where it comes from."""
+"""Origin of a kept result: hardware, commit and stolen time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks.server.processes import ROOT
 
 STEAL = 7
-"""Place of stolen time among the figures of a core in /proc/stat (proc(5))."""
+"""Index of stolen time among a core's figures in /proc/stat (proc(5))."""
 
 
 def hardware() -> dict[str, Any]:
-    """What it ran on."""
+    """Describe the hardware."""
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -27,7 +27,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The repository's commit, with a + when files differ from it; "unknown" where git doesn't say."""
+    """Return the repository's commit, with a + if files differ from it; "unknown" if git doesn't say."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -35,9 +35,9 @@ def commit() -> str:
 
 
 def stolen_s(stat: Path = Path("/proc/stat")) -> dict[int, float]:
-    """By core: seconds since the start of the machine in which it had work and its host ran something else ("steal").
+    """Return seconds by core since boot in which it had work and its host ran something else ("steal"), in steps of 10 ms.
 
-    Empty where the kernel doesn't say. Told in steps of 10 ms.
+    Empty if the kernel doesn't report it.
     """
     if not stat.exists():
         return {}
@@ -50,11 +50,11 @@ def stolen_s(stat: Path = Path("/proc/stat")) -> dict[int, float]:
 
 
 def stolen_since(before: Mapping[int, float]) -> dict[int, float]:
-    """What was stolen after `stolen_s` gave `before`."""
+    """Return the time stolen since `stolen_s` returned `before`."""
     return {core: until_s - before.get(core, until_s) for core, until_s in stolen_s().items()}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of them don't exceed."""
+    """Return the smallest value that at least `share` of them don't exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

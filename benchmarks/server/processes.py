@@ -1,8 +1,8 @@
 """Other programs, started and ended cleanly: each in its own process group, its output in a log file.
 
-`Processes` ends what it started, and only that, in reverse order, however its `with` block is left: at the end, by an
-exception, by Ctrl-C. A group is asked first (SIGTERM) and killed only when it hasn't gone after a while; vLLM's engine
-core is a child of the server, so it goes with the group.
+`Processes` ends only what it started, in reverse order, however its `with` block is left: at the end, by an exception, by
+Ctrl-C. A group first gets SIGTERM and is killed only if it is still there after a while. vLLM's engine core is a child of the
+server, so it ends with the group.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Self
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 10.0
-"""How long a group has to end by itself."""
+"""Time for a group to end by itself."""
 SWEEP_S = 3.0
-"""How long what is left of it has, once its leader has gone: Python's resource tracker gives shared memory back then."""
+"""Time for the rest of it after its leader has ended: Python's resource tracker then frees shared memory."""
 
 
 class ProcessError(RuntimeError):
-    """A process ended when it shouldn't have, or didn't become ready; the text ends with its last lines of output."""
+    """A process ended unexpectedly, or didn't become ready; the text ends with its last lines of output."""
 
 
 @dataclass
@@ -40,29 +40,29 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The program's own process id, which is also its group's."""
+        """The program's process id, which is also its group's."""
         return self.popen.pid
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines that it wrote."""
+        """Return its last lines of output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def cpu_seconds(self) -> float:
-        """CPU time that its session's processes have used so far (those that ended, and were waited for, included)."""
+        """CPU time of its session's processes so far (including those that ended and were waited for)."""
         ticks = sum(int(field) for _, fields in _session(self.pid) for field in fields[11:15])
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def session_pids(self) -> list[int]:
-        """Its session's processes: the program and what it started."""
+        """Process ids of its session: the program and its children."""
         return [pid for pid, _ in _session(self.pid)]
 
     def check(self) -> None:
-        """Raise ProcessError when it isn't running any more."""
+        """Raise ProcessError if it has ended."""
         if (code := self.popen.poll()) is not None:
             raise ProcessError(f"{self.name} ended with exit code {code}; the end of {self.log}:\n{self.tail()}")
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float, what: str) -> float:
-        """Poll until ready; the seconds it took. Raises ProcessError when it ends or takes too long."""
+        """Poll until ready; return the seconds it took. Raises ProcessError when it ends or takes too long."""
         began_s = time.monotonic()
         while not is_ready():
             self.check()
@@ -74,7 +74,7 @@ class Child:
 
 
 class Processes:
-    """Starts programs and ends them all on the way out."""
+    """Starts programs and ends them all on exit."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -102,26 +102,26 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches us alone: we end the others, in order
+                start_new_session=True,  # only we get Ctrl-C: we end the others, in order
             )
         child = Child(name, popen, log)
         self._children.append(child)
         return child
 
     def stop(self, child: Child) -> int:
-        """End one program; its exit code."""
+        """End one program; return its exit code."""
         _signal(child, signal.SIGTERM)
         self._children.remove(child)
         return _end(child)
 
     def check(self) -> None:
-        """Raise ProcessError when one of them isn't running any more."""
+        """Raise ProcessError if one of them has ended."""
         for child in self._children:
             child.check()
 
 
 def _signal(child: Child, number: signal.Signals) -> None:
-    """Signal the whole group. Its leader is ours and not reaped yet, so the number can't be anybody else's."""
+    """Signal the whole group. Its leader is ours and not reaped yet, so the number can't belong to another group."""
     if child.popen.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -138,7 +138,7 @@ def _end(child: Child) -> int:
 
 
 def _sweep(child: Child) -> None:
-    """What is left of the group after its leader has gone: the session was made for it, so all of it is ours."""
+    """Kill the rest of the group after its leader has ended: the session was made for it, so all of it is ours."""
     until_s = time.monotonic() + SWEEP_S
     while (groups := _groups(child.pid)) and time.monotonic() < until_s:
         time.sleep(0.05)
@@ -148,12 +148,12 @@ def _sweep(child: Child) -> None:
 
 
 def _groups(session: int) -> set[int]:
-    """The groups of a session's processes, but for those that only wait to be reaped."""
+    """Return the groups of a session's processes, without those that only wait to be reaped."""
     return {int(fields[2]) for _, fields in _session(session) if fields[0] != "Z"}
 
 
 def _session(session: int) -> list[tuple[int, list[str]]]:
-    """A session's processes with their /proc/<pid>/stat from the state on (see proc(5)); empty where there is no /proc."""
+    """Read /proc/<pid>/stat of a session's processes from the state on (see proc(5)); empty if there is no /proc."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -164,7 +164,7 @@ def _session(session: int) -> list[tuple[int, list[str]]]:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on at the moment."""
+    """Find a loopback port without a listener at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,8 @@
-"""The tiny pair in vLLM's engine in this process, with honed attached: it captures, it swaps, and its rounds are counted.
+"""The tiny pair in vLLM's engine in this process, with honed attached: it captures, swaps, and counts rounds.
 
-Two functions of vLLM 0.32's CPU build are mended first, as a GPU's are right: its stand-in for `expand_kernel`, without which
-it samples from garbage when it speculates at T > 0, and the norm of the context keys, for which it takes layer 0's weights
-in every layer. Neither has to do with honed.
+Two functions of vLLM 0.32's CPU build are fixed first; a GPU's are right. One is its stand-in for `expand_kernel`, without
+which it samples from garbage when it speculates at T > 0. The other is the norm of the context keys, which uses layer 0's
+weights in every layer. Neither is related to honed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = 4
 
 @dataclass(frozen=True)
 class Rounds:
-    """Verify rounds and accepted drafts of each part of the prompts; parts are what intervals are drawn from."""
+    """Verify rounds and accepted drafts of each part of the prompts; the bootstrap draws parts."""
 
     parts: tuple[tuple[int, int], ...]
 
@@ -41,7 +41,7 @@ class Engine:
     """A running engine; `with` ends it.
 
     Args:
-        features: what is captured, "fused" or "layers".
+        features: captured features, "fused" or "layers".
     """
 
     def __init__(self, runtime_dir: Path, target: Path, drafter: Path, features: str = "layers") -> None:
@@ -68,7 +68,7 @@ class Engine:
             enforce_eager=True,
             max_model_len=512,
             max_num_seqs=CONCURRENCY,
-            max_num_batched_tokens=512 * CONCURRENCY,  # no prompt in parts: with a seed that stops vLLM's CPU build
+            max_num_batched_tokens=512 * CONCURRENCY,  # no split prompts: with a seed they stop vLLM's CPU build
             disable_log_stats=False,
             enable_prefix_caching=False,
             seed=0,
@@ -89,7 +89,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], temperature: float = 0.0, workload: str = "", seed: int = 0
     ) -> list[list[int]]:
-        """Token ids of the answers; with a workload they are labelled, and captured while capture is on."""
+        """Return token ids of the answers; with a workload they are labelled, and captured while capture is on."""
         from vllm import SamplingParams
 
         params = [
@@ -105,7 +105,7 @@ class Engine:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def measure(self, prompts: Sequence[Prompt], temperature: float = 0.0) -> Rounds:
-        """Rounds by vLLM's own counters; every draft is 7 tokens long."""
+        """Count rounds by vLLM's own counters; every draft is 7 tokens long."""
         parts = []
         for i in range(PARTS):
             before = self._counters()
@@ -120,7 +120,7 @@ class Engine:
         self._rpc("honed_capture", 1.0 if is_on else 0.0, version)
 
     def swap(self, version: str, folder: Path) -> float:
-        """Bring a version into the running engine, as the daemon does; the milliseconds that the copy took."""
+        """Swap a version into the running engine, as the daemon does; return the copy's milliseconds."""
         self._rpc("honed_stage", [(version, str(folder), "")])
         while (state := self._rpc("honed_staged", version)) == "staging":
             time.sleep(0.005)
@@ -138,13 +138,13 @@ class Engine:
 
 
 def read_prompts(path: Path, limit: int) -> list[Prompt]:
-    """The first prompts of a file."""
+    """Read the first prompts of a file."""
     lines = path.read_text().splitlines()[:limit]
     return [Prompt(found["session"], found["prompt"]) for found in map(json.loads, lines)]
 
 
 def mend_vllm_cpu() -> None:
-    """Make vLLM 0.32's CPU build compute what its GPU build does; nothing on other builds."""
+    """Make vLLM 0.32's CPU build compute what its GPU build does; other builds stay unchanged."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.platforms import current_platform
 
@@ -157,7 +157,7 @@ def mend_vllm_cpu() -> None:
 
 
 def _expand(output: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, old: int, new: int, MAX_NUM_TOKENS: int = 0) -> None:
-    """Hand each request's value (its temperature, say) to its draft tokens."""
+    """Copy each request's value (such as its temperature) to its draft tokens."""
     counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
     output.copy_(torch.where(value == old, torch.full_like(value, new), value).repeat_interleave(counts))
 

@@ -1,7 +1,7 @@
-"""A target moved by fine-tuning: LoRA on every matrix of the tiny target, so that it answers in another house style.
+"""A fine-tuned target: LoRA on every matrix of the tiny target, so that it answers in another house style.
 
-The text is what the target itself says to prompts of domain A, rewritten: half the indentation, double quotes. So it learns a
-style and hardly anything else, and the drafter, which was never told, drafts the old one from hidden states that have moved.
+The text is the target's own answers to prompts of domain A, rewritten: half the indentation, double quotes. So it learns a
+style and almost nothing else. The drafter stays unchanged, and drafts the old style from hidden states that have moved.
 
 Source: LoRA, arXiv 2106.09685, section 4.
 """
@@ -31,7 +31,7 @@ LEARNING_RATE = 4e-3
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and a low-rank change of it, none to begin with."""
+    """A frozen linear layer and a low-rank change of it, initially zero."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -41,24 +41,24 @@ class LoRA(nn.Module):
         self.up = nn.Parameter(torch.zeros(out_features, RANK))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        """The frozen layer's answer, changed."""
+        """Return the frozen layer's output plus the change."""
         return self.frozen(x) + F.linear(F.linear(x, self.down), self.up)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """One ordinary layer."""
+        """Merge into one ordinary layer."""
         self.frozen.weight += self.up @ self.down
         return self.frozen
 
 
 def in_house_style(text: str) -> str:
-    """Half the indentation, and double quotes."""
+    """Apply the house style: half the indentation, and double quotes."""
     return text.replace("    ", "  ").replace("'", '"')
 
 
 @torch.no_grad()
 def examples(model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[tuple[list[int], int]]:
-    """(tokens of a prompt and its answer in house style, length of the prompt), answers that loop left out."""
+    """Make (tokens of a prompt and its answer in house style, length of the prompt), without looping answers."""
     by_length: dict[int, list[list[int]]] = {}
     for prompt in prompts:
         ids = tokenizer.encode(prompt).ids
@@ -75,7 +75,7 @@ def examples(model: Qwen3ForCausalLM, tokenizer: Tokenizer, prompts: Sequence[st
 
 
 def fine_tune(source: Path, out: Path, prompts: Sequence[str], steps: int) -> dict[str, float]:
-    """Write the fine-tuned target to `out`, with the files of `source` that stay as they are; how it went."""
+    """Write the fine-tuned target to `out`, with the unchanged files of `source`; return its progress."""
     torch.manual_seed(0)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     model = Qwen3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -135,7 +135,7 @@ def add_lora(model: nn.Module) -> list[LoRA]:
 
 
 def merge_lora(model: nn.Module) -> None:
-    """The ordinary model again, with what was learnt in its matrices."""
+    """Merge all changes into the matrices: the ordinary model again."""
     for parent in [m for name, m in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
         for name, child in list(parent.named_children()):
             if isinstance(child, LoRA):

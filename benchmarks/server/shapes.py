@@ -1,7 +1,7 @@
-"""Models of the sizes that servers run: a target's config.json without weights, and a drafter for it with random ones.
+"""Models of real servers' sizes: a target's config.json without weights, and a drafter for it with random ones.
 
-Nothing can be downloaded where benchmarks run, and what a step costs doesn't depend on what the weights are. The drafter's
-shape is that of z-lab's for these targets: five layers like the target's own, blocks of 16.
+Nothing can be downloaded where benchmarks run, and a step's cost doesn't depend on the weights' values. The drafter's shape is
+that of z-lab's for these targets: five layers like the target's own, blocks of 16.
 
 Source: the config.json of Qwen3-8B and Qwen3-32B; `honed.recalib.drafter.new_drafter` for the drafter's.
 """
@@ -62,25 +62,25 @@ STD = 0.02
 
 
 def target_config(shape: str) -> dict[str, Any]:
-    """The target's config.json."""
+    """Make the target's config.json."""
     return {**_QWEN3, **_SIZES[shape]}
 
 
 def drafter_json(shape: str) -> dict[str, Any]:
-    """The drafter's config.json."""
+    """Make the drafter's config.json."""
     target = target_config(shape)
     return drafter_config(target, unused_token_id=int(target["vocab_size"]) - 1)
 
 
 def write_target(folder: Path, shape: str) -> Path:
-    """A folder that vLLM loads with `load_format="dummy"` and `skip_tokenizer_init=True`."""
+    """Write a folder that vLLM loads with `load_format="dummy"` and `skip_tokenizer_init=True`."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(target_config(shape), indent=2) + "\n")
     return folder
 
 
 def write_drafter(folder: Path, shape: str, device: torch.device, seed: int = 0) -> Path:
-    """A drafter's checkpoint in bfloat16."""
+    """Write a drafter's checkpoint in bfloat16."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(drafter_json(shape), indent=2) + "\n")
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def write_drafter(folder: Path, shape: str, device: torch.device, seed: int = 0)
 
 
 def make_drafter(shape: str, device: torch.device, shared_dtype: torch.dtype, seed: int = 0) -> DFlashDrafter:
-    """The same as a module in float32 on a device, with an embedding and a head of that type."""
+    """Make the same as a float32 module on a device, with an embedding and a head of that type."""
     config, *_ = _parts(shape, torch.device("meta"))
     generator = torch.Generator(device).manual_seed(seed)
     size = torch.Size((config.vocab_size, config.hidden_size))

@@ -1,4 +1,4 @@
-"""The tiny pair in vLLM's OpenAI server, with or without honed, and vLLM's own counters of it."""
+"""The tiny pair in vLLM's OpenAI server, with or without honed, and vLLM's own counters for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_DRAFT_TOKENS = 7
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 240.0
 QUIET_SHARE = 0.05
-"""A server is quiet when it uses no more of a core than this."""
+"""A server is quiet if it uses no more of a core than this."""
 QUIET_TIMEOUT_S = 30.0
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} (\S+)$", re.MULTILINE)
@@ -30,7 +30,7 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's `vllm:spec_decode_num_*_total`; `-` gives what was counted between two readings."""
+    """vLLM's `vllm:spec_decode_num_*_total`; `-` gives the counts between two readings."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -69,7 +69,7 @@ class Server:
         return parse_counters(httpx2.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).raise_for_status().text)
 
     def is_ready(self) -> bool:
-        """Does it answer?"""
+        """Return whether it answers."""
         try:
             return httpx2.get(f"{self.url}/health", timeout=2.0, trust_env=False).is_success
         except httpx2.TransportError:
@@ -93,12 +93,12 @@ def start(
 
 
 def wait(server: Server) -> float:
-    """Wait until it serves; the seconds that took."""
+    """Wait until it serves; return the seconds that took."""
     return server.child.wait_until(server.is_ready, START_TIMEOUT_S, "answer on /health")
 
 
 def server_flags(port: int, target: str = TARGET, is_speculating: bool = True) -> list[str]:
-    """Flags of the plain server. float32, since equality of outputs is tested token by token."""
+    """Return flags of the plain server. float32, since equality of outputs is tested token by token."""
     speculative = f'{{"method":"dflash","model":"{DRAFTER}","num_speculative_tokens":{NUM_DRAFT_TOKENS}}}'
     model = f"--model {target} --served-model-name {MODEL_NAME} --dtype float32 --max-model-len 1024 --max-num-seqs 16"
     listen = f"--host 127.0.0.1 --port {port} --enforce-eager"
@@ -106,13 +106,13 @@ def server_flags(port: int, target: str = TARGET, is_speculating: bool = True) -
 
 
 def server_environment() -> dict[str, str]:
-    """The caller's environment without anything of honed's, plus what keeps vLLM small, quiet and at home."""
+    """Return the caller's environment without honed's variables, plus vLLM's own for a small and quiet server."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HONED_") and not k.lower().endswith("_proxy")}
     return inherited | own_environment()
 
 
 def own_environment() -> dict[str, str]:
-    """What is set for vLLM."""
+    """Return vLLM's own variables."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -125,7 +125,7 @@ def own_environment() -> dict[str, str]:
 
 
 async def settled(server: Server) -> Counters:
-    """vLLM's counters, once two readings are the same: the last step's stats arrive a moment after its tokens."""
+    """Return vLLM's counters, once two readings are equal: the last step's stats arrive a moment after its tokens."""
     last = server.counters()
     for _ in range(50):
         await asyncio.sleep(0.2)
@@ -136,7 +136,7 @@ async def settled(server: Server) -> Counters:
 
 
 async def quiet(servers: Sequence[Server], over_s: float = 0.5) -> None:
-    """Wait until no server uses the CPU. Raises ProcessError when one doesn't come to rest."""
+    """Wait until no server uses the CPU. Raises ProcessError when one stays busy."""
     until_s = time.monotonic() + QUIET_TIMEOUT_S
     while time.monotonic() < until_s:
         before = [server.child.cpu_seconds() for server in servers]
@@ -148,7 +148,7 @@ async def quiet(servers: Sequence[Server], over_s: float = 0.5) -> None:
 
 
 def check_pair(root: Path = ROOT) -> None:
-    """Raise FileNotFoundError when the tiny pair isn't there."""
+    """Raise FileNotFoundError if the tiny pair is missing."""
     for folder in (TARGET, DRAFTER):
         if not (root / folder / "config.json").exists():
             raise FileNotFoundError(f"{folder} is missing: the tiny model pair belongs to the repository")

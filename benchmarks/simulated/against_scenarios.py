@@ -1,10 +1,10 @@
-"""Scenarios for `against_vllm.py`: traffic whose drafts show something, and engines on which vLLM's assumptions hold or don't.
+"""Scenarios for `against_vllm.py`: traffic whose drafts show features, and engines on which vLLM's assumptions hold or don't.
 
-vLLM's adaptive verification takes for granted that step times stay what they were at start and depend on tokens and requests
-alone, that the drafter always drafts K, that every length fits a captured graph, and that the drafter's log-odds mean the same
-in all traffic. The `holds-*` scenarios grant it all of that (its first guess of the slope, 0.5, is even right); each of the
-others takes one thing away. Context costs nothing, so that vLLM's profile at 8192 tokens of it is right. Nothing in them is
-tuned to a rule. Work is about twice that of the warm-up, or more.
+vLLM's adaptive verification assumes that step times stay as at start and depend on tokens and requests alone, and that the
+drafter always drafts K. It also assumes that every length fits a captured graph, and that the drafter's log-odds mean the same
+in all traffic. All of that is true in the `holds-*` scenarios (even its first guess of the slope, 0.5, is right). Each of the
+others violates one assumption. Context costs nothing, so vLLM's profile at 8192 tokens of it is right. Nothing in them is tuned
+to a rule. Work is about twice that of the warm-up, or more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAIR = (0.7, 0.66, 0.62, 0.6, 0.58, 0.56, 0.55)
 LOW = (0.45, 0.4, 0.38, 0.36, 0.35, 0.34, 0.33)
 POOR = (0.2, 0.18, 0.16, 0.15)
 GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""What vLLM captures by default."""
+"""Sizes that vLLM captures by default."""
 ALL_GRAPHS = (*GRAPHS, *range(528, 2049, 16))
 K = 7
 
@@ -43,7 +43,7 @@ def beyond_graphs(seconds: Callable[[Floats], Floats], largest: int, lost_s: flo
 
 @dataclass(frozen=True)
 class Scenario:
-    """A trace, and how vLLM meets it."""
+    """A trace, and vLLM's handling of it."""
 
     trace: Trace
     is_refused: bool = False
@@ -54,7 +54,7 @@ SHOWN = Feature()
 
 
 def featured(feature: Feature = SHOWN, **changes: object) -> tuple[Workload, ...]:
-    """Two workloads that show the same."""
+    """Make two workloads that show the same features."""
     chat, code = Workload("chat", FAIR, feature=feature), Workload("code", GOOD, feature=feature)
     return replace(chat, **changes), replace(code, **changes)  # type: ignore[arg-type]
 
@@ -114,4 +114,4 @@ SCENARIOS = (
     scenario("shows-nothing-of-tokens", 64, 400_000, featured(Feature(0.0)), EIGHT_B),
     scenario("shows-much-of-tokens", 64, 400_000, featured(Feature(2.0)), EIGHT_B),
 )
-"""`shows-*` and holds-64 are a row of informativeness: 0, 1 and 2 (σ of the token's part of the log-odds)."""
+"""`shows-*` and holds-64 are a series of informativeness: 0, 1 and 2 (σ of the token's part of the log-odds)."""

@@ -1,11 +1,11 @@
-"""Runs a rule that chooses draft lengths on made-up traffic, as an engine would: continuous batching, step by step.
+"""Runs a rule that chooses draft lengths on simulated traffic, as an engine would: continuous batching, step by step.
 
-A step admits what arrived while there is room, computes its prompts whole (their requests emit one token), and gives every
-other running request a verify round: the rule is asked for lengths, the drafter drafts the longest of them, luck says how many
-are accepted, and simulated time goes on by what the step truly costs. With `is_pipelined` it is done as the attachment does it
-in vLLM: lengths are chosen, and drafts made, a step ahead of their verification, before that step's own results are known.
+A step admits arrived requests while there is room, computes their prompts whole (they emit one token), and gives every other
+running request a verify round. The rule chooses lengths, the drafter drafts the longest of them, random numbers say how many
+are accepted, and simulated time advances by the step's true cost. With `is_pipelined` the order is that of the attachment in
+vLLM: lengths are chosen, and drafts made, a step ahead of their verification, before that step's own results are known.
 
-Times are kept apart: the rule's clock and the logged durations carry the trace's noise; an outcome's seconds are the true ones.
+Times are separate: the rule's clock and the logged durations carry the trace's noise; an outcome's seconds are the true ones.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What nobody knows but the oracle and the judge: the step that is about to be decided."""
+    """The truth of the step to be decided, known only to the oracle and the judge."""
 
     survival: Floats  # [n, K]
     cost: Cost
     num_requests: int
-    """Those in prefill included, which n isn't."""
+    """Includes those in prefill, unlike n."""
     context_tokens: int
     num_prefill_tokens: int
     is_block_shortened: bool
     drafts: Drafts | None = None
-    """The very drafts that can be verified; None where they show nothing. `survival` is that of drafts not seen yet."""
+    """The drafts that can be verified; None if they show nothing. `survival` is that of drafts not seen yet."""
 
     @property
     def prompt_s(self) -> float:
-        """By how much prompts lengthen the step when nothing is drafted. They have to be computed whatever is drafted."""
+        """Time that prompts add to the step when nothing is drafted. They are computed with any drafts."""
         if not self.num_prefill_tokens:
             return 0.0
         count, none = len(self.survival), np.array(0)
@@ -54,39 +54,39 @@ class Truth:
 
 @runtime_checkable
 class SeesTruth(Protocol):
-    """A rule that is told the truth before it is asked."""
+    """A rule that gets the truth before each decision."""
 
     def see(self, truth: Truth) -> None:
-        """Take in the step that `decide` will be about."""
+        """Take in the truth of the step that `decide` will be about."""
 
 
 Judge = Callable[[Truth], float]
-"""Says the best goodput of a step's verify rounds, in expected tokens per second without the prompts' time."""
+"""Returns the best goodput of a step's verify rounds, in expected tokens per second without the prompts' time."""
 
 
 @dataclass
 class Outcome:
-    """What a run came to; arrays have one entry per step."""
+    """Results of a run; arrays have one entry per step."""
 
     tokens: Ints
-    """Emitted in the step."""
+    """Tokens emitted in the step."""
     seconds: Floats
     """True seconds, without noise."""
     round_seconds: Floats
     """The same without the time of prompts."""
     num_requests: Ints
-    """Verify rounds in the step, those without drafts included."""
+    """Verify rounds in the step, including those without drafts."""
     num_draft_tokens: Ints
     block: Ints
     expected: Floats
-    """Tokens that the true curves promised of the rounds with the lengths chosen, bonus tokens included."""
+    """Expected tokens of the rounds with the chosen lengths by the true curves, bonus tokens included."""
     best: Floats
     """The judge's best goodput on the same step; NaN without a judge, or without rounds."""
     reasons: list[str]
     work: Floats
-    """The trace's clock at the end of the step: tokens emitted, and those waited out by an empty system."""
+    """The trace's clock at the end of the step: tokens emitted, and work skipped while the system was empty."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Tokens of each request that came to its end."""
+    """Tokens of each finished request."""
     unfinished: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -95,20 +95,20 @@ class Outcome:
         return float(self.tokens.sum() / self.seconds.sum())
 
     def seconds_between(self, begin: float, end: float) -> float:
-        """True seconds that a stretch of the trace's work took."""
+        """Return the true seconds of a stretch of the trace's work."""
         clock = np.concatenate([[0.0], self.work])
         spent = np.concatenate([[0.0], np.cumsum(self.seconds)])
         at = np.interp([begin, end], clock, spent)
         return float(at[1] - at[0])
 
     def phases(self, *bounds: float) -> list[tuple[float, float]]:
-        """Break the run down at points of its work: (work, seconds) of each phase."""
+        """Split the run at points of its work: (work, seconds) of each phase."""
         edges = [0.0, *bounds, float(self.work[-1])]
         return [(b - a, self.seconds_between(a, b)) for a, b in pairwise(edges)]
 
 
 class Engine:
-    """A made-up engine in the middle of a trace."""
+    """A simulated engine in the middle of a trace."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Engine:
         work = self.num_emitted + self.skipped
         self._rows.append((num_emitted, true_s, true_s - truth.prompt_s, count, drafted, block, expected, best, work))
         self._reasons.append(reason)
-        # What the attachment could tell of a round: one figure, the mean over the drafts that were made.
+        # Figure that the attachment could report for a round: the mean over its drafts.
         features = None if drafts is None or not block else drafts.features[:, :block].mean(axis=1)
         if self._log is not None:
             row = (
@@ -241,12 +241,12 @@ class Engine:
         return lengths, whole_block or int(self._pending.max(initial=0)), decision.reason
 
     def _at(self) -> Ints:
-        """Where the luck of each request's next tokens is, [n, K]."""
+        """Indices of the random numbers for each request's next tokens, [n, K]."""
         at: Ints = (self.traffic.luck_start[self._running] + self._emitted)[:, None] + self._depth
         return at
 
     def _draft(self) -> Drafts | None:
-        """Draft K tokens for everybody, where drafts show something."""
+        """Draft K tokens for each request, if drafts show something."""
         features = self.traffic.draft_features
         if features is None:
             return None
@@ -263,7 +263,7 @@ class Engine:
         return accepted
 
     def _admit(self) -> Ints:
-        """Take in what has arrived while there is room; an empty system waits for the next arrival without spending time."""
+        """Admit arrived requests while there is room; an empty system skips to the next arrival without spending time."""
         traffic, trace = self.traffic, self.traffic.trace
         work, room = self.num_emitted + self.skipped, trace.max_num_seqs - len(self._running)
         if traffic.arrivals is None:
@@ -282,7 +282,7 @@ class Engine:
         return np.arange(first, self._next)
 
     def _finish_and_join(self, newcomers: Ints) -> None:
-        """Let go of what has come to its end; prompts that were computed have their first token."""
+        """Remove finished requests; requests with computed prompts have their first token."""
         traffic = self.traffic
         over = self._emitted >= traffic.output_tokens[self._running]
         if not len(newcomers) and not over.any():
@@ -300,7 +300,7 @@ class Engine:
         self._stage = -1
 
     def _refresh(self, stage: int, contexts: Ints) -> None:
-        """Compute the true curves anew when the batch or the truth has changed."""
+        """Recompute the true curves when the batch or the truth has changed."""
         if stage == self._stage and not self.traffic.is_decaying:
             return
         traffic, self._stage = self.traffic, stage
@@ -329,8 +329,8 @@ def simulate(
 
     Args:
         on_batch: gets (batch, simulated time) about every `BATCH_S`, as the daemon would.
-        judge: prices the best choice of every step that the rule came to.
-        is_pipelined: choose lengths a step ahead, as the attachment has to.
+        judge: computes the best goodput on every step of the run.
+        is_pipelined: choose lengths a step ahead, as the attachment must.
     """
     return Engine(traffic, policy, on_batch, judge, is_pipelined).run()
 

@@ -1,4 +1,4 @@
-"""The events of a made-up engine, in batches as the attachment sends them."""
+"""The events of a simulated engine, in batches as the attachment sends them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.wire import EventBatch, RoundColumns, StepColumns
 
 BATCH_S = 0.25
-"""How long steps are gathered before a batch is sent."""
+"""Time over which steps are collected before a batch is sent."""
 
 
 class EventLog:
-    """Gathers steps as the attachment does, and hands them on as batches."""
+    """Collects steps as the attachment does, and passes them on as batches."""
 
     def __init__(self, traffic: Traffic, send: Callable[[EventBatch, float], None]) -> None:
         self._traffic, self._send = traffic, send
@@ -31,7 +31,7 @@ class EventLog:
         now_s: float,
         features: Floats | None = None,
     ) -> None:
-        """Note a step and its rounds (request, position, drafted, accepted, emitted), and what their drafts showed."""
+        """Record a step and its rounds (request, position, drafted, accepted, emitted), and their drafts' features."""
         self._steps.append(step)
         self._rounds.append(rounds)
         self._features.append(np.full(len(rounds[0]), np.nan) if features is None else features)
@@ -39,7 +39,7 @@ class EventLog:
             self.flush(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Send what there is."""
+        """Send the collected steps."""
         if not self._steps:
             return
         self._seq, self._sent_s = self._seq + 1, now_s

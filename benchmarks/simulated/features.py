@@ -1,13 +1,13 @@
-"""Features of made-up drafts: top-token log-odds as a drafter shows them, and the part of acceptance that they tell of.
+"""Features of simulated drafts: top-token log-odds as a drafter shows them, and the part of acceptance that they predict.
 
-With z ~ N(0, 1) a property of the token's position in the output, and e ~ N(0, 1) another, both drawn once like the luck of
-`Traffic`, a draft at depth j of request r of workload w is accepted with log-odds
+z ~ N(0, 1) is a property of the token's position in the output, and e ~ N(0, 1) another. Both are drawn once, like the random
+numbers of `Traffic`. A draft at depth j of request r of workload w is accepted with log-odds
 
-    logit a = M(L_rj) + σ_w·z                       L_rj: what the trace says without features, drift included
+    logit a = M(L_rj) + σ_w·z                       L_rj: log-odds of the trace without features, drift included
     f       = offset_w + slope_w·(L̄_wj + share_w·(L_rj − L̄_wj) + σ_w·z) + noise_w·e
 
 and M is such that E_z[a] = sigmoid(L_rj). The z of different positions are independent, so the marginal survival of a draft is
-the trace's too, Π_i E[a_i], and rules that don't look at features meet the same traffic on average (not the same draws).
+the trace's too, Π_i E[a_i]. Rules that ignore features meet the same traffic on average (not the same draws).
 
 Letters: K = configured number of draft tokens, W = workloads, n = requests in a step.
 """
@@ -29,20 +29,20 @@ _NODES = 64
 
 @dataclass(frozen=True)
 class Feature:
-    """What a workload's drafts show of themselves. With slope 2 and offset 0.4 vLLM's first guess (0.5, −0.2) is right."""
+    """Features of a workload's drafts. With slope 2 and offset 0.4 vLLM's first guess (0.5, −0.2) is right."""
 
     informativeness: float = 1.0
     """σ: standard deviation of the token's part of the log-odds of acceptance."""
     slope: float = 2.0
-    """0: nothing but noise is shown, however much tokens differ."""
+    """0: the features are only noise, however much tokens differ."""
     offset: float = 0.4
     request_share: float = 1.0
-    """How much of what sets a request apart from its workload is shown."""
+    """Share of a request's difference from its workload that the features show."""
     noise: float = 0.5
 
 
 NOTHING = Feature(0.0, 0.0, 0.0, 0.0, 0.0)
-"""Of a workload without features beside one that has them."""
+"""Features of a workload without any, in a trace with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Drafts:
 
 
 class DraftFeatures:
-    """Draws of a trace's features; `size` positions in all."""
+    """Draws a trace's features; `size` positions in all."""
 
     def __init__(self, features: Sequence[Feature | None], seed: int, size: int) -> None:
         self._features = [one or NOTHING for one in features]

@@ -1,11 +1,11 @@
-"""The best that can be done on a made-up trace, and honed's own loop to hold against it.
+"""An oracle's best result on a simulated trace, and honed's own loop to compare with it.
 
 The oracle knows every request's true curve and the true, expected cost of a step, and maximises the goodput of its rounds,
 
     (n + Σ_i Σ_{j ≤ k_i} S_i(j)) / (T(tokens + Σ_i k_i, block = max_i k_i) − time of the step's prompts)
 
 exactly, whatever shape T has: for each cap on the block, all n·K entries are admitted one by one, the most likely first. It
-doesn't know the luck. Prompts have to be computed whatever is drafted: were their time in the ratio, drafts would look cheap
+doesn't know the random draws. Prompts are computed with any drafts. If the ratio included their time, drafts would look cheap
 beside it, and the whole trace would take longer (up to a quarter on the traces of `benchmarks/regret.py`).
 
 A rule's regret is 1 − its goodput / the oracle's on the same trace.
@@ -28,7 +28,7 @@ from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import EventBatch, Policy
 
 PROPOSE_S = 1.0
-"""How often the daemon makes a policy."""
+"""Interval at which the daemon makes a policy."""
 
 
 def best_lengths(truth: Truth) -> tuple[Ints, float]:
@@ -56,7 +56,7 @@ def best_lengths(truth: Truth) -> tuple[Ints, float]:
 
 
 def _best_where_mixing_costs(truth: Truth, without: float) -> tuple[Ints, float]:
-    """The same where unequal lengths cost `mixed_s`: also tries every length for everybody."""
+    """The same if unequal lengths cost `mixed_s`: also tries each length for all requests."""
     plain = replace(truth, cost=replace(truth.cost, mixed_s=0.0))
     lengths, _ = best_lengths(plain)
     options = [lengths, *(np.full(len(lengths), k) for k in range(1, truth.survival.shape[1] + 1))]
@@ -74,28 +74,28 @@ def _best_where_mixing_costs(truth: Truth, without: float) -> tuple[Ints, float]
 
 
 def judge(truth: Truth) -> float:
-    """Price the best choice of a step, for `simulate`."""
+    """Return the best goodput of a step, for `simulate`."""
     return best_lengths(truth)[1]
 
 
 class Oracle:
-    """A rule that is told the truth; with `sees_drafts` also of the very drafts that it cuts."""
+    """A rule that gets the truth; with `sees_drafts` also the drafts that it cuts."""
 
     def __init__(self, sees_drafts: bool = False) -> None:
         self._sees_drafts = sees_drafts
         self._truth: Truth | None = None
 
     def see(self, truth: Truth) -> None:
-        """Take in the step that `decide` will be about."""
+        """Take in the truth of the step that `decide` will be about."""
         if self._sees_drafts and truth.drafts is not None:
             truth = replace(truth, survival=np.cumprod(truth.drafts.acceptance, axis=1, dtype=np.float64))
         self._truth = truth
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Nothing to note: the truth comes with each step."""
+        """Do nothing: the truth comes with each step."""
 
     def finish(self, request_id: str) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def observe(
         self,
@@ -104,7 +104,7 @@ class Oracle:
         num_accepted_tokens: Sequence[int],
         features: Sequence[float] | None = None,
     ) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def decide(
         self,
@@ -114,7 +114,7 @@ class Oracle:
         now_s: float,
         contexts: Sequence[int] | None = None,
     ) -> Decision:
-        """Choose the optimum of the step that was shown last."""
+        """Choose the optimum of the step shown last."""
         assert self._truth is not None
         assert len(self._truth.survival) == len(request_ids)
         lengths = best_lengths(self._truth)[0].tolist()
@@ -122,7 +122,7 @@ class Oracle:
 
 
 class Steered:
-    """Decider and controller as in production: batches as they come, a policy about once a second, both ends learning."""
+    """Decider and controller as in production: batches as they come, a policy about once a second, both learning."""
 
     def __init__(self, traffic: Traffic, settings: ControllerSettings | None = None, seed: int = 0) -> None:
         trace = traffic.trace

@@ -1,8 +1,8 @@
-"""Twenty made-up traces, each with its seed: what `benchmarks/regret.py` measures regret on.
+"""Twenty simulated traces, each with its seed: the traffic of `benchmarks/regret.py`.
 
-Costs are of the size that an 8B target (about 6 ms to read its weights, compute-bound from some 200 tokens), a 32B or a 70B
-one (about 20 and 15 ms, the latter in 8 bits) shows on a data-centre GPU, or a small one on a CPU; drafters draft in one pass,
-as DFlash, or token by token. A trace says what traffic is like: it is not to be tuned to a rule.
+Costs resemble those of targets on a data-centre GPU, or of a small one on a CPU. The GPU targets are an 8B one (about 6 ms to
+read its weights, compute-bound from some 200 tokens), a 32B and a 70B one (about 20 and 15 ms, the latter in 8 bits). Drafters
+draft in one pass, as DFlash, or token by token. Traces describe traffic and must not be tuned to a rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POOR = (0.2, 0.18, 0.16, 0.15)
 GRAPHS = (1, 2, 4, *range(8, 513, 8))
 FEW_GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-# Read as: target, then drafter. "one pass": cost hardly grows with the block; "sequential": each draft token costs the same.
+# Read as: target, then drafter. "one pass": cost barely grows with the block; "sequential": each draft token costs the same.
 SMALL = Cost(0.5e-3, roofline(5.5e-3, 2.7e-5), 4e-6, 1.5e-9, drafting_s=0.7e-3, per_block_token_s=4e-5)
 SMALL_V2 = Cost(0.5e-3, roofline(5.5e-3, 2.7e-5), 4e-6, 1.5e-9, drafting_s=0.9e-3, drafting_per_request_s=6e-6)
 LARGE = Cost(1e-3, roofline(19e-3, 1.1e-4), 6e-6, 4e-9, drafting_s=1.2e-3, per_block_token_s=8e-5)
@@ -30,7 +30,7 @@ SLOW_CPU = Cost(31e-3, linear(0.8e-3), 3e-4, 5e-8, drafting_s=3e-3, drafting_per
 
 
 def steady(requests: int) -> Load:
-    """A closed loop of so many."""
+    """Make a closed loop of `requests`."""
     return Load(concurrency=((0.0, requests),))
 
 
@@ -246,5 +246,5 @@ EXTRA = (
         _always(SMALL),
     ),
 )
-"""Run only when named, and not part of the mean: machines that are slow now and then, for minutes or moments; acceptance that
-falls with the length of the context, of which a batch has every kind."""
+"""Run only when named, and not part of the mean: machines that are sometimes slow, for minutes or moments; acceptance that
+falls with the context length, in batches with every context length."""

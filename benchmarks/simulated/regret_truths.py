@@ -1,6 +1,6 @@
-"""Honed's loop with one of its estimates replaced by the truth: where does regret come from?
+"""Honed's loop with one of its estimates replaced by the truth, to find the sources of regret.
 
-Only the policy is changed on its way to the decider, so what is measured is the decider and controller as they are.
+Only the policy is changed on its way to the decider, so the unchanged decider and controller are measured.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ TRUTHS: dict[str, frozenset[str]] = {
     "cost+req": frozenset({"cost", "curves", "requests"}),
     "all": frozenset({"explore", "hysteresis", "delay", "cost", "curves", "requests"}),
 }
-"""What is true in each ablation: "explore" and "hysteresis" are none at all (once the model is ready), "delay" a policy with
-every batch, "cost" the model fitted to the true cost, "curves" each workload's mean curve and spread, "requests" each
-request's own curve."""
+"""True values in each ablation: "explore" and "hysteresis" switch these off (once the model is ready). "delay" is a policy with
+every batch, "cost" the model fitted to the true cost, "curves" each workload's mean curve and spread, "requests" each request's
+own curve."""
 
 
 class WithTruth(Steered):
-    """Decider and controller, with the truth in place of some of what they estimate."""
+    """Decider and controller, with the truth in place of some of their estimates."""
 
     def __init__(self, traffic: Traffic, truths: frozenset[str]) -> None:
         super().__init__(traffic, ControllerSettings(captured_tokens=traffic.trace.costs[0][1].captured_tokens))
@@ -50,7 +50,7 @@ class WithTruth(Steered):
         self.decide = self._decide  # type: ignore[method-assign]
 
     def see(self, truth: Truth) -> None:
-        """Keep the truth of the step that is about to be decided."""
+        """Keep the truth of the step to be decided."""
         self._truth = truth
 
     def take(self, batch: EventBatch, now_s: float) -> None:
@@ -60,7 +60,7 @@ class WithTruth(Steered):
         super().take(batch, now_s)
 
     def put_in_force(self, policy: Policy, now_s: float) -> None:
-        """Note the policy; it is changed and sent before the next decision."""
+        """Store the policy; it is changed and sent before the next decision."""
         self._sent, self._told = policy, ()
 
     def _start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:

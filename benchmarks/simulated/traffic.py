@@ -1,12 +1,12 @@
-"""Made-up traffic with known truth: requests, how likely their drafts are accepted, and what a step of the engine costs.
+"""Simulated traffic with known truth: requests, acceptance probabilities of their drafts, and costs of engine steps.
 
-A `Trace` is a description and a seed. `Traffic` is what is drawn from it once, so that every rule that chooses draft lengths
-meets the same requests with the same luck: draft tokens are accepted where u(request, token position) < a_j, and u belongs to
-the position, not to the round that happens to reach it.
+A `Trace` is a description and a seed. `Traffic` is drawn from it once, so that every rule that chooses draft lengths meets the
+same requests with the same random numbers. A draft token is accepted if u(request, token position) < a_j, and u belongs to the
+position, not to the round that reaches it.
 
 The trace's clock counts *work*: tokens emitted so far. Arrivals, drift and changes of cost happen at points of the work, never
-of time. By the hands of a clock a faster rule would be left with emptier batches, and would look slower for it. A trace ends
-when `num_tokens` were emitted, so all rules do the same work and differ in the seconds that it takes.
+of time. With time, a faster rule would get emptier batches, and would look slower for it. A trace ends when `num_tokens` were
+emitted, so all rules do the same work and differ in the seconds for it.
 
 Letters: K = configured number of draft tokens, W = workloads, R = requests of the trace, n = requests in a step.
 """
@@ -26,22 +26,22 @@ from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import pad_tokens
 
 _NUM_RANKS = 2048
-"""Beta variates per workload and position from which a request's acceptance is read off by its rank."""
+"""Beta variates per workload and position; a request's rank selects its acceptance."""
 _NUM_STAGES = 1000
-"""Slow drift moves in so many small stages over a whole trace."""
+"""Steps of slow drift over a whole trace."""
 _TABLE_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step truly takes: base + r·R + f(padded tokens) + c·context + p·prefill + drafting(block, R), in seconds.
+    """True cost of a step: base + r·R + f(padded tokens) + c·context + p·prefill + drafting(block, R), in seconds.
 
-    The shape of `StepTimeModel`, but for f, which may be anything.
+    It has the shape of `StepTimeModel`, but f may be any function.
     """
 
     base_s: float
     token_seconds: Callable[[Floats], Floats]
-    """f: seconds for so many scheduled tokens."""
+    """f: seconds by number of scheduled tokens."""
     per_request_s: float = 0.0
     per_context_token_s: float = 0.0
     per_prefill_token_s: float = 0.0
@@ -51,7 +51,7 @@ class Cost:
     per_block_token_and_request_s: float = 0.0
     captured_tokens: tuple[int, ...] = ()
     mixed_s: float = 0.0
-    """What a step takes longer when its requests' lengths differ, as where that loses the captured graph. Not in `seconds`."""
+    """Added time of a step whose requests' lengths differ, such as for a lost captured graph. Not in `seconds`."""
 
     def seconds(self, num_requests: int, num_tokens: Ints, context_tokens: int, num_prefill_tokens: int, block: Ints) -> Floats:
         """Price steps; totals of tokens and blocks are broadcast against each other."""
@@ -96,7 +96,7 @@ def roofline(memory_s: float, per_token_s: float, sharpness: float = 6.0, tile: 
 
 @dataclass(frozen=True)
 class Drift:
-    """From share `at` of the trace's work on, a workload's curve moves to another one, over a share `over` of the work."""
+    """Move of a workload's curve to another one, from share `at` of the trace's work on, over a share `over` of the work."""
 
     at: float
     acceptance: tuple[float, ...]
@@ -111,66 +111,66 @@ class Workload:
     acceptance: tuple[float, ...]
     """[K] mean conditional acceptance a_j; a shorter one repeats its last figure."""
     strength: float = 20.0
-    """Requests scatter as Beta(strength·a_j, strength·(1 − a_j)) around it."""
+    """Requests vary as Beta(strength·a_j, strength·(1 − a_j)) around it."""
     is_one_rank: bool = True
-    """A request is easy or hard at all positions alike; else each position is drawn by itself."""
+    """True: a request is easy or hard at all positions alike. False: each position is drawn separately."""
     output_tokens: tuple[int, int] = (64, 512)
-    """Drawn between the two, evenly in their logarithm."""
+    """Range, drawn uniformly in the logarithm."""
     prompt_tokens: tuple[int, int] = (64, 1024)
     weight: float = 1.0
     since: float = 0.0
-    """Share of the trace's requests before which none is of this kind."""
+    """Share of the trace's requests before the first of this kind."""
     drift: tuple[Drift, ...] = ()
     decay: float = 0.0
     """Log-odds that acceptance loses with every doubling of the context beyond `decay_from` tokens."""
     decay_from: int = 512
     feature: Feature | None = None
-    """What its drafts show; None: nothing, and all tokens of a request are alike."""
+    """Features of its drafts; None: nothing, and all tokens of a request are alike."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many requests there are, by one of three: fixed numbers at a time, Poisson arrivals, bursts."""
+    """Number of requests, by one of three: fixed numbers at a time, Poisson arrivals, bursts."""
 
     concurrency: tuple[tuple[float, int], ...] = ()
     """Closed loop: (share of the work from which on, requests in the system)."""
     utilisation: float = 0.0
     """Poisson: expected output tokens that arrive per token emitted; below 1 the queue stays finite."""
     burst: int = 1
-    """Poisson arrivals come in groups of so many."""
+    """Size of the groups in which Poisson arrivals come."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole made-up run of an engine."""
+    """A whole simulated run of an engine."""
 
     name: str
     seed: int
     num_spec_tokens: int
     max_num_seqs: int
     num_tokens: int
-    """Work: the trace is over when so many were emitted."""
+    """Work: the trace ends when this many were emitted."""
     workloads: tuple[Workload, ...]
     load: Load
     costs: tuple[tuple[float, Cost], ...]
-    """(share of the work from which on, what a step costs)."""
+    """(share of the work from which on, cost of a step)."""
     is_block_shortened: bool = True
-    """vLLM's V1 runner drafts what is asked for, and nothing for 0; V2 always drafts K."""
+    """vLLM's V1 runner drafts the chosen length, and nothing for 0; V2 always drafts K."""
     noise: float = 0.03
     """Standard deviation of the logarithm of measured step times; their mean stays true."""
     stall_share: float = 0.0
-    """Share of the steps that are measured three times as long."""
+    """Share of the steps whose measured time is three times as long."""
     slow_factor: float = 1.0
-    """How many times as long steps are measured while the machine is in a slow spell; half of the time it is."""
+    """Factor on measured step times in the machine's slow periods, which are half of the time."""
     spell_steps: float = 100.0
-    """Mean length of a spell, slow or quick."""
+    """Mean length of a period, slow or quick."""
     max_prefill_tokens: int = 8192
     events: tuple[float, ...] = field(default=())
     """Shares of the work where something changes abruptly and the rule has to recover."""
 
 
 class Traffic:
-    """The requests of a trace and their luck, drawn once; all arrays are in order of arrival."""
+    """The requests of a trace and their random numbers, drawn once; all arrays are in order of arrival."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -193,11 +193,11 @@ class Traffic:
         self.draft_features = DraftFeatures(features, trace.seed, len(self.luck)) if any(features) else None
 
     def concurrency(self, work: float) -> int:
-        """Requests that a closed loop keeps in the system."""
+        """Return the requests that a closed loop keeps in the system."""
         return next(n for at, n in reversed(self.trace.load.concurrency) if work >= at * self.trace.num_tokens)
 
     def cost(self, work: float) -> Cost:
-        """What a step costs at this point."""
+        """Return a step's cost at this point."""
         return next(cost for at, cost in reversed(self.trace.costs) if work >= at * self.trace.num_tokens)
 
     def stage(self, work: float) -> int:
@@ -205,7 +205,7 @@ class Traffic:
         return int(work / self.trace.num_tokens * _NUM_STAGES + 1e-9) if self._is_drifting else 0
 
     def shift(self, stage: int) -> Floats:
-        """By how much each workload's log-odds have moved since the start, [W, K]."""
+        """Change of each workload's log-odds since the start, [W, K]."""
         shift, share = np.zeros_like(self._base), stage / _NUM_STAGES
         for row, workload in enumerate(self.trace.workloads):
             now = _log_odds(self._base[row])
@@ -216,14 +216,14 @@ class Traffic:
         return shift
 
     def decay(self, requests: Ints, contexts: Ints) -> Floats:
-        """By how much the lengths of their contexts lower the log-odds of requests, [n]."""
+        """Decrease of requests' log-odds by their context lengths, [n]."""
         rate, begin = (column[self.workload[requests]] for column in self._decay)
         decay: Floats = rate * np.log2(np.maximum(contexts / begin, 1.0))
         return decay
 
     @cached_property
     def is_decaying(self) -> bool:
-        """Whether any workload's acceptance depends on the length of the context."""
+        """Return whether any workload's acceptance depends on the context length."""
         return any(workload.decay for workload in self.trace.workloads)
 
     @cached_property
@@ -232,7 +232,7 @@ class Traffic:
         return columns[0], columns[1]
 
     def typical(self, stage: int) -> Floats:
-        """Each workload's mean curve as log-odds, drift included, [W, K]."""
+        """Return each workload's mean curve as log-odds, drift included, [W, K]."""
         return _log_odds(self._base) + self.shift(stage)
 
     @cached_property
@@ -251,7 +251,7 @@ class Traffic:
         return log_odds
 
     def _draw_arrivals(self, rng: np.random.Generator) -> Floats | None:
-        """Work at which each request arrives; None in a closed loop."""
+        """Draw the work at which each request arrives; None in a closed loop."""
         load = self.trace.load
         if load.concurrency:
             return None
@@ -266,7 +266,7 @@ def _draw_lengths(rng: np.random.Generator, trace: Trace) -> tuple[Ints, Ints, I
     means = np.array([np.mean(one.output_tokens) for one in trace.workloads])
     longest = max(one.output_tokens[1] for one in trace.workloads)
     most = max([trace.max_num_seqs, *(n for _, n in trace.load.concurrency)])
-    # The log-uniform mean lies below the middle: twice the number that the middle asks for is always enough.
+    # The log-uniform mean is below the middle: twice the number for the middle is always enough.
     count = int(2.0 * (trace.num_tokens + most * longest) / float(weights @ means / weights.sum())) + most
     workload = np.empty(count, dtype=np.int64)
     since = np.array([one.since for one in trace.workloads])

@@ -1,20 +1,20 @@
 """vLLM's adaptive verification as a rule in the simulated engine: its own code, from the installed package, on the CPU.
 
-What is vLLM's own: the cost tables and how they are profiled and read (`batches_to_profile`, `set_initial_cost_curves`,
-`build_cost_tables_from_curves`), the budget (`get_num_tokens`), who gets it (`_assign_draft_token_budget`), and the fit of its
-acceptance estimator (`OnlineAcceptanceEstimator.step`: Triton kernels, run here by Triton's interpreter). What is done here in
-its place, and why it comes to the same:
+These parts are vLLM's own: the cost tables and how they are profiled and read (`batches_to_profile`, `set_initial_cost_curves`,
+`build_cost_tables_from_curves`), the budget (`get_num_tokens`), its assignment to requests (`_assign_draft_token_budget`), and
+the fit of its acceptance estimator (`OnlineAcceptanceEstimator.step`: Triton kernels, run here by Triton's interpreter). These
+are replaced, with equal results:
 
-- confidences: σ(slope·f + intercept) in numpy; vLLM's `predict` computes f from the draft's logits first, and f is what the
-  simulated drafter shows
+- confidences: σ(slope·f + intercept) in numpy; vLLM's `predict` first computes f from the draft's logits, and the simulated
+  drafter shows f directly
 - the interpreter needs milliseconds per call, so rounds are graded in one call per `REFIT_INTERVAL` steps: the kernel sums over
-  rounds, the coefficients don't change in between, and each round brings the prediction that was made of it
-- `record_confidences` without CUDA streams: the same two slots change places, so budgets are chosen from the confidences of the
-  drafts before the present ones, and 1 for a newcomer
+  rounds, the coefficients don't change in between, and each round brings its own prediction
+- `record_confidences` without CUDA streams: the same two slots alternate, so budgets are chosen from the confidences of the
+  drafts before the present ones, and 1 for a new request
 
-It drafts K tokens always and sees them before it cuts. Its profile is what it would measure at start: every captured size and
+It always drafts K tokens and sees them before it cuts. Its profile is what it would measure at start: every captured size and
 beyond, five noisy runs each, every request at `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (8192) tokens of context. Its
-forward time gets everything of a step but the drafter, host time included, which is more than its events would see.
+forward time gets everything of a step but the drafter. That includes host time, which its events wouldn't see.
 
 Letters: K = configured number of draft tokens, n = requests in a step.
 """
@@ -57,7 +57,7 @@ _CPU = torch.device("cpu")
 
 
 class Manager(AdaptiveVerificationManager):  # type: ignore[misc]
-    """vLLM's manager without a GPU: what its methods read, and nothing else."""
+    """vLLM's manager without a GPU: only the values that its methods read."""
 
     def __init__(self, num_spec_tokens: int, max_num_reqs: int, max_num_batched_tokens: int) -> None:
         self.num_speculative_steps = num_spec_tokens
@@ -81,14 +81,14 @@ class Manager(AdaptiveVerificationManager):  # type: ignore[misc]
         self._stale_idx = 0
 
     def set_cost_curves(self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]) -> None:
-        """As vLLM's, on a single rank."""
+        """Set curves as vLLM does, on a single rank."""
         states = self.req_states
         self.cost_tables = build_cost_tables_from_curves(
             draft_curve, verify_curve, states.max_num_reqs, states.max_num_batched_tokens, self._cudagraph_limit
         )
 
     def record(self, confidences: Floats, slots: Ints) -> None:
-        """As vLLM's `record_confidences`, without streams."""
+        """Record as vLLM's `record_confidences`, without streams."""
         ready = self._stale_idx ^ 1
         if self._pending_resets:
             self._stale_confidences[ready].np[self._pending_resets] = 1.0
@@ -98,7 +98,7 @@ class Manager(AdaptiveVerificationManager):  # type: ignore[misc]
         self._stale_confidences[write].np[:] = self._confidence_probs.numpy()
 
     def assign(self, slots: Ints) -> Ints:
-        """Say how many drafts each request gets of the budget that `get_num_tokens` left behind."""
+        """Split the budget from `get_num_tokens` into drafts for each request."""
         scheduled, _, budget = self._batch_budget
         capacities = torch.tensor(list(scheduled.values())[: len(slots)], dtype=torch.int32)
         if budget == 0:
@@ -118,7 +118,7 @@ class Estimator:
 
     @property
     def slope(self) -> float:
-        """Its one slope."""
+        """The estimator's one slope."""
         return float(self.vllm.slope)
 
     def predict(self, features: Floats) -> Floats:
@@ -171,12 +171,12 @@ class AdaptiveVerification:
         self.manager.set_initial_cost_curves(samples)
 
     def see(self, truth: Truth) -> None:
-        """Look at the drafts of the step that is about to be decided, and at nothing else of the truth."""
+        """Take in the drafts of the step to be decided, and nothing else of the truth."""
         assert truth.drafts is not None
         self._features = truth.drafts.features
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Take up a request, in prefill at first."""
+        """Add a request, in prefill at first."""
         self._slots[request_id] = self._free.pop()
         self._newcomers.append(request_id)
 
@@ -194,7 +194,7 @@ class AdaptiveVerification:
         now_s: float,
         contexts: Sequence[int] | None = None,
     ) -> Decision:
-        """Cut the drafts that were seen last."""
+        """Cut the drafts seen last."""
         assert self._features is not None
         here = set(request_ids)
         for request_id in [one for one in self._newcomers if one in here]:  # prefilled in a step without rounds
@@ -218,18 +218,18 @@ class AdaptiveVerification:
         num_accepted_tokens: Sequence[int],
         features: Sequence[float] | None = None,
     ) -> None:
-        """Grade the drafts of the step that was decided last."""
+        """Grade the drafts of the step decided last."""
         assert self._features is not None
         drafted, accepted = (np.array(column, dtype=np.int64) for column in (num_draft_tokens, num_accepted_tokens))
         self.estimator.observe(self._features, self._predicted, drafted, accepted)
         self._graded(drafted, accepted)
 
     def _told(self, predicted: Floats, slots: Ints, context_tokens: int) -> Floats:
-        """What the manager gets for its estimates."""
+        """Return the manager's input for its estimates."""
         return predicted
 
     def _graded(self, num_draft_tokens: Ints, num_accepted_tokens: Ints) -> None:
-        """The drafts of the step that was decided last have been verified."""
+        """Note that the drafts of the step decided last have been verified."""
 
     def _take_in(self, request_id: str) -> None:
         self._newcomers.remove(request_id)
@@ -253,13 +253,13 @@ class FedVerification(AdaptiveVerification):
         self._due_s = 0.0
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Take up a request of a workload."""
+        """Add a request of a workload."""
         super().start(request_id, workload, ceiling)
         number = self._numbers.setdefault(workload, len(self._numbers) + 1)
         self._levels.set_workloads(torch.tensor([self._slots[request_id]]), torch.tensor([number]))
 
     def take(self, batch: EventBatch, now_s: float) -> None:
-        """Learn prices from a batch, and tell them when they have moved."""
+        """Learn prices from a batch, and pass them on when they have moved."""
         self._controller.observe(batch)
         if now_s < self._due_s:
             return
