@@ -1,4 +1,4 @@
-"""Makes the dashboards: `python -m honed.dashboards.make.boards` rewrites them, and a test says when that was forgotten."""
+"""Makes the dashboards: `python -m honed.dashboards.make.boards` rewrites them, and a test fails if they are out of date."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BOARDS: dict[str, Callable[[], dashboard.Dashboard]] = {
     "honed-training.json": training,
     "honed-daemon.json": daemon,
 }
-"""File -> what makes it."""
+"""File -> its maker."""
 
 
 def render(board: dashboard.Dashboard) -> str:
-    """The JSON as it is committed."""
+    """Render the JSON as it is committed."""
     return json.dumps(board.build(), cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 

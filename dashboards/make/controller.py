@@ -1,4 +1,4 @@
-"""The dashboard of deciding: how many tokens are drafted under which load, who decides, and how good the predictions are."""
+"""The controller's dashboard: draft lengths by load, the source of each decision, and the predictions' accuracy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from honed.dashboards.make.queries import ENGINE, JOB, VLLM, WORKLOAD, rate, rat
 
 
 def controller() -> dashboard.Dashboard:
-    """What is decided, and on what grounds."""
-    text = "How many tokens are drafted under which load, who decides it, and predicted against measured."
+    """Make the dashboard of decisions and their basis."""
+    text = "Draft lengths by load, the source of each decision, and predicted against measured times."
     return board("Controller", text, [("Lengths and load", lengths()), ("Who decides", deciders()), ("Grounds", grounds())])
 
 
@@ -22,8 +22,7 @@ def lengths() -> list[Panel]:
     return [
         plot(
             "Draft tokens a round, and load",
-            "What was drafted on average, the most that the policy allowed (nodes; for a chain its length), and requests in "
-            "the batch (right axis).",
+            "Average draft tokens, the policy's limit (nodes; for a chain its length), and requests in the batch (right axis).",
             [
                 (per_round, "drafted {{engine}}"),
                 (f"max by (engine) (honed_tree_budget_nodes{{{ENGINE}}})", "budget {{engine}}"),
@@ -41,7 +40,7 @@ def lengths() -> list[Panel]:
         ),
         plot(
             "Load",
-            "Requests in the batch and waiting, as the engine tells honed, and vLLM's own count.",
+            "Requests in the batch and waiting, as the engine reports them to honed, and vLLM's own count.",
             [
                 (running, "running {{engine}}"),
                 (f"sum by (engine) (honed_engine_requests_waiting{{{ENGINE}}})", "waiting {{engine}}"),
@@ -53,18 +52,18 @@ def lengths() -> list[Panel]:
 
 
 def deciders() -> list[Panel]:
-    """Whose decision it is."""
+    """Sources of decisions."""
     return [
         plot(
             "Decisions",
-            "Engine steps a second by what decided the draft lengths.",
+            "Engine steps a second by the reason for their draft lengths.",
             [(rate("honed_decisions_total", "reason", ENGINE), "{{reason}}")],
             is_stacked=True,
             low=0,
         ),
         plot(
             "Policy age",
-            "Seconds since each engine's policy arrived; negative: it has none.",
+            "Seconds since each engine's policy arrived; negative if it has none.",
             [(f"max by (engine) (honed_policy_age_seconds{{{ENGINE}}})", "{{engine}}")],
             unit="s",
         ),
@@ -82,14 +81,14 @@ def deciders() -> list[Panel]:
 
 
 def grounds() -> list[Panel]:
-    """What decisions rest on."""
+    """Basis of decisions."""
     predicted = f"max by (engine) (honed_step_time_predicted_seconds{{{ENGINE}}})"
     measured = f"max by (engine) (honed_step_time_measured_seconds{{{ENGINE}}})"
     at = ratio("honed_position_accepted_total", "honed_position_tried_total", "position")
     return [
         plot(
             "Step time, predicted and measured",
-            "Of the steps that the engine lately ran; both smoothed alike.",
+            "Step time of the engine's recent steps; both curves are smoothed equally.",
             [(predicted, "predicted {{engine}}"), (measured, "measured {{engine}}")],
             unit="s",
             low=0,
@@ -102,12 +101,12 @@ def grounds() -> list[Panel]:
         ),
         plot(
             "Estimated speed-up",
-            "Tokens per second against not drafting at all, at the present load.",
+            "Tokens per second relative to no drafting, at the present load.",
             [(f"max by (engine) (honed_speedup_estimated_ratio{{{ENGINE}}})", "{{engine}}")],
         ),
         plot(
             "Acceptance by position",
-            "Of the rounds that accepted every draft before a position (from 0), the share that accepted it too.",
+            "Among rounds that accepted all drafts before a position (from 0), the share that accepted it too.",
             [(at, "position {{position}}")],
             unit="percentunit",
             low=0,
@@ -121,7 +120,7 @@ def grounds() -> list[Panel]:
         ),
         plot(
             "Cost inside vLLM",
-            "p99 of what honed does on the engine's thread, a step.",
+            "p99 of honed's time on the engine's thread, a step.",
             [
                 (f"max by (engine) (honed_engine_decide_seconds{{{ENGINE}}})", "decide {{engine}}"),
                 (f"max by (engine) (honed_engine_log_seconds{{{ENGINE}}})", "log {{engine}}"),

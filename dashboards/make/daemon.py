@@ -1,4 +1,4 @@
-"""The dashboard of the daemon itself: what reaches it, what its database and its process do."""
+"""The daemon's own dashboard: incoming events, database and process."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from honed.dashboards.make.queries import ENGINE, JOB, quantile, rate
 
 
 def daemon() -> dashboard.Dashboard:
-    """Is the daemon well?"""
-    text = "What reaches the daemon, and what its database, its disk and its process do."
+    """Make the dashboard of the daemon's health."""
+    text = "The daemon's incoming events, its database, its disk and its process."
     rows = [("Now", now()), ("Events", events()), ("Database", database()), ("Process", process())]
     return board("Daemon", text, rows)
 
 
 def now() -> list[Panel]:
-    """Figures of this moment."""
+    """Present values."""
     age = f"time() - honed_start_time_seconds{{{JOB}}}"
     silent = f"time() - honed_last_event_timestamp_seconds{{{JOB}}}"
     free = f"honed_disk_free_bytes{{{JOB}}} / (honed_disk_size_bytes{{{JOB}}} > 0)"
     return [
         number("Up", "Scrapes that succeed.", [(f"up{{{JOB}}}", "{{instance}}")]),
-        number("Running for", "Since the daemon's start.", [(age, "{{instance}}")], unit="s"),
-        number("Since the last event", "Without traffic it grows.", [(silent, "{{instance}}")], unit="s"),
-        number("Disk free", "Of the state directory's filesystem.", [(free, "{{instance}}")], unit="percentunit"),
+        number("Running for", "Time since the daemon's start.", [(age, "{{instance}}")], unit="s"),
+        number("Since the last event", "Grows without traffic.", [(silent, "{{instance}}")], unit="s"),
+        number("Disk free", "Share of the state directory's filesystem.", [(free, "{{instance}}")], unit="percentunit"),
         number("Database errors", "Refusals by the database.", [(f"honed_db_errors_total{{{JOB}}}", "{{instance}}")], worst=1),
         number("Version", "Of honed.", [(f"honed_build_info{{{JOB}}}", "{{version}}")], shows_name=True),
     ]
 
 
 def events() -> list[Panel]:
-    """Does everything arrive?"""
+    """Arrival of events."""
     return [
         plot(
             "Events",
@@ -46,7 +46,7 @@ def events() -> list[Panel]:
         ),
         plot(
             "Queues",
-            "Batches that wait to be committed, and bytes that wait in engines (right axis).",
+            "Batches waiting to be committed, and bytes waiting in engines (right axis).",
             [
                 (f"honed_event_queue_length{{{JOB}}}", "batches {{instance}}"),
                 (f"max by (engine) (honed_engine_queue_bytes{{{ENGINE}}})", "bytes {{engine}} (right)"),
@@ -63,7 +63,7 @@ def events() -> list[Panel]:
         ),
         plot(
             "Not taken",
-            "A second: batches that came again, that found no room, that the controllers had no time for; their errors; frames "
+            "Per second: batches that were repeated, found no room, or were skipped by the controllers; their errors; frames "
             "by reason.",
             [
                 (rate("honed_event_batches_duplicate_total", "job", JOB), "duplicate"),
@@ -76,7 +76,7 @@ def events() -> list[Panel]:
         ),
         timeline(
             "Engines heard",
-            "1 while the daemon hears the engine.",
+            "1 while the engine is connected to the daemon.",
             [(f"max by (model_name, engine) (honed_engine_connected{{{ENGINE}}})", "{{model_name}} {{engine}}")],
         ),
         timeline(
@@ -91,11 +91,11 @@ def events() -> list[Panel]:
 
 
 def database() -> list[Panel]:
-    """Does what arrives stay?"""
+    """Storage of events."""
     return [
         plot(
             "Commits",
-            "How long a group of batches takes to be safe on disk.",
+            "Time until a group of batches is safe on disk.",
             [
                 (quantile(0.5, "honed_db_commit_seconds", "job", JOB), "median"),
                 (quantile(0.99, "honed_db_commit_seconds", "job", JOB), "p99"),
@@ -105,7 +105,7 @@ def database() -> list[Panel]:
         ),
         plot(
             "Size",
-            "Database with its log, and what is free on its disk (right axis).",
+            "Size of the database with its log, and free space on its disk (right axis).",
             [
                 (f"honed_db_size_bytes{{{JOB}}}", "database {{instance}}"),
                 (f"honed_disk_free_bytes{{{JOB}}}", "free {{instance}} (right)"),
@@ -116,7 +116,7 @@ def database() -> list[Panel]:
         ),
         plot(
             "Trouble",
-            "Refusals a second, and 1 while it refuses what was received.",
+            "Refusals a second, and 1 while it refuses received events.",
             [
                 (rate("honed_db_errors_total", "job", JOB), "errors/s"),
                 (f"honed_db_failing{{{JOB}}}", "failing {{instance}}"),
@@ -127,7 +127,7 @@ def database() -> list[Panel]:
 
 
 def process() -> list[Panel]:
-    """What does it cost?"""
+    """Cost of the daemon."""
     return [
         plot("CPU", "Cores used.", [(rate("honed_process_cpu_seconds_total", "instance", JOB), "{{instance}}")], low=0),
         plot("Memory", "Resident.", [(f"honed_process_resident_memory_bytes{{{JOB}}}", "{{instance}}")], unit="bytes", low=0),

@@ -1,4 +1,4 @@
-"""What all dashboards have in common: variables, marks where something changed, links to each other."""
+"""Parts shared by all dashboards: variables, marks where something changed, links to each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = Sequence[tuple[str, list[Panel]]]
 
 
 def board(name: str, text: str, rows: Rows) -> dashboard.Dashboard:
-    """A dashboard out of titled rows."""
+    """Make a dashboard from titled rows."""
     made = (
         dashboard.Dashboard(f"honed / {name}")
         .uid(f"honed-{name.lower().split()[0]}")
@@ -40,13 +40,13 @@ def board(name: str, text: str, rows: Rows) -> dashboard.Dashboard:
 
 
 def links() -> dashboard.DashboardLink:
-    """To the other dashboards of honed, with the same variables and time."""
+    """Link to honed's other dashboards, with the same variables and time."""
     made = dashboard.DashboardLink("honed").type(model.DashboardLinkType.DASHBOARDS).tags(["honed"])
     return made.include_vars(True).keep_time(True)
 
 
 def variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
-    """What panels are filtered by."""
+    """Variables that panels are filtered by."""
     names = {
         "job": "label_values(honed_build_info, job)",
         "model_name": f"label_values(honed_engine_connected{{{JOB}}}, model_name)",
@@ -91,6 +91,6 @@ def changes() -> list[dashboard.AnnotationQuery]:
 
 
 def mark(name: str, expr: str, title: str, color: str) -> dashboard.AnnotationQuery:
-    """An annotation out of a query."""
+    """Make an annotation from a query."""
     annotation = dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(color)
     return annotation.expr(expr).step("60s").title_format(title)

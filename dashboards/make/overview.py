@@ -1,4 +1,4 @@
-"""The dashboard to look at first: is drafting worth it, is anything lost, which weights serve."""
+"""The first dashboard to look at: the gain from drafting, lost events, and the serving weights."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ BY, LEGEND = "workload, drafter_version", "{{workload}} {{drafter_version}}"
 
 
 def overview() -> dashboard.Dashboard:
-    """How well the drafter does."""
-    text = "How well a vLLM server's drafter does, and what honed does about it."
+    """Make the dashboard of the drafter's quality."""
+    text = "Quality of a vLLM server's drafter, and honed's work on it."
     rows = [("Now", now()), ("Acceptance", acceptance()), ("Speed", speed()), ("Weights and events", weights())]
     return board("Overview", text, rows)
 
 
 def now() -> list[Panel]:
-    """Figures of this moment."""
+    """Present values."""
     length = f"1 + {ratio(ACCEPTED, ROUNDS, 'job')}"
     lost = f"sum by (job) (honed_events_lost_total{{{ENGINE}}})"
     return [
         number("Acceptance length", "Tokens a verify round emits, bonus token included.", [(length, "")], decimals=2),
         number(
             "Estimated speed-up",
-            "Tokens per second against not drafting at all, as the controller estimates it.",
+            "Tokens per second relative to no drafting, estimated by the controller.",
             [(f"honed_speedup_estimated_ratio{{{ENGINE}}}", "{{engine}}")],
             decimals=2,
         ),
-        number("Engines heard", "Engines that the daemon hears.", [(f"sum by (job) (honed_engine_connected{{{ENGINE}}})", "")]),
-        number("Rounds lost", "Verify rounds that engines had to drop, in their present boots.", [(lost, "")], worst=1),
+        number(
+            "Engines heard", "Engines connected to the daemon.", [(f"sum by (job) (honed_engine_connected{{{ENGINE}}})", "")]
+        ),
+        number("Rounds lost", "Verify rounds that engines had to drop since their start.", [(lost, "")], worst=1),
         number(
             "Active drafter",
             "Version in the role active.",
@@ -44,7 +46,7 @@ def now() -> list[Panel]:
 
 
 def acceptance() -> list[Panel]:
-    """What the drafter is worth."""
+    """Acceptance of drafts."""
     length = f"1 + {ratio(ACCEPTED, ROUNDS, BY)}"
     at = ratio("honed_position_accepted_total", "honed_position_tried_total", "position")
     return [
@@ -56,7 +58,7 @@ def acceptance() -> list[Panel]:
         ),
         plot(
             "Acceptance rate",
-            "Share of draft tokens that are accepted. Falls when more are drafted; compare it at equal draft lengths.",
+            "Share of draft tokens that are accepted. Falls when more are drafted; compare at equal draft lengths.",
             [(ratio(ACCEPTED, DRAFTED, BY), LEGEND)],
             unit="percentunit",
             low=0,
@@ -64,7 +66,7 @@ def acceptance() -> list[Panel]:
         ),
         plot(
             "Acceptance by position",
-            "Of the rounds that accepted every draft before a position (from 0), the share that accepted it too.",
+            "Among rounds that accepted all drafts before a position (from 0), the share that accepted it too.",
             [(at, "position {{position}}")],
             unit="percentunit",
             low=0,
@@ -72,7 +74,7 @@ def acceptance() -> list[Panel]:
         ),
         plot(
             "Draft tokens a round",
-            "What the controller chose, by workload.",
+            "The controller's choice, by workload.",
             [(ratio(DRAFTED, ROUNDS, "workload"), "{{workload}}")],
             low=0,
         ),
@@ -80,12 +82,12 @@ def acceptance() -> list[Panel]:
 
 
 def speed() -> list[Panel]:
-    """What users get."""
+    """Speed for users."""
     latency = "vllm:inter_token_latency_seconds"
     return [
         plot(
             "Tokens a second",
-            "Tokens emitted, plain decode steps included, by workload; and all that vLLM generated.",
+            "Tokens emitted, including plain decode steps, by workload; and all tokens that vLLM generated.",
             [
                 (rate("honed_emitted_tokens_total", "workload"), "{{workload}}"),
                 (rate("vllm:generation_tokens_total", "model_name", VLLM), "vLLM {{model_name}}"),
@@ -94,7 +96,7 @@ def speed() -> list[Panel]:
         ),
         plot(
             "Inter-token latency",
-            "As vLLM measures it; drafts that are accepted arrive together.",
+            "vLLM's measurement; accepted drafts arrive together.",
             [
                 (quantile(0.5, latency, "model_name", VLLM), "median {{model_name}}"),
                 (quantile(0.99, latency, "model_name", VLLM), "p99 {{model_name}}"),
@@ -106,17 +108,17 @@ def speed() -> list[Panel]:
 
 
 def weights() -> list[Panel]:
-    """Which weights serve, and whether everything that happened arrives."""
+    """Serving weights, and completeness of events."""
     by = "model_name, engine, reason"
     return [
         timeline(
             "Drafter in use",
-            "The version that each engine runs; a bar ends where another one took over.",
+            "The version that each engine runs; a bar ends at a change of version.",
             [(f"honed_engine_drafter_info{{{ENGINE}}}", "{{engine}} {{version}}")],
         ),
         plot(
             "Events lost",
-            "Rounds dropped by engines, batches that never came or contradicted themselves, frames that nobody could read.",
+            "Rounds dropped by engines, batches that were missing or inconsistent, and unreadable frames.",
             [
                 (new("honed_events_lost_total", by, ENGINE), "rounds {{engine}} {{reason}}"),
                 (new("honed_event_batches_lost_total", by, ENGINE), "batches {{engine}} {{reason}}"),

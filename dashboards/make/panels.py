@@ -1,4 +1,4 @@
-"""Panels: lines, bars, present values, states over time. Descriptions name the metrics, so that one can go on in Explore."""
+"""Panels: lines, bars, present values, states over time. Descriptions name the metrics, for a further search in Explore."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plot(
     right: str = "",
     span: int = 12,
 ) -> timeseries.Panel:
-    """Lines over time; `right` are the letters of queries that have the axis on the right."""
+    """Lines over time; `right` lists the letters of queries on the right axis."""
     panel = timeseries.Panel().title(title).description(describe(text, queries)).datasource(SOURCE).unit(unit)
     panel = panel.height(8).span(span).legend(legend()).line_width(1).fill_opacity(40 if is_stacked else 8)
     panel = panel.tooltip(common_builder.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI))
@@ -64,19 +64,19 @@ def number(
     panel = panel.height(4).span(span).color_mode(common.BigValueColorMode.VALUE).graph_mode(common.BigValueGraphMode.NONE)
     panel = panel.text_mode(common.BigValueTextMode.NAME if shows_name else common.BigValueTextMode.VALUE)
     panel = panel.thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
-    # At this instant: over the range, a version that was active an hour ago would be shown beside the present one.
+    # Instant query: over the range, a version that was active an hour ago would be shown beside the present one.
     return panel.reduce_options(common_builder.ReduceDataOptions().calcs(["lastNotNull"])).targets(targets(queries, True))
 
 
 def timeline(title: str, text: str, queries: Queries, *, span: int = 12) -> statetimeline.Panel:
-    """Bars while something holds."""
+    """Bars while a state lasts."""
     panel = statetimeline.Panel().title(title).description(describe(text, queries)).datasource(SOURCE)
     panel = panel.height(8).span(span).show_value(common.VisibilityMode.NEVER).legend(legend())
     return panel.targets(targets(queries))
 
 
 def legend() -> common_builder.VizLegendOptions:
-    """Below the plot."""
+    """Legend below the plot."""
     options = common_builder.VizLegendOptions().show_legend(True)
     return options.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM)
 
@@ -91,6 +91,6 @@ def targets(queries: Queries, is_instant: bool = False) -> list[Builder[Dataquer
 
 
 def describe(text: str, queries: Queries) -> str:
-    """The text, and the metrics that it speaks of."""
+    """Join the text and the names of its metrics."""
     names = dict.fromkeys(name for expr, _ in queries for name in METRIC.findall(expr))
     return f"{text} Metrics: {', '.join(names)}."

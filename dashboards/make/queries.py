@@ -1,7 +1,7 @@
-"""PromQL as the dashboards use it: what everything is filtered by, rates, ratios with guarded denominators.
+"""PromQL of the dashboards: common filters, rates, ratios with guarded denominators.
 
 A ratio's denominator is greater than zero, so an idle server shows a gap, not 0/0. vLLM's own metrics come from another scrape
-job and name the engine differently; what the two have in common is `model_name`.
+job and name the engine differently; both have `model_name`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ENGINE = f'{JOB},model_name=~"$model_name",engine=~"$engine"'
 WORKLOAD = f'{ENGINE},workload=~"$workload"'
 VLLM = 'model_name=~"$model_name"'
 WORKS = 'state=~"training|waiting|gating"'
-"""States of a trainer that is at work beside the engine: it computes, or it yields."""
+"""States of a trainer at work beside the engine: it computes, or it yields."""
 
 Queries: TypeAlias = list[tuple[str, str]]
 """(PromQL, legend)."""
@@ -25,17 +25,17 @@ def rate(metric: str, by: str, labels: str = WORKLOAD) -> str:
 
 
 def ratio(over: str, under: str, by: str, labels: str = WORKLOAD) -> str:
-    """Two counters divided; nothing where the lower one stands still."""
+    """Divide two counters; no value while the lower one stands still."""
     return f"{rate(over, by, labels)} / ({rate(under, by, labels)} > 0)"
 
 
 def new(metric: str, by: str, labels: str) -> str:
-    """How much a counter grew between two points of the plot."""
+    """Growth of a counter between two points of the plot."""
     return f"sum by ({by}) (increase({metric}{{{labels}}}[$__rate_interval]))"
 
 
 def quantile(share: float, histogram: str, by: str, labels: str) -> str:
-    """A quantile of a histogram; nothing where it stands still."""
+    """Quantile of a histogram; no value while it stands still."""
     grouping = f"{by}, le" if by else "le"
     buckets = f"sum by ({grouping}) (rate({histogram}_bucket{{{labels}}}[$__rate_interval]))"
     count = f"sum by ({by}) (rate({histogram}_count{{{labels}}}[$__rate_interval]))"

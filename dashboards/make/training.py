@@ -1,4 +1,4 @@
-"""The dashboard of weights: what the trainer does and yields, what it costs users, and what becomes of its candidates."""
+"""The dashboard of weights: the trainer's work and yielding, its cost to users, and its candidates."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from honed.dashboards.make.queries import ENGINE, JOB, VLLM, new, quantile, rate
 
 
 def training() -> dashboard.Dashboard:
-    """From sample to swap."""
-    text = "What the trainer does, what that costs users, and what becomes of its candidates."
+    """Make the dashboard from samples to swaps."""
+    text = "The trainer's work, its cost to users, and the results of its candidates."
     rows = [("Now", now()), ("Training", progress()), ("What it costs users", costs()), ("Weights", weights())]
     return board("Training and weights", text, rows)
 
 
 def now() -> list[Panel]:
-    """Figures of this moment."""
+    """Present values."""
     state = f"honed_trainer_state{{{JOB}}} == 1"
     return [
-        number("Trainer", "The state that the trainer is in.", [(state, "{{state}}")], shows_name=True, span=6),
+        number("Trainer", "The trainer's state.", [(state, "{{state}}")], shows_name=True, span=6),
         number(
             "Active drafter",
             "Version in the role active.",
@@ -30,7 +30,7 @@ def now() -> list[Panel]:
         ),
         number(
             "Latest swap's pause",
-            "How long it held the engine.",
+            "Time for which it held the engine.",
             [(f"honed_swap_pause_seconds{{{JOB}}}", "")],
             unit="s",
             decimals=1,
@@ -41,14 +41,12 @@ def now() -> list[Panel]:
 
 
 def progress() -> list[Panel]:
-    """Is it getting on?"""
+    """Progress of training."""
     return [
-        timeline(
-            "Trainer", "1 for the state that it is in.", [(f"max by (state) (honed_trainer_state{{{JOB}}})", "{{state}}")]
-        ),
+        timeline("Trainer", "1 for its present state.", [(f"max by (state) (honed_trainer_state{{{JOB}}})", "{{state}}")]),
         plot(
             "Idle share",
-            "Share of time in which the engine left the trainer room to work.",
+            "Share of time in which the engine was idle and the trainer could work.",
             [(f"max by (job) (honed_gpu_idle_ratio{{{JOB}}})", "idle")],
             unit="percentunit",
             low=0,
@@ -67,7 +65,7 @@ def progress() -> list[Panel]:
         ),
         plot(
             "Samples held",
-            "In the trainer's memory, and on its disk where that is allowed.",
+            "In the trainer's memory, and on its disk if that is allowed.",
             [
                 (f"max by (job) (honed_samples_held_bytes{{{JOB}}})", "in memory"),
                 (f"max by (job) (honed_samples_spilled_bytes{{{JOB}}})", "on disk"),
@@ -77,7 +75,7 @@ def progress() -> list[Panel]:
         ),
         plot(
             "Capture",
-            "Rows of context features that engines hand over a second, and rows that they skipped.",
+            "Rows of context features that engines pass on a second, and rows that they skipped.",
             [
                 (rate("honed_captured_rows_total", "engine", ENGINE), "captured {{engine}}"),
                 (rate("honed_capture_skipped_rows_total", "engine", ENGINE), "skipped {{engine}}"),
@@ -88,13 +86,13 @@ def progress() -> list[Panel]:
 
 
 def costs() -> list[Panel]:
-    """Does training hurt?"""
+    """Cost of training to users."""
     latency = quantile(0.99, "vllm:inter_token_latency_seconds", "model_name", VLLM)
     return [
         plot(
             "Pre-emptions",
-            "Times a second that the trainer yielded to the engine; on the right axis the p99 of how long that took it, and of "
-            "what it still computed meanwhile, which users lose. On a CPU the rest is waiting for a core.",
+            "Times a second that the trainer yielded to the engine; right axis: p99 of the time that took, and of the "
+            "computing in it, which users lose. On a CPU the rest is waiting for a core.",
             [
                 (rate("honed_training_preemptions_total", "job", JOB), "pre-emptions/s"),
                 (quantile(0.99, "honed_training_preemption_seconds", "job", JOB), "p99 seconds (right)"),
@@ -117,12 +115,12 @@ def costs() -> list[Panel]:
 
 
 def weights() -> list[Panel]:
-    """What becomes of candidates."""
+    """Results of candidates."""
     length = ratio("honed_accepted_tokens_total", "honed_verify_rounds_total", "drafter_version")
     return [
         timeline(
             "Drafter in use",
-            "The version that each engine runs; a bar ends where another one took over.",
+            "The version that each engine runs; a bar ends at a change of version.",
             [(f"honed_engine_drafter_info{{{ENGINE}}}", "{{engine}} {{version}}")],
         ),
         plot(
@@ -133,7 +131,7 @@ def weights() -> list[Panel]:
         ),
         plot(
             "Canary evidence",
-            "log10 of the evidence on the version on trial, of all traffic together; about 2 and more is proof.",
+            "log10 of the evidence on the version on trial, over all traffic; about 2 and more is proof.",
             [(f'honed_canary_log_evidence{{{JOB}, workload=""}}', "{{version}} is {{says}}")],
         ),
         plot(
