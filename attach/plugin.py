@@ -1,4 +1,4 @@
-"""vLLM's `general_plugins` entry point: called in each of its processes, inert unless HONED_RUNTIME_DIR is set."""
+"""vLLM's `general_plugins` entry point: vLLM calls it in each process; inert unless HONED_RUNTIME_DIR is set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from honed.attach.engine.environment import RUNTIME_DIR
 
 
 def register() -> None:
-    """Prepare this process for an attachment; does nothing, and imports nothing, when honed isn't switched on."""
+    """Prepare this process for an attachment; do nothing, and import nothing, when honed isn't switched on."""
     if os.environ.get(RUNTIME_DIR, "").strip():
         from honed.attach.engine import engine_hook
 

@@ -1,8 +1,8 @@
-"""vLLM's scheduler with honed's eyes and hands: `--scheduler-cls honed.attach.scheduler.make_scheduler`.
+"""vLLM's scheduler with honed attached: `--scheduler-cls honed.attach.scheduler.make_scheduler`.
 
-Every override calls vLLM's method and tells the attachment; what a step computes is vLLM's. Draft lengths are cut in the two
-places where vLLM itself sets them: `update_draft_token_ids` (the drafts of a step came back) and, when the scheduler runs
-ahead of the worker, the placeholders that `_update_after_schedule` leaves.
+Every override calls vLLM's method and informs the attachment; vLLM alone decides what a step computes. Draft lengths are cut
+in the two places where vLLM sets them: in `update_draft_token_ids`, when a step's drafts come back; and, when the scheduler
+runs ahead of the worker, in the placeholders that `_update_after_schedule` leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("honed.attach")
 def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
     """Make the scheduler that vLLM would have made, with honed attached when it is switched on and fits.
 
-    Whatever is wrong on our side ends in vLLM's own scheduler and one line in the log.
+    On any error of honed's, return vLLM's own scheduler and log one line.
     """
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     base: type[Scheduler] = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
@@ -51,8 +51,8 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
 def _check_launcher(parallel_config: Any) -> None:
     if parallel_config.distributed_executor_backend == "external_launcher" and parallel_config.world_size > 1:
         raise RuntimeError(
-            "under an external launcher every rank has a scheduler of its own, and all have to do the same in the same step: "
-            "start vLLM with workers of its own (--distributed-executor-backend mp)"
+            "under an external launcher every rank has its own scheduler, and all must decide the same in the same step: "
+            "start vLLM with its own workers (--distributed-executor-backend mp)"
         )
 
 
@@ -61,7 +61,7 @@ def _check(base: type[Scheduler], vllm_config: Any) -> Findings:
     for limit in findings.limits:
         logger.warning("honed: %s", limit)
     if "events" not in findings.capabilities:
-        raise RuntimeError("this vLLM's scheduler is not one that honed knows: " + "; ".join(findings.limits))
+        raise RuntimeError("honed doesn't support this vLLM's scheduler: " + "; ".join(findings.limits))
     return findings
 
 
@@ -75,14 +75,14 @@ def _attached(base: type[Scheduler]) -> type[Any]:
 
 
 class _HonedScheduler:
-    """Mixed in before vLLM's class; `_honed` is None until, and unless, attaching succeeded."""
+    """Mixed in before vLLM's class; `_honed` is None until attaching has succeeded."""
 
     _honed: Attachment | None = None
     _honed_note: Callable[[Verified], None] | None = None
-    """Where a verify round of the step whose results are being taken in is noted."""
+    """Takes each verify round of the step whose results are being processed."""
 
     def honed_attach(self, vllm_config: Any, settings: AttachSettings, findings: Findings) -> None:
-        """Start the attachment; on failure the scheduler stays what it was."""
+        """Start the attachment; on failure the scheduler stays as it was."""
         is_async = isinstance(self, AsyncScheduler)
         self._honed_placeholders = [[-1] * k for k in range(self.num_spec_tokens + 1)] if is_async else []  # type: ignore[attr-defined]
         try:
@@ -105,7 +105,7 @@ class _HonedScheduler:
         return output
 
     def has_requests(self) -> bool:
-        # Asked before every step, and where there is nothing to schedule it is all that is asked.
+        # Called before every step; with nothing to schedule, it is the only call.
         found: bool = super().has_requests()  # type: ignore[misc]
         if not found and self._honed is not None:
             self._honed.without_requests()
@@ -138,7 +138,7 @@ class _HonedScheduler:
         request_id: str,
         **others: Any,
     ) -> Any:
-        # Called for every round of every step: nothing but a note.
+        # Called for every round of every step: only take a note.
         if self._honed_note is not None and num_draft_tokens:
             self._honed_note((request_id, num_draft_tokens, num_accepted_tokens))
         return super().make_spec_decoding_stats(  # type: ignore[misc]

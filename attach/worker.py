@@ -1,6 +1,6 @@
-"""What honed does in vLLM's workers: `--worker-extension-cls honed.attach.worker.HonedWorkerExtension`.
+"""honed's part in vLLM's workers: `--worker-extension-cls honed.attach.worker.HonedWorkerExtension`.
 
-vLLM mixes the class into its own worker class; every method is called through `collective_rpc`, on the worker's main thread,
+vLLM mixes the class into its own worker class. It calls every method through `collective_rpc`, on the worker's main thread,
 between two steps. Nothing happens before `honed_attach`.
 """
 
@@ -33,20 +33,20 @@ R = TypeVar("R")
 
 
 class _Errors:
-    """Counts what goes wrong inside vLLM's steps, and says it once."""
+    """Counts errors inside vLLM's steps, and logs the first one."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def note(self, where: str) -> None:
-        """Called while the exception is handled."""
+        """Count the exception that is being handled."""
         self.count += 1
         if self.count == 1:
-            logger.warning("honed: %s failed; vLLM is not affected, what it would have brought is lost", where, exc_info=True)
+            logger.warning("honed: %s failed; vLLM is not affected, but the result of this call is lost", where, exc_info=True)
 
 
 class _WorkerSide:
-    """One rank's capture and swap. Until `begin` nothing of vLLM's is changed."""
+    """One rank's capture and swap. Nothing in vLLM changes before `begin`."""
 
     def __init__(self, worker: Any, settings: dict[str, Any], errors: _Errors) -> None:
         self.runner: Runner = runner_of(worker.model_runner)
@@ -65,7 +65,7 @@ class _WorkerSide:
             )
 
     def begin(self) -> None:
-        """Take part in the runner's steps from now on, as all other ranks do."""
+        """Take part in the runner's steps from now on, on all ranks alike."""
         take_updates(self._worker, self.swapper)
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(self._worker.device))
@@ -75,29 +75,29 @@ class _WorkerSide:
 
 
 def _verified_drafts(worker: Any, errors: _Errors) -> VerifiedDrafts | None:
-    """For the rank whose output the scheduler reads. V1 tells its scheduler, unless that runs ahead: unknown then."""
+    """Made on the rank whose output the scheduler reads. V1 tells its scheduler the drafts, unless that runs ahead."""
     if not worker.vllm_config.use_v2_model_runner or worker.rank != 0:
         return None
     try:
         made = VerifiedDrafts(worker.model_runner, worker.vllm_config.max_concurrent_batches)
     except (TypeError, AttributeError) as error:
-        logger.warning("honed: what becomes of drafts on the device is not logged: %s", error)
+        logger.warning("honed: verified drafts on the device are not logged: %s", error)
         return None
     made.wrap(errors.note)
     return made
 
 
 def _ring_mode(path: Path) -> int:
-    """The ring is its owner's alone, unless an administrator made the folder of the engines' folders belong to a group.
+    """Mode of the ring's file: its owner's alone, or its group's where the folder of the engines' folders is setgid.
 
-    A setgid folder says so: then the trainer may run as another user of that group (it writes when samples are purged).
+    An administrator makes it so. The trainer may then run as another user of that group; it writes when samples are purged.
     """
     shared = path.parent.parent
     return 0o660 if shared.is_dir() and shared.stat().st_mode & stat.S_ISGID else 0o600
 
 
 def _answering(method: Callable[P, R]) -> Callable[P, R | dict[str, str]]:
-    """Make a method answer with what went wrong instead of raising it: see `engine_hook.RANK_ERROR`."""
+    """Make a method return its error instead of raising it: see `engine_hook.RANK_ERROR`."""
 
     @functools.wraps(method)
     def answer(*args: P.args, **kwargs: P.kwargs) -> R | dict[str, str]:
@@ -118,10 +118,10 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_attach(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Look at the model runner.
+        """Inspect the model runner.
 
         Returns:
-            graphs: `Captured`'s fields; dropped: (capabilities, why) of what is wanted and can't be had here.
+            graphs: `Captured`'s fields; dropped: (capabilities, reason) for each wanted capability that isn't possible here.
         """
         dropped: list[tuple[tuple[str, ...], str]] = []
         runner = self.model_runner  # type: ignore[attr-defined]
@@ -142,9 +142,9 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_begin(self) -> None:
-        """Once every rank has what it needs for capture and swap.
+        """Begin, once every rank is ready for capture and swap.
 
-        Ranks that run the draft pass wait there for each other: where only some of them left it out, the engine would hang.
+        Ranks wait for each other in the draft pass: if only some of them left it out, the engine would hang.
         """
         self._honed_required().begin()
 
@@ -160,7 +160,7 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:
-        """Bring the ids of verified drafts to the host, where the scheduler isn't told them; whether that is done."""
+        """Copy the ids of verified drafts to the host where the scheduler doesn't know them; return whether that is on."""
         if self._honed_drafts is None:
             return False
         self._honed_drafts.are_ids_wanted = is_wanted
@@ -168,7 +168,7 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_feed(self, is_on: bool, draft: Curve, verify: Curve) -> None:
-        """Feed vLLM's adaptive verification from now on, with these costs if there are any; or leave it to itself."""
+        """Switch the feeding of vLLM's adaptive verification on or off; set these costs, if there are any."""
         if self._honed_fed is not None:
             self._honed_fed.turn(is_on)
             if draft and verify:
@@ -176,20 +176,20 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_stage(self, wanted: list[tuple[str, str, str]]) -> str:
-        """Begin to stage versions, each (version, path, sha256); "" when they are there already, else "staging"."""
+        """Begin to stage versions, each (version, path, sha256); return "" when all are staged already, else "staging"."""
         return self._honed_required().swapper.stage(wanted)
 
     @_answering
     def honed_staged(self, version: str) -> str:
-        """ "" ready, "staging", or what went wrong."""
+        """Return "" when staged, "staging", or the error."""
         return self._honed_required().swapper.staged(version)
 
     @_answering
     def honed_apply(self, version: str, is_held_on: bool) -> dict[str, float]:
-        """Copy the staged version in place; `is_held_on`: what is staged stays so.
+        """Copy the staged version in place; `is_held_on` keeps it staged.
 
         Returns:
-            copy_ms, and `step`: how many steps this rank has begun, which must be the same on all ranks.
+            copy_ms, and `step`: the number of steps this rank has begun; it must be equal on all ranks.
         """
         side = self._honed_required()
         figures = side.swapper.apply(version, is_held_on) | {"step": float(side.runner.num_steps)}
@@ -199,13 +199,13 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_rest(self, is_asleep: bool) -> None:
-        """VLLM falls asleep, or all of its memory is back: see `Swapper.rest`."""
+        """Note that vLLM falls asleep, or that all of its memory is back: see `Swapper.rest`."""
         if self._honed_side is not None:
             self._honed_side.swapper.rest(is_asleep)
 
     @_answering
     def honed_checksum(self, part: int) -> tuple[str, int, int]:
-        """SHA-256 of the live drafter weights, put together from all ranks' parts, a tensor a call; see `Swapper.checksum`."""
+        """SHA-256 of the live drafter weights, joined from all ranks' parts, one tensor a call; see `Swapper.checksum`."""
         return self._honed_required().swapper.checksum(part)
 
     def _honed_required(self) -> _WorkerSide:

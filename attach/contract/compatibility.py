@@ -1,7 +1,7 @@
-"""Is this vLLM one that the attachment knows? Checked once, at attach, as far as the scheduler's own class goes.
+"""Checks whether the attachment supports this vLLM: once, at attach, as far as the scheduler's own class shows it.
 
-`contract.py` lists what each capability relies on. Where something doesn't fit, that capability is left out and the reason is
-said once; when even "events" doesn't fit, nothing is attached. Nothing here may raise.
+`contract.py` lists the needs of each capability. A capability that doesn't fit is left out, and the reason is logged once. When
+even "events" doesn't fit, nothing is attached. Nothing here may raise.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from honed.attach.contract.contract import CONTRACT, Method
 
 SUPPORTED = ((0, 32), (0, 34))
-"""vLLM releases from the first, up to but not including the second."""
+"""Supported vLLM releases: from the first, up to but not including the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What can be done on this engine, and why what is missing is missing."""
+    """Capabilities on this engine, and the reasons for missing ones."""
 
     capabilities: tuple[str, ...]
     limits: tuple[str, ...]
     is_known: bool = True
-    """Whether this vLLM is of a release that honed was made for."""
+    """Whether honed supports this release of vLLM."""
 
 
 def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
-    """All findings on an engine. Of a vLLM that isn't known nothing but its events is touched.
+    """All findings on an engine. On an unsupported vLLM, honed only logs events.
 
     Args:
         base: the scheduler class that is subclassed.
@@ -45,7 +45,7 @@ def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
 
 
 def check_scheduler(base: type, vllm_version: str) -> Findings:
-    """Compare a vLLM scheduler class (Scheduler or AsyncScheduler) with what the contract wants of it."""
+    """Compare a vLLM scheduler class (Scheduler or AsyncScheduler) with the contract."""
     limits: list[str] = []
     is_known = is_supported(vllm_version)
     if not is_known:
@@ -66,9 +66,9 @@ def check_scheduler(base: type, vllm_version: str) -> Findings:
 
 
 def check_features(vllm_config: Any) -> Findings:
-    """What the engine's own configuration rules out: capture and swap are for DFlash, on one pipeline stage.
+    """Capabilities that the engine's configuration allows: capture and swap need DFlash and one pipeline stage.
 
-    Under vLLM's adaptive verification the layout of a step's rows is known to the device alone. What it goes by can be fed.
+    Under vLLM's adaptive verification only the device knows the layout of a step's rows. Its estimates can be fed.
     """
     speculative = vllm_config.speculative_config
     if speculative is None:
@@ -91,7 +91,7 @@ def check_features(vllm_config: Any) -> Findings:
         capabilities = tuple(c for c in capabilities if c != "capture")
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             capabilities += ("estimates",)
-        else:  # each rank chooses by its own, and sums of one rank and another differ in their last bits
+        else:  # each rank chooses by its own estimates, and sums differ between ranks in their last bits
             limits.append("estimates are off: under tensor parallelism all ranks have to choose by the very same")
     return Findings(capabilities, tuple(limits))
 
@@ -105,16 +105,16 @@ def has_worker_extension(vllm_config: Any) -> bool:
 def can_shorten_block(vllm_config: Any) -> bool:
     """Whether drafting fewer tokens than K in a step saves anything, and is allowed.
 
-    V2 always drafts K, and its CUDA graphs want that length. Data-parallel ranks of a model with experts take their steps
-    together: ranks that draft differently often wait for each other for ever, so vLLM switches its own dynamic lengths off
+    V2 always drafts K, and its CUDA graphs need that length. Data-parallel ranks of a model with experts take their steps
+    together: ranks that draft differently often would wait for each other forever. So vLLM switches its own dynamic lengths off
     there (`config/vllm.py`, `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
-    Under pipeline parallelism several batches are under way at once, and drafts are fetched for one while another is planned.
+    Under pipeline parallelism several batches are under way at once: drafts of one are fetched while another is planned.
     """
     return not vllm_config.use_v2_model_runner and _is_alone(vllm_config)
 
 
 def can_skip_draft_pass(vllm_config: Any) -> bool:
-    """Whether a step of V2 in which nothing is drafted can be spared the draft pass (`idle_drafts`)."""
+    """Whether a V2 step that drafts nothing can skip the draft pass (`idle_drafts`)."""
     is_dflash = vllm_config.speculative_config.method == "dflash"
     return bool(vllm_config.use_v2_model_runner and is_dflash and _is_alone(vllm_config))
 
@@ -125,7 +125,7 @@ def _is_alone(vllm_config: Any) -> bool:
 
 
 def is_supported(version: str) -> bool:
-    """Whether a vLLM release, like "0.32.0+cpu", is one that honed was made for."""
+    """Whether honed supports a vLLM release, like "0.32.0+cpu"."""
     parts = version.split("+")[0].split(".")
     try:
         release = (int(parts[0]), int(parts[1]))

@@ -1,10 +1,10 @@
-"""What the attachment relies on in vLLM, as a list: what must be there, under which name, called with what, in which order.
+"""List of the parts of vLLM that the attachment needs: names, parameters, attributes, and orders of calls.
 
-Most of it is private to vLLM, which releases every few weeks. `contract_check.py` holds the list against a release's Python
-sources, without importing them; `make contract` does so for every supported release, and `make test` for the one installed.
-What relies on something new in vLLM gets a line here.
+Most of them are private to vLLM, which releases every few weeks. `contract_check.py` compares the list with a release's Python
+sources, without importing them. `make contract` does so for every supported release, `make test` for the installed one. Code
+that needs another part of vLLM gets a line here.
 
-Files are below the package `vllm`. A class stands for its bases, too.
+Files are relative to the package `vllm`. A class also stands for its bases.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TypeAlias
 class Method:
     """A method, or a function where there is no class.
 
-    `parameters` are there under these names; `first` are its first ones, in this order. Its body calls `calls` in this order,
-    among other things.
+    It has `parameters` under these names, and `first` as its first ones, in this order. Its body calls `calls` in this order,
+    possibly with other calls between them.
     """
 
     file: str
@@ -31,7 +31,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """Fields, properties, or what methods of the class assign on `self`."""
+    """Fields, properties, or attributes that methods of the class assign on `self`."""
 
     file: str
     owner: str
@@ -40,7 +40,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Somewhere in a method, `callee` is called with these keywords."""
+    """A call of `callee` with these keywords, somewhere in a method."""
 
     file: str
     owner: str
@@ -51,7 +51,7 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A dataclass whose instances take an attribute of ours: neither frozen nor with slots."""
+    """A dataclass whose instances take an attribute of honed's: neither frozen nor with slots."""
 
     file: str
     owner: str
@@ -59,7 +59,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A name of a module, or of a class, with this value."""
+    """A module's or class's name with this value."""
 
     file: str
     owner: str
@@ -169,7 +169,7 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     ),
     Method(_CORE, "EngineCore", "post_step", calls=("take_draft_token_ids", "update_draft_token_ids")),
     Method("v1/executor/abstract.py", "Executor", "take_draft_token_ids"),
-    # A step without drafts is spared the draft pass (idle_drafts.py).
+    # A step without drafts skips the draft pass (idle_drafts.py).
     Method(
         "v1/worker/gpu/spec_decode/dflash/speculator.py",
         "DFlashSpeculator",
@@ -243,7 +243,7 @@ _WEIGHT_UPDATE = ("start_weight_update", "start_draft_weight_update", "update_we
 
 WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
-    # vLLM's sleep mode: device memory, the weights included, isn't there meanwhile (engine_hook.py).
+    # vLLM's sleep mode: device memory, including the weights, is gone meanwhile (engine_hook.py).
     Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
     Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
@@ -251,13 +251,13 @@ WORKERS: tuple[Clause, ...] = (
     *(Method("v1/engine/async_llm.py", "AsyncLLM", name, calls=("collective_rpc",)) for name in _WEIGHT_UPDATE),
     *(Method("v1/worker/gpu_worker.py", "Worker", name) for name in (*_WEIGHT_UPDATE, "reload_weights")),
     Method(_CORE, "EngineCore", "collective_rpc", first=("method",), calls=("collective_rpc",)),
-    # A replica without requests that steps along with the others asks nothing else (scheduler.py).
+    # An idle replica that steps along with the others calls nothing else (scheduler.py).
     Method(_SCHED, "Scheduler", "has_requests"),
     Method(_CORE, "EngineCore", "step", calls=("has_requests",)),
     Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("has_requests",)),
     Method(_CORE, "EngineCore", "sleep", calls=("sleep",)),
     Method(_CORE, "EngineCore", "wake_up", calls=("wake_up",)),
-    # Steps and calls reach all ranks through one queue: that is why a swap comes between the same two steps on each.
+    # Steps and calls reach all ranks through one queue: so a swap comes between the same two steps on each.
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "execute_model", calls=("collective_rpc",)),
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "collective_rpc", ("method", "args"), calls=("enqueue",)),
     Method(_CORE, "EngineCore", "_initialize_kv_caches"),
@@ -277,7 +277,7 @@ WORKERS: tuple[Clause, ...] = (
     Attributes(_DFLASH, "DFlashQwen3ForCausalLM", ("model",)),
     Method(_DFLASH, "DFlashQwen3ForCausalLM", "combine_hidden_states", first=("hidden_states",)),
 )
-"""What capture and swap both need: a way to the workers, also of an idle engine, and to the drafter in them."""
+"""Needs of both capture and swap: a way to the workers, also of an idle engine, and to the drafter in them."""
 
 CAPTURE: tuple[Clause, ...] = (
     *WORKERS,
@@ -354,4 +354,4 @@ CONTRACT: dict[str, tuple[Clause, ...]] = {
     "capture": CAPTURE,
     "swap": SWAP,
 }
-"""Capability -> what it needs."""
+"""Capability -> its needs."""

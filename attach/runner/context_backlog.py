@@ -1,9 +1,9 @@
-"""Context rows of steps that drafted nothing, kept until something is drafted again: nobody reads their K/V before.
+"""Context rows of steps without drafts, kept until the next draft pass: nothing reads their K/V before.
 
-They are stored in one go then, or when there are more than `most_rows` of them.
+They are stored together then, or when there are more than `most_rows` of them.
 
-A block that is freed and given to another request meanwhile may come up twice among the kept rows: the later row wins, as
-it would have. Letters: T = context rows of a step, A = size of the target's hidden states, as they come to the drafter.
+A freed block that another request gets meanwhile may appear twice among the kept rows: the later row wins, as it would have.
+Letters: T = context rows of a step, A = size of the target's hidden states, as the drafter gets them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 MOST_ROWS = 128
-"""Few: the step that drafts next pays for all of them, and would make drafting look dear."""
+"""Few: the next step that drafts pays for all of them, and drafting would look expensive."""
 PADDING_SLOT_ID = -1
-"""vLLM's: a row with this slot is not stored."""
+"""vLLM's constant: a row with this slot is not stored."""
 
 
 class ContextBacklog:
@@ -23,7 +23,7 @@ class ContextBacklog:
 
     Args:
         store: (states [T, A], positions [T], slots [T]).
-        most_rows: that are kept; with 0 a step's rows are stored at once.
+        most_rows: rows that are kept; with 0 a step's rows are stored at once.
     """
 
     def __init__(self, store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], most_rows: int = MOST_ROWS) -> None:
@@ -43,13 +43,13 @@ class ContextBacklog:
             self.flush()
 
     def flush(self) -> None:
-        """Store what was kept."""
+        """Store the kept rows."""
         if not self._rows:
             return
         rows, num_rows, self._rows, self._num_rows = self._rows, self._num_rows, [], 0
         if len(rows) == 1:
             self._store(*rows[0])
-        elif num_rows > 2 * MOST_ROWS:  # a long prompt among them: comparing all pairs would cost more
+        elif num_rows > 2 * MOST_ROWS:  # they include a long prompt: comparing all pairs would cost more
             for one in rows:
                 self._store(*one)
         else:

@@ -1,11 +1,11 @@
-"""vLLM's adaptive verification, fed with what honed knows: step costs as they are now, acceptance at each workload's level.
+"""Feeds vLLM's adaptive verification with honed's figures: current step costs, and acceptance at each workload's level.
 
-vLLM's rule goes on deciding, on the device and with the drafts in sight. Its two inputs are changed where it takes them in,
-outside of any CUDA graph: `record_confidences` gets estimates that `FedLevels` has set right, and `set_cost_curves` is called
-anew when prices have moved. Only which drafts are verified depends on it, as on vLLM's own estimates: no token does.
+vLLM's rule still decides, on the device and with the drafts at hand. Its two inputs are changed outside of any CUDA graph:
+`record_confidences` gets the estimates corrected by `FedLevels`, and `set_cost_curves` is called again when costs have changed.
+Like vLLM's own estimates, they only decide which drafts are verified: no token depends on them.
 
 Source: `vllm/v1/worker/gpu/spec_decode/adaptive_verification.py`, `AdaptiveVerificationManager`; `speculator.py`,
-`observe_verification`. What would replace it: a supported way to set costs, and a hook for estimates.
+`observe_verification`. A supported way to set costs, and a hook for estimates, would replace this.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from honed.attach.runner.fed_levels import FedLevels
 
 
 class FedVerification:
-    """One rank's; every rank does the same with the same inputs.
+    """One rank's feed; every rank does the same with the same inputs.
 
     Args:
         model_runner: vLLM's V2 `GPUModelRunner`, with adaptive verification on.
 
     Raises:
-        TypeError: it isn't on, or works otherwise.
+        TypeError: adaptive verification is off, or differs from what honed supports.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -51,21 +51,21 @@ class FedVerification:
         return FedLevels(slots, num_spec_tokens, MAX_WORKLOADS, self._device)
 
     def turn(self, is_on: bool) -> None:
-        """Feed from now on, or leave vLLM to itself: with the costs that it measured at its start."""
+        """Feed from now on, or stop: vLLM then uses the costs it measured at its start."""
         if is_on and not self.is_on:
             self._measured = self._manager.cost_tables
-            self.levels = self._make_levels()  # nothing was graded meanwhile
+            self.levels = self._make_levels()  # nothing was graded while it was off
         elif self.is_on and not is_on:
             self._manager.cost_tables = self._measured
         self.is_on = is_on
 
     def set_costs(self, draft: Curve, verify: Curve) -> None:
-        """Prices from the next step on."""
+        """Set the costs from the next step on."""
         if self.is_on:
             self._manager.set_cost_curves(draft, verify)
 
     def wrap(self, on_error: Callable[[str], None]) -> None:
-        """From now on look at new requests and at estimates; what goes wrong is told to `on_error`, and vLLM's own count."""
+        """From now on watch new requests and estimates; errors go to `on_error`, vLLM's own figures are used."""
         execute, record = self._runner.execute_model, self._manager.record_confidences
         observe = self._speculator.observe_verification
 
@@ -104,7 +104,7 @@ class FedVerification:
             if (slot := self._slot_of.get(new.req_id)) is None:
                 continue
             name = read_labels(new.sampling_params).workload
-            # 0 is for what isn't named, and for all beyond the limit.
+            # 0 is for unnamed workloads, and for all beyond the limit.
             number = self._numbers.get(name, 0)
             if not number and len(self._numbers) < MAX_WORKLOADS - 1:
                 number = self._numbers[name] = len(self._numbers) + 1

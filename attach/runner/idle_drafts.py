@@ -1,24 +1,24 @@
-"""Spares vLLM's runners the draft pass of steps that draft nothing.
+"""Skips the draft pass in vLLM's runners for steps that draft nothing.
 
 For k = 0 vLLM still runs the drafter, since its context K/V has to keep up with the target's tokens. A DFlash drafter's
-context K/V come from the target's hidden states alone, by `combine_hidden_states` and `precompute_and_store_context_kv`; the
-forward pass that follows serves the drafts only, so it is left out. On V1 the rows are kept as well (`ContextBacklog`), as the
-target gave them. On V2 they are stored at once, since in vLLM's `propose` that comes before the pass, and is outside of the
-CUDA graph where the drafter runs eagerly.
+context K/V come from the target's hidden states alone, by `combine_hidden_states` and `precompute_and_store_context_kv`. The
+forward pass that follows serves only the drafts, so it is skipped. On V1 the rows are also kept as the target gave them
+(`ContextBacklog`). On V2 they are stored at once: vLLM's `propose` does that before the pass, and outside of the CUDA graph
+where the drafter runs eagerly.
 
-On V1 every step of an engine that speculates comes with the metadata of a verification, which takes the slow path through the
-rejection sampler though nothing is verified: a step without drafts is sampled as a plain one. But not where a request has a
-budget for its thinking: vLLM's plain sampler takes the rows of an engine that speculates for drafts (`thinking_budget_state`,
-`_apply_forcing_to_logits`), and would end another request's thinking. Where it drafts nothing either, the runner isn't asked
-to lay out a draft pass: which token comes next, how many were rejected. An engine that runs ahead of its scheduler
-(`use_async_scheduling`) needs those counts itself, so there vLLM's own path is kept.
+On V1 every step of a speculating engine carries verification metadata. It takes the slow path through the rejection sampler
+though nothing is verified: a step without drafts is sampled as a plain one. The exception is a request with a thinking budget.
+vLLM's plain sampler takes the rows of a speculating engine for drafts (`thinking_budget_state`, `_apply_forcing_to_logits`),
+and would end another request's thinking. Where the step drafts nothing either, the runner doesn't lay out a draft pass (next
+token, number of rejected ones). An engine that runs ahead of its scheduler (`use_async_scheduling`) needs those counts itself,
+so it keeps vLLM's own path.
 
-Where a KV connector saves, sends or loads the drafter's K/V around each pass, everything is left as it is. Where vLLM copies
-blocks that are filled in part, as it does for hybrid models, rows are stored at once; and where the cache has several groups,
-whose blocks share memory (`allocate_kv_cache`): a block that the drafter had may be the target's by the next step.
+Nothing is changed where a KV connector saves, sends or loads the drafter's K/V around each pass. Rows are stored at once where
+vLLM copies partly filled blocks, as for hybrid models. The same holds where the cache has several groups, whose blocks share
+memory (`allocate_kv_cache`): a block of the drafter's may be the target's by the next step.
 
-What would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and a `spec_decode_metadata` that
-is None where no draft is scheduled.
+These would replace it: a `propose` that stores and returns when `num_speculative_tokens` is 0, and a `spec_decode_metadata`
+that is None where no draft is scheduled.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NEEDED = {
 
 
 def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
-    """Wrap the `propose` of a DFlash drafter; False, with nothing changed, where that isn't known to be allowed."""
+    """Wrap the `propose` of a DFlash drafter; return False, with nothing changed, where that isn't known to be safe."""
     drafter = runner.drafter
     if any(not hasattr(drafter, name) for name in _NEEDED[runner.name]):
         return False
     config = drafter.vllm_config
     if config.parallel_config.data_parallel_size > 1:
-        return False  # ranks agree on padding within the draft pass: none may leave it out alone
+        return False  # ranks agree on padding within the draft pass: none may skip it alone
     if config.kv_transfer_config is not None:
         return False
     if runner.name == "v1" and getattr(drafter, "method", "") == "dflash":
@@ -72,10 +72,10 @@ def _keep_rows(runner: Runner, device: torch.device, most_rows: int) -> None:
             return propose(*args, **kwargs)
         drafter.num_speculative_tokens = 0
         drafter._last_draft_probs = drafter._dflash_hidden_states = None
-        # What `set_inputs_first_pass` says of the context, without what it says of the drafts.
+        # As `set_inputs_first_pass` does for the context, without its part for the drafts.
         cad, states, positions = (kwargs[name] for name in ("common_attn_metadata", "target_hidden_states", "target_positions"))
         backlog.add(
-            states if model_runner.use_aux_hidden_state_outputs else states.clone(),  # aux states were put together just now
+            states if model_runner.use_aux_hidden_state_outputs else states.clone(),  # aux states were concatenated just now
             (positions if positions.dim() == 1 else positions[0]).clone(),
             cad.slot_mapping[: len(states)].clone(),
         )
@@ -130,7 +130,7 @@ def _sample_plainly(runner: Runner) -> None:
             common_attn_metadata=common_attn_metadata,
             num_rejected_tokens_gpu=None,
         )
-        return [[] for _ in range(common_attn_metadata.batch_size())]  # on the host already: nothing is to be copied there
+        return [[] for _ in range(common_attn_metadata.batch_size())]  # on the host already: nothing to copy
 
     model_runner._sample, model_runner.propose_draft_token_ids = sample_plainly, propose_plainly
 
@@ -149,7 +149,7 @@ def _store_rows(drafter: Any) -> None:
             return propose(*args, **kwargs)
         drafter._generate_draft = generate_nothing
         try:
-            return propose(*args, **(kwargs | {"is_profile": True}))  # which only means: eagerly
+            return propose(*args, **(kwargs | {"is_profile": True}))  # only means: eagerly
         finally:
             drafter._generate_draft = generate
 

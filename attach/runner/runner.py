@@ -1,9 +1,9 @@
-"""vLLM's two model runners behind one small interface: where the drafter is, and what a step computed.
+"""vLLM's two model runners behind one small interface: the drafter, and the results of a step.
 
-V2 (`vllm/v1/worker/gpu/model_runner.py`) is what runs on CUDA, V1 (`vllm/v1/worker/gpu_model_runner.py`) on a CPU, and on
-CUDA where V2 lacks something that is asked for. Both call `propose` on their drafter once a step, outside of any CUDA graph,
-with the target's hidden states of every scheduled token: it is wrapped on the instance. `execute_model` is wrapped to see
-requests come and go.
+V2 (`vllm/v1/worker/gpu/model_runner.py`) runs on CUDA. V1 (`vllm/v1/worker/gpu_model_runner.py`) runs on a CPU, and on CUDA
+where V2 lacks a requested feature. Both call `propose` on their drafter once a step, outside of any CUDA graph, with the
+target's hidden states of every scheduled token: it is wrapped on the instance. `execute_model` is wrapped to see requests come
+and go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What the drafter was given in one step; tensors are the runner's own buffers, valid until the next step.
+    """The drafter's inputs in one step; tensors are the runner's own buffers, valid until the next step.
 
     Letters: R = requests in the batch, T = scheduled tokens, H = drafter's hidden size, A = size of the aux hidden states.
     """
@@ -29,9 +29,9 @@ class StepView:
     row_starts: npt.NDArray[np.int64]  # [R + 1]
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before `hidden_norm`: computed when asked for, if it wasn't yet
+    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before `hidden_norm`: computed on demand, unless it was already
     aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate
-    num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: none anywhere
+    num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: there are none
 
 
 OnStep = Callable[[StepView], None]
@@ -58,7 +58,7 @@ class Runner(ABC):
         return self._runner
 
     def count_steps(self) -> None:
-        """From now on count steps."""
+        """Count steps from now on."""
         execute = self._runner.execute_model
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
@@ -80,12 +80,12 @@ class Runner(ABC):
 
     @abstractmethod
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
-        """What `propose` was called with, after it ran; None for a dummy step."""
+        """The arguments of `propose`, after it ran; None for a dummy step."""
 
     def wrap(self, on_schedule: OnSchedule, on_step: OnStep, on_error: Callable[[str], None]) -> None:
-        """From now on call `on_schedule(scheduler_output)` before each step and `on_step(view)` after each draft pass.
+        """Call `on_schedule(scheduler_output)` before each step and `on_step(view)` after each draft pass, from now on.
 
-        Both run inside vLLM's step: they must not synchronise with the device. What they raise goes to `on_error`.
+        Both run inside vLLM's step: they must not synchronise with the device. Their exceptions go to `on_error`.
         """
         execute, propose, runner = self._runner.execute_model, self.drafter.propose, self
 

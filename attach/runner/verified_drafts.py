@@ -1,14 +1,14 @@
-"""Brings to the host what vLLM's V2 runner keeps on the device of the drafts that a step verifies: their ids, and how many.
+"""Copies to the host what vLLM's V2 runner keeps on the device: ids and number of the drafts that a step verifies.
 
-Its scheduler knows placeholders only, and under vLLM's adaptive verification not even how many drafts of a request were
-verified: they are trimmed on the device. Both are gathered when a step's forward pass has been dispatched, before the draft
-pass overwrites them, and travel on the stream on which vLLM then brings the step's sampled tokens: the event that covers these
-covers them too. So nothing here waits for the device, and an id is on the host one step after it was drafted. Rows go
-through a ring of buffers, one more than steps can be under way: a step allocates nothing.
+Its scheduler knows only placeholders. Under vLLM's adaptive verification, which trims drafts on the device, it doesn't even
+know their number. Both are gathered after a step's forward pass is dispatched, before the draft pass overwrites them. They
+travel on the stream that then carries the step's sampled tokens: vLLM's event for these covers both. So nothing here waits for
+the device, and an id is on the host one step after it was drafted. Rows go through a ring of buffers, one more than steps can
+be under way: a step allocates nothing.
 
 Letters: R = requests in the batch, S = max_num_reqs, K = num_speculative_steps. Source: `vllm/v1/worker/gpu/model_runner.py`,
-`prepare_inputs` and `sample_tokens`, and `async_utils.py`, `AsyncOutput`. What would replace it: `AsyncOutput` with the
-verified draft token ids and their number.
+`prepare_inputs` and `sample_tokens`, and `async_utils.py`, `AsyncOutput`. An `AsyncOutput` with the verified draft token ids
+and their number would replace this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from honed.attach.events.step_log import DRAFT_IDS, NUM_VERIFIED
 
 
 class _Buffers:
-    """What one step's figures are gathered and brought in: ids [S, K], logits a request [S]."""
+    """Device and host buffers of one step: ids [S, K], logits a request [S]."""
 
     def __init__(self, drafts: torch.Tensor, counts: torch.Tensor) -> None:
         is_cuda = drafts.is_cuda
@@ -34,15 +34,15 @@ class _Buffers:
 
 
 class VerifiedDrafts:
-    """Adds to what a V2 model runner returns: the verified draft token ids while `are_ids_wanted`, and how many of a request's
-    drafts were verified where vLLM trims them on the device.
+    """Adds the verified draft token ids to a V2 model runner's output while `are_ids_wanted`, and each request's number of
+    verified drafts where vLLM trims them on the device.
 
     Args:
         model_runner: vLLM's V2 `GPUModelRunner`.
-        max_steps_under_way: most steps that are dispatched before the first one's output was taken.
+        max_steps_under_way: most steps that are dispatched before the first one's output is taken.
 
     Raises:
-        TypeError: the runner lacks what this relies on.
+        TypeError: the runner lacks an attribute that this needs.
     """
 
     def __init__(self, model_runner: Any, max_steps_under_way: int) -> None:
@@ -58,7 +58,7 @@ class VerifiedDrafts:
         self.are_ids_wanted = False
 
     def wrap(self, on_error: Callable[[str], None]) -> None:
-        """From now on gather after each forward pass; what goes wrong is told to `on_error`, and vLLM goes on."""
+        """Gather after each forward pass from now on; errors go to `on_error`, and vLLM goes on."""
         execute, sample = self._runner.execute_model, self._runner.sample_tokens
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class VerifiedDrafts:
     @torch.inference_mode()
     def _gather(self, scheduler_output: Any) -> None:
         state, is_trimming = self._runner.execute_model_state, self._runner.adaptive_verification is not None
-        # Asked of the scheduler: of drafts that are all trimmed the batch knows nothing.
+        # The scheduler's output decides: the batch doesn't know drafts that were all trimmed.
         if state is None or not scheduler_output.scheduled_spec_decode_tokens or not (is_trimming or self.are_ids_wanted):
             return
         batch, buffers = state.input_batch, self._ring[self._next]
@@ -93,7 +93,7 @@ class VerifiedDrafts:
         if self.are_ids_wanted:
             torch.index_select(self._runner.req_states.draft_tokens, 0, batch.idx_mapping, out=ids)
             wanted[DRAFT_IDS] = 0
-        if is_trimming:  # a request has logits for what it verifies and one more
+        if is_trimming:  # a request has logits for each verified draft and one more
             ends = batch.cu_num_logits[: batch.num_reqs + 1]
             torch.sub(ends[1:], ends[:-1], out=counts)
             wanted[NUM_VERIFIED] = 1
@@ -108,7 +108,7 @@ class VerifiedDrafts:
 
 
 def _adding(rows: dict[str, torch.Tensor], get_output: Callable[[], Any]) -> Callable[[], Any]:
-    """`AsyncOutput.get_output`, which waits for vLLM's own event, and then what was gathered."""
+    """`AsyncOutput.get_output`, which waits for vLLM's own event, followed by the gathered rows."""
 
     def get_output_with_drafts() -> Any:
         output = get_output()
