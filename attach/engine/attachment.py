@@ -1,7 +1,7 @@
-"""Everything of honed that lives on the engine's thread, in one object that the scheduler class calls into.
+"""honed's side of the engine's thread, in one object that the scheduler class calls into.
 
-The law of this file: no call blocks, and none raises. Each public method catches what goes wrong, counts it, says it once,
-and leaves vLLM as if honed weren't there; after `MAX_ERRORS` the attachment stops deciding and only observes.
+The law of this file: no call blocks, and none raises. Each public method catches errors, counts them, logs the first one and
+leaves vLLM as if honed weren't there; after `MAX_ERRORS` the attachment stops deciding and only observes.
 
 Non-anticipating by construction: `decide` reads the requests' finished rounds (`observe` runs after a step's verification),
 never the draft tokens that it is about to cut.
@@ -38,8 +38,8 @@ from honed.attach.events.step_recorder import Plan, StepRecorder
 logger = logging.getLogger("honed.attach")
 
 MOST_NOTED = 8
-"""Requests of a step that are asked how long they are: it takes the caches long to find one. The others are as long as they
-were then, and what they got since."""
+"""Requests a step whose length is read: finding a request takes many cache misses. The others' lengths are their last ones
+plus the tokens since."""
 
 
 class Attachment:
@@ -71,17 +71,17 @@ class Attachment:
         self._policy: wire.Policy | None = None
         self._drafter_version = ""
         self._drafting_version = ""
-        """Version whose drafts the next step verifies: a swap comes between a draft pass and its verification."""
+        """Version whose drafts the next step verifies: a swap falls between a draft pass and its verification."""
         self._drafter_generation = 0
         self._target_updates = 0
         self._is_drafter_here = True
-        """False while vLLM sleeps, until somebody brings the drafter other weights."""
+        """False while vLLM sleeps, until the drafter is given other weights."""
         self._step = 0
         self._began_ns = 0
         self._decide_ns = 0
         self._decided: tuple[list[str], list[int]] | None = None
         self._in_prompt: set[str] = set()
-        """Requests whose prompt isn't computed yet, or not any more."""
+        """Requests whose prompt isn't computed yet, or no longer is."""
         self._with_stale_steps: set[str] = set()
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
@@ -93,7 +93,7 @@ class Attachment:
         )
         self._table = LengthTable(scheduler, self._num_spec_tokens)
         self._block = self._num_spec_tokens
-        if self._can_shorten and not vllm_config.scheduler_config.async_scheduling:  # else it is asked for an earlier step
+        if self._can_shorten and not vllm_config.scheduler_config.async_scheduling:  # else the fetch is for an earlier step
             self._workers.skip_draft_fetch(lambda: self._block > 0)
         self._publisher = Publisher(
             settings.socket_endpoint,
@@ -113,7 +113,7 @@ class Attachment:
             lambda: len(self._requests) > 0,
         )
         self._workers.watch_sleep(self.fell_asleep, self.woke_up)
-        self._workers.watch_weights(self._take_news, self.weights_came)  # the workers have to be attached by then
+        self._workers.watch_weights(self._take_news, self.weights_came)  # attaches the workers first
         if self._can_decide:
             self._decider.prepare()
         self._publisher.start()
@@ -122,7 +122,7 @@ class Attachment:
 
     @guarded
     def request_added(self, request: Any) -> None:
-        """A request came in: the engine is busy from here on."""
+        """Take in a new request: the engine is busy from here on."""
         self._busy.set(True)
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
         self._recorder.started(request.request_id, tracked)
@@ -131,7 +131,7 @@ class Attachment:
 
     @guarded
     def request_freed(self, request_id: str) -> None:
-        """A request is over, however it ended; after the last one the engine is idle."""
+        """Forget a request, however it ended; after the last one the engine is idle."""
         self._requests.remove(request_id)
         self._recorder.over(request_id)
         self._set_busy()
@@ -140,22 +140,22 @@ class Attachment:
 
     @guarded
     def request_preempted(self, request: Any) -> None:
-        """A request lost its cache; when vLLM schedules ahead, a step of it may be under way whose tokens it will drop."""
+        """Note that a request lost its cache; if vLLM schedules ahead, it may drop the tokens of a step under way."""
         self._in_prompt.add(request.request_id)
         if request.drop_stale_output and request.num_stale_output_tokens > 0:
             self._with_stale_steps.add(request.request_id)
 
     @guarded
     def before_schedule(self) -> None:
-        """Take in what arrived since the last step: a policy, commands. Starts the step's clock."""
+        """Apply what arrived since the last step: a policy, commands. Start the step's clock."""
         self._lull.end()
         self._take_news()
         self._began_ns = time.monotonic_ns()
 
     @guarded
     def without_requests(self) -> None:
-        """There is nothing to schedule, and yet the engine may be at work: with experts spread over replicas, all of them step
-        as long as one has something to do."""
+        """Apply news though there is nothing to schedule: with experts spread over replicas, all of them step while one has
+        requests."""
         if self._pending_policy is not None or self.commands.is_pending:
             self._take_news()
 
@@ -171,14 +171,14 @@ class Attachment:
 
     @guarded
     def choose_lengths(self, output: Any) -> None:
-        """Choose the draft length of each request in the step that was just scheduled; they hold for its next round.
+        """Choose the draft length of each request in the step just scheduled; it holds for the request's next round.
 
-        Where the runner can, also shorten the block that is drafted in this step to the longest that will be verified; or leave
-        the draft pass out where none will be.
+        Where the runner can, also shorten the block drafted in this step to the longest length that will be verified. Skip the
+        draft pass where no draft will be.
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        self._block, self._decided = self._num_spec_tokens, None  # should anything below go wrong
+        self._block, self._decided = self._num_spec_tokens, None  # the defaults if anything below fails
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill, padded = list(scheduled), 0, []
@@ -218,28 +218,28 @@ class Attachment:
 
     @guarded
     def after_schedule(self) -> None:
-        """The step is on its way to the model."""
+        """Note that the step is on its way to the model."""
         self._lull.begin()
 
     def decided(self) -> Iterable[tuple[str, int]]:
-        """Whom a length was chosen for, and how many drafts the next round may verify; empty when it is K for everybody."""
+        """Request ids with the most drafts that their next round may verify; empty when that is K for all."""
         return zip(*self._decided, strict=True) if self._decided is not None else ()
 
     @guarded
     def cut(self, request_ids: Sequence[str], drafts: list[list[int]]) -> None:
-        """Cut drafts to the lengths that were chosen."""
+        """Cut drafts to the chosen lengths."""
         if self._decided is None:
             return
         ids, lengths = self._decided
         if request_ids == ids:
             drafts[:] = [row[:length] for row, length in zip(drafts, lengths, strict=True)]
-        else:  # the runner has an order of its own
+        else:  # the runner has its own order
             length_of = dict(zip(ids, lengths, strict=True)).get
             drafts[:] = [row[: length_of(request_id)] for request_id, row in zip(request_ids, drafts, strict=True)]
 
     @guarded
     def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
-        """A step's results are about to be taken in; where vLLM's verify rounds are to be noted as it counts them."""
+        """Prepare for a step's results; return the function that takes vLLM's verify rounds as it counts them."""
         self._lull.end()
         self._plan = getattr(output, "honed_plan", None)
         recorder = self._recorder
@@ -248,7 +248,7 @@ class Attachment:
 
     @guarded
     def after_update(self) -> None:
-        """The step is over: log it, learn from it."""
+        """Log the finished step and learn from it."""
         recorder = self._recorder
         verified, invalid = recorder.verified, recorder.invalid
         unplanned = Plan(self._step, self._began_ns, "unplanned", self._num_spec_tokens, self._drafting_version)
@@ -260,7 +260,7 @@ class Attachment:
             verified = [one for one in verified if one[0] not in plan.padded]
         if verified and self._can_decide:
             request_ids, drafts, accepted = map(list, zip(*verified, strict=True))
-            if invalid:  # what a grammar struck out says nothing of the drafter
+            if invalid:  # tokens that a grammar rejected tell nothing about the drafter
                 drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
             self._decider.observe(request_ids, drafts, accepted)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
@@ -269,7 +269,7 @@ class Attachment:
 
     @guarded
     def fell_asleep(self) -> None:
-        """vLLM's sleep mode: the device's memory is somebody else's until it wakes up. The trainer is to keep off it, too."""
+        """Prepare for vLLM's sleep mode: device memory is for others until it wakes up. The trainer must not use it either."""
         self.commands.is_asleep, self._is_drafter_here = True, False
         self._set_busy()
         self.commands.run()
@@ -277,14 +277,14 @@ class Attachment:
 
     @guarded
     def woke_up(self, are_weights_lost: bool) -> None:
-        """All of the device's memory is back. A drafter that was thrown away has no version: the daemon brings it to one.
+        """All of the device's memory is back. A discarded drafter has no version: the daemon restores one.
 
-        Unless somebody else has brought it one meanwhile.
+        The exception is a drafter that got other weights meanwhile.
         """
         self.commands.is_asleep = False
         self._set_busy()
         if are_weights_lost and self._can_swap and not self._is_drafter_here:
-            logger.warning("honed: vLLM threw the drafter's weights away in its sleep; the daemon has to bring them back")
+            logger.warning("honed: vLLM discarded the drafter's weights in its sleep; the daemon must restore them")
             self._note_drafter(wire.LOST_DRAFTER)
             self._drafting_version = wire.LOST_DRAFTER
             self.commands.take_over()
@@ -292,18 +292,18 @@ class Attachment:
 
     @guarded
     def weights_came(self, is_draft: bool) -> None:
-        """Through vLLM's own endpoints, for the target or for the drafter: that is honed's no longer, until it is told so."""
+        """Note weights from vLLM's own endpoints, for target or drafter: honed leaves such a drafter alone until told."""
         if not is_draft:
             self._target_updates += 1
         elif self._can_swap:
-            logger.warning("honed: the drafter's weights came through vLLM's endpoint: left alone until a version is promoted")
+            logger.warning("honed: vLLM's endpoint set the drafter's weights: left alone until a version is promoted")
             self.commands.give_way()
             self._is_drafter_here = True
             self._note_drafter(wire.FOREIGN_DRAFTER)
 
     @guarded
     def stop(self) -> None:
-        """The engine shuts down: send what is left, lower the busy flag, let go of vLLM."""
+        """Shut down: send what is left, lower the busy flag, release vLLM."""
         self._publisher.stop()
         self._busy.close()
         self._workers.close()
@@ -323,14 +323,14 @@ class Attachment:
         self._workers.label(version)
 
     def _dropped(self, output: Any) -> set[str]:
-        """Requests whose tokens of this step vLLM is about to drop: it has taken them up anew since the step was scheduled."""
+        """Requests whose tokens of this step vLLM is about to drop: it has resumed them since the step was scheduled."""
         requests = self._scheduler.requests
         stale = {r for r in self._with_stale_steps if r in requests and requests[r].num_stale_output_tokens > 0}
         self._with_stale_steps = stale
         return {r for r in stale if r in output.num_scheduled_tokens}
 
     def _why_undecided(self) -> str:
-        """Why draft lengths are left to vLLM; empty where they aren't."""
+        """Reason why vLLM sets the draft lengths; empty when honed does."""
         if not self._can_decide:
             return "observe"
         if not self._is_off():
@@ -371,11 +371,11 @@ class Attachment:
         self._drafter_version = drafter_version
         self._drafter_generation += 1
         if needs_cache_reset:
-            # Context K/V of the old weights would be read by the new ones: prefix hits never recompute them.
+            # The new weights would read context K/V of the old ones: prefix hits never recompute them.
             try:
                 self._scheduler.reset_prefix_cache(reset_running_requests=True)
-            except RuntimeError as error:  # somebody who isn't running holds blocks: a session that waits, a KV transfer
-                logger.warning("honed: context K/V of the old weights stay cached, and cost acceptance where hit: %s", error)
+            except RuntimeError as error:  # blocks held by something not running: a waiting session, a KV transfer
+                logger.warning("honed: context K/V of the old weights stay cached, and lower acceptance where hit: %s", error)
 
     # --- called on the publisher's thread -----------------------------------------------------------------------------
 

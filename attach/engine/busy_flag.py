@@ -1,8 +1,8 @@
-"""One byte in a small file says whether the engine has work: the trainer yields while it is 1.
+"""One byte in a small file that says whether the engine has work: the trainer yields while it is 1.
 
-The flag is a hint, not a lock: a trainer that reads a stale 0 runs one more unit of work. Behind the byte is the time when it
-was last raised (8 bytes at offset 8, CLOCK_MONOTONIC in ns, the same in all processes), so that the trainer can say how long it
-took to yield. The engine holds a lock (flock) on the file while it lives, so a killed engine doesn't hold up training.
+The flag is a hint, not a lock: a trainer that reads a stale 0 runs one more unit of work. After the byte comes the time when it
+was last raised (8 bytes at offset 8, CLOCK_MONOTONIC in ns, the same in all processes): the trainer can report how long it took
+to yield. The engine holds a lock (flock) on the file while it lives, so a killed engine doesn't hold up training.
 
 The file is written with pwrite, not through a map: a map of a file that has shrunk, or of a full tmpfs, kills its process with
 SIGBUS. Its block is allocated at the start, so a full filesystem is an OSError there.
@@ -21,12 +21,12 @@ NUM_BYTES = 16
 
 
 class BusyFlag:
-    """The writer's side; `path` is made anew, readable by its owner and group. Raises OSError where there is no room for it."""
+    """Writer's side; `path` is made anew, readable by its owner and group. Raises OSError where there is no room for it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # a new file: the lock on the old one may still be held by an engine that is going
+            path.unlink()  # a new file: an engine that is stopping may still hold the old one's lock
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         try:
             os.posix_fallocate(self._descriptor, 0, NUM_BYTES)
@@ -38,7 +38,7 @@ class BusyFlag:
         self._is_busy = False
 
     def set(self, is_busy: bool) -> None:
-        """Say whether there is work; costs nothing when that hasn't changed."""
+        """Set whether there is work; free when that hasn't changed."""
         if is_busy != self._is_busy:
             self._is_busy = is_busy
             if is_busy:
@@ -46,7 +46,7 @@ class BusyFlag:
             os.pwrite(self._descriptor, struct.pack("<?7xQ", is_busy, self._raised_ns), 0)
 
     def close(self) -> None:
-        """Leave the flag down, so that training isn't held back by an engine that is gone."""
+        """Lower the flag, so that a stopped engine doesn't hold back training."""
         try:
             self.set(False)
         finally:

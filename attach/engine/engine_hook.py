@@ -1,8 +1,8 @@
-"""The way to vLLM's EngineCore: needed to run workers' methods, and to get a word in while the engine is idle.
+"""Access to vLLM's EngineCore, to run workers' methods and to run code while the engine is idle.
 
-vLLM has no supported interface for either. What is relied on, all of it private: `EngineCore._initialize_kv_caches` is the
-first method that runs after plugins are loaded (it lets us note the instance); `EngineCore._idle_state_callbacks` are called
-on the engine's thread when there is no work; a WAKEUP in `EngineCoreProc.input_queue` ends the idle wait. An upstream
+vLLM has no supported interface for either. This relies on three private parts. `EngineCore._initialize_kv_caches` is the first
+method that runs after plugins are loaded: it lets us note the instance. `EngineCore._idle_state_callbacks` are called on the
+engine's thread when there is no work. A WAKEUP in `EngineCoreProc.input_queue` ends the idle wait. An upstream
 `EngineCore.call_soon(callback)` would replace this module, with events for sleep and for new weights.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 logger = logging.getLogger("honed.attach")
 
 RANK_ERROR = "honed_error"
-"""Key of what a rank answers when a method of honed's failed there.
+"""Key of a rank's answer when one of honed's methods failed there.
 
-A method that raises would leave vLLM's executor (`MultiprocExecutor.collective_rpc`) with the other ranks' answers unread: it
-stops reading at the first failure, and takes them for the answers to the next call.
+A method that raised would leave the other ranks' answers unread in vLLM's executor (`MultiprocExecutor.collective_rpc`). It
+stops reading at the first failure, and would take them for the answers to the next call.
 """
 
 _BEGINS = ("start_weight_update", "start_draft_weight_update")
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def current() -> Engine | None:
-    """The engine of this process, None when it wasn't seen."""
+    """The engine of this process; None when none was noted."""
     core = _current() if _current is not None else None
     return Engine(core) if core is not None else None
 
@@ -73,7 +73,7 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is gone.
-            RankError: the method failed on a rank; the others have done it.
+            RankError: the method failed on a rank; the others have run it.
         """
         core = self._core()
         if core is None:
@@ -85,9 +85,9 @@ class Engine:
         return results
 
     def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:
-        """Once: don't ask the workers for a step's drafts when `is_needed` says, on the engine's thread, that there are none.
+        """Once: don't fetch a step's drafts from the workers when `is_needed`, on the engine's thread, returns False.
 
-        A synchronous engine asks after every step. With workers in processes of their own that is another round trip.
+        A synchronous engine fetches them after every step. With workers in other processes that is another round trip.
         """
         executor = getattr(self._core(), "model_executor", None)
         take = getattr(executor, "take_draft_token_ids", None)
@@ -95,10 +95,10 @@ class Engine:
             executor.take_draft_token_ids = lambda: take() if is_needed() else None  # type: ignore[union-attr]
 
     def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
-        """Once: be told, on the engine's thread, of vLLM's sleep mode: before device memory goes, and when all of it is back.
+        """Once: watch vLLM's sleep mode, on the engine's thread: before device memory goes, and when all of it is back.
 
         Args:
-            on_wake: told whether weights were thrown away (level 2), rather than put aside.
+            on_wake: gets whether weights were discarded (level 2), rather than offloaded.
         """
         executor = getattr(self._core(), "model_executor", None)
         if executor is None:
@@ -114,19 +114,19 @@ class Engine:
         def waking(*args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
             wake_up(*args, **kwargs)
-            if not executor.is_sleeping:  # else only a part of the memory is back
+            if not executor.is_sleeping:  # else only part of the memory is back
                 were_lost, are_lost = are_lost, False
                 on_wake(were_lost)
 
         executor.sleep, executor.wake_up = sleeping, waking
 
     def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
-        """Once: be told, on the engine's thread, when vLLM's own endpoints gave a model other weights.
+        """Once: watch vLLM's own endpoints, on the engine's thread, for new weights of a model.
 
         Args:
             on_begin: called before anything arrives.
-            on_change: told whether it was the drafter, rather than the target. The target's may have come in half; of the
-                drafter's all are in place, or none (`arriving_weights`).
+            on_change: gets True for the drafter, False for the target. The target's weights may be half new; the drafter's are
+                all in place, or none (`arriving_weights`).
         """
         core = self._core()
         call, is_draft = getattr(core, "collective_rpc", None), False
@@ -153,10 +153,10 @@ class Engine:
         core.collective_rpc = watching
 
     def call_when_idle(self, callback: Callable[[], None]) -> bool:
-        """Any thread: run `callback` on the engine's thread if it is, or as soon as it gets, idle.
+        """Any thread: run `callback` on the engine's thread, now if it is idle, else once it is.
 
         Returns:
-            whether it will be: an engine in the caller's own process, or one that is still starting, has no idle loop.
+            whether it will run: an engine in the caller's own process, or one still starting, has no idle loop.
         """
         core = self._core()
         queue = getattr(core, "input_queue", None)

@@ -1,4 +1,4 @@
-"""How the half of honed inside vLLM is switched on: by environment, since vLLM's processes inherit nothing else of ours."""
+"""Environment variables that switch on honed inside vLLM: vLLM's processes inherit nothing else from honed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ VARIABLES = (
     "HONED_QUEUE_BYTES",
     "HONED_FEATURES",
 )
-"""All that are read here."""
+"""All variables read here."""
 OF_THE_DAEMON = ("HONED_CONFIG", "HONED_STATE_DIR", "HONED_LOG_LEVEL")
-"""Beside HONED_<SECTION>__<KEY>; one environment file may serve both sides."""
+"""Variables of the daemon, beside HONED_<SECTION>__<KEY>; one environment file may serve both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachSettings:
-    """What the attachment needs to know before it has heard from the daemon."""
+    """Settings that the attachment needs before it hears from the daemon."""
 
     runtime_dir: Path
     engine_id: str
@@ -31,7 +31,7 @@ class AttachSettings:
     ring_bytes: int = 64 << 20
     """Size of the shared-memory sample ring."""
     queue_bytes: int = 32 << 20
-    """Most bytes of encoded events kept until the daemon has acknowledged them; older ones are dropped and counted."""
+    """Most bytes of encoded events kept until the daemon acknowledges them; older ones are dropped and counted."""
     feature_kind: str = "fused"
     """"fused" (hidden_norm(fc(aux)), H values a row) or "layers" (the aux hidden states: needed to train `fc`)."""
 
@@ -60,7 +60,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
     """Read the settings; None when honed is not switched on (no HONED_RUNTIME_DIR).
 
     Raises:
-        ValueError: a variable has a value that can't be used; the text names it and what it takes.
+        ValueError: a variable has an unusable value; the text names it and the valid ones.
     """
     runtime_dir = environ.get(RUNTIME_DIR, "").strip()
     if not runtime_dir:
@@ -82,7 +82,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """One sentence for each HONED_* variable that neither side reads; a setting's name is the daemon's to judge."""
+    """One sentence for each HONED_* variable that neither side reads; the daemon checks the names of settings."""
     known = (*VARIABLES, *OF_THE_DAEMON)
     found = []
     for name in sorted(environ):

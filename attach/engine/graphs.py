@@ -1,12 +1,12 @@
-"""Which CUDA graphs vLLM captured for decode steps, and how to get one for every draft length that is wanted.
+"""CUDA graphs that vLLM captured for decode steps, and how to get one for every wanted draft length.
 
-vLLM's V2 runner captures full decode graphs for one draft length, K, unless `num_speculative_tokens_per_batch_size` names more:
-then for each of these. A step runs in one of them when all its requests have that length; attention backends that take any
-mix have graphs without one. Any other step falls back to piecewise graphs, or none. So a controller has to know which lengths
-there are (`captured`), and vLLM's own table, which got them captured, must not choose between them (`LengthTable`).
+vLLM's V2 runner captures full decode graphs for one draft length, K. If `num_speculative_tokens_per_batch_size` names more
+lengths, it captures graphs for each. A step runs in one of them when all its requests have that length. Attention backends that
+take any mix have graphs without a length. Any other step falls back to piecewise graphs, or none. So a controller must know the
+lengths (`captured`), and vLLM's own table, which got them captured, must not choose between them (`LengthTable`).
 
 Source: `vllm/v1/worker/gpu/cudagraph_utils.py`, `CudaGraphManager._init_candidates`; `vllm/v1/core/sched/scheduler.py`,
-`dynamic_sd_lookup`. What would replace it: captured shapes in what a worker reports, draft lengths as an argument of capture.
+`dynamic_sd_lookup`. Captured shapes in a worker's report, and draft lengths as an argument of capture, would replace this.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ class Captured(NamedTuple):
     """Full decode graphs."""
 
     token_counts: list[int]
-    """Tokens of a step that they were captured for, ascending: between two of them a step is padded."""
+    """Tokens of a step that they were captured for, ascending: a step between two of them is padded."""
     lengths: list[int]
-    """Draft lengths they are for, ascending, the same for all requests of a step; empty: any mix, or there are none."""
+    """Their draft lengths, ascending, the same for all requests of a step; empty: any mix, or there are no graphs."""
 
 
 def captured(model_runner: Any) -> Captured:
-    """Look at a V2 model runner; nothing is found before its graphs were captured, nor of other runners."""
+    """Inspect a V2 model runner; empty before its graphs are captured, and for other runners."""
     graphs = getattr(getattr(model_runner, "cudagraph_manager", None), "graphs", None) or {}
     shapes = [shape for shape in graphs if shape.num_active_loras == 0 and shape.num_ubatches == 1]
-    # A request's row is one token that is known, and its drafts.
+    # A request's row is one known token and its drafts.
     lengths = {shape.uniform_token_count - 1 for shape in shapes if shape.uniform_token_count}
     is_any_mix = any(shape.uniform_token_count is None for shape in shapes)
     return Captured(sorted({shape.num_tokens for shape in shapes}), [] if is_any_mix else sorted(lengths))
 
 
 class LengthTable:
-    """vLLM's own draft length by batch size, set aside while honed decides; put back when it doesn't.
+    """vLLM's own draft length by batch size: set aside while honed decides, restored when it doesn't.
 
     Args:
-        scheduler: vLLM's, which looks its table up anew in every step.
-        num_spec_tokens: K, what the table says while honed decides.
+        scheduler: vLLM's; it reads its table anew in every step.
+        num_spec_tokens: K, the table's value while honed decides.
     """
 
     def __init__(self, scheduler: Any, num_spec_tokens: int) -> None:
@@ -48,7 +48,7 @@ class LengthTable:
         self._is_aside = False
 
     def set_aside(self, is_aside: bool) -> None:
-        """Whether honed decides from the next step on."""
+        """Set whether honed decides from the next step on."""
         if self._lookup is not None and is_aside != self._is_aside:
             self._is_aside = is_aside
             self._lookup[:] = self._ours if is_aside else self._theirs

@@ -1,4 +1,4 @@
-"""The boundary between honed and vLLM: what goes wrong on our side is counted, said once, and never seen by vLLM."""
+"""Boundary between honed and vLLM: honed's errors are counted, logged once a place, and never reach vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 logger = logging.getLogger("honed.attach")
 
 MAX_ERRORS = 100
-"""After so many, the attachment stops deciding and only observes."""
+"""Above this number, the attachment stops deciding and only observes."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +29,7 @@ class Errors:
         return self.count > MAX_ERRORS
 
     def note(self, where: str) -> None:
-        """Count the exception being handled; the first of each place is logged with its traceback."""
+        """Count the exception being handled; log the first of each place with its traceback."""
         self.count += 1
         if where not in self._complained:
             self._complained.add(where)

@@ -1,4 +1,4 @@
-"""What an engine says of itself when it meets the daemon."""
+"""An engine's introduction to the daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from honed.attach.engine.worker_link import WorkerLink
 def introduce(
     vllm_config: Any, settings: AttachSettings, boot_id: str, workers: WorkerLink, drafter_version: str, last_seq: int
 ) -> wire.EngineHello:
-    """Make the hello of an engine from vLLM's configuration."""
+    """Make an engine's hello from vLLM's configuration."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     draft_model = getattr(speculative, "draft_model_config", None)
     served = model.served_model_name
@@ -45,10 +45,9 @@ def introduce(
 
 
 def folder_of(model_config: Any, load_config: Any) -> str:
-    """Where a model's files are: an absolute path, since daemon and trainer have working directories of their own.
+    """Folder of a model's files, as an absolute path, since daemon and trainer have their own working directories.
 
-    For a name on the Hugging Face hub that is the snapshot in the cache that vLLM has loaded; the name as it is where there is
-    none.
+    For a name on the Hugging Face hub: the snapshot in the cache that vLLM has loaded, or the name itself if there is none.
     """
     model = str(model_config.model)
     if os.path.isdir(model):
@@ -58,7 +57,7 @@ def folder_of(model_config: Any, load_config: Any) -> str:
 
         revision, folder = getattr(model_config, "revision", None), getattr(load_config, "download_dir", None)
         found = try_to_load_from_cache(model, "config.json", cache_dir=folder, revision=revision)
-    except (ImportError, ValueError, OSError):  # ValueError: no name that a hub could have
+    except (ImportError, ValueError, OSError):  # ValueError: the hub can't have such a name
         return model
     return os.path.dirname(found) if isinstance(found, str) else model
 

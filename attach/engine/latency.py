@@ -1,4 +1,4 @@
-"""How long our code held the engine's thread: the last durations, cheap to record, summed up elsewhere."""
+"""Durations for which honed held the engine's thread: the last ones, cheap to record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Latency:
         self._count += 1
 
     def quantiles_us(self) -> tuple[float, float]:
-        """(p50, p99) of what is held, in microseconds; zeros when nothing is."""
+        """(p50, p99) of the held durations, in microseconds; zeros when there are none."""
         held = self._ns[: min(self._count, len(self._ns))]
         if not len(held):
             return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""The engine thread's line to the worker extension on every rank: attach it, set the share to capture, carry out commands."""
+"""Calls from the engine's thread to the worker extension on every rank: attach, set the capture share, run commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXTENSION = "honed.attach.worker.HonedWorkerExtension"
 
 
 class WorkerLink:
-    """What can be asked of the workers; all methods but `wake` run on the engine's thread.
+    """Requests to the workers; all methods but `wake` run on the engine's thread.
 
     Args:
         secret: key of this boot's request keys.
-        are_drafts_on_device: vLLM's scheduler isn't told the drafts (V2).
+        are_drafts_on_device: vLLM's scheduler doesn't get the drafts (V2).
         has_extension: the workers have honed's methods.
     """
 
@@ -50,39 +50,39 @@ class WorkerLink:
         self._fed_curves: tuple[Curve, Curve] | None = None
         self.graphs = Captured([], [])
         self.captured: dict[str, float] = {}
-        """rows, bytes, skipped rows and errors of what was captured, as of the last time anything was asked."""
+        """rows, bytes, skipped rows and errors of the capture, as of the last call."""
 
     @property
     def can_capture(self) -> bool:
-        """Whether samples can be had from this engine."""
+        """Whether this engine can deliver samples."""
         return "capture" in self.findings.capabilities and self._settings.is_capture_on
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Run a method of the worker extension between two steps; one result a rank. Raises RuntimeError when it can't."""
+        """Run a method of the worker extension between two steps; one result a rank. Raises RuntimeError if it can't."""
         if self._engine is None or not self._can_ask:
             raise RuntimeError(f"{self._why_mute}: capture and swap are off")
         return self._engine.rpc(method, *args)
 
     def skip_draft_fetch(self, is_needed: Callable[[], bool]) -> None:
-        """Spare steps without drafts the question for them."""
+        """Don't fetch drafts after steps without any."""
         if self._engine is not None:
             self._engine.skip_draft_fetch(is_needed)
 
     def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
-        """See `engine_hook.Engine.watch_sleep`; an engine of a release that isn't known is left alone."""
+        """See `engine_hook.Engine.watch_sleep`; does nothing on an unsupported release."""
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_sleep(on_sleep, on_wake)
 
     def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
-        """See `engine_hook.Engine.watch_weights`; an engine of a release that isn't known is left alone."""
+        """See `engine_hook.Engine.watch_weights`; does nothing on an unsupported release."""
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_weights(on_begin, on_change)
 
     def attach(self) -> bool:
-        """Once: let every rank look at its model runner. What it can't do is dropped from the findings, with the reason.
+        """Once: let every rank inspect its model runner. Drop what it can't do from the findings, with the reason.
 
         Returns:
-            whether more is known of the engine than before.
+            whether more is known about the engine than before.
         """
         if self._is_attached:
             return False
@@ -121,16 +121,16 @@ class WorkerLink:
 
     @property
     def _why_mute(self) -> str:
-        """Why the workers can't be asked anything; empty where they can."""
+        """Reason why the workers can't be called; empty where they can."""
         if self._engine is None:
-            return "this vLLM process has no EngineCore that honed knows"
+            return "honed found no EngineCore that it supports in this vLLM process"
         return "" if self._has_extension else f"vLLM was started without --worker-extension-cls {EXTENSION}"
 
     def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
-        """Capture this share of the requests to come.
+        """Capture this share of future requests.
 
-        Calling the workers takes a millisecond, and afterwards vLLM's message queue spins for a second in each of them. So it
-        is done when it changes something, and once when the engine has become idle, to bring the counts up to date.
+        A call to the workers takes a millisecond, and then vLLM's message queue spins for a second in each of them. So it is
+        made only when it changes something, and once when the engine becomes idle, to update the counts.
 
         Args:
             idle_since_step: number of the last step when the engine is idle, -1 when it isn't.
@@ -141,27 +141,27 @@ class WorkerLink:
             self.captured = self.rpc("honed_capture", share, drafter_version)[0]
 
     def rest(self, is_asleep: bool) -> None:
-        """vLLM falls asleep, or is awake again: nothing may wait on the device meanwhile."""
+        """vLLM falls asleep, or is awake again: nothing may be staged on the device meanwhile."""
         if self._is_attached and "swap" in self.findings.capabilities:
             self.rpc("honed_rest", is_asleep)
 
     def label(self, drafter_version: str) -> None:
-        """Samples from now on were computed with these weights, which didn't come by a swap."""
+        """Note the weights that samples come from now on; they weren't set by a swap."""
         if self.can_capture and self._share >= 0.0:
             self.captured = self.rpc("honed_capture", self._share, drafter_version)[0]
 
     def want_draft_ids(self, are_wanted: bool) -> None:
-        """Have draft token ids brought to the host, or no longer; the workers are called only when that changes."""
+        """Copy draft token ids to the host, or stop; the workers are called only when that changes."""
         if are_wanted != self._are_ids_wanted:
             self._are_ids_wanted = are_wanted
             if self._are_drafts_on_device and self._can_ask:
                 self.rpc("honed_draft_ids", are_wanted)
 
     def feed(self, is_on: bool, curves: tuple[Curve, Curve] | None) -> None:
-        """Feed vLLM's adaptive verification, or no longer; the workers are called only when something has changed.
+        """Feed vLLM's adaptive verification, or stop; the workers are called only when something has changed.
 
         Args:
-            curves: step costs as they are now; None: not known.
+            curves: current step costs; None: unknown.
         """
         is_news = is_on and curves is not None and (self._fed_curves is None or not are_alike(self._fed_curves, curves))
         if is_news or is_on != self._is_feeding:
@@ -170,10 +170,10 @@ class WorkerLink:
             self.rpc("honed_feed", is_on, *(curves if is_news and curves is not None else ([], [])))
 
     def wake(self, callback: Callable[[], None]) -> None:
-        """Any thread: have `callback` run on the engine's thread once it is idle; at most one is under way."""
+        """Any thread: run `callback` on the engine's thread once it is idle; at most one is under way."""
 
         def woken() -> None:
-            # Lowered first: a wake-up that comes while the callback runs must not get lost.
+            # Lowered first: a wake-up during the callback must not get lost.
             self._is_wake_pending = False
             callback()
 
@@ -183,7 +183,7 @@ class WorkerLink:
                 self._is_wake_pending = False
 
     def close(self) -> None:
-        """Let go of vLLM."""
+        """Release vLLM."""
         self._engine = None
 
     def _drop(self, names: Collection[str], limit: str) -> None:

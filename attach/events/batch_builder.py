@@ -1,7 +1,7 @@
-"""From the log's entries to the columns of an `EventBatch`, on the publisher's thread.
+"""Turns the log's entries into the columns of an `EventBatch`, on the publisher's thread.
 
-A step at a time on purpose: this runs while the engine's thread may be waiting for the interpreter's lock, and what is done
-in one go holds it up for that long.
+It takes one step at a time on purpose: the engine's thread may wait for the interpreter's lock meanwhile, and each piece of
+work delays it by its length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from honed.attach.events.step_log import Over, Started, Step, Verified, losses_o
 
 
 class Batch(NamedTuple):
-    """What was gathered, and what it holds as vLLM counts it."""
+    """Gathered steps and rounds, and their totals as vLLM counts them."""
 
     drafter_version: str
     workloads: list[str]
@@ -34,7 +34,7 @@ class BatchBuilder:
     def __init__(self) -> None:
         self._running: dict[str, Tracked] = {}
         self.lost = Losses()
-        """Rounds of requests that the log knows nothing of: it refused to take in their start."""
+        """Rounds of requests missing in the log: it was full when they started."""
         self._clear()
 
     def _clear(self) -> None:
@@ -51,7 +51,7 @@ class BatchBuilder:
         return self.num_steps >= self.MAX_STEPS or len(self._rounds["step"]) >= self.MAX_ROUNDS
 
     def fits(self, step: Step) -> bool:
-        """Whether the step may join: a batch was run by one drafter version, has token ids for all rounds or none, is bounded.
+        """Whether the step may join: a batch has one drafter version, token ids for all rounds or none, and a bounded size.
 
         A lone step always fits.
         """
@@ -63,10 +63,10 @@ class BatchBuilder:
         return is_small and step.drafter_version == self.drafter_version
 
     def note(self, change: Started | Over) -> None:
-        """A request came or went."""
+        """Take in that a request came or went."""
         if isinstance(change, Over):
             self._running.pop(change.request_id, None)
-        elif (session := self._running.get(change.request_id)) is not None:  # more input for a request that waits for it
+        elif (session := self._running.get(change.request_id)) is not None:  # more input for a request that waited for it
             session.num_prompt_tokens = session.num_tokens = session.num_tokens + change.request.num_tokens
         else:
             self._running[change.request_id] = change.request
@@ -93,7 +93,7 @@ class BatchBuilder:
         num_prefill = max(step.num_tokens - num_drafts - len(rows), 0)
         trimmed = _trimmed(step, rows)
         num_trimmed = sum(trimmed)
-        if step.padded:  # the target did compute them
+        if step.padded:  # the target did compute these
             trimmed = [
                 k - step.invalid.get(r, 0) - n if r in step.padded else t for (r, k, n), t in zip(rows, trimmed, strict=True)
             ]
@@ -114,7 +114,7 @@ class BatchBuilder:
         self._rounds["num_trimmed_tokens"] += trimmed
 
     def _context_tokens(self, step: Step) -> int:
-        # Prompt and output of everybody in the step, as they were before it; whose prompt isn't computed yet counts whole.
+        # Prompt and output of all requests in the step, as before it; a prompt not computed yet counts whole.
         running = self._running
         return sum(running[request_id].num_tokens for request_id in step.scheduled if request_id in running)
 
@@ -125,7 +125,7 @@ class BatchBuilder:
         return known
 
     def _plain_rounds(self, step: Step) -> list[Verified]:
-        # Decode steps without drafts (k = 0). A request's first token comes from its prompt: that is no decode step.
+        # Decode steps without drafts (k = 0). A request's first token comes from its prompt: that isn't a decode step.
         rows: list[Verified] = []
         for request_id, num_tokens in step.scheduled.items():
             if request_id in step.drafts:
@@ -162,7 +162,7 @@ class BatchBuilder:
             request.num_tokens += row[2] + 1
 
     def take(self) -> Batch:
-        """What was gathered; the builder is empty afterwards, and still knows the requests."""
+        """Take the gathered batch; the builder is empty afterwards, and still knows the requests."""
         if not any(self._rounds["num_trimmed_tokens"]):
             self._rounds["num_trimmed_tokens"] = []
         steps, rounds = StepColumns(**self._steps), RoundColumns(**self._rounds)
@@ -172,7 +172,7 @@ class BatchBuilder:
 
 
 def _trimmed(step: Step, rows: Sequence[Verified]) -> list[int]:
-    """Drafts of each round that the device left unverified, beyond those that a grammar struck out."""
+    """Drafts of each round that the device didn't verify, without those that a grammar rejected."""
     if step.num_verified is None:
         return [0] * len(rows)
     verified, row_of, invalid = step.num_verified, step.row_of, step.invalid

@@ -1,9 +1,9 @@
-"""The engine side's memory of what the daemon hasn't yet said it stored.
+"""Engine side's memory of batches that the daemon hasn't confirmed as stored.
 
 Batches are numbered from 1 without gaps and stay until an `Ack` covers them. A byte cap drops the oldest batch that was never
-put on the wire; what it held is counted, and one empty batch stands for all that were dropped in a row, so that the daemon
-sees an unbroken sequence. A batch that was on the wire is never dropped: it may be stored already, its `Ack` only late, and
-would then be counted twice. Their number is bounded by the sending window instead.
+sent, and counts its content. One empty batch stands for all that were dropped in a row, so the daemon sees an unbroken
+sequence. A batch that was sent is never dropped: it may be stored already with its `Ack` only late, and would then be counted
+twice. Their number is bounded by the sending window instead.
 
 No I/O, no clock, no threads.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Totals in vLLM's own terms: rounds with at least one draft token."""
+    """Totals as vLLM counts them: rounds with at least one draft token."""
 
     rounds: int = 0
     draft_tokens: int = 0
@@ -46,7 +46,7 @@ class Outbox:
     Args:
         max_bytes: cap on the batches that were never sent.
         window: most batches that may be sent and not yet acknowledged.
-        encode_gap: (first_seq, seq, losses so far) -> the frame of the empty batch that stands for dropped ones.
+        encode_gap: (first_seq, seq, losses so far) -> the frame of the empty batch that replaces dropped ones.
     """
 
     def __init__(self, max_bytes: int, window: int, encode_gap: Callable[[int, int, Losses], bytes]) -> None:
@@ -71,7 +71,7 @@ class Outbox:
         return self._unsent_bytes + sum(map(len, self._sent.values()))
 
     def add(self, frame: bytes, holds: Losses) -> None:
-        """Keep a batch that was encoded with number `last_seq + 1`, and drop the oldest unsent ones over the cap."""
+        """Keep a batch that was encoded with number `last_seq + 1`, and drop the oldest unsent ones above the cap."""
         self.last_seq += 1
         self._unsent.append(_Batch(self.last_seq, frame, holds))
         self._unsent_bytes += len(frame)
@@ -86,7 +86,7 @@ class Outbox:
         self.lost += holds
 
     def acknowledge(self, seq: int) -> None:
-        """Forget what was sent up to `seq`: it is stored. Numbers that were never sent are ignored."""
+        """Forget sent batches up to `seq`: they are stored. Numbers that were never sent are ignored."""
         while self._sent and next(iter(self._sent)) <= seq:
             number, _ = self._sent.popitem(last=False)
             self.acked_seq = number
@@ -94,16 +94,16 @@ class Outbox:
             self._resend.popleft()
 
     def rewind(self) -> None:
-        """Send everything again that was sent and isn't acknowledged, from the oldest."""
+        """Send all unacknowledged batches again, from the oldest."""
         self._resend = deque(self._sent)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something was sent that isn't acknowledged."""
+        """Whether a sent batch isn't acknowledged yet."""
         return bool(self._sent)
 
     def next_frame(self) -> bytes | None:
-        """The next batch to put on the wire; None when there is none or the window is full."""
+        """The next batch to send; None when there is none or the window is full."""
         if self._resend:
             return self._sent[self._resend[0]]
         if len(self._sent) >= self._window:
@@ -113,7 +113,7 @@ class Outbox:
         return self._unsent[0].frame if self._unsent else None
 
     def sent(self, frame: bytes) -> None:
-        """`frame`, which `next_frame` gave, is on the wire."""
+        """Note that `frame`, from `next_frame`, was sent."""
         if self._resend:
             self._resend.popleft()
         elif self._gap:

@@ -1,12 +1,12 @@
 """The thread that talks to the daemon, so that the engine's thread never does.
 
-It turns finished steps into batches, keeps them until the daemon has committed them, sends a heartbeat, and hands policies
-and commands to the engine's thread. The daemon may be absent, slow, stopped, killed or of another version: the worst that
-happens is that the outbox's cap drops the oldest batches, counted. Nothing on this thread can reach vLLM: what takes the GIL
-for longer than a few microseconds is done while the engine's thread waits for the model, and it ends with the process.
+It turns finished steps into batches, keeps them until the daemon has committed them, sends a heartbeat, and passes policies and
+commands to the engine's thread. The daemon may be absent, slow, stopped, killed or of another version: at worst the outbox's
+cap drops the oldest batches and counts them. Nothing on this thread can affect vLLM. Work that holds the GIL for more than a
+few microseconds is done while the engine's thread waits for the model. The thread ends with the process.
 
-The thread survives every exception: what it was working on is lost and counted, the exception is counted as an error of the
-attachment, and the thread connects anew.
+The thread survives every exception. It loses and counts its current work, counts the exception as an error of the attachment,
+and connects anew.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from honed.attach.events.step_log import Step, StepLog
 logger = logging.getLogger("honed.attach")
 
 BATCH_S = 0.25
-"""Steps are gathered for so long before they become a batch, and the thread naps for so long when nothing comes in: every
-time that it wakes it takes the interpreter's lock from the engine's thread, and the daemon's cost is by the batch."""
+"""Time for which steps are gathered into a batch, and for which the thread sleeps when nothing comes in. Each wake-up takes the
+interpreter's lock from the engine's thread, and the daemon's cost is by the batch."""
 PATIENCE_S = 0.1
-"""For so long in all, every time, it waits for moments in which the engine's thread has nothing to do."""
+"""Longest time in all, per round of the loop, that it waits for moments when the engine's thread is idle."""
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 5.0
-"""Unacknowledged for so long, batches are sent again."""
+"""Batches unacknowledged for so long are sent again."""
 WINDOW_BATCHES = 64
 RESTART_S = 1.0
-"""After an exception that nobody expected the connection is made anew; no sooner, so that a lasting one costs no core."""
+"""Wait after an unexpected exception before connecting anew, so that a lasting one doesn't use a core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the publisher needs from the attachment; all are called on the publisher's thread and must not block."""
+    """Calls into the attachment; all are made on the publisher's thread and must not block."""
 
     hello: Callable[[int], wire.EngineHello]
-    """last_seq -> what to introduce the engine with."""
+    """last_seq -> the engine's introduction."""
     status: Callable[[int, int], wire.EngineStatus]
     """(queue_bytes, queue_batches) -> a heartbeat."""
     on_welcome: Callable[[wire.Welcome], None]
@@ -54,7 +54,7 @@ class Callbacks:
     on_command: Callable[[wire.Command], None]
     on_tick: Callable[[], None]
     on_error: Callable[[str], None]
-    """Called while an exception is handled; where it happened."""
+    """Called with the place of an exception while it is handled."""
 
 
 class Publisher:
@@ -80,7 +80,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="honed-publisher", daemon=True)
 
     def start(self) -> None:
-        """Begin; returns at once, whether or not there is a daemon."""
+        """Start; return at once, whether or not there is a daemon."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -89,7 +89,7 @@ class Publisher:
         self._thread.join(timeout_s)
 
     def reintroduce(self) -> None:
-        """Any thread: say hello again soon, since more is known of the engine than when it was said."""
+        """Any thread: say hello again soon, since more is known about the engine now."""
         self._is_news = True
 
     def report(self, result: wire.CommandResult) -> None:
@@ -159,7 +159,7 @@ class Publisher:
                     self._beat(socket)
 
     def _on_connection(self, socket: zmq.Socket[bytes], event: int) -> None:
-        # A new connection may be a new daemon: introduce ourselves, and send nothing else before it has said what it has.
+        # A new connection may be a new daemon: say hello, and send nothing else before its welcome.
         self._is_welcome = False
         if event == zmq.EVENT_CONNECTED:
             self._try_send(socket, wire.encode(self._callbacks.hello(self._outbox.last_seq)))
@@ -182,7 +182,7 @@ class Publisher:
             except wire.WireError as error:
                 if not self._has_complained:
                     self._has_complained = True
-                    logger.warning("honed: the daemon sent what this version can't read (%s); use one version", error)
+                    logger.warning("honed: this version can't read the daemon's message (%s); run the same version", error)
 
     def _dispatch(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Welcome):

@@ -1,4 +1,4 @@
-"""What is remembered of each request while it runs: a key that means nothing outside this boot, its labels, its temperature."""
+"""Data kept for each request while it runs: a key that means nothing outside this boot, its labels, its temperature."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 DEFAULT_WORKLOAD = "default"
 MAX_WORKLOADS = 64
-"""More distinct labels than this are counted as DEFAULT_WORKLOAD: labels end up in metrics."""
+"""Labels beyond this number count as DEFAULT_WORKLOAD: labels end up in metrics."""
 MAX_LABEL_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What a client may say of a request, in vLLM's `extra_args` (`vllm_xargs` over HTTP)."""
+    """A client's labels for a request, in vLLM's `extra_args` (`vllm_xargs` over HTTP)."""
 
     workload: str = DEFAULT_WORKLOAD
     max_draft_tokens: int = -1
@@ -26,7 +26,7 @@ class Labels:
 
 
 def read_labels(sampling_params: Any) -> Labels:
-    """Read a request's labels; what can't be used is as if it weren't there."""
+    """Read a request's labels; unusable values are ignored."""
     extra: Mapping[str, Any] = (sampling_params.extra_args if sampling_params is not None else None) or {}
     return Labels(
         workload=_text(extra.get("honed_workload", ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
@@ -57,11 +57,11 @@ class Tracked:
     temperature: float
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and what came out so far, by the steps that were logged."""
+    """Prompt and output so far, by the logged steps."""
 
 
 class RequestBook:
-    """Which requests run, and under which of a bounded set of workloads and keys they are logged."""
+    """Running requests, each with one of a bounded set of workloads and a key."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(16)
@@ -69,7 +69,7 @@ class RequestBook:
         self._workloads = {DEFAULT_WORKLOAD}
 
     def add(self, request_id: str, sampling_params: Any, num_prompt_tokens: int = 0) -> tuple[Labels, Tracked]:
-        """A request came in; its labels, with a workload that is one of a bounded set, and what is logged of it."""
+        """Add a request; return its labels, with a workload of a bounded set, and its entry for the log."""
         labels = read_labels(sampling_params)
         if labels.workload not in self._workloads:
             if len(self._workloads) < MAX_WORKLOADS:
@@ -85,7 +85,7 @@ class RequestBook:
         return len(self._running)
 
     def remove(self, request_id: str) -> None:
-        """A request is over."""
+        """Remove a finished request."""
         self._running.discard(request_id)
 
 

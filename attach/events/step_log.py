@@ -1,7 +1,7 @@
-"""What the engine thread writes down, handed over to the publisher's thread.
+"""Entries that the engine's thread hands over to the publisher's thread.
 
-A `deque` is the hand-over: its append and popleft are atomic. Entries are in the order in which things happened, so that the
-publisher can follow which requests run and how long they have become without a look at vLLM's own, which go on changing.
+The queue is a `deque`: its append and popleft are atomic. Entries are in order of occurrence. So the publisher can follow
+running requests and their lengths without reading vLLM's own, which keep changing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_VERIFIED = "honed_num_verified"
 
 
 class Step(NamedTuple):
-    """One engine step. What it refers to is vLLM's, and no longer changed when the step is over."""
+    """One engine step. It refers to vLLM's objects, which no longer change when the step is over."""
 
     step: int
     end_ns: int
@@ -40,16 +40,16 @@ class Step(NamedTuple):
     """Tokens of each request in the step."""
     drafts: Mapping[str, Sequence[int]]
     sampled: Sequence[Sequence[int]]
-    """Tokens that came out, a row a request (`row_of`); cut where a request stopped, unless `has_token_ids`."""
+    """Emitted tokens, a row a request (`row_of`); cut where a request stopped, unless `has_token_ids`."""
     row_of: Mapping[str, int]
     invalid: Mapping[str, int]
-    """Drafts that a grammar struck out, by request."""
+    """Drafts that a grammar rejected, by request."""
     num_verified: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
     """Drafts that the device verified, a row a request (`row_of`); None: all."""
     has_token_ids: bool = False
-    """Whether token ids are to be logged: `drafts` and `sampled` are copies then."""
+    """Whether to log token ids: `drafts` and `sampled` are copies then."""
     padded: Collection[str] = ()
-    """Requests whose drafts were padding: vLLM counts them, and they say nothing of the drafter."""
+    """Requests whose drafts were padding: vLLM counts them, but they tell nothing about the drafter."""
 
 
 class Started(NamedTuple):
@@ -69,10 +69,10 @@ Entry: TypeAlias = Step | Started | Over
 
 
 class StepLog:
-    """The hand-over from engine thread to publisher thread, bounded in entries.
+    """Queue from engine thread to publisher thread, bounded in entries.
 
-    When the publisher falls behind, the newest steps are refused and counted: the queue is only as long as the publisher's
-    nap, so this means that its thread is dead or starved.
+    When it is full, the newest steps are refused and counted. It normally holds the steps of one sleep of the publisher, so a
+    full queue means that its thread is dead or starved.
     """
 
     def __init__(self, max_entries: int = 100_000) -> None:
@@ -81,7 +81,7 @@ class StepLog:
         self.lost = Losses()
 
     def append(self, entry: Entry) -> None:
-        """Engine thread: add what happened."""
+        """Engine thread: add an entry."""
         if len(self._entries) < self._max_entries:
             self._entries.append(entry)
         elif isinstance(entry, Step):
@@ -96,7 +96,7 @@ class StepLog:
 
 
 def losses_of(verified: Iterable[Verified], invalid: Mapping[str, int]) -> Losses:
-    """What vLLM has counted for these rounds, should they get lost."""
+    """vLLM's counts for these rounds, in case they get lost."""
     rounds = draft_tokens = accepted_tokens = 0
     for request_id, num_draft, num_accepted in verified:
         rounds += 1

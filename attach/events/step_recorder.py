@@ -1,8 +1,8 @@
-"""Writes down, on the engine's thread, what a step did: its verify rounds as vLLM counts them, its size, its time.
+"""Records, on the engine's thread, a step's verify rounds as vLLM counts them, its size and its time.
 
-Counts come from the one call where vLLM makes its own (`make_spec_decoding_stats`), so that the two can't differ. Only
-references are kept here; whatever takes time by the request (rows, positions, columns) is done on the publisher's thread, from
-what vLLM leaves alone once a step is over.
+Counts come from the one call where vLLM makes its own (`make_spec_decoding_stats`), so the two can't differ. Only references
+are kept here. Work that grows with the requests (rows, positions, columns) is done on the publisher's thread, from objects that
+vLLM doesn't change once a step is over.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _NOTHING: dict[str, int] = {}
 
 
 class Plan(NamedTuple):
-    """What was decided when a step was scheduled; needed again when its results are there."""
+    """Decisions made when a step was scheduled; needed again with its results."""
 
     step: int
     began_ns: int
     reason: str
     block: int
     drafter_version: str = ""
-    """Whose drafts the step verifies."""
+    """Version whose drafts the step verifies."""
     padded: Collection[str] = ()
-    """Requests that are new to the batch, or back in it: what they verify is nobody's drafts. vLLM pads their step where they
-    have but one token left to compute, so that all rows are alike."""
+    """Requests new to the batch, or back in it, whose drafts are padding. vLLM pads their step when only one token is left to
+    compute, so that all rows are alike."""
 
 
 class StepRecorder:
     """One step at a time: `begin`; `verified.append` for each request that had drafts; `end`.
 
     Args:
-        log: where finished steps go, and which requests came and went between them.
+        log: takes finished steps, and requests that came and went between them.
     """
 
     def __init__(self, log: StepLog) -> None:
@@ -44,7 +44,7 @@ class StepRecorder:
         self.verified: list[Verified] = []
         """The current step's rounds with drafts: (request id, drafts, accepted)."""
         self.invalid: Mapping[str, int] = _NOTHING
-        """Drafts of the current step that a grammar struck out, by request."""
+        """Drafts of the current step that a grammar rejected, by request."""
         self._output: Any = None
         self._row_of: Mapping[str, int] = _NOTHING
         self._sampled: Any = ()
@@ -54,21 +54,21 @@ class StepRecorder:
         self._over: list[str] = []
         self._ended_ns = 0
         self.spent_ns = 0
-        """Time that the calls for the current step took so far."""
+        """Time spent in the calls for the current step so far."""
 
     def started(self, request_id: str, request: Tracked) -> None:
-        """A request came in."""
+        """Log a new request."""
         self._log.append(Started(request_id, request))
 
     def over(self, request_id: str) -> None:
-        """A request ended, perhaps in the very step whose results are being taken in: that is logged first."""
+        """Log a request's end; if the results of its last step are being taken in, log these first."""
         if self._output is None:
             self._log.append(Over(request_id))
         else:
             self._over.append(request_id)
 
     def begin(self, output: Any, runner_output: Any, dropped: Collection[str] = ()) -> None:
-        """A step's results are about to be taken in, but for those of the requests `dropped`."""
+        """Begin to take in a step's results, without the requests in `dropped`."""
         began_ns = time.perf_counter_ns()
         self.verified, self.invalid = [], output.num_invalid_spec_tokens or _NOTHING
         self._sampled, self._drafts = runner_output.sampled_token_ids, output.scheduled_spec_decode_tokens
@@ -83,12 +83,12 @@ class StepRecorder:
         self.spent_ns = time.perf_counter_ns() - began_ns
 
     def end(self, plan: Plan) -> None:
-        """The step is over: log it. A step without tokens isn't one."""
+        """Log the finished step. A step without tokens isn't one."""
         began_ns = time.perf_counter_ns()
         output = self._output
         if output.total_num_scheduled_tokens:
             now_ns = time.monotonic_ns()
-            # Under async scheduling steps overlap: a step's own time begins when the one before it ended.
+            # Under async scheduling steps overlap: a step's own time begins at the end of the one before it.
             duration_us = (now_ns - max(plan.began_ns, self._ended_ns)) // 1000
             self._ended_ns = now_ns
             self._log.append(
@@ -120,7 +120,7 @@ class StepRecorder:
 
 
 def _draft_ids(drafts: Mapping[str, Sequence[int]], runner_output: Any) -> dict[str, list[int]]:
-    """A copy of the scheduler's draft token ids, or of the runner's, which are brought where the scheduler has placeholders."""
+    """Copy of the scheduler's draft token ids, or of the runner's where the scheduler has placeholders."""
     rows = getattr(runner_output, DRAFT_IDS, None)
     if rows is None:
         return {request_id: list(tokens) for request_id, tokens in drafts.items()}

@@ -60,7 +60,7 @@ class FedVerification:
         self.is_on = is_on
 
     def set_costs(self, draft: Curve, verify: Curve) -> None:
-        """Set the costs from the next step on."""
+        """Set the next steps' costs."""
         if self.is_on:
             self._manager.set_cost_curves(draft, verify)
 
