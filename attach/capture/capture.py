@@ -1,15 +1,15 @@
-"""Training samples from live traffic: the committed rows of a share of the requests, brought to the sample ring.
+"""Training samples from live traffic: committed rows of a share of the requests, brought to the sample ring.
 
-Hazards, and what is done about each (all of them would teach the drafter something false, silently):
-- Rejected drafts have rows too, at the end of a request's slice: `num_rejected` of them are cut off. That count is on the
-  device, so a step's rows are committed when its copy has arrived, one step later on CUDA.
-- The runner's buffers are overwritten by the next step: rows are gathered on the main stream before control returns.
-- Prefix-cache hits, preemption and late sampling leave holes: a record whose first position isn't the one expected carries
+Each of these hazards would silently teach the drafter something false. Each has its remedy here:
+- Rejected drafts have rows too, at the end of a request's slice: `num_rejected` rows are cut off. That count is on the device.
+  So a step's rows are committed when its copy has arrived, one step later on CUDA.
+- The next step overwrites the runner's buffers: rows are gathered on the main stream before control returns.
+- Prefix-cache hits, preemption and late sampling leave holes: a record whose first position isn't the expected one carries
   FLAG_GAP.
-- Token ids and positions are taken from the same rows as the features, never reconstructed.
+- Token ids and positions come from the same rows as the features; they are never reconstructed.
 
-The kernel that gathers rows is compiled by a thread, from when the engine is attached to: no step waits for a compiler, and
-requests that come before it is ready aren't captured.
+A thread compiles the kernel that gathers rows, from the attachment on: no step waits for a compiler. Requests that start before
+it is ready aren't captured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from honed.kernels.capture.context_features import context_features
 logger = logging.getLogger("honed.attach")
 
 RETRY_S = 600.0
-"""After a ring couldn't be made."""
+"""Time to wait after a ring couldn't be made."""
 
 
 class Capturer:
@@ -43,7 +43,7 @@ class Capturer:
         make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
         norm: () -> (weight [H], eps) of the drafter's `hidden_norm`.
         feature_kind: "fused" or "layers".
-        secret: key of this boot's request keys; request ids never reach the ring themselves.
+        secret: key of this boot's request keys; request ids themselves never reach the ring.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Capturer:
         self._compiling: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """Begin to compile what a step needs on a GPU."""
+        """Begin to compile the kernel that a step needs on a GPU."""
         if self._kind != "fused":
             return
         weight, eps = self._norm()
@@ -77,18 +77,18 @@ class Capturer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether that is done."""
+        """Whether the kernel is compiled."""
         return self._compiling is None or not self._compiling.is_alive()
 
     def set_share(self, share: float, drafter_version: str) -> None:
-        """Capture this share of the requests that start from now on; 0 stops new ones, those under way go on."""
+        """Capture this share of the requests that start from now on; 0 stops new ones, running ones go on."""
         self.share = min(max(share, 0.0), 1.0) if time.monotonic() >= self._retry_at_s else 0.0
         if self.share:
             self.writer.retry()
         self._drafter_version = drafter_version
 
     def on_schedule(self, scheduler_output: Any) -> None:
-        """See requests come and go; runs before each step."""
+        """Note new and finished requests; runs before each step."""
         for request_id in scheduler_output.finished_req_ids:
             ended = self._requests.pop(request_id, None)
             if ended is not None:
@@ -110,7 +110,7 @@ class Capturer:
             return
         self._requests[new.req_id] = CapturedRequest(
             key=digest.hex(),
-            # Not keyed: which sessions are held out must be the same after a restart.
+            # Not keyed: the held-out sessions must be the same after a restart.
             session=hashlib.blake2b(labels.session.encode(), digest_size=8).hexdigest() if labels.session else "",
             workload=labels.workload,
             prompt_tokens=len(new.prompt_token_ids),
@@ -118,10 +118,10 @@ class Capturer:
         )
 
     def on_step(self, view: StepView) -> None:
-        """Take the captured requests' rows of a step; runs right after the draft pass, doesn't wait for the device."""
+        """Take the captured requests' rows of a step; runs right after the draft pass, without waiting for the device."""
         try:
             self._take(view)
-        finally:  # what a device computed a step ago has arrived
+        finally:  # the device's results of an earlier step have arrived
             self._commit()
 
     def _take(self, view: StepView) -> None:
@@ -153,7 +153,7 @@ class Capturer:
         if isinstance(aux, torch.Tensor):
             return aux.index_select(0, index)
         if not aux:
-            raise ValueError("this drafter is given no aux hidden states: set HONED_FEATURES=fused")
+            raise ValueError("this drafter gets no aux hidden states: set HONED_FEATURES=fused")
         return torch.cat([layer.index_select(0, index) for layer in aux], dim=-1)
 
     def _to_host(
@@ -199,7 +199,7 @@ class Capturer:
             self._ended = []
 
     def _give_up(self) -> None:
-        """No ring can be made, for want of room as a rule: capture nothing for a while."""
+        """Stop capturing for a while: no ring can be made, usually for lack of room."""
         self._retry_at_s, self.share = time.monotonic() + RETRY_S, 0.0
         self._requests.clear()
         self._ended.clear()
@@ -207,16 +207,16 @@ class Capturer:
 
 
 def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device: from pinned memory, since a copy from any other waits for it."""
+    """Copy to the device, from pinned memory: a copy from any other memory waits for the device."""
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
 
 
 def _compile(weight: torch.Tensor, eps: float) -> None:
-    """Run the kernel once, on a row of its own and beside what the engine does."""
+    """Run the kernel once, on its own row and beside the engine's work."""
     side: Any = torch.cuda.Stream(weight.device)  # type: ignore[no-untyped-call]
     try:
         with torch.inference_mode(), torch.cuda.stream(side):
             row = torch.zeros(1, dtype=torch.int64, device=weight.device)
             context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)
-    except Exception as error:  # the first step that is captured will fail as well
+    except Exception as error:  # the first captured step will fail as well
         logger.warning("honed: the kernel that captures rows can't be compiled: %s: %s", type(error).__name__, error)

@@ -1,8 +1,8 @@
-"""Rows that were captured, and the way into the sample ring: beside the steps where they come from a GPU.
+"""Captured rows and their way into the sample ring: beside the steps, where they come from a GPU.
 
-A long prompt's rows are tens of megabytes, and making a ring allocates all of its memory: done in a step, either would keep the
-engine's thread from launching the next one. Copies and checksums let go of the interpreter's lock. On a CPU rows are written at
-once: there is no core to spare.
+A long prompt's rows are tens of megabytes; making a ring allocates all of its memory. In a step, either would keep the
+engine's thread from launching the next one. Copies and checksums release the interpreter's lock. On a CPU rows are written at
+once: there is no spare core.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECT
 from honed.attach.capture.ring import RingWriter
 
 MOST_BYTES = 256 << 20
-"""Of rows that have arrived and wait to be written, in pinned memory; more are left out."""
+"""Most bytes of rows that wait in pinned memory to be written; further rows are skipped."""
 IDLE_S = 10.0
-"""After which the thread ends; the next rows start one."""
+"""The thread ends after this idle time; the next rows start one."""
 _RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -37,7 +37,7 @@ class CapturedRequest:
     prompt_tokens: int
     temperature: float
     next_position: int = 0
-    """The writer's alone."""
+    """Used by the writer only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class CapturedRows:
     num_rejected: torch.Tensor | None  # [R']
     arrived: Any  # torch.cuda.Event | None
     drafter_version: str
-    """Whose weights the features were computed with."""
+    """Version of the weights that computed the features."""
 
 
 class RowWriter:
-    """Takes rows in the order in which they were computed.
+    """Writes rows in the order in which they were computed.
 
     Args:
         make_ring: (feature_size, feature_dtype) -> the ring; called for the first rows, and for later ones after `retry`.
@@ -78,26 +78,26 @@ class RowWriter:
 
     @property
     def has_ring(self) -> bool:
-        """Whether there is one to write to."""
+        """Whether there is a ring to write to."""
         return self._ring is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was taken is written."""
+        """Whether all rows taken are written."""
         return self._num_waiting == 0
 
     def retry(self) -> None:
-        """Make a ring again when rows come, though the last time there was no room."""
+        """Make a ring again when rows come, though there was no room last time."""
         self._is_refused = False
 
     def take(self, rows: CapturedRows, is_apart: bool | None = None) -> None:
         """Write rows that have arrived.
 
         Args:
-            is_apart: on the thread; None: where they came from a GPU.
+            is_apart: write on the thread; None: if they came from a GPU.
 
         Raises:
-            ValueError, OSError: they couldn't be written; on the thread, `raise_failure` tells.
+            ValueError, OSError: they couldn't be written; `raise_failure` raises the thread's errors.
         """
         if not (rows.arrived is not None if is_apart is None else is_apart):
             self._write(rows)
@@ -108,14 +108,14 @@ class RowWriter:
             self._put(rows)
 
     def take_end(self, request: CapturedRequest) -> None:
-        """A request is over, and its rows were taken."""
+        """Note a finished request whose rows were taken."""
         if self.is_done:
             self._write_end(request)
         else:
             self._put(request)
 
     def raise_failure(self) -> None:
-        """Raise what went wrong on the thread since the last call."""
+        """Raise the thread's error since the last call, if any."""
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -147,7 +147,7 @@ class RowWriter:
                     self._write(item)
             except Exception as error:
                 with self._lock:
-                    self._failure = error.with_traceback(None)  # whose frames hold pinned memory
+                    self._failure = error.with_traceback(None)  # its frames hold pinned memory
             finally:
                 with self._lock:
                     self._num_waiting -= 1

@@ -1,8 +1,8 @@
-"""The writing end of the sample ring: rows of captured requests go into shared memory and the writer never waits.
+"""Writing end of the sample ring: rows of captured requests go into shared memory, and the writer never waits.
 
-`adapt.protocol.sample_ring` has the layout and the order of writes; this file keeps to it. The two moving offsets are stored as
-aligned 64-bit words, so a reader never sees half of one. Memory is the mapped file, allocated and touched once at the
-start: a machine without that much memory says so then, not by a signal in the middle of serving.
+`adapt.protocol.sample_ring` defines the layout and the order of writes; this file follows it. The two moving offsets are stored
+as aligned 64-bit words, so a reader never sees half of one. The memory is the mapped file, allocated and touched once at the
+start: a machine without that much memory reports it then, not by a signal while serving.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from honed.adapt.protocol.sample_ring import (
 )
 
 _MIN_RECORDS = 8
-"""A record is at most this part of the ring: a reader that keeps up must be able to keep some."""
+"""Least number of records in the ring: a reader that keeps up must be able to keep some."""
 _RESERVED, _WRITTEN, _NUM_RECORDS, _GENERATION = (RESERVED_OFFSET + at for at in (0, 8, 16, 40))
 
 
@@ -53,7 +53,7 @@ class RingWriter:
         feature_kind: str = "fused",
         mode: int = 0o600,
     ) -> None:
-        """Make the file whole under another name, then rename it: a reader never sees half a header.
+        """Complete the file under another name, then rename it: a reader never sees half a header.
 
         Raises:
             ValueError: for an unknown dtype or kind, or a capacity that can't hold a few rows.
@@ -99,7 +99,7 @@ class RingWriter:
         """Append committed rows of one request; a long stretch becomes several records.
 
         Raises:
-            ValueError: when rows and tokens don't belong together, or the features aren't of the ring's kind.
+            ValueError: when rows and tokens don't match, or the features aren't of the ring's kind.
         """
         num_rows = len(token_ids)
         if features.shape != (num_rows, self._feature_size) or features.dtype != self._dtype:
@@ -118,15 +118,15 @@ class RingWriter:
             self._append(KIND_ROWS, parts, len(head), chunk_flags, len(ids), first_position + start, milli)
 
     def write_end(self, request: str, workload: str) -> None:
-        """Say that a request is over: its rows make a whole."""
+        """Record that a request is over: its rows are complete."""
         head = pack_rows_head(request[:256], workload[:256], "")
         self._append(KIND_END, [np.frombuffer(head, np.uint8)], len(head), 0, 0, 0, 0)
 
     def purge(self) -> None:
-        """Overwrite everything with zeros and tell readers to forget what they have read."""
-        self._words[_RESERVED // 8] = self._written + self._capacity  # whoever is copying throws it away
+        """Overwrite everything with zeros and make readers forget what they have read."""
+        self._words[_RESERVED // 8] = self._written + self._capacity  # a reader that is copying discards its copy
         self._bytes[:] = 0
-        # Whole laps keep offsets and places in step, and a new lap is where a reader looks for the next record.
+        # Whole laps keep offsets and places in step, and a reader looks for the next record at a new lap.
         self._written = -(-(self._written + self._capacity) // self._capacity) * self._capacity
         self._words[_RESERVED // 8] = self._written
         self._words[_WRITTEN // 8] = self._written
@@ -152,7 +152,7 @@ class RingWriter:
         end = self._written + skipped + total
         self._words[_RESERVED // 8] = end
         if skipped:
-            # What lies here was a sound record a lap ago; a reader that looks for its place must not take it for one.
+            # A valid record was here a lap ago; a reader that looks for its place must not take it for one.
             self._bytes[self._written % self._capacity :] = 0
         if skipped >= RECORD_BYTES:
             pad = RecordHeader(KIND_PAD, 0, self._num_records, skipped - RECORD_BYTES, 0, 0, 0, 0, 0, 0, 0)
@@ -197,7 +197,7 @@ def _code(names: dict[int, str], wanted: str) -> int:
 
 
 def _make_file(path: Path, num_bytes: int, header: bytes, mode: int) -> mmap.mmap:
-    """A mapped file of that size with its header in place, under its name at once."""
+    """Make a mapped file of that size; it gets its name only with its header in place."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

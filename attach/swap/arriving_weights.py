@@ -1,11 +1,11 @@
-"""A DFlash drafter's weights that come through vLLM's own endpoints, put in place as honed puts its own.
+"""A DFlash drafter's weights that arrive through vLLM's own endpoints, copied in place as honed does its own.
 
-vLLM loads them as at a start: it builds the fused context-K/V projection anew each time that something arrives, at an address
-that no captured graph knows; and on a CPU, where weights are packed away, it can't. So for an update of the drafter vLLM's
-weight-transfer engine is given a module of ours in the model's place. What arrives is kept, and copied in place when the update
-is finished: all or nothing. What doesn't arrive stays as it was.
+vLLM loads them as at a start. It rebuilds the fused context-K/V projection each time something arrives, at an address that no
+captured graph knows. On a CPU, where weights are packed away, it can't load them. So during an update of the drafter, vLLM's
+weight-transfer engine gets a module of honed's in place of the model. It keeps what arrives, and copies it in place when the
+update is finished: all or nothing. Tensors that don't arrive stay as they were.
 
-What would replace it: a `load_weights` of `DFlashQwen3ForCausalLM` that fills the fused buffers in place.
+A `load_weights` of `DFlashQwen3ForCausalLM` that fills the fused buffers in place would replace this.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from honed.attach.swap.swap import Swapper
 
 _DIRECT = ("SparseNCCLWeightTransferEngine", "ShardedRDTWeightTransferEngine")
-"""vLLM's weight-transfer engines that write into the model's parameters, rather than calling its `load_weights`."""
+"""vLLM's weight-transfer engines that write into the model's parameters, without calling its `load_weights`."""
 
 
 class ArrivingWeights(torch.nn.Module):
-    """Stands for the drafter while its weights arrive; each rank keeps its own part of them, in host memory."""
+    """Replaces the drafter during an update; each rank keeps its own part of them, in host memory."""
 
     def __init__(self, swapper: Swapper) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class ArrivingWeights(torch.nn.Module):
         self._arrived: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Forget what came of an update that was given up."""
+        """Forget an abandoned update's weights."""
         self._arrived = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Take in whole tensors by their checkpoint names; they may be overwritten afterwards. As vLLM's models have it.
+        """Take in whole tensors by their checkpoint names, like vLLM's models; they may be overwritten afterwards.
 
         Raises:
-            SwapError: the drafter has no such tensor, or it is of another shape, or not finite.
+            SwapError: the drafter has no such tensor, or its shape differs, or it isn't finite.
         """
         loaded = set()
         for name, tensor in weights:
@@ -52,10 +52,10 @@ class ArrivingWeights(torch.nn.Module):
 
 
 def take_updates(worker: Any, swapper: Swapper) -> None:
-    """Have vLLM's worker use it.
+    """Make vLLM's worker use `ArrivingWeights`.
 
     Raises:
-        AttributeError: this worker isn't one that honed knows.
+        AttributeError: honed doesn't support this worker.
     """
     arriving = ArrivingWeights(swapper)
     set_target, finish = worker._set_draft_weight_update_target, worker.finish_weight_update

@@ -1,7 +1,7 @@
 """A safetensors file in memory, read without holding up the interpreter.
 
-`safetensors.torch.load` copies every tensor in one call that keeps the interpreter's lock: 1.7 s for 384 MiB on an old core,
-in which the thread that launches the engine's kernels stands still. Here the longest such stretch is some milliseconds.
+`safetensors.torch.load` copies every tensor in one call that keeps the interpreter's lock: 1.7 s for 384 MiB on an old core.
+The thread that launches the engine's kernels stands still meanwhile. Here the longest such stretch is a few milliseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_file(file: Path) -> tuple[str, dict[str, torch.Tensor]]:
     """Read a file and hash it.
 
     Returns:
-        SHA-256 of the very bytes that the tensors are made of, and the tensors by name, which share memory.
+        SHA-256 of the bytes that the tensors are made of, and the tensors by name, which share memory.
 
     Raises:
         ValueError: it isn't a safetensors file.

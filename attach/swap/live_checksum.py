@@ -1,4 +1,4 @@
-"""A checksum of the weights that serve, a tensor at a time: no step waits while gigabytes come to the host and are hashed.
+"""Checksum of the serving weights, a tensor at a time: no step waits while gigabytes are copied to the host and hashed.
 
 SHA-256 over name, shape and float32 bytes of every tensor, whole, in the order of the names.
 """
@@ -20,9 +20,9 @@ class LiveChecksum:
     """One checksum under way.
 
     Args:
-        parts: name, this rank's part of the tensor and how it was cut; views are read when their turn comes.
+        parts: name, this rank's part of the tensor and its shard; views are read when their turn comes.
         all_gather: joins the ranks' parts.
-        device: where they are.
+        device: the parts' device.
     """
 
     def __init__(self, parts: Iterable[tuple[str, torch.Tensor, Shard]], all_gather: AllGather, device: torch.device) -> None:
@@ -38,13 +38,13 @@ class LiveChecksum:
 
     @torch.inference_mode()
     def take(self, part: int) -> tuple[str, int, int]:
-        """Send a tensor on its way to the host: in order, and under tensor parallelism on all ranks at once; −1: none.
+        """Start a tensor's copy to the host: in order, and under tensor parallelism on all ranks at once; −1: none.
 
         Returns:
-            the checksum, "" until it is there; how many tensors wait to be hashed; how many there are in all.
+            the checksum, "" until it is there; the number of tensors that wait to be hashed; their total number.
 
         Raises:
-            RuntimeError: hashing failed on this rank, which has taken part in joining the tensor like all others.
+            RuntimeError: hashing failed on this rank, after it took part in joining the tensor like all others.
         """
         if part >= 0:
             name, tensor, shard = self._parts[part]
@@ -58,7 +58,7 @@ class LiveChecksum:
         return self._result, self._num_taken - self._num_hashed, self._num_parts
 
     def stop(self) -> None:
-        """Leave it at that."""
+        """End the thread."""
         self._coming.put(None)
 
     def _hash(self) -> None:
@@ -79,7 +79,7 @@ class _Coming:
 
     def __init__(self, name: str, tensor: torch.Tensor, side: torch.cuda.Stream | None) -> None:
         self._name = name
-        self._source = tensor  # must not be freed before it is there
+        self._source = tensor  # must not be freed before it has arrived
         self._event: torch.cuda.Event | None = None
         if side is None:
             self._tensor = tensor.detach()

@@ -1,8 +1,8 @@
-"""Which part of a checkpoint's tensor a rank holds under vLLM's tensor parallelism, so that each takes only its own.
+"""Part of a checkpoint's tensor that a rank holds under vLLM's tensor parallelism: each rank takes only its own.
 
-Source: vllm/model_executor/layers/linear.py. A column-parallel weight is cut along its outputs, each of the tensors stacked in
-it by itself; a row-parallel one along its inputs; with fewer K/V heads than ranks, neighbouring ranks hold the same head. All
-else is whole on every rank.
+Source: vllm/model_executor/layers/linear.py. A column-parallel weight is cut along its outputs, each of its stacked tensors by
+itself. A row-parallel weight is cut along its inputs. With fewer K/V heads than ranks, neighbouring ranks hold the same head.
+Everything else is whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AllGather = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `index` of `count` equal ones along `dim`, held by each of `copies` neighbouring ranks; as it is: the whole."""
+    """Part `index` of `count` equal ones along `dim`, held by each of `copies` neighbouring ranks; by default the whole."""
 
     dim: int = 0
     count: int = 1
@@ -27,7 +27,7 @@ class Shard:
     copies: int = 1
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
-        """Shape of the tensor that a part of this shape is of."""
+        """Shape of the whole tensor, from a part's shape."""
         return torch.Size(size * self.count if dim == self.dim else size for dim, size in enumerate(part))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def shard_of(module: Any, parameter: str, stacked: str = "") -> Shard:
     Args:
         module: the module that owns the parameter.
         parameter: its name there, like "weight".
-        stacked: which of the tensors that are stacked in it, like "k_proj"; "" when there is only one.
+        stacked: name of one of the tensors stacked in it, like "k_proj"; "" when there is only one.
     """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -1,8 +1,8 @@
-"""Where new weights wait to be copied into the running drafter: on the device while it has room to spare, else in host memory.
+"""Memory in which new weights wait to be copied into the running drafter: on the device if it has room, else in host memory.
 
-vLLM plans the device's memory for itself, and takes some of it only when a large batch comes. What it leaves is small, and a
-trainer may want it, too; so no more is staged there than leaves `RESERVE_BYTES`. From pinned host memory the copy takes some
-tens of milliseconds for each gigabyte, instead of one.
+vLLM plans the device's memory for itself, and takes some of it only when a large batch comes. It leaves little, and a trainer
+may want that, too. So staging always leaves `RESERVE_BYTES` on the device. From pinned host memory the copy takes some tens of
+milliseconds for each gigabyte, instead of one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Staging:
-    """Brings weights to a device, on a stream of its own.
+    """Copies weights to a device, on its own stream.
 
-    One for as long as the worker lives: PyTorch keeps freed memory for the stream that had it.
+    There is one for the worker's whole life: PyTorch keeps freed memory for the stream that had it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,13 +28,13 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._most_bytes = 0
         self.is_device_away = False
-        """vLLM sleeps: what is free on the device now is what it wakes up in."""
+        """vLLM sleeps: it needs the device's free memory to wake up."""
 
     def bring(self, tensors: Tensors, held_bytes: int = 0) -> Tensors:
-        """Copy tensors to the device, or pin them where they are; on a CPU they stay what they are.
+        """Copy tensors to the device, or pin them in host memory; on a CPU return them unchanged.
 
         Args:
-            held_bytes: what waits there already.
+            held_bytes: bytes staged already.
         """
         if self._stream is None:
             return tensors
@@ -47,12 +47,12 @@ class Staging:
                     moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in pinned.items()}
                 self._stream.synchronize()
             except torch.OutOfMemoryError:
-                pass  # somebody was quicker
+                pass  # another process was quicker
             else:
                 self._most_bytes = max(self._most_bytes, wanted)
                 return moved
         logger.warning(
-            "honed: new weights (%d MiB) wait in host memory, since %d MiB are free on the device: the swap takes longer; "
+            "honed: new weights (%d MiB) wait in host memory, since only %d MiB are free on the device: the swap takes longer; "
             "lower --gpu-memory-utilization a little to have them on the device",
             num_bytes(pinned) >> 20,
             free >> 20,
@@ -64,19 +64,19 @@ def has_room(free: int, wanted: int, most: int) -> bool:
     """Whether so many bytes may be staged on a device.
 
     Args:
-        free: on the device.
-        wanted: in all, what waits there already included.
-        most: that were ever staged at once: the allocator has kept as much.
+        free: free bytes on the device.
+        wanted: bytes in all, including those staged already.
+        most: most bytes ever staged at once: the allocator has kept as much.
     """
     return free - max(wanted - most, 0) >= RESERVE_BYTES
 
 
 def use_device(device: torch.device) -> None:
-    """In a thread of its own: work on this device. Else CUDA makes a context on the first one, hundreds of megabytes a rank."""
+    """Use this device in a new thread. Else CUDA makes a context on the first one, hundreds of megabytes a rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def num_bytes(tensors: Tensors) -> int:
-    """Of all together."""
+    """Bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())

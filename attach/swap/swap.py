@@ -1,13 +1,12 @@
-"""New drafter weights into a running server: staged beside it, then copied in place between two steps.
+"""New drafter weights for a running server: staged beside it, then copied in place between two steps.
 
-What vLLM's own reload path breaks for DFlash, and what is done here instead: parameters keep their storage (captured CUDA
-graphs hold its address), so does the fused context-K/V projection that vLLM builds at load; the target's `embed_tokens` and
-`lm_head`, which the drafter shares, are never touched. On a CPU vLLM packs linear weights away; they are made anew and packed
-again.
+vLLM's own reload path breaks DFlash. Here parameters keep their storage, since captured CUDA graphs hold its address. So does
+the fused context-K/V projection that vLLM builds at load. The drafter shares the target's `embed_tokens` and `lm_head`; they
+are never touched. On a CPU vLLM packs linear weights away; they are made anew and packed again.
 
-Staging checks everything that could fail (file, checksum, names, shapes), so that applying only copies. A rank stages its own
-part of each tensor. Several versions can be held on the device at once: two that take turns are read once and swapped as often
-as one likes.
+Staging checks everything that could fail (file, checksum, names, shapes), so applying only copies. A rank stages its own part
+of each tensor. Several versions can be held on the device at once: two that take turns are read once and swapped any number of
+times.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SHARED = ("embed_tokens", "lm_head")
 
 
 class SwapError(ValueError):
-    """Weights that can't be used; the text says why and what to do."""
+    """Weights that can't be used; the text gives the reason and the remedy."""
 
 
 class Swapper:
@@ -37,7 +36,7 @@ class Swapper:
 
     Args:
         draft_model: vLLM's `DFlashQwen3ForCausalLM` (or a like class).
-        device: where its weights live.
+        device: the weights' device.
     """
 
     def __init__(self, draft_model: Any, device: torch.device) -> None:
@@ -57,7 +56,7 @@ class Swapper:
                 self._dtypes[name] = part.dtype
 
     def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
-        """Begin to read, check and bring to the device what isn't held yet, and let go of all others; returns at once.
+        """Begin to read, check and copy to the device the versions not held yet; drop all others. Return at once.
 
         Args:
             wanted: (version, path, sha256) of each.
@@ -66,7 +65,7 @@ class Swapper:
             as `staged`: "" when all of them are held already.
 
         Raises:
-            SwapError: other versions are still on their way.
+            SwapError: other versions are still being staged.
         """
         if self._thread is not None and self._thread.is_alive():
             raise SwapError("another version is still being staged: wait for it")
@@ -80,14 +79,14 @@ class Swapper:
         return self._state
 
     def rest(self, is_asleep: bool) -> None:
-        """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so that it finds its memory free."""
+        """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so its memory stays free."""
         self._staging.is_device_away = is_asleep
         if is_asleep and self._device.type == "cuda":
             for version, tensors in list(self._held.items()):
                 self._held[version] = {name: tensor.cpu().pin_memory() for name, tensor in tensors.items()}
 
     def staged(self, version: str) -> str:
-        """ "" when `version` is ready to apply, "staging" while it is on its way, else what went wrong."""
+        """ "" when `version` is ready to apply, "staging" while it is being staged, else the error."""
         if self._state or version in self._held:
             return self._state
         return f"version {version} was never staged"
@@ -132,13 +131,13 @@ class Swapper:
 
     @torch.inference_mode()
     def apply(self, version: str, is_held_on: bool = False) -> dict[str, float]:
-        """Copy a staged version into the live parameters; the caller makes sure that no step is running.
+        """Copy a staged version into the live parameters; the caller ensures that no step is running.
 
         Args:
-            is_held_on: keep what is staged, for the next swap; it takes a drafter's memory for each version.
+            is_held_on: keep the staged weights for the next swap; each version takes a drafter's memory.
 
         Returns:
-            copy_ms: time the copy took, the device's part included.
+            copy_ms: duration of the copy, the device's part included.
         """
         tensors = self._held.get(version)
         if tensors is None or self._state:
@@ -151,10 +150,10 @@ class Swapper:
 
     @torch.inference_mode()
     def part_of(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This rank's part of a tensor that comes some other way, in host memory, by its name; empty for what is the target's.
+        """Cut this rank's part from a tensor of another source, in host memory, by its name; empty for the target's tensors.
 
         Raises:
-            SwapError: it isn't one of this drafter's.
+            SwapError: this drafter has no such tensor.
         """
         if any(s in name for s in _SHARED):
             return {}
@@ -166,9 +165,9 @@ class Swapper:
 
     @torch.inference_mode()
     def overwrite(self, parts: dict[str, torch.Tensor]) -> None:
-        """Copy such parts into the live parameters; the caller makes sure that no step is running. The others stay."""
+        """Copy such parts into the live parameters; the caller ensures that no step is running. The others stay."""
         kept = {}
-        if any(_packed_linears(self._model.model)):  # those are made anew
+        if any(_packed_linears(self._model.model)):  # these are made anew
             kept = {name: live.clone() for name, live, _ in self._live() if name not in parts}
         self._copy(parts | kept)
 
@@ -180,7 +179,7 @@ class Swapper:
             _unpack(layer)
         for name, live, _ in self._live():
             if name in tensors:
-                live.copy_(tensors[name], non_blocking=True)  # they are kept until all is there
+                live.copy_(tensors[name], non_blocking=True)  # the sources are kept until all has arrived
         self._refresh_fused(inner)
         for layer in unpacked:
             layer.quant_method.process_weights_after_loading(layer)
@@ -189,9 +188,9 @@ class Swapper:
 
     @staticmethod
     def _refresh_fused(inner: Any) -> None:
-        """Bring vLLM's fused context-K/V projection up to date, in place: captured graphs hold its address.
+        """Update vLLM's fused context-K/V projection in place: captured graphs hold its address.
 
-        Layer by layer: what needed memory for it could fail here, with half of the weights new.
+        It goes layer by layer: allocating memory could fail here, with half of the weights new.
         """
         attention = [layer.self_attn for layer in inner.layers]
         for name, fused in (("weight", inner._fused_kv_weight), ("bias", inner._fused_kv_bias)):
@@ -222,7 +221,7 @@ class Swapper:
     def checksum(self, part: int) -> tuple[str, int, int]:
         """SHA-256 of the live weights, whole: begin (part 0), take in the part of that number, or only look (−1).
 
-        A swap ends it. See `LiveChecksum.take` for what is returned.
+        A swap ends it. `LiveChecksum.take` describes the result.
 
         Raises:
             RuntimeError: none was begun, or it failed.
@@ -233,7 +232,7 @@ class Swapper:
             self._drop_checksum()
             self._checksum = LiveChecksum(self._live(), tensor_model_parallel_all_gather, self._device)
         if self._checksum is None:
-            raise RuntimeError("no checksum is under way: new weights have come meanwhile")
+            raise RuntimeError("no checksum is under way: the weights have changed since")
         return self._checksum.take(part)
 
     def _drop_checksum(self) -> None:
@@ -259,7 +258,7 @@ def _dense_weight(layer: Any) -> torch.Tensor:  # [out, in]
 def _unpack(layer: Any) -> None:
     """Give a packed linear layer an ordinary weight again, to be filled.
 
-    Every name was checked to be in the checkpoint, so all of it is overwritten: what was packed needn't be recovered.
+    Every name was found in the checkpoint, so all of it is overwritten: the packed values needn't be recovered.
     """
     inputs = getattr(layer, "input_size_per_partition", layer.input_size)
     outputs = getattr(layer, "output_size_per_partition", layer.output_size)
