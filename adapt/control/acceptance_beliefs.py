@@ -1,8 +1,8 @@
-"""What is believed of an engine's acceptance: curves of the engine and its workloads, what contexts and drafts make of them.
+"""Estimates of an engine's acceptance: curves of the engine and its workloads, and the effects of contexts and drafts.
 
-A workload's curve is its own right-censored hazard, drawn to the engine's; a request's (in the engine, `request_beliefs`) is
-drawn to its workload's. Drift tests run beside. Workloads beyond `max_workloads` share the engine's curve, and aren't tested,
-until one that has its own has been silent for `_SILENT_FORGETTINGS`.
+A workload's curve is its own right-censored hazard, shrunk to the engine's. A request's (in the engine, `request_beliefs`) is
+shrunk to its workload's. Drift tests run beside. Workloads beyond `max_workloads` share the engine's curve and aren't tested,
+until one with its own curve has been silent for `_SILENT_FORGETTINGS`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import WorkloadPrior
 
 _KEPT_AFTER_SWAP = 0.02
-"""Share of the counts that survives a change of weights: a guess until the new ones have shown themselves."""
+"""Share of the counts that survives a change of weights: a first guess for the new ones."""
 _MOST_DESIGN_EFFECT = 8.0
-"""A round counts for at least an eighth of an independent one: what changes within running requests is to be noticed, too."""
+"""A round counts for at least an eighth of an independent one, so that changes within running requests are noticed."""
 _SILENT_FORGETTINGS = 10.0
-"""Of the engine's independent rounds, in `forgetting_rounds`, without one of a workload, until its curve may be another's."""
+"""Independent rounds of the engine, in `forgetting_rounds`, without one of a workload, until its curve may be replaced."""
 
 
 class _Workload:
@@ -58,7 +58,7 @@ class AcceptanceBeliefs:
         self.settings = settings
         self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
         self._num_seen = 0.0
-        """Rounds of the engine, as independent ones."""
+        """Independent rounds of the engine."""
         self._workloads: dict[str, _Workload] = {}
         self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
         self._drift = DriftMonitor(num_spec_tokens, settings.drift)
@@ -66,7 +66,7 @@ class AcceptanceBeliefs:
         self._depths, self._lines = DepthCalibration(num_spec_tokens), DepthLines.none(num_spec_tokens)
 
     def take_new_weights(self, version: str, is_swap: bool) -> None:
-        """Forget most of what the drafter's old weights taught, unless these are the same under a name."""
+        """Forget most of what the old weights taught, unless the new ones are the same under a name."""
         if is_swap:
             self._counts.forget(_KEPT_AFTER_SWAP)
             for workload in (*self._workloads.values(), self._others):
@@ -79,10 +79,10 @@ class AcceptanceBeliefs:
         self._drift.reset(version)
 
     def observe(self, name: str, rounds: Rounds, now_s: float | None = None) -> list[Alarm]:
-        """Fold in rounds of a workload; return what drift was found.
+        """Fold in rounds of a workload; return the drift that was found.
 
         Args:
-            now_s: when they were, by a clock on the wall; None: not known.
+            now_s: wall-clock time of the rounds; None: unknown.
         """
         workload = self._workload(name)
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
@@ -111,7 +111,7 @@ class AcceptanceBeliefs:
         return self._drift.observe(name, *columns, design_effect=self._design_effect(workload), now_s=now_s)
 
     def _workload(self, name: str) -> _Workload:
-        """What is believed of a workload, made for one that is new; `_others` while there is no room for it."""
+        """Get a workload's estimates, new ones for a new workload, or `_others` while there is no room for it."""
         found = self._workloads.pop(name, None)
         if found is None:
             if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
@@ -126,7 +126,7 @@ class AcceptanceBeliefs:
         return found
 
     def priors(self) -> list[WorkloadPrior]:
-        """What the engine is to start requests from: the engine's own curve, then every workload's."""
+        """Priors from which the engine starts requests: the engine's own curve, then every workload's."""
         engine = self.engine_curve()
         strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
         pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0
@@ -170,7 +170,7 @@ class AcceptanceBeliefs:
         return self._counts.estimate()
 
     def typical_curve(self) -> Floats:
-        """What that is worth of a typical request, [K]."""
+        """Conditional acceptance of a typical request, [K]."""
         return self._lines.apply(self.engine_curve())
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
@@ -178,7 +178,7 @@ class AcceptanceBeliefs:
         return workload.counts.estimate(lambda trials, successes: shrunk_estimate(trials, successes, engine, strength))
 
     def _shift(self, curve: Floats, workload: _Workload | None = None) -> tuple[Floats, list[float]]:
-        """Take the contexts out of a curve (None: the engine's): what holds at factor 1, and the factor by context length."""
+        """Remove the contexts' effect from a curve (None: the engine's): the curve at factor 1, factors by context length."""
         if not self._context_effect.any():
             return curve, []
         contexts = [one.contexts for one in ((*self._workloads.values(), self._others) if workload is None else [workload])]

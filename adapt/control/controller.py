@@ -1,10 +1,10 @@
-"""Turns an engine's event batches into what is believed of it, and that into its policy.
+"""Turns an engine's event batches into estimates, and these into its policy.
 
-`observe` folds a batch into what is believed of acceptance (`acceptance_beliefs`) and of steps (`step_beliefs`); `propose`
-makes the policy; `beliefs` explains both. Nothing here knows the time: `now_s` is an argument, and steps carry their own clock.
+`observe` folds a batch into the estimates of acceptance (`acceptance_beliefs`) and of steps (`step_beliefs`); `propose` makes
+the policy; `beliefs` explains both. Nothing here reads a clock: `now_s` is an argument, and steps carry their own clock.
 
-A policy's generation grows only when something material changed: kind, limits, overrides, a conditional acceptance by more
-than 0.5 %, a predicted step time by more than 1 %. Otherwise the very same object is proposed again.
+A policy's generation grows only with a material change: kind, limits, overrides, a conditional acceptance by more than 0.5 %, a
+predicted step time by more than 1 %. Otherwise the very same object is proposed again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol.wire import EventBatch, Policy
 
 Event = Alarm
-"""What `observe` may report."""
+"""Events that `observe` may report."""
 
 _YOUNG_EXPLORING = 5.0
-"""By how much more is explored while the step-time model is young."""
+"""Factor on exploring while the step-time model is young."""
 _CHANGES_KEPT = 32
 
 
 class EngineController:
-    """What is believed of one engine."""
+    """Estimates for one engine."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class EngineController:
         self.settings = settings or ControllerSettings()
         self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self.settings)
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
-        self._drafter_version = ""  # as it was last named
+        self._drafter_version = ""  # its last name
         self._turns: frozenset[str] = frozenset()
         self._boot_id = ""
         self._policy: Policy | None = None
@@ -57,13 +57,13 @@ class EngineController:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def observe(self, batch: EventBatch) -> list[Event]:
-        """Fold in a batch, in the order of its sequence numbers; return what has to be told.
+        """Fold in a batch, in the order of its sequence numbers; return the events to report.
 
         Raises ValueError, before anything was folded in, for a batch whose columns don't fit together.
         """
         by_workload = list(rounds_by_workload(batch))
         steps = step_rows(batch.steps)
-        if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not named by the daemon yet
+        if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
             before, self._drafter_version = self._drafter_version, batch.drafter_version
             if not {before, batch.drafter_version} <= self._turns:
                 self._acceptance.take_new_weights(batch.drafter_version, is_swap=before != "")
@@ -78,11 +78,11 @@ class EngineController:
         return events
 
     def take_turns(self, versions: Collection[str]) -> None:
-        """These versions take turns from now on: what is believed holds for both, so that both get the same lengths."""
+        """Let these versions take turns from now on: they share the estimates, so that both get the same lengths."""
         self._turns = frozenset(versions)
 
     def end_turns(self) -> None:
-        """One version is left: what differs from it is forgotten when it is seen; whether it drifts is asked anew."""
+        """Keep one version: forget the estimates when another appears, and restart the drift tests."""
         if self._turns:
             self._turns = frozenset()
             self._acceptance.take_new_weights(self._drafter_version, is_swap=False)
@@ -90,7 +90,7 @@ class EngineController:
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def propose(self, now_s: float, override: Override | Sequence[Override] | None = None) -> Policy:
-        """Make the policy that is right now; the previous one, unchanged, while nothing material is different."""
+        """Make the current policy; return the previous one, unchanged, while nothing material differs."""
         overrides = [override] if isinstance(override, Override) else list(override or ())
         policy = self._make_policy([one for one in overrides if one.until_s > now_s])
         reason = what_changed(self._policy, policy, self.max_num_seqs)
@@ -137,7 +137,7 @@ class EngineController:
         )
 
     def beliefs(self) -> dict[str, object]:
-        """Describe what is believed, in plain figures that JSON can carry."""
+        """Describe the estimates, in plain figures that JSON can carry."""
         plans = self._plans()
         sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
         return {
@@ -156,7 +156,7 @@ class EngineController:
         }
 
     def headline(self) -> dict[str, float | None]:
-        """The few figures of `beliefs` that change all the time: seconds of a typical step, and the gain over not drafting."""
+        """Figures of `beliefs` that change all the time: seconds of a typical step, and the gain over not drafting."""
         typical = self._steps.typical
         return {
             "predicted_seconds": typical.get("predicted_step_seconds"),

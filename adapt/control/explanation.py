@@ -1,4 +1,4 @@
-"""What a controller believes, as plain figures for people: curves, prices, and what would be drafted at which batch size."""
+"""A controller's estimates as plain figures for people: curves, costs, and draft lengths by batch size."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from honed.adapt.steps.step_time import StepTimeModel
 
 
 def describe(counts: AdaptiveCounts, curve: Floats, shift: Sequence[float] = ()) -> dict[str, object]:
-    """A level of the acceptance hierarchy: its curve, how much it rests on, and what the length of the context makes of it.
+    """Describe a level of the acceptance hierarchy: its curve, the data behind it, and the effect of the context's length.
 
-    `context_shift` is rows (from so many tokens of context on, factor on the failure odds); none where it makes no difference.
+    `context_shift` is rows (least tokens of context, factor on the failure odds); empty where it makes no difference.
     """
     return {
         "acceptance": [round(value, 4) for value in curve.tolist()],
@@ -36,26 +36,26 @@ def describe(counts: AdaptiveCounts, curve: Floats, shift: Sequence[float] = ())
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """Prices batches of typical requests under a policy; everything is empty while there is no step-time model."""
+    """Costs of batches of typical requests under a policy; everything is empty while there is no step-time model."""
 
     model: StepTimeModel
     acceptance: Floats  # [K] the engine's conditional acceptance
     context_tokens: float
     """Context of a typical request."""
     policy: Policy | None
-    """The one in force; None: the engine drafts K."""
+    """The policy in force; None: the engine drafts K."""
 
     def prices(self, sizes: Sequence[int]) -> list[dict[str, object]]:
-        """Predicted milliseconds of a step by batch size and draft length (0 … K for everybody)."""
+        """Predicted milliseconds of a step by batch size and draft length (0 … K for all requests)."""
         if not self.model.is_ready:
             return []
         lengths = range(len(self.acceptance) + 1)
         return [{"num_requests": n, "by_length": [round(1e3 * self._seconds(n, n * k, k), 4) for k in lengths]} for n in sizes]
 
     def plan(self, count: int) -> dict[str, float]:
-        """What would be drafted for so many requests, how long the step takes, and what that gains over k = 0.
+        """Predict draft lengths for so many requests, the step's time, and the gain over k = 0.
 
-        Empty where lengths can't be told beforehand: the rule goes by what each request had accepted lately.
+        Empty where lengths aren't predictable: the rule uses each request's recent acceptance.
         """
         if not self.model.is_ready or not len(self.acceptance):
             return {}
@@ -77,7 +77,7 @@ class Plans:
         }
 
     def _num_drafts(self, curve: Floats, count: int) -> int | None:
-        """Draft tokens of a batch, as `adapt.lengths.decider` gives them; None: they can't be told."""
+        """Draft tokens of a batch, as `adapt.lengths.decider` chooses them; None: not predictable."""
         policy, k = self.policy, len(curve)
         if policy is None or policy.kind == "off":
             return count * k
@@ -104,8 +104,8 @@ class Plans:
         return sum(rule.decide([""] * count, 0, 0, 0.0).num_draft_tokens)
 
     def _most_rewarding(self, gains: Floats, count: int, is_latency: bool) -> int:
-        # What `block_size.choose` comes to where all requests are alike: they are filled depth by depth. Without what it is
-        # compiled by, which makes code at run time: the daemon may not.
+        # The result of `block_size.choose` where all requests are alike: they are filled depth by depth. Without its compiler,
+        # which makes code at run time: the daemon may not.
         num_drafts, context_tokens = np.arange(count * len(gains) + 1), int(count * self.context_tokens)
         gained = np.concatenate([[0.0], np.cumsum(np.repeat(gains, count))])
         seconds = self.model.fixed_seconds(count, context_tokens, 0) + self.model.token_seconds(count + num_drafts)

@@ -1,4 +1,4 @@
-"""Says in what a policy differs from the one in force, and whether that is worth a new generation."""
+"""Names the difference between a policy and the one in force, and decides if it is worth a new generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURE_STEP = 0.03
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
 KIND_STEP = 0.02
-"""The same of one kind of steps: many of them are little seen."""
+"""The same for one kind of steps: many kinds are rare."""
 SHIFT_STEP = 0.05
 """A factor on the failure odds that moved by more (relative) is material."""
 LINE_STEP = 0.05
@@ -85,7 +85,7 @@ def _acceptance(old: Policy, new: Policy) -> str:
         if abs(weights[0] - weights[1]) > FEATURE_STEP or (
             weights[1] * abs(before.feature_mean - prior.feature_mean) > FEATURE_STEP
         ):
-            return f"what drafts of {name} show: weight {weights[0]:.2f} -> {weights[1]:.2f}"
+            return f"draft features of {name}: weight {weights[0]:.2f} -> {weights[1]:.2f}"
     return ""
 
 

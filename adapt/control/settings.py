@@ -1,4 +1,4 @@
-"""How an engine is steered: the settings, and what an operator may put over them for a while."""
+"""Settings that steer an engine, and an operator's temporary overrides."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from honed.adapt.steps.step_time import StepTimeSettings
 
 MODES = ("goodput", "latency", "off", *CONTENDERS)
 _LEAST_STRENGTH = 0.1
-"""Of a prior, in pseudo-rounds: what weighs less is no guess any more where nothing was seen."""
+"""Least strength of a prior, in pseudo-rounds: a weaker one is no guess where there are no data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """How an engine is steered."""
+    """Settings that steer an engine."""
 
     mode: str = "goodput"
     """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only) or a rule
     of adapt.lengths.rules ("static", …)."""
     static_k: int = -1
-    """Draft tokens of mode "static" and of every fallback; −1: all the engine was configured for."""
+    """Draft tokens of mode "static" and of every fallback; −1: the engine's configured number."""
     max_k: int = -1
-    """Never draft more than this, unless an override of draft_tokens says so; −1: no limit but the engine's."""
+    """Most draft tokens, unless an override of draft_tokens allows more; −1: only the engine's limit."""
     request_ceiling: int = -1
-    """No request drafts more than this; −1: no limit."""
+    """Most draft tokens of any request; −1: no limit."""
     hysteresis: float = 0.02
-    """Relative gain that is predicted for other draft lengths before they are taken. To draft at all has to promise as much
-    over not drafting, and twice as much where nothing was drafted before; less where drafts add less than a fifth to a step's
-    time."""
+    """Relative gain that other draft lengths must promise before they are chosen. Drafting at all must promise as much over not
+    drafting, and twice as much where nothing was drafted before. Less is required where drafts add less than a fifth to a
+    step's time."""
     explore_share: float = 0.02
-    """Of the steps, while others are about as good; fewer where nothing is drafted and drafts would be far from worth it, and
-    in small batches, which have trials of other lengths. 0 also keeps the step-time model from getting ready on an engine whose
-    draft lengths never vary."""
+    """Share of the steps that explore, while other lengths are about as good. It is lower where nothing is drafted and drafts
+    would be far from worth it, and in small batches, which have trials of other lengths. With 0 the step-time model also stays
+    unready on an engine whose draft lengths never vary."""
     forgetting_rounds: float = 4000.0
-    """Rounds after which what was observed weighs 1/e, while nothing changes: independent ones, since those of a request repeat
-    each other. After a change what was observed before it counts less."""
+    """Independent rounds after which an observation weighs 1/e while nothing changes: rounds of one request repeat each other.
+    After a change, earlier observations count less."""
     request_strength: float = 0.0
-    """Pseudo-rounds of a workload's curve against a request's own, 0.1 or more; 0: estimated from how much requests differ."""
+    """Pseudo-rounds of a workload's curve against a request's own, 0.1 or more; 0: estimated from the requests' spread."""
     workload_strength: float = 24.0
     """Pseudo-rounds of the engine's curve against a workload's own."""
     policy_ttl_s: float = 10.0
-    """How long an engine follows a policy after it last heard from the daemon."""
+    """Time for which an engine follows a policy after it last heard from the daemon."""
     capture_share: float = 0.25
-    """Share of requests whose context features are captured, so that there are samples when a recalibration is called for."""
+    """Share of requests whose context features are captured, so that a recalibration has samples."""
     captured_tokens: tuple[int, ...] = ()
-    """Token counts of the captured CUDA graphs; empty: what the engine says, if it does."""
+    """Token counts of the captured CUDA graphs; empty: the engine's own report, if any."""
     table: tuple[tuple[int, int], ...] = ()
-    """Of mode "table": (largest batch in requests, draft tokens), ascending; beyond the last row its length goes on."""
+    """Rows for mode "table": (largest batch in requests, draft tokens), ascending; the last row also holds beyond it."""
     max_workloads: int = 64
-    """Workloads that have a curve and drift tests of their own; others share the engine's curve, until one of these has been
-    silent for long."""
+    """Workloads that have their own curve and drift tests. Others share the engine's curve, until one of these has been silent
+    for long."""
     equal_lengths: Literal["auto", "always", "never"] = "auto"
     """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2). "auto":
-    where the engine says that its graphs are of that kind."""
+    where the engine reports such graphs."""
     captured_lengths: tuple[int, ...] = ()
-    """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: what the engine says.
-    Where lengths are equal, only these are chosen, and none at all: what lies between two of them is rounded down."""
+    """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: the engine's report. Where
+    lengths are equal, only these and 0 are chosen: a length between two of them is rounded down."""
     feed_estimates: bool = False
-    """Where vLLM's own adaptive verification is on, tell it step costs as they are and each workload's acceptance. In
-    simulation it gains where these differ from what vLLM measures at its start, and loses nearly nothing where they don't."""
+    """Where vLLM's own adaptive verification is on, give it current step costs and each workload's acceptance. In simulation it
+    gains where these differ from what vLLM measures at its start, and loses nearly nothing elsewhere."""
     drift: DriftSettings = field(default_factory=DriftSettings)
     step_time: StepTimeSettings = field(default_factory=StepTimeSettings)
 
@@ -81,14 +81,14 @@ class ControllerSettings:
 
     @property
     def are_lengths_equal(self) -> bool:
-        """Whether all requests of a step are to get one length."""
+        """Whether all requests of a step get one length."""
         return self.equal_lengths == "always" or (self.equal_lengths == "auto" and bool(self.captured_lengths))
 
     def why_no_drafts(self, num_spec_tokens: int = -1) -> str:
-        """Why no captured length is short enough to be chosen, and what to do; empty where one is, or none is wanted.
+        """Reason why no captured length is short enough, and the remedy; empty where one is, or none is wanted.
 
         Args:
-            num_spec_tokens: the engine's K; −1: not known.
+            num_spec_tokens: the engine's K; −1: unknown.
         """
         limits = {"num_speculative_tokens": num_spec_tokens, "max_k": self.max_k, "request_ceiling": self.request_ceiling}
         if self.mode == "static":
@@ -107,7 +107,7 @@ class ControllerSettings:
         )
 
     def with_graphs(self, captured_tokens: Sequence[int], captured_lengths: Sequence[int]) -> ControllerSettings:
-        """These settings, with what an engine says of its CUDA graphs where they say nothing."""
+        """These settings, completed with an engine's report of its CUDA graphs."""
         tokens, lengths = self.captured_tokens or tuple(captured_tokens), self.captured_lengths or tuple(captured_lengths)
         return replace(self, captured_tokens=tokens, captured_lengths=lengths)
 

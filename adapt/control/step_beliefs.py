@@ -1,4 +1,4 @@
-"""What is believed of an engine's steps: how long they take, what is typical, and whether that has changed."""
+"""Estimates of an engine's steps: their times, typical figures, and changes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from honed.adapt.steps.step_watch import StepWatch, UsualSteps
 _SMOOTHING = 0.02
 _SPREAD_STEPS = 64
 _MOST_COMPARED = 256
-"""Prompt tokens of a step by which a changed world may be told. The later in a long prompt a large chunk is, the longer its
-attention takes, and how late it is isn't known: chunks of one prompt in a row would seem slower and slower."""
+"""Most prompt tokens of a step that may show a changed world. A large chunk's attention takes longer the later it is in a long
+prompt, and its place isn't known: successive chunks of one prompt would seem slower and slower."""
 
 
 class StepBeliefs:
@@ -33,7 +33,7 @@ class StepBeliefs:
 
     @property
     def is_young(self) -> bool:
-        """Whether little has been seen since the start, or since step times changed."""
+        """Whether there are few data since the start, or since step times changed."""
         return self._learner.is_young
 
     def model(self) -> StepTimeModel:
@@ -41,14 +41,14 @@ class StepBeliefs:
         return self._learner.model()
 
     def new_clock(self) -> None:
-        """The steps to come are another process's: their clock has nothing to do with the last one's."""
+        """Start a new clock: the next steps are another process's."""
         self._last_end_ns = 0
 
     def observe(self, rows: Sequence[tuple[int, ...]]) -> None:
         """Fold in steps, as `step_rows` gives them."""
         model = self._learner.model()
         for end_ns, duration_us, requests, tokens, prefill, drafted, context, block in rows:
-            # Asynchronous scheduling starts a step before the previous one ended: what counts is the time between ends.
+            # Asynchronous scheduling starts a step before the previous one ends: the time between ends counts.
             since_last = end_ns - self._last_end_ns if self._last_end_ns else duration_us * 1000
             self._last_end_ns = end_ns
             seconds = min(duration_us * 1000, since_last if since_last > 0 else duration_us * 1000) / 1e9

@@ -1,13 +1,13 @@
-"""A new drafter version against the old one, in turns on live traffic: promote, roll back, or say that nothing is proven.
+"""Comparison of a new drafter version with the old one, in turns on live traffic: promote, roll back, or nothing is proven.
 
-The two serve in short windows. Windows come in pairs, a coin says which version begins; after each pair the evidence grows
-(`evidence` has the test and why it holds at every look). It is gathered for all traffic together and for every workload:
+The two serve in short windows. Windows come in pairs, and a coin decides which version begins. After each pair the evidence
+grows (`evidence` has the test and the reason why it holds at every look). It is gathered for all traffic and per workload:
 
-    worse   as soon as e ≥ 1/α somewhere: with 0.94·α on all traffic, with 0.06·α / (i·(i+1)) on the i-th workload that was seen
+    worse   as soon as e ≥ 1/α somewhere: with 0.94·α on all traffic, with 0.06·α / (i·(i+1)) on the i-th workload seen
     better  likewise, unless some workload looks bad
 
-and after `max_rounds` nothing was proven. Batches are told apart by their drafter version, so it makes no difference when
-exactly an engine swapped; of other versions than the two they are ignored. Nothing here knows the time or tosses the coin.
+After `max_rounds` without either, nothing was proven. Batches are told apart by their drafter version, so the exact time of an
+engine's swap doesn't matter; those of other versions are ignored. Nothing here reads a clock or tosses the coin.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from honed.adapt.protocol.wire import EventBatch
 Decision = Literal["undecided", "better", "worse", "unproven"]
 
 ALL = ""
-"""Name of all traffic together, beside the workloads'."""
+"""Name of all traffic, beside the workloads'."""
 MAX_WORKLOADS = 32
-"""Further ones only count in all traffic."""
+"""Further workloads only count in all traffic."""
 _SHARE_OF_ALL = 0.94
 _DOUBT = math.log(10.0)
-"""A workload with so much evidence of a loss stands in the way of a promotion."""
+"""A workload with so much evidence of a loss blocks a promotion."""
 _LOG10 = math.log(10.0)
 _WORSE, _BETTER = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class CanarySettings:
-    """How sure a verdict has to be, and how long it may take."""
+    """Required certainty of a verdict, and its time limits."""
 
     false_roll_back: float = 0.01
-    """Probability of calling a version worse that accepts no less."""
+    """Probability of calling a version worse that accepts no fewer drafts."""
     false_promotion: float = 0.01
-    """Probability of calling a version better that accepts no more."""
+    """Probability of calling a version better that accepts no more drafts."""
     window_rounds: int = 12
     """Verify rounds after which a window is over, if it has lasted `window_s`. A pair of windows can at most double the
-    evidence, so windows ought to be short."""
+    evidence, so windows should be short."""
     window_s: float = 0.5
     """Shortest window."""
     max_window_s: float = 30.0
-    """A window with fewer rounds ends then, unless it has none at all."""
+    """A window with fewer rounds ends after this time, unless it has none at all."""
     reset_window_s: float = 30.0
-    """Shortest window where a swap has to drop cached keys and values (scope "full"): each preempts what runs."""
+    """Shortest window where a swap must drop cached keys and values (scope "full"): each swap preempts running requests."""
     max_rounds: int = 20_000
-    """Without a verdict after so many, nothing is proven."""
+    """Nothing is proven without a verdict after so many rounds."""
     max_s: float = 3600.0
-    """Without a verdict after so much time with traffic, nothing is proven."""
+    """Nothing is proven without a verdict after so much time with traffic."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("false_roll_back", "false_promotion"), PROBABILITY),
@@ -71,9 +71,9 @@ class CanarySettings:
         check_ranges(self)
 
     def log_bar(self, decision: Literal["worse", "better"], number: int = 0) -> float:
-        """ln of the e-value that decides, for all traffic (0) or for the workload that was seen as the `number`-th (from 1).
+        """ln of the e-value that decides, for all traffic (0) or for the `number`-th workload seen (from 1).
 
-        The allowances add up to the probability of the settings however many workloads there are.
+        The allowances add up to the settings' probability for any number of workloads.
         """
         allowed = self.false_roll_back if decision == "worse" else self.false_promotion
         share = _SHARE_OF_ALL if number == 0 else (1.0 - _SHARE_OF_ALL) / (number * (number + 1))
@@ -82,11 +82,11 @@ class CanarySettings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known so far of a new version."""
+    """Result so far for a new version."""
 
     decision: Decision
     workload: str = ALL
-    """Where it was decided, or looks worst; "" for all traffic."""
+    """Workload of the decision, or the worst so far; "" for all traffic."""
     evidence_worse: float = 0.0
     """log₁₀ of the e-value against the new version, there."""
     evidence_better: float = 0.0
@@ -124,8 +124,8 @@ class Canary:
     """One comparison of two versions.
 
     Args:
-        old: version that has proven itself.
-        new: version that is on trial.
+        old: proven version.
+        new: version on trial.
         num_spec_tokens: K, the most of all engines.
         old_begins: the coin for the first pair.
     """
@@ -143,12 +143,12 @@ class Canary:
 
     @property
     def serving(self) -> str:
-        """The version whose window it is."""
+        """The version of the current window."""
         return self._order[self._place]
 
     @property
     def verdict(self) -> Verdict:
-        """What is known so far; a decision stays."""
+        """Result so far; a decision is final."""
         return self._verdict
 
     def is_window_over(self, age_s: float) -> bool:
@@ -159,7 +159,7 @@ class Canary:
         return rounds > 0 and age_s >= settings.max_window_s
 
     def observe(self, batch: EventBatch) -> bool:
-        """Count a batch if it is of either version. Returns whether it is. Raises ValueError for unequal columns."""
+        """Count a batch of either version; return whether it is one. Raises ValueError for unequal columns."""
         counts = self._counts.get(batch.drafter_version)
         if counts is not None:
             for workload, rounds in rounds_by_workload(batch):
@@ -176,7 +176,7 @@ class Canary:
         return self._verdict
 
     def give_up(self, why: str) -> Verdict:
-        """No more time: what isn't decided is unproven."""
+        """End for lack of time: an undecided comparison is unproven."""
         if self._verdict.decision == "undecided":
             self._verdict = self._say("unproven", self._verdict.workload, why)
         return self._verdict
@@ -184,7 +184,7 @@ class Canary:
     # --- for people and for the disk ----------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """All traffic ("") and every workload, in plain figures."""
+        """Plain figures of all traffic ("") and of every workload."""
         return {
             name: {
                 "evidence_worse": round(float(one.log_e[_WORSE]) / _LOG10, 3),
@@ -195,7 +195,7 @@ class Canary:
         }
 
     def state(self) -> dict[str, Any]:
-        """What is needed to go on after a restart; the open pair isn't part of it."""
+        """State from which to go on after a restart, without the open pair."""
         return {
             "old": self.old,
             "new": self.new,
@@ -207,7 +207,7 @@ class Canary:
 
     @classmethod
     def restored(cls, settings: CanarySettings, state: dict[str, Any], *, old_begins: bool) -> Canary:
-        """Go on from a `state`. Raises KeyError, TypeError, ValueError for what isn't one."""
+        """Go on from a `state`. Raises KeyError, TypeError, ValueError if it isn't one."""
         made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), old_begins=old_begins)
         made.pairs, made.rounds = int(state["pairs"]), int(state["rounds"])
         made._evidence = {name: Evidence.restored(one) for name, one in state["evidence"].items()}
@@ -256,7 +256,7 @@ class Canary:
         return self._say("undecided", worst, "looks worst so far")
 
     def _farthest(self, decision: Literal["worse", "better"]) -> tuple[str, float]:
-        """Where the evidence is farthest above its bar (or least below), and by how much."""
+        """Name of the evidence farthest above its bar (or least below), and the distance."""
         which = _WORSE if decision == "worse" else _BETTER
         above = {
             name: float(one.log_e[which]) - self.settings.log_bar(decision, number)

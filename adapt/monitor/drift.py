@@ -1,31 +1,31 @@
-"""Notices when a workload's drafts are accepted less often than they were, or than other workloads' are.
+"""Notices when a workload's drafts are accepted less often than before, or than other workloads' are.
 
 Every workload has a reference curve: its conditional acceptance over a long horizon, less `reference_z` standard errors, so
-that a young reference promises less. Against it run three tests on each batch's trials and successes:
+that a young reference promises less. Three tests compare each batch's trials and successes with it:
 
 - An e-process by betting, against "acceptance ≥ (1 − tolerated_loss) · reference at every position". A batch multiplies the
   wealth by the likelihood ratio Π_j (p₁/p₀)^s_j · ((1−p₁)/(1−p₀))^f_j of a worse p₁ < p₀; its mean is ≤ 1 while acceptance is
-  ≥ p₀. As the moment of change is unknown, wealth is added up over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
-  R − (batches so far) is a supermartingale, so an alarm at R ≥ A comes falsely at most once in A batches on average, whatever
-  the traffic does and however often one looks. Alarms of kind "regressed" come from this test alone.
-- Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound; it makes the state
+  ≥ p₀. As the moment of change is unknown, wealth is summed over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
+  R − (batches so far) is a supermartingale. So a false alarm at R ≥ A comes at most once in A batches on average, for any
+  traffic and any number of looks. Alarms of kind "regressed" come from this test alone.
+- Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound. It makes the state
   "suspect" and stops the reference from learning what may be the new normal.
-- The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload": an alarm of
-  kind "low_for_new_workload", falsely with probability ≤ `false_low` per workload.
+- The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload". Its alarm has
+  kind "low_for_new_workload" and is false with probability ≤ `false_low` per workload.
 
 A workload's state is the first of these that holds:
 
-    drifted    it regressed less than `rearm_rounds` ago, by age: the reference is being learned anew, at the new level
+    drifted    it regressed less than `rearm_rounds` ago, by age: the reference is being relearned at the new level
     suspect    Page–Hinkley's statistic is high, for `rearm_rounds` at most; then the new level is the normal one
     low        it was found low; until it is surely within `low_gap` of the best other one, or for `new_workload_rounds`
     learning   it had fewer than `min_reference_rounds` rounds
     stable
 
-A busy engine has `reference_rounds` in a second, and would call what it did a second ago its long horizon: a decline over a
-minute, or a week, would take the reference along. So horizons are in rounds of *age*, of which there are no more than
-`reference_rounds` in `reference_s`. Only whether enough was seen to test at all is in rounds as they come.
+A busy engine has `reference_rounds` in a second, and its long horizon would be one second: a decline over a minute, or a week,
+would lower the reference too. So horizons are in rounds of *age*, at most `reference_rounds` in `reference_s`. Only the least
+number of rounds for a test is in actual rounds.
 
-Rounds of one request resemble each other; evidence is therefore divided by the design effect (an e-value's power < 1 is one).
+Rounds of one request resemble each other: evidence is divided by the design effect (an e-value's power < 1 is an e-value).
 
 Source: Shin, Ramdas, Rinaldo, arXiv 2203.03532, "E-detectors"; Page, Biometrika 41 (1954).
 """
@@ -43,44 +43,44 @@ from honed.adapt.protocol.arrays import Floats, IntsLike
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
 
 _LOSSES = np.array([0.1, 0.25, 0.5])
-"""Relative losses below the tolerated level that are bet on, in equal parts."""
+"""Relative losses below the tolerated level, bet on in equal parts."""
 _LOG10 = math.log(10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class DriftSettings:
-    """What counts as drift, and how sure one has to be."""
+    """Definition of drift, and the required certainty."""
 
     tolerated_loss: float = 0.03
     """A relative loss of conditional acceptance that isn't worth an alarm."""
     batches_per_false_alarm: float = 1e6
     """Batches between two false alarms, on average, for each workload."""
     min_reference_rounds: int = 400
-    """Before that many rounds a workload is its own reference's pupil: nothing is tested."""
+    """Before so many rounds a workload only teaches its reference: nothing is tested."""
     reference_rounds: float = 50_000.0
     """Horizon of the reference, as exponential forgetting. It is no shorter than `reference_s`."""
     reference_s: float = 86_400.0
-    """In so much time no more than `reference_rounds` count as age, for the reference as for `rearm_rounds` and
-    `new_workload_rounds`: else a busy engine would forget within seconds what is normal."""
+    """Time in which at most `reference_rounds` count as age, for the reference, `rearm_rounds` and `new_workload_rounds`. Else
+    a busy engine would forget the normal level within seconds."""
     recent_rounds: float = 200.0
-    """Horizon, in rounds, of the recent acceptance that an alarm names."""
+    """Horizon, in rounds, of the recent acceptance in an alarm."""
     reference_z: float = 2.0
-    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm; and those that recent
-    acceptance has to be above the low one, to end state "low"."""
+    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm. Recent acceptance must
+    also be so many above the low level to end state "low"."""
     rearm_rounds: int = 4000
-    """After an alarm the reference is learned anew; no second alarm sooner than this, in rounds of age."""
+    """Rounds of age after an alarm in which the reference is relearned and no second alarm is raised."""
     suspect_slack: float = 0.5
-    """Of the Page–Hinkley test that tells where a loss may have begun; see below."""
+    """Page–Hinkley's δ, in standard deviations of a batch: the test shows where a loss may have begun."""
     suspect_level: float = 15.0
-    """Page–Hinkley's δ and λ, in standard deviations of a batch."""
+    """Page–Hinkley's λ, in standard deviations of a batch."""
     low_gap: float = 0.25
     """A new workload is low when its conditional acceptance is this much (relative) below the best other one's."""
     false_low: float = 1e-3
-    """Probability of calling a new workload low that isn't."""
+    """Probability of wrongly calling a new workload low."""
     min_low_rounds: int = 100
     """Rounds before a new workload can be called low."""
     new_workload_rounds: int = 20_000
-    """A workload is new for this many rounds of age, and called low for no longer than this."""
+    """Rounds of age for which a workload is new, and for which it is called low at most."""
 
     RANGES: ClassVar[Ranges] = {
         "tolerated_loss": Range(0, 1, excludes_high=True),
@@ -98,14 +98,14 @@ class DriftSettings:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A workload does worse than it should; carries what speaks for it."""
+    """A workload does worse than it should; with the evidence."""
 
     kind: str
     """"regressed" or "low_for_new_workload"."""
     workload: str
     drafter_version: str
     positions: tuple[int, ...]
-    """Positions (from 1) that show it by themselves; the one that shows it most when none does."""
+    """Positions (from 1) that show it by themselves; if none does, the one with the most evidence."""
     evidence: float
     """log₁₀ of the e-value."""
     rounds: int
@@ -116,7 +116,7 @@ class Alarm:
 
 
 class Bet:
-    """Wealth of betting that acceptance lies below p₀, at all positions or at one, and, if asked, from any starting point."""
+    """Wealth of bets that acceptance lies below p₀, at all positions or at one, and, if asked, from any starting point."""
 
     def __init__(self, num_spec_tokens: int, is_restarting: bool) -> None:
         self._is_restarting = is_restarting
@@ -163,7 +163,7 @@ class PageHinkley:
 
 
 class _Workload:
-    """What is known of one workload with one drafter version."""
+    """State of one workload with one drafter version."""
 
     def __init__(self, num_spec_tokens: int, settings: DriftSettings) -> None:
         self.reference = AcceptanceCounts(num_spec_tokens, math.inf)
@@ -175,13 +175,13 @@ class _Workload:
         self.rounds = 0
         self.age = 0.0
         self.alarmed_at = self.suspect_since = self.low_since = -1.0
-        """By age; below 0: never, or no longer."""
+        """By age; below 0: never, or ended."""
         self._last_s: float | None = None
         self.was_low = False
         self.alarm = ""
 
     def grow(self, num_rounds: int, now_s: float | None) -> None:
-        """Become so many rounds older, or what there may be of them in the time since the last."""
+        """Age by so many rounds, but by no more than the time since the last batch allows."""
         settings, older = self._settings, float(num_rounds)
         if now_s is not None:
             elapsed_s = max(now_s - self._last_s, 0.0) if self._last_s is not None else 0.0
@@ -194,7 +194,7 @@ class _Workload:
 
     @property
     def state(self) -> str:
-        """The first that holds of those that the module's docstring names."""
+        """The first state in the module's docstring that holds."""
         settings = self._settings
         if self.is_drifted:
             return "drifted"
@@ -206,7 +206,7 @@ class _Workload:
 
     @property
     def is_drifted(self) -> bool:
-        """Whether the reference is still being learned anew after an alarm."""
+        """Whether the reference is still being relearned after an alarm."""
         return self.alarmed_at >= 0.0 and self.age - self.alarmed_at < self._settings.rearm_rounds
 
 
@@ -220,7 +220,7 @@ class DriftMonitor:
         self._drafter_version = ""
 
     def reset(self, drafter_version: str) -> None:
-        """Start over: other weights have other acceptance."""
+        """Start over: new weights have a new acceptance."""
         self._workloads.clear()
         self._drafter_version = drafter_version
 
@@ -240,7 +240,7 @@ class DriftMonitor:
         """Fold in one batch's rounds of a workload; return the alarms that they raise.
 
         Args:
-            now_s: when they were; None: all of them count as age.
+            now_s: time of the rounds; None: all of them count as age.
         """
         if not len(num_draft_tokens) or not self._num_spec_tokens:
             return []
@@ -259,7 +259,7 @@ class DriftMonitor:
         return alarms
 
     def figures(self, workload: str) -> dict[str, object]:
-        """Describe a workload for people: state, evidence, and the text of the alarm that the state began with."""
+        """Describe a workload for people: state, evidence, and the text of the alarm that began the state."""
         held = self._workloads.get(workload)
         if held is None:
             return {"state": "learning", "alarm": "", "evidence": 0.0, "page_hinkley": 0.0, "reference_length": 0.0}
@@ -292,7 +292,7 @@ class DriftMonitor:
             held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
             held.page_hinkley = PageHinkley(settings.suspect_slack)
             return [alarm] if is_armed else []
-        if held.is_drifted:  # what the reference hasn't learned yet makes nothing suspect afterwards
+        if held.is_drifted:  # a reference that is still learning makes nothing suspect afterwards
             held.page_hinkley = PageHinkley(settings.suspect_slack)
             return []
         if held.page_hinkley.statistic <= settings.suspect_level:
@@ -307,7 +307,7 @@ class DriftMonitor:
     def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
         settings = self.settings
         if held.low_since >= 0.0 and held.age - held.low_since >= settings.new_workload_rounds:
-            held.low_since = -1.0  # that is how this workload is
+            held.low_since = -1.0  # the low level is this workload's normal
         if held.low_since < 0.0 and (held.was_low or held.age > settings.new_workload_rounds):
             return []
         others = [
@@ -345,14 +345,14 @@ class DriftMonitor:
 
 
 def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Floats:
-    """Compute the curve less z standard errors, [K]; near 0 where there is next to no data, which then proves nothing."""
+    """Compute the curve less z standard errors, [K]; near 0 with next to no data, which then prove nothing."""
     trials = counts.trials / max(design_effect, 1.0) + 1.0
     mean = (counts.successes / max(design_effect, 1.0) + 0.5) / trials
     return np.clip(mean - z * np.sqrt(mean * (1.0 - mean) / trials), EDGE, 1.0 - EDGE)
 
 
 def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings, design_effect: float) -> bool:
-    """Whether recent acceptance is above what counts as low by more than its noise."""
+    """Whether recent acceptance is above the low level by more than its noise."""
     low = chain_estimate(best.trials, best.successes) * (1.0 - settings.low_gap)
     noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))) * max(design_effect, 1.0))
     return float(recent.successes.sum() - recent.trials @ low) > settings.reference_z * noise

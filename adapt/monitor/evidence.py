@@ -1,23 +1,24 @@
-"""Which of two drafters is better? An anytime-valid answer from windows in which they take turns on the same traffic.
+"""Anytime-valid test of which of two drafters is better, from windows in which they take turns on the same traffic.
 
-Windows come in pairs, one of each drafter, and chance decides which comes first. For every pair and workload, with trials n and
-successes s of position j (a trial: the drafts before j were accepted and j was verified) of the old (a) and the new (b),
+Windows come in pairs, one of each drafter, and chance decides which comes first. A trial at position j means: the drafts before
+j were accepted and j was verified. For every pair and workload, with trials n and successes s at position j of the old (a) and
+the new (b),
 
     D = Σ_j w_j · (n_a,j · n_b,j / (n_a,j + n_b,j)) · (s_b,j / n_b,j − s_a,j / n_a,j)        w_j = 1 / (1 − p_j)
 
 is the score of a relative change of conditional acceptance that is the same at all positions (p_j: acceptance of both
 together). Positions are compared one by one, so rounds are compared at equal draft lengths, whatever the lengths were.
 
-When the two accept alike, a coin says which of a pair's windows was whose, so D and −D are equally likely given |D|: with
-rounds that depend on each other as well, and with traffic that changes from pair to pair. For every bet λ therefore, and as
-well when λ depends on earlier pairs,
+When the two accept alike, a coin decides which of a pair's windows was whose, so D and −D are equally likely given |D|. This
+also holds for dependent rounds, and for traffic that changes from pair to pair. So for every bet λ, even one that depends on
+earlier pairs,
 
     E = Π_pairs exp(λD) / cosh(λD)     has expectation ≤ 1, and so P(a mean of such E ever reaches 1/α) ≤ α
 
-at every look (Ville). λ < 0 bets that the new accepts less, λ > 0 that it accepts more. Of independent rounds λ is best at the
-relative change itself. Where rounds repeat each other (one long request fills a window), D² is larger on average than its
-variance of independent rounds, I = Σ_j w_j · p_j · n_a,j · n_b,j / (n_a,j + n_b,j), and λ is best at the change divided by that
-dispersion; so it is estimated from earlier pairs, and allowed for as far as it isn't chance. One pair can at most double E: no
+at every look (Ville). λ < 0 bets that the new accepts less, λ > 0 that it accepts more. With independent rounds the best λ is
+the relative change itself. Where rounds repeat each other (one long request fills a window), D² is larger on average than its
+variance for independent rounds, I = Σ_j w_j · p_j · n_a,j · n_b,j / (n_a,j + n_b,j). The best λ is then the change divided by
+that dispersion. It is estimated from earlier pairs, and used as far as it isn't chance. One pair can at most double E: no
 single burst of traffic decides, and short windows decide after fewer rounds.
 
 Source: de la Peña, Ann. Probab. 27 (1999), "A general class of exponential inequalities for martingales and ratios"; score and
@@ -36,20 +37,20 @@ import numpy as np
 from honed.adapt.protocol.arrays import Floats
 
 WORSE_BETS = {0.03: 0.03, 0.07: 0.32, 0.11: 0.65}
-"""Relative changes that are bet on against the new drafter, and their weights: so chosen that a loss of 10 % is found soon, be
-it of conditional acceptance or of the acceptance length (which is 4 to 11 % of the former). Larger ones are found as well."""
+"""Relative changes bet on against the new drafter, with weights that find a loss of 10 % soon, in conditional acceptance or in
+acceptance length (which is 4 to 11 % of the former). Larger losses are found as well."""
 BETTER_BETS = {0.03: 0.15, 0.07: 0.70, 0.11: 0.15}
-"""Those for it: gains are smaller."""
+"""Bets for the new drafter: gains are smaller."""
 _CHANGES = np.array(list(WORSE_BETS))
 _LOG_WEIGHTS = np.log([list(WORSE_BETS.values()), list(BETTER_BETS.values())])  # [2, B]
 _FEW_PAIRS = 4.0
-"""Pairs that dispersion is taken to have been 1 in before there were any."""
+"""Pairs with dispersion 1 that are assumed before the first one."""
 _MOST_CERTAIN = 0.98
 _LOG_2 = math.log(2.0)
 
 
 class Evidence:
-    """For and against a new drafter on some traffic; starts with none."""
+    """Evidence for and against a new drafter on some traffic; starts with none."""
 
     def __init__(self, num_spec_tokens: int, shape: tuple[int, ...] = ()) -> None:
         self._trials: Floats = np.zeros((*shape, num_spec_tokens))
@@ -58,16 +59,16 @@ class Evidence:
         self._score: Floats = np.zeros(shape)
         self._information: Floats = np.zeros(shape)
         self._squares: Floats = np.zeros(shape)  # Σ D² / I
-        self._pairs: Floats = np.zeros(shape)  # that said anything
+        self._pairs: Floats = np.zeros(shape)  # with information
 
     def weigh(
         self, old_trials: Floats, old_successes: Floats, new_trials: Floats, new_successes: Floats
     ) -> tuple[Floats, Floats]:
-        """Score a pair of windows, from counts [..., K]: D, and I, which it is divided by to estimate the change, [...]."""
+        """Score a pair of windows, from counts [..., K]: D, and its divisor I for the estimated change, [...]."""
         trials = old_trials + new_trials
         self._trials += trials
         self._successes += old_successes + new_successes
-        # Of both drafters alike, this pair included: to exchange them changes the sign of D and nothing else.
+        # Both drafters pooled, with this pair: exchanging them changes only the sign of D.
         acceptance = np.clip((self._successes + 0.5) / (self._trials + 1.0), 0.0, _MOST_CERTAIN)
         weight = 1.0 / (1.0 - acceptance) / np.maximum(trials, 1.0)
         score = (weight * (new_successes * old_trials - old_successes * new_trials)).sum(axis=-1)
@@ -76,7 +77,7 @@ class Evidence:
 
     def add(self, score: Floats, information: Floats) -> None:
         """Fold in a pair's D and I."""
-        x = np.asarray(score / self.dispersion)[..., None] * _CHANGES  # as it was: this pair's sign must not choose its bet
+        x = np.asarray(score / self.dispersion)[..., None] * _CHANGES  # the old dispersion: D's sign must not choose its bet
         log_cosh = np.logaddexp(x, -x) - _LOG_2
         self._log_bets[..., 0, :] -= x + log_cosh
         self._log_bets[..., 1, :] += x - log_cosh
@@ -88,7 +89,7 @@ class Evidence:
 
     @property
     def dispersion(self) -> Floats:
-        """How many times more D varies than with independent rounds, a standard error less than it seems, ≥ 1, [...]."""
+        """Ratio of D's variance to that of independent rounds, lowered by a standard error, ≥ 1, [...]."""
         mean = np.square(self._score) / np.where(self._information > 0.0, self._information, 1.0)
         free = np.maximum(self._pairs - 1.0, 0.0) + _FEW_PAIRS
         seems = (self._squares - mean + _FEW_PAIRS) / free
@@ -103,19 +104,19 @@ class Evidence:
 
     @property
     def change(self) -> Floats:
-        """Estimated relative change of conditional acceptance, [...]; 0 before anything was seen."""
+        """Estimated relative change of conditional acceptance, [...]; 0 without data."""
         to_mean = np.where(self._information > 0.0, self._score / np.maximum(self._information, 1e-9), 0.0)
-        to_mean = np.clip(to_mean, -1.99, 1.99)  # of the mean of both; wanted is that of the old one
+        to_mean = np.clip(to_mean, -1.99, 1.99)  # relative to the mean of both; the result is relative to the old one
         made: Floats = to_mean / (1.0 - to_mean / 2.0)
         return made
 
     def state(self) -> dict[str, Any]:
-        """All of it as plain lists."""
+        """Complete state as plain lists."""
         return {name: getattr(self, f"_{name}").tolist() for name in _FIELDS}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Evidence:
-        """The opposite of `state`. Raises KeyError, ValueError for what isn't one."""
+        """Restore from a `state`. Raises KeyError, ValueError if it isn't one."""
         made = cls(0)
         for name in _FIELDS:
             setattr(made, f"_{name}", np.array(state[name], dtype=np.float64))

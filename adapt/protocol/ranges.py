@@ -1,4 +1,4 @@
-"""What a setting may be: a dataclass of settings names the range of each of its fields and is checked when it is made.
+"""Allowed values of settings: a dataclass of settings names each field's range and is checked when it is made.
 
     @dataclass(frozen=True)
     class Some:
@@ -8,7 +8,7 @@
         def __post_init__(self) -> None:
             check_ranges(self)
 
-The daemon reads the same tables, so that it can name every wrong setting at once, and where it came from.
+The daemon reads the same tables, so it can name every wrong setting at once, with its source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Finite numbers from `low` to `high`, ends included unless said otherwise. Of a tuple, every number must be one."""
+    """Finite numbers from `low` to `high`, ends included unless excluded. In a tuple, every number must be in the range."""
 
     low: float
     high: float = math.inf
@@ -61,7 +61,7 @@ class OneOf:
 
 
 Ranges = Mapping[str, Range | OneOf]
-"""Field -> what it may be."""
+"""Field -> its allowed values."""
 
 SHARE = Range(0, 1)
 PROBABILITY = Range(0, 1, excludes_low=True, excludes_high=True)
@@ -72,7 +72,7 @@ DRAFT_TOKENS = Range(-1, 1024)
 
 
 def check_ranges(settings: Any) -> None:
-    """Raises ValueError that names every field whose value is out of its range."""
+    """Raise a ValueError that names every field whose value is out of its range."""
     wrong = [
         f"{name} must be {allowed}, not {getattr(settings, name)!r}"
         for name, allowed in settings.RANGES.items()

@@ -1,14 +1,14 @@
-"""Layout of the shared-memory ring through which an engine's worker hands training samples to the trainer.
+"""Layout of the shared-memory ring through which an engine's worker passes training samples to the trainer.
 
-One writer (the worker that captures), any number of readers, no locks: the writer never waits and overwrites the
-oldest bytes; a reader that fell behind notices and skips, counting what it missed. The file is a header of
-`HEADER_BYTES` and a data area of `capacity_bytes`, addressed by ever-growing offsets taken modulo the capacity.
+There are one writer (the worker that captures), any number of readers, and no locks. The writer never waits and overwrites the
+oldest bytes. A reader that fell behind notices and skips, counting what it missed. The file is a header of `HEADER_BYTES` and a
+data area of `capacity_bytes`, addressed by ever-growing offsets taken modulo the capacity.
 
-A record is written in this order: `reserved` (header) is raised past the record's end, the bytes are written, `written`
-is raised to the same value. A reader copies a record that lies before `written`, and throws the copy away when
-`reserved` has meanwhile passed `offset + capacity_bytes`: only then can the writer have touched it. Records are 8-byte
-aligned, never wrap (a PAD record and zeros fill the rest; where fewer than `RECORD_BYTES` are left both ends skip them), and
-carry a CRC-32 of their payload as a second defence. So every multiple of the capacity is the start of a record.
+A record is written in this order: `reserved` (header) is raised past the record's end, the bytes are written, `written` is
+raised to the same value. A reader copies a record that lies before `written`. It discards the copy when `reserved` has
+meanwhile passed `offset + capacity_bytes`: only then can the writer have touched it. Records are 8-byte aligned and never wrap:
+a PAD record and zeros fill the rest, and with fewer than `RECORD_BYTES` left both ends skip them. They carry a CRC-32 of their
+payload as a second defence. So every multiple of the capacity is the start of a record.
 
 Payload of a ROWS record: labels (see `pack_rows_head`), then `num_rows` committed rows of one request, at positions
 `first_position`, `first_position + 1`, … in this order: token ids int32 [n], padding to 8 bytes, features
@@ -31,15 +31,15 @@ KIND_END = 2
 """The request is over (payload: head only, no rows)."""
 
 FLAG_PREFILL = 1
-"""Rows of the prompt; without it the rows are one verify round: anchor and accepted drafts."""
+"""Rows of the prompt; without this flag the rows are one verify round: anchor and accepted drafts."""
 FLAG_GAP = 2
 """Rows before these are missing (prefix cache hit, sampled late): a reader starts a new sequence here."""
 FLAG_REJECTED = 4
-"""Drafts of this verify round were rejected: the token after these rows is the target's in place of one of them."""
+"""Drafts of this verify round were rejected: the token after these rows is the target's instead of a draft."""
 
 FEATURE_DTYPES = {1: "float32", 2: "float16", 3: "bfloat16"}
 ROW_FORMATS = {1: "<f4", 2: "<f2", 3: "<u2"}
-"""numpy's names of the values of a row; it has no bfloat16, there its 16 bits stand."""
+"""numpy's types for the values of a row; for bfloat16, which numpy lacks, its 16 bits."""
 FEATURE_KINDS = {1: "fused", 2: "layers"}
 """fused: hidden_norm(fc(aux hidden states)), H values a row. layers: the concatenated aux hidden states themselves."""
 
@@ -50,7 +50,7 @@ RECORD_BYTES = _RECORD.size
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """The ring's fixed facts and its two moving offsets, as read at one moment."""
+    """The ring's fixed parameters and its two moving offsets, read at one moment."""
 
     capacity_bytes: int
     reserved: int
@@ -60,7 +60,7 @@ class RingHeader:
     feature_dtype: int
     feature_kind: int
     generation: int
-    """Raised at every purge: readers forget what they hold when it changes."""
+    """Raised at every purge: readers then forget what they hold."""
     created_unix_ns: int
 
 
@@ -105,7 +105,7 @@ def pack_header(header: RingHeader) -> bytes:
 
 
 def unpack_header(data: bytes) -> RingHeader:
-    """Decode a ring header. Raises ValueError naming what is wrong with the file."""
+    """Decode a ring header. Raises ValueError naming the file's defect."""
     if len(data) < _HEADER.size:
         raise ValueError(f"sample ring is {len(data)} bytes long, shorter than its header: the file is cut off")
     magic, version, header_bytes, capacity, reserved, written, records, size, dtype, kind, _, gen, created = (

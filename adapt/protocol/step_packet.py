@@ -1,9 +1,9 @@
 """Reads a step's verify events as the device packed them: one buffer in, arrays out.
 
-The layout is that of kernels/events/layout.py, version 1; offsets are in the buffer's header, so only the header's words and
-the columns' types are known here. A reader never looks past the buffer, whatever the header says.
+The layout is that of kernels/events/layout.py, version 1. Offsets are in the buffer's header, so this file only knows the
+header's words and the columns' types. A reader never looks past the buffer, whatever the header says.
 
-Letters: B = requests in the step, K = draft tokens that there is room for, P = path, D = depths, m = candidates.
+Letters: B = requests in the step, K = draft tokens that fit, P = path, D = depths, m = candidates.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ FIRST_OFFSET_WORD = 16
 
 
 class StepPacketError(ValueError):
-    """A buffer that isn't a step's events of this version; the text says what was wrong with it."""
+    """A buffer that isn't a step's events of this version; the text names the defect."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPacket:
-    """What became of one step's drafts. Arrays are copies: the buffer may be written again."""
+    """Results of one step's drafts. Arrays are copies: the buffer may be overwritten."""
 
     step: int
     num_draft_tokens: npt.NDArray[np.int16]  # [B]
     num_accepted: npt.NDArray[np.int16]  # [B] bonus token excluded
     bonus_token_ids: npt.NDArray[np.int32]  # [B]
-    draft_tokens: npt.NDArray[np.int32]  # [B, K], −1 past a request's number; of a tree: its nodes' tokens
+    draft_tokens: npt.NDArray[np.int32]  # [B, K], −1 past a request's number; for a tree: its nodes' tokens
     parents: npt.NDArray[np.int16] | None  # [B, K] parent nodes; −1: the anchor, and past a request's number; None: chains
-    path: npt.NDArray[np.int16] | None  # [B, P] rows of the accepted nodes (node n's is n + 1), −1 past them; None: chains
+    path: npt.NDArray[np.int16] | None  # [B, P] rows of the accepted nodes (node n is row n + 1), −1 past them; None: chains
     candidates: npt.NDArray[np.int32] | None  # [B, D, m]
     log_probs: npt.NDArray[np.float16] | None  # [B, D, m]
 

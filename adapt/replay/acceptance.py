@@ -1,13 +1,13 @@
-"""What drafts that were never verified would have come to: survival of every request of a log, from the log itself.
+"""Estimates the acceptance of drafts that were never verified: survival of every request of a log, from the log itself.
 
-Position j is tried by a round iff the j−1 drafts before it were accepted and it was drafted: a hazard under right censoring.
-A policy that gives easy requests longer drafts is seen at late positions on easy requests only, so requests and positions are
-told apart: request q of workload w accepts with a_qj = m_j / (m_j + θ_q·(1 − m_j)). θ_q is the Mantel–Haenszel factor of
-`adapt.acceptance.estimate`, drawn to 1; m_j is estimated with every success weighted by its request's θ, since at a given
-position E[failures of q] = θ_q · (1 − m_j)/m_j · E[successes of q] however often q was tried there. The two are found in turn.
+A round tries position j iff it drafted j and the j−1 drafts before were accepted: a hazard under right censoring. A policy that
+gives easy requests longer drafts shows late positions only on easy requests. So requests and positions are separated: request q
+of workload w accepts with a_qj = m_j / (m_j + θ_q·(1 − m_j)). θ_q is the Mantel–Haenszel factor of `adapt.acceptance.estimate`,
+shrunk to 1. m_j is estimated with every success weighted by its request's θ: at a given position E[failures of q] =
+θ_q · (1 − m_j)/m_j · E[successes of q], however often q was tried there. The two estimates alternate.
 
-The length of the context isn't told apart (`adapt.acceptance.context_shift` is not in use here): what it does to a request is
-part of its θ, which is taken to hold from its first round to its last.
+The context's length isn't separated (`adapt.acceptance.context_shift` is not used here): its effect on a request is part of the
+request's θ, which is assumed constant over its rounds.
 
 Letters: Q = requests, C = cells (workload and drafter version), K = draft tokens.
 """
@@ -31,13 +31,13 @@ from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.replay.log import Log
 
 CELL_STRENGTH = 24.0
-"""Pseudo-rounds that the engine's curve weighs against a workload's own, as in `ControllerSettings`."""
+"""Pseudo-rounds of the engine's curve against a workload's own, as in `ControllerSettings`."""
 _TURNS = 4
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often each request tried and passed each position."""
+    """Trials and successes of each request at each position."""
 
     trials: Floats  # [Q, K]
     successes: Floats  # [Q, K]
@@ -60,9 +60,9 @@ def _at_least(request: Ints, values: Ints, num_requests: int, num_spec_tokens: i
 class Beliefs:
     """Estimated acceptance of every cell and every request."""
 
-    curves: Floats  # [C, K] conditional acceptance of a request of θ = 1
+    curves: Floats  # [C, K] conditional acceptance of a request with θ = 1
     strengths: Floats  # [C] pseudo-rounds of a cell's curve against a request's own rounds
-    priors: Floats  # [C, K] what the curves were drawn to, by CELL_STRENGTH rounds
+    priors: Floats  # [C, K] priors of the curves, with CELL_STRENGTH rounds
     theta: Floats  # [Q] failure odds of a request relative to its cell's
 
 
@@ -72,8 +72,8 @@ def believe(
     """Estimate from counts.
 
     Args:
-        weights: how often each request counts, [Q]; None: once.
-        rng: draws what the priors stand for, so that estimates scatter as much as is unknown where little was tried.
+        weights: weight of each request, [Q]; None: 1.
+        rng: draws the priors, so that estimates scatter by their uncertainty where there are few trials.
     """
     weights = np.ones(len(cell)) if weights is None else weights
     trials, successes = counts.trials, counts.successes

@@ -1,8 +1,8 @@
-"""A stored log as arrays: what `adapt.replay.replay` asks its questions of.
+"""A stored log as arrays, the input of `adapt.replay.replay`.
 
-A step's `seconds` are what it cost, scheduling included: the time since the previous step's end where the engine was busy all
-the while, else the step's own duration. It was busy if the step has a verify round: that round's request was unfinished when
-the previous step ended.
+A step's `seconds` are its cost, scheduling included: the time since the previous step's end if the engine was busy all the
+while, else the step's own duration. It was busy if the step has a verify round: that round's request was unfinished when the
+previous step ended.
 
 Letters: S = steps, R = verify rounds, Q = requests.
 """
@@ -48,10 +48,10 @@ class Log:
     step: Ints  # [R] index of the round's step
     request: Ints  # [R] 0 … Q−1
     position: Ints  # [R]
-    drafted: Ints  # [R] without what a grammar struck out or vLLM trimmed
+    drafted: Ints  # [R] without drafts that a grammar rejected or vLLM trimmed
     accepted: Ints  # [R]
     emitted: Ints  # [R]
-    is_struck: npt.NDArray[np.bool_]  # [R] a grammar struck out drafts: none beyond would have been verified
+    is_struck: npt.NDArray[np.bool_]  # [R] a grammar rejected drafts: none beyond would have been verified
     cell: Ints  # [Q] index into `cells`
     cells: tuple[tuple[str, str], ...]
     """(workload, drafter version)."""
@@ -71,7 +71,7 @@ class LogBuilder:
     """Gathers event batches of one engine, in the order of their arrival.
 
     Args:
-        since_unix_ns, until_unix_ns: steps that ended in this span are wanted; the first is included, the second is not.
+        since_unix_ns, until_unix_ns: span of the wanted steps' ends; the first is included, the second is not.
     """
 
     def __init__(self, since_unix_ns: float = -np.inf, until_unix_ns: float = np.inf) -> None:
@@ -82,12 +82,12 @@ class LogBuilder:
         self._rounds: list[Ints] = []
         self._num_steps = 0
         self.num_rounds = 0
-        """That were wanted."""
+        """Rounds of wanted steps."""
         self.first_unix_ns, self.last_unix_ns = 0, 0
         """Ends of the first and the last step; 0 before there is any."""
 
     def add(self, batch: EventBatch) -> None:
-        """Take in a batch. Raises ValueError, before anything was taken in, when its columns don't fit together."""
+        """Take in a batch. Raises ValueError, before any of it is taken in, when its columns don't fit together."""
         steps, rounds = _columns(batch.steps, _STEP_COLUMNS), _columns(batch.rounds, _ROUND_COLUMNS)
         steps = steps[:, np.argsort(steps[0], kind="stable")]
         count = rounds.shape[1]
@@ -119,7 +119,7 @@ class LogBuilder:
         self.last_unix_ns = max(self.last_unix_ns, int(unix_ns[is_wanted].max()))
 
     def log(self) -> Log:
-        """Make the log of what was gathered."""
+        """Make the log of the gathered batches."""
         steps = np.concatenate([np.zeros((len(_STEP_COLUMNS) + 1, 0), dtype=np.int64), *self._steps], axis=1)
         rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 3, 0), dtype=np.int64), *self._rounds], axis=1)
         rounds = rounds[:, np.argsort(rounds[0], kind="stable")]

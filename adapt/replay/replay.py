@@ -1,23 +1,24 @@
-"""What other rules would have given on logged traffic: tokens per second, with how sure that is.
+"""Predicts other rules' tokens per second on logged traffic, with intervals.
 
-The text is kept: the same requests emit the same tokens. A rule is put on the rails of the log: at every logged step it chooses
-draft lengths k' for the requests that were there. Of a round that drafted k and accepted a it would have had min(a, k') where
-k' ≤ k or the round broke (a < k), exactly. Beyond, and for rounds that would have begun amid a logged one, outcomes are
-*modelled*: `replay_walk` follows each request's text to the number of rounds ρ_i that begin within each logged round i.
+The text is kept: the same requests emit the same tokens. At every logged step a rule chooses draft lengths k' for the requests
+in it. A round that drafted k and accepted a would have accepted min(a, k') where k' ≤ k or the round broke (a < k), exactly.
+Other outcomes are *modelled*: those beyond k, and rounds that would have begun within a logged one. `replay_walk` follows each
+request's text to the number of rounds ρ_i that begin within each logged round i.
 
-The load is kept (a closed loop: a step's requests stay that many). A step s of N_s requests lasts F_s, as `replay_seconds`
-has it. The rounds that it lacks or has left over, Δ_s = Σ_{i in s} (ρ_i − 1), are Δ_s / N_s more steps without prefill, of D_s:
+The load is kept (a closed loop: a step keeps its number of requests). A step s of N_s requests lasts F_s, as `replay_seconds`
+has it. Its surplus or missing rounds, Δ_s = Σ_{i in s} (ρ_i − 1), are Δ_s / N_s more steps without prefill, of D_s:
 
     tokens per second = Σ_i emitted_i / Σ_s (F_s + Δ_s / N_s · D_s)
 
-Tokens are those that verify rounds emit, as vLLM counts them: a prompt's first token isn't one, what a stop cuts off is. Time
-is the engine's busy time. Where requests arrive by themselves a slower rule would also make them queue; that is not asked.
+Tokens are those that verify rounds emit, as vLLM counts them: without a prompt's first token, with tokens that a stop cuts off.
+Time is the engine's busy time. Where requests arrive by themselves, a slower rule would also make them queue; this isn't
+modelled.
 
 A request waits for whole steps: its time per output token is Σ_i (F_s + (ρ_i − 1) · D_s) / Σ_i emitted_i over its rounds.
 
-Intervals are 95 %: the spread between requests, in up to `MOST_CLUSTERS` groups of consecutive ones of each cell, with
-Student's t where these are few; that of what is estimated once and used throughout (acceptance where little was tried, step
-times), by resampling; `Prices.doubt`. Of fewer requests than `LEAST_REQUESTS` there is none.
+Intervals are 95 %. They cover the spread between requests, in up to `MOST_CLUSTERS` groups of consecutive ones of each cell,
+with Student's t where these are few. They cover the spread of estimates used throughout (acceptance with few trials, step
+times), by resampling; and `Prices.doubt`. With fewer requests than `LEAST_REQUESTS` there is no interval.
 
 Letters: S = steps, R = verify rounds, Q = requests, K = draft tokens that the engine was configured for.
 """
@@ -41,7 +42,7 @@ from honed.adapt.replay.walk import Odds, Text
 MOST_CLUSTERS = 64
 NUM_RESAMPLES = 16
 LEAST_REQUESTS = 5
-"""Of fewer nobody knows how requests differ."""
+"""With fewer requests, their spread is unknown."""
 _T_FREEDOM = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 60.0, np.inf)
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.306, 2.228, 2.131, 2.086, 2.042, 2.000, 1.960)
 """Student's 97.5 % quantile by degrees of freedom."""
@@ -49,7 +50,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.306, 2.228, 2.131, 2.086, 2.0
 
 @dataclass(frozen=True)
 class Figure:
-    """An estimate and its 95 % interval; None: it isn't known, of so few requests."""
+    """An estimate and its 95 % interval; None: unknown, with so few requests."""
 
     value: float
     low: float | None
@@ -58,34 +59,34 @@ class Figure:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a rule would have given."""
+    """A rule's predicted figures."""
 
     policy: str
     tokens_per_s: Figure | None
-    """None: the log has one draft length only, so nobody knows what another costs."""
+    """None: the log has only one draft length, so the cost of another is unknown."""
     ratio: Figure | None
     """Tokens per second over those logged."""
     tpot_s: Figure | None
-    """Time per output token, seconds: that of a request from its first token on, mean over requests."""
+    """Time per output token of a request from its first token on, seconds, mean over requests."""
     tpot_p95_s: float | None
     """The 95th percentile over requests."""
     acceptance_length: float
     """Tokens per verify round, bonus token included, over all rounds."""
     draft_tokens_per_round: float
     exact_rounds: float
-    """Share of the rounds that begin where a logged one did, and whose outcome that one determines."""
+    """Share of the rounds that begin where a logged one did, with an outcome that the logged one determines."""
     exact_tokens: float
-    """Share of the tokens that come from those."""
+    """Share of the tokens that come from those rounds."""
     exact_seconds: float
-    """Share of the time that is priced by logged steps of the same batch size, draft length and block."""
+    """Share of the time that is predicted from logged steps of the same batch size, draft length and block."""
     graph_steps: float | None
-    """Share of the steps without prefill that have draft lengths for which there are CUDA graphs; None: no graphs for certain
-    lengths are known, or there are no such steps."""
+    """Share of the steps without prefill whose draft lengths have CUDA graphs; None: no graphs for certain lengths are known,
+    or there are no such steps."""
 
 
 @dataclass(frozen=True)
 class Logged:
-    """What was logged, in the same figures."""
+    """The log's own figures."""
 
     tokens_per_s: float
     tpot_s: float
@@ -101,7 +102,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class _View:
-    """One way to see the log: by all of it, or by a resample."""
+    """One view of the log: all of it, or a resample."""
 
     odds: Odds
     prices: Prices
@@ -109,28 +110,28 @@ class _View:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rule comes to, for each logged round, [R]."""
+    """A rule's outcome for each logged round, [R]."""
 
     seconds: Floats
-    """NaN: not known."""
+    """NaN: unknown."""
     rounds: Floats
     """ρ_i, rounds that begin within the logged one."""
     exact_rounds: Floats
-    """Those of them that begin where it began, and whose outcome it determines."""
+    """Those among them that begin where it began, and whose outcome it determines."""
     waits: Floats
-    """Seconds that the round's request takes for them; NaN: not known."""
+    """Seconds that the round's request takes for them; NaN: unknown."""
 
 
 class Replay:
-    """A log, ready to be asked.
+    """A log, ready for predictions.
 
     Args:
         log: at least one round, or ValueError.
-        num_spec_tokens: K; no less than what was drafted in the log.
-        settings: what the engine is steered by, what is known of its CUDA graphs included; None: the defaults.
-        can_shorten: whether the runner drafts a shorter block when asked to (vLLM's V1 does, V2 doesn't); None: as it looks.
-        can_skip: whether one that can't nevertheless drafts nothing where no request wants any (V2 with DFlash).
-        mask: rounds that the figures are about, [R]; None: all. Rules always choose for all rounds.
+        num_spec_tokens: K; at least the log's longest draft.
+        settings: the engine's settings, with its known CUDA graphs; None: the defaults.
+        can_shorten: whether the runner can draft a shorter block (vLLM's V1 does, V2 doesn't); None: judged by the log.
+        can_skip: whether a runner that can't shorten can still skip drafting where no request wants any (V2 with DFlash).
+        mask: rounds that count in the figures, [R]; None: all. Rules always choose for all rounds.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Replay:
         self._can_skip = can_skip
         self._mask = np.ones(len(log.step)) if mask is None else mask.astype(np.float64)
         nearest = np.searchsorted(has_rounds, np.arange(len(log.seconds)))
-        self._payer = has_rounds[np.minimum(nearest, len(has_rounds) - 1)]  # whose rounds pay for a step without any
+        self._payer = has_rounds[np.minimum(nearest, len(has_rounds) - 1)]  # step whose rounds pay for a step without any
         self._cluster, self._stratum = _clusters(log)
         self._is_asked = np.bincount(self._cluster, self._mask) > 0.0
         self._num_requests = len(np.unique(log.request[self._mask > 0]))
@@ -235,7 +236,7 @@ class Replay:
         )
 
     def _tpot(self, waits: Floats) -> Floats:
-        """Seconds per token of each request that the figures are about."""
+        """Seconds per token of each request in the figures."""
         log, w = self.log, self._mask
         tokens = np.bincount(log.request, w * log.emitted, len(log.cell))
         tpot: Floats = np.bincount(log.request, w * waits, len(log.cell))[tokens > 0] / tokens[tokens > 0]
@@ -287,7 +288,7 @@ class Replay:
     # --- how sure -----------------------------------------------------------------------------------------------------
 
     def _figure(self, gain: Floats, cost: Floats, variance: float) -> Figure:
-        """Divide Σ gain by Σ cost; the variance of the logarithm between clusters within their strata comes on top.
+        """Divide Σ gain by Σ cost; add the variance of the logarithm between clusters within their strata.
 
         With n clusters a stratum's share v of the variance has n − 1 degrees of freedom, the total V has V² / Σ (v² / (n − 1)).
         Source: Satterthwaite, An Approximate Distribution of Estimates of Variance Components (1946).
@@ -307,7 +308,7 @@ class Replay:
         return Figure(value, value / factor, value * factor)
 
     def _variance(self, lengths: Ints, shape: Shape, seconds: Floats) -> float:
-        """Estimate the variance of log(Σ seconds) that comes from estimates which are used throughout."""
+        """Estimate the variance of log(Σ seconds) due to estimates that are used throughout."""
         w = self._mask
         doubt = float((w * seconds) @ self._whole.prices.doubt(shape)[self.log.step]) / float(w @ seconds)
         others = [float(w @ self._evaluate(lengths, shape, view).seconds) for view in self._resamples]
@@ -323,19 +324,19 @@ class Replay:
                 drawn[group] = np.bincount(rng.integers(0, len(group), len(group)), minlength=len(group))
             weights = drawn[self._cluster][first]
             odds = self._text.odds(believe(counts, log.cell, len(log.cells), weights, rng), weights)
-            # By runs of steps: an engine is slow for a while, not for a step.
+            # By runs of steps: an engine is slow for a while, not for one step.
             run = np.arange(len(log.seconds)) * MOST_CLUSTERS // len(log.seconds)
             yield _View(odds, price(rows, rng.poisson(1.0, MOST_CLUSTERS).astype(np.float64)[run]))
 
 
 def _without_prefill(shape: Shape) -> Shape:
-    """Describe steps of as many requests, all of them decoding."""
+    """Describe steps with the same number of requests, all of them decoding."""
     tokens = np.where(shape.prefill > 0, np.rint(shape.requests * (1.0 + shape.drafted)).astype(np.int64), shape.tokens)
     return Shape(shape.requests, tokens, shape.context, np.zeros_like(shape.prefill), shape.drafted, shape.block)
 
 
 def _student(inverse_freedom: float) -> float:
-    """How many standard deviations a 95 % interval reaches to either side, by 1 / degrees of freedom."""
+    """Standard deviations from the estimate to a 95 % interval's end, by 1 / degrees of freedom."""
     return float(np.interp(inverse_freedom, 1.0 / np.array(_T_FREEDOM[::-1]), _T[::-1]))
 
 

@@ -1,16 +1,16 @@
-"""The rules that can be replayed, by name, and what each would have drafted on a log.
+"""Rules that can be replayed, by name, and their draft lengths on a log.
 
-    static:K           K draft tokens for everybody
-    table:B=K,B=K      by batch size: K up to B requests, as vLLM's own table; "table" alone: the settings' one
+    static:K           K draft tokens for every request
+    table:B=K,B=K      by batch size: K up to B requests, like vLLM's own table; "table" alone: the settings' one
     goodput, latency   honed's own decision, with the log's acceptance and step times as its policy
     threshold …        the others of `adapt.lengths.rules`
 
-All but static:K obey the limits of the engine's settings and its graphs, and honed's own hysteresis and exploring as well.
+All but static:K obey the limits of the engine's settings and its graphs, with honed's own hysteresis and exploring.
 
-A rule learns as it goes: after each step it is told what its drafts would have come to, sampled where the log doesn't say.
-What `goodput`, `latency` and the priced contenders know in advance, the averages of the whole log, the engine learns as well,
-a little later: in a log shorter than a few hundred steps they look better here than they would have done. Ceilings that
-requests bring along aren't logged, and don't hold here.
+A rule learns as it goes: after each step it gets the outcome of its drafts, sampled where the log doesn't have it. `goodput`,
+`latency` and the priced contenders know the averages of the whole log in advance. The engine learns them, too, a little later:
+in a log shorter than a few hundred steps they look better here than they would have been. Requests' own ceilings aren't logged,
+and don't hold here.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]]
 
     Args:
         num_spec_tokens: K, the most that a rule may draft.
-        table: what "table" without figures means; empty: nothing.
+        table: rows that "table" without figures means; empty: none.
 
     Raises:
-        ValueError: it can't be replayed; the message says why, and names what there is.
+        ValueError: it can't be replayed; the message gives the reason and the possible rules.
     """
     from honed.adapt.lengths.rules import CONTENDERS
 
@@ -112,7 +112,7 @@ def lengths_of(
     settings: ControllerSettings,
     seed: int,
 ) -> Ints:
-    """Say how many tokens the rule would have drafted in each round, [R]."""
+    """Draft tokens of the rule in each round, [R]."""
     if rule.name == "static":
         return np.full(len(log.step), rule.static_k)
     policy = _policy(rule, log, num_spec_tokens, beliefs, model, settings)
@@ -128,8 +128,8 @@ def lengths_of(
 
 
 def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeModel, settings: ControllerSettings) -> Policy:
-    """What the daemon would send: limits as the settings say, the log's step times and acceptance."""
-    order = np.argsort(-np.bincount(log.cell, minlength=len(log.cells)), kind="stable")  # the first serves as engine-wide one
+    """Policy that the daemon would send: the settings' limits, the log's step times and acceptance."""
+    order = np.argsort(-np.bincount(log.cell, minlength=len(log.cells)), kind="stable")  # the first also stands for the engine
     priors = [
         WorkloadPrior(workload=str(cell), acceptance=beliefs.curves[cell].tolist(), strength=float(beliefs.strengths[cell]))
         for cell in order.tolist()
@@ -155,7 +155,7 @@ def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeMo
 
 
 def play(log: Log, policy: LengthPolicy, num_spec_tokens: int, beliefs: Beliefs, seed: int) -> Ints:
-    """Let a rule choose at every logged step, and tell it what came of it; what it drafts in each round, [R]."""
+    """Let a rule choose at every logged step, and report the outcome to it; return its draft lengths, [R]."""
     draw = random.Random(seed)
     names = [str(number) for number in range(len(log.cell))]
     cells = [str(number) for number in log.cell.tolist()]

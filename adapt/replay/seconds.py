@@ -1,14 +1,14 @@
-"""What a log's steps would have taken with other draft lengths.
+"""Predicts the times of a log's steps with other draft lengths.
 
     T' = T · c(kind')·M(step') / (c(kind)·M(step))
 
-M is the model of `adapt.steps.step_time`, fitted to the log's steps; c(kind) the robust mean of measured / M over steps of
-that kind (batch size, draft length, block, with or without prefill), drawn to the overall mean by `KIND_STRENGTH` steps. So a
-length that was seen at that batch size costs what it did cost, one that wasn't what the model says, and whatever else slowed
-the engine down at that moment (T / cM) still does: up to `MOST_SLOWER` times as a factor, what lies beyond as so many seconds.
+M is the model of `adapt.steps.step_time`, fitted to the log's steps. c(kind) is the robust mean of measured / M over steps of
+that kind (batch size, draft length, block, with or without prefill), shrunk to the overall mean by `KIND_STRENGTH` steps. So a
+length seen at that batch size has its measured cost, another one the model's. Any other slowdown of the engine at that moment
+(T / cM) is kept: up to `MOST_SLOWER` times as a factor, the rest as so many seconds.
 
-Steps without verify rounds are all prompt and mostly without drafts: they tell nothing of what decoding without drafts costs.
-They teach nothing here, and keep the seconds that were logged.
+Steps without verify rounds are all prompt and mostly without drafts: they don't show the cost of decoding without drafts. The
+fit leaves them out, and they keep their logged seconds.
 
 Letters: S = steps, s = steps with verify rounds, n = rows that the model is fitted to.
 """
@@ -28,13 +28,13 @@ from honed.adapt.steps.step_time import PARAMETERS, StepTimeModel, StepTimeSetti
 KIND_STRENGTH = 8.0
 MOST_SLOWER = 3.0
 MOST_USUAL = 1.25
-"""A step that is off its kind's median by more says nothing of the kind: three steps may well have one stall among them."""
+"""A step farther off its kind's median is no evidence of the kind's cost: one of three steps may well be a stall."""
 SEEN_STEPS = 3
-"""A price counts as measured if so many steps of that kind were logged."""
+"""A cost counts as measured with so many logged steps of that kind."""
 MODEL_DOUBT = 0.02
-"""How far off the model may be for kinds that weren't seen, as a standard deviation of the logarithm."""
+"""The model's error for unseen kinds, as a standard deviation of the logarithm."""
 DRAFTER_DOUBT = 0.2
-"""The same for what a block saves that is shorter than any in the log; divided by 1 + steps with one as short."""
+"""The same for the saving of a block shorter than any in the log; divided by 1 + steps with one as short."""
 _WIDTH = 1024
 _ROWS_PER_KIND = 400
 _MOST_ROWS = 8192
@@ -42,7 +42,7 @@ _MOST_ROWS = 8192
 
 @dataclass(frozen=True)
 class Shape:
-    """What steps look like, all [S]: drafted tokens are those that are verified."""
+    """Shapes of steps, all [S]: drafted tokens are those that are verified."""
 
     requests: Ints
     tokens: Ints
@@ -53,32 +53,32 @@ class Shape:
     block: Ints
 
     def of(self, steps: Ints) -> Shape:
-        """Take some of them."""
+        """Select some of the steps."""
         s = self
         return Shape(s.requests[steps], s.tokens[steps], s.context[steps], s.prefill[steps], s.drafted[steps], s.block[steps])
 
     def kind(self) -> Ints:
         """Number the kinds of steps."""
-        # A few drafts among many requests are not the same as none.
+        # A few drafts among many requests differ from none.
         drafted = np.where(self.drafted > 0.0, np.clip(np.rint(self.drafted).astype(np.int64), 1, _WIDTH - 1), 0)
         kind: Ints = (self.requests * _WIDTH + drafted) * _WIDTH + np.minimum(self.block, _WIDTH - 1)
         return kind * 2 + (self.prefill > 0)
 
 
 def shape_of(log: Log) -> Shape:
-    """Describe the steps as they were."""
+    """Describe the steps as logged."""
     drafted = np.bincount(log.step, log.drafted, len(log.seconds)) / np.maximum(log.rounds_in_step, 1)
     return Shape(log.num_requests, log.num_tokens, log.context_tokens, log.num_prefill_tokens, drafted, log.block)
 
 
 class StepRows:
-    """The steps that the model is fitted to: at random, at most `_ROWS_PER_KIND` of a kind, so that rare kinds count."""
+    """Steps for the model's fit: at random, at most `_ROWS_PER_KIND` of a kind, so that rare kinds count."""
 
     def __init__(self, log: Log, captured_tokens: Sequence[int], rng: np.random.Generator) -> None:
         self.captured_tokens = tuple(sorted(captured_tokens))
         self.num_steps = len(log.seconds)
         self.steps = np.flatnonzero(log.rounds_in_step)
-        """Which of the log's have verify rounds, [s]."""
+        """Indices of the log's steps with verify rounds, [s]."""
         self.shape = shape_of(log).of(self.steps)
         self.seconds = log.seconds[self.steps]
         s = self.shape
@@ -117,19 +117,19 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Prices:
-    """Answers what steps would have taken; made by `price`. Must not be asked while its model isn't ready."""
+    """Predicted times of steps; made by `price`. Not usable while its model isn't ready."""
 
     model: StepTimeModel
     kinds: Ints  # ascending
     factors: Floats  # measured / model of each kind
     counts: Ints  # steps of each kind
     overall: float
-    slower: Floats  # [S] by how much each logged step was slower than such steps are
+    slower: Floats  # [S] slowdown of each logged step against its prediction
     beyond: Floats  # [S] seconds beyond MOST_SLOWER
-    blocks: Ints  # [s] that were drafted, ascending
+    blocks: Ints  # [s] drafted blocks, ascending
 
     def seconds(self, shape: Shape) -> Floats:
-        """Price steps in place of those of the log, [S]."""
+        """Predict the seconds of steps that replace the log's, [S]."""
         place, is_there = self._find(shape)
         factor = np.where(is_there, self.factors[place], self.overall)
         seconds: Floats = self.slower * factor * modelled(self.model, shape) + self.beyond
@@ -141,19 +141,19 @@ class Prices:
         return place, self.kinds[place] == kind
 
     def is_seen(self, shape: Shape) -> npt.NDArray[np.bool_]:
-        """Tell which steps are of a kind that the log has `SEEN_STEPS` of, [S]."""
+        """Whether each step is of a kind with `SEEN_STEPS` logged steps, [S]."""
         place, is_there = self._find(shape)
         return is_there & (self.counts[place] >= SEEN_STEPS)
 
     def doubt(self, shape: Shape) -> Floats:
-        """Say by how much prices may be off in ways that this log doesn't show: standard deviation of the logarithm, [S]."""
+        """Errors of predictions that this log doesn't show: standard deviation of the logarithm, [S]."""
         shorter = np.searchsorted(self.blocks, shape.block, side="right")
         doubt: Floats = np.hypot(np.where(self.is_seen(shape), 0.0, MODEL_DOUBT), DRAFTER_DOUBT / (1.0 + shorter))
         return doubt
 
 
 def price(rows: StepRows, weights: Floats | None = None) -> Prices:
-    """Fit a log's steps; `weights` [S] says how often each counts, None: once."""
+    """Fit a log's steps; `weights` [S] gives each step's weight, None: 1."""
     size, blocks = rows.num_steps, np.sort(rows.shape.block)
     weights = np.ones(len(rows.steps)) if weights is None else weights[rows.steps]
     slower, beyond = np.ones(size), np.zeros(size)
@@ -193,7 +193,7 @@ def _medians(values: Floats, group: Ints) -> Floats:
 
 
 def modelled(model: StepTimeModel, shape: Shape) -> Floats:
-    """Price steps by the model alone, [S]."""
+    """Predict the seconds of steps by the model alone, [S]."""
     p = dict(zip(PARAMETERS, model.parameters, strict=True))
     seconds: Floats = model.token_seconds(np.maximum(shape.tokens, 0)) + model.fixed_seconds(0, 0, 0)
     seconds += p["per_request"] * shape.requests

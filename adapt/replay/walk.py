@@ -1,8 +1,8 @@
-"""Walks the logged text with other draft lengths: how many rounds would have begun where.
+"""Walks the logged text with other draft lengths: expected number of rounds that begin at each token.
 
 A log's rounds tile the text that a request emitted. A token that was drafted at depth m (from 1) and verified is *right* or
-*wrong*; the token that closes a fully accepted round is *open*: it would have been tried at depth m = k + 1. With other draft
-lengths rounds begin elsewhere, so the same token is tried at another depth j, and P(accepted) is taken to be
+*wrong*. The token that closes a fully accepted round is *open*: it would have been tried at depth m = k + 1. With other draft
+lengths rounds begin elsewhere, so the same token is tried at another depth j. P(accepted) is assumed to be
 
     right:  1 for j ≤ m,                           min(1, a_j / a_m) beyond
     wrong:  (a_j − a_m)⁺ / (1 − a_m) for j < m,    0 beyond
@@ -10,13 +10,13 @@ lengths rounds begin elsewhere, so the same token is tried at another depth j, a
 
     a_j = 1 / (1 + θ·u_j·v_r)    θ: the request, u_j: the depth, v_r: the stretch, after r right tokens in a row
 
-That is: a token has one difficulty, wherever the round that reaches it began; what was right from farther away is right from
-nearer by; and where tokens differ in nothing but luck, each depth keeps its rate. Easy and hard stretches of the text stay
-where they were, so it is accounted for that rounds of full length end amid easy stretches, and broken ones before hard ones.
-u and v are told apart by rounds that follow on a fully accepted one: small depth, long stretch.
+So a token has one difficulty, wherever the round that reaches it began. A token that was right from farther away is right from
+nearer by. Where tokens differ only by chance, each depth keeps its rate. Easy and hard stretches of the text stay in place: so
+full rounds end amid easy stretches, and broken ones before hard ones. u and v are separated by rounds that follow a fully
+accepted one: small depth, long stretch.
 
-π(t) = P(a round begins with token t) follows from front to back: a round that begins at t and drafts L is followed by one at
-t + j with P(token t + j − 1 is the first that fails), at t + L + 1 if none does.
+π(t) = P(a round begins with token t) is computed from front to back. A round that begins at t and drafts L is followed by one
+at t + j with P(token t + j − 1 is the first that fails), at t + L + 1 if none does.
 
 Letters: R = verify rounds, Q = requests, C = cells, K = draft tokens, V = stretches, T = nodes: tokens in the order of the
 text, request by request, and K + 1 spare ones behind each request.
@@ -34,26 +34,26 @@ from honed.adapt.replay.acceptance import CELL_STRENGTH, Beliefs
 from honed.adapt.replay.log import Log
 
 _RIGHT, _WRONG, _OPEN, _STRUCK = range(4)
-"""The last closes a round whose further drafts a grammar struck out: there the round would have ended at any length."""
+"""_STRUCK closes a round whose further drafts a grammar rejected: the round would have ended there at any length."""
 _LONGEST_STRETCH = 8
 _STRETCH_STRENGTH = 32.0
 """Failures, and as many successes in odds, that hold each v at 1."""
 _MOST_STRETCH = 10.0
-"""Where a stretch alone decides, v and u would run off in opposite directions."""
+"""Limit on v: where a stretch alone decides, v and u would diverge in opposite directions."""
 _TURNS = 60
 
 
 @dataclass(frozen=True)
 class Odds:
-    """How hard tokens are."""
+    """Difficulty of tokens."""
 
     request: Floats  # [Q] θ
-    depth: Floats  # [C, K+1] u_j; depth K + 1, which nobody tries, repeats K
+    depth: Floats  # [C, K+1] u_j; depth K + 1, which is never tried, repeats K
     stretch: Floats  # [V] v_r
 
 
 class Text:
-    """A log's text: each token's place, and what the log says of it."""
+    """A log's text: each token's place, and its result in the log."""
 
     def __init__(self, log: Log, num_spec_tokens: int) -> None:
         self.num_spec_tokens, self._cell = num_spec_tokens, log.cell
@@ -83,7 +83,7 @@ class Text:
         self._key = (self._cell[self._request] * (num_spec_tokens + 1) + self._depth - 1) * _LONGEST_STRETCH + self._stretch
 
     def _stretches(self) -> Ints:
-        """Count the right tokens in a row before each node; what wasn't tried neither counts nor breaks the row."""
+        """Count the right tokens in a row before each node; an untried token neither counts nor breaks the row."""
         is_right = self._state == _RIGHT
         count = np.concatenate([[0], np.cumsum(is_right)[:-1]])
         at_break = np.where(np.concatenate([[True], (self._state == _WRONG)[:-1]]), count, 0)
@@ -91,7 +91,7 @@ class Text:
         return stretch
 
     def odds(self, beliefs: Beliefs, weights: Floats | None = None) -> Odds:
-        """Tell depth and stretch apart; `weights` [Q] says how often each request counts."""
+        """Separate depth and stretch; `weights` [Q] gives each request's weight."""
         weight = np.ones(len(self._cell)) if weights is None else weights
         width = self.num_spec_tokens + 1
         shape = (len(beliefs.curves), width, _LONGEST_STRETCH)
@@ -104,7 +104,7 @@ class Text:
         )  # [C, K, V]
         stretch, prior = np.ones(_LONGEST_STRETCH), beliefs.priors
         for _ in range(_TURNS):
-            usual = stretch[np.minimum(np.arange(width - 1), _LONGEST_STRETCH - 1)]  # the prior is of rounds after a broken one
+            usual = stretch[np.minimum(np.arange(width - 1), _LONGEST_STRETCH - 1)]  # the prior's rounds follow a broken one
             depth = (failed.sum(axis=2) + CELL_STRENGTH * (1.0 - prior)) / (passed @ stretch + CELL_STRENGTH * prior * usual)
             expected = (passed * depth[:, :, None]).sum(axis=(0, 1))
             stretch = (failed.sum(axis=(0, 1)) + _STRETCH_STRENGTH) / (expected + _STRETCH_STRENGTH)
@@ -113,7 +113,7 @@ class Text:
         return Odds(beliefs.theta, depth, stretch)
 
     def walk(self, lengths: Ints, odds: Odds) -> Floats:
-        """Expect the number of rounds that begin at each node, π [T]; `lengths` [R] hold for what begins within a round."""
+        """Expected number of rounds that begin at each node, π [T]; `lengths` [R] hold for rounds that begin within a round."""
         width = self.num_spec_tokens + 1
         move = self._moves(lengths, odds)
         begins = np.zeros(self._size + width)
