@@ -1,4 +1,4 @@
-"""Does what was predicted happen? Predicted survival against what came, before the prediction learns from it.
+"""Compares predicted survival with the observed one, before the prediction learns from it.
 
 Source: Guo et al., arXiv 1706.04599, "On Calibration of Modern Neural Networks" (expected calibration error).
 """
@@ -25,7 +25,7 @@ class Calibration:
         """Fold in rounds.
 
         Args:
-            predicted: survival S(j) of each round as it was believed before it, [R, K].
+            predicted: survival S(j) of each round as predicted before it, [R, K].
             verified: drafts that each round verified, [R].
             accepted: drafts that each round accepted, [R].
         """
@@ -40,11 +40,11 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: mean |predicted − observed| survival, weighted by how often; NaN before any round."""
+        """Expected calibration error: mean |predicted − observed| survival, weighted by frequency; NaN before any round."""
         total = float(self._weight.sum())
         return float(np.abs(self._predicted - self._observed).sum()) / total if total else float("nan")
 
     def bins(self) -> list[tuple[float, float, float]]:
-        """(mean predicted, mean observed, weight in draft positions) of each bin that holds anything."""
+        """(mean predicted, mean observed, weight in draft positions) of each bin that isn't empty."""
         rows = zip(self._predicted.tolist(), self._observed.tolist(), self._weight.tolist(), strict=True)
         return [(round(p / w, 4), round(o / w, 4), round(w, 1)) for p, o, w in rows if w >= 1.0]

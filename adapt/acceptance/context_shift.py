@@ -1,26 +1,26 @@
-"""Estimates how acceptance depends on the length of the context: drafters trained on short texts fail more often in long ones.
+"""Estimates the effect of the context's length on acceptance: drafters trained on short texts fail more often in long ones.
 
 A round whose context is n tokens long falls into bucket b(n): below 128 tokens, then one for every doubling, the last from
 65,536 on. In workload w the failure odds at position j are u_wj · x_wb, with
 
     x_wb = exp(s_b − s̄_w)
 
-s belongs to the drafter and is shared by all workloads; s̄_w is its mean over the contexts that w was seen at. So x is 1 for a
-workload whose contexts are all alike, and for everybody while nothing is known.
+s belongs to the drafter and is shared by all workloads; s̄_w is its mean over the contexts seen in w. So x is 1 for a workload
+whose contexts are all alike, and for all workloads without data.
 
-Evidence is failures F and successes S of each workload by bucket and position. u and s are found in turn, from s = 0:
+Evidence is failures F and successes S of each workload by bucket and position. u and s are found alternately, from s = 0:
 
     u_wj = Σ_b F_bj / Σ_b x_wb·S_bj                        as E[F] = u·x·E[S] however often a bucket gets that far
     O_b = Σ_j F_bj·a_j,  E_b = Σ_j S_bj·(1 − a_j)          Mantel–Haenszel sums, a = 1/(1 + u)
     s minimises Σ_wb p_wb·(log O_wb/E_wb − s_b − c_w)² + Σ_b s_b²/σ² + Σ_b (s_b − s_{b−1})²/τ²
 
-with c free, so that only what differs within a workload counts, and p = (harmonic mean of O and E) / (design effect of
-requests): a bucket leans on its neighbours, and all of them on 0. What luck explains is taken off as a whole: with
-Q = Σ p·(y − ȳ_w)² of f degrees of freedom, s is multiplied by max(0, 1 − (f + 2·√(2f))/Q), so that where acceptance doesn't
-depend on the context, x is as a rule exactly 1.
+with c free, so that only differences within a workload count, and p = (harmonic mean of O and E) / (design effect of
+requests). A bucket is shrunk to its neighbours, and all of them to 0. The part that chance explains is removed as a whole: with
+Q = Σ p·(y − ȳ_w)² of f degrees of freedom, s is multiplied by max(0, 1 − (f + 2·√(2f))/Q). So where acceptance doesn't depend
+on the context, x is usually exactly 1.
 
-A curve that was counted over all contexts holds their mix, and late positions are reached by the easy ones: what holds at x = 1
-has its failure odds times Σ_b S_bj / Σ_b x_wb·S_bj, with S of the rounds that the curve rests on (`tilt`).
+A curve counted over all contexts holds their mix, and late positions are reached by the easy ones. The curve at x = 1 has its
+failure odds times Σ_b S_bj / Σ_b x_wb·S_bj, with S of the rounds that the curve rests on (`tilt`).
 
 Source: Mantel, Haenszel, J. Natl. Cancer Inst. 22 (1959); positive-part shrinkage: Baranchik, Ann. Math. Stat. 41 (1970).
 
@@ -42,16 +42,16 @@ BITS = 7
 """Contexts below 2^BITS tokens share the first bucket."""
 _BUCKETS: Ints = np.array([n.bit_length() for n in range((1 << (NUM_BUCKETS - 2)) + 1)], dtype=np.int64)
 FORGETTING_ROUNDS = 100_000.0
-"""Long, since it takes many requests to tell the context's part from theirs; a change of weights ends it sooner."""
+"""Long, since separating the context's effect from the requests' takes many requests; a change of weights ends it sooner."""
 PRIOR_SPREAD, NEIGHBOUR_SPREAD = 2.0, 0.35
 """σ and τ, in log odds."""
 LEAST = 0.02
-"""Log odds; a dependence that is smaller everywhere isn't worth shipping."""
+"""Log odds; an effect that is smaller everywhere isn't worth shipping."""
 _TURNS = 6
 
 
 def buckets_of(context_tokens: Sequence[int] | Ints) -> Ints:
-    """Return the buckets of context lengths, [R]; negative ones are short."""
+    """Buckets of context lengths, [R]; negative ones are short."""
     return _BUCKETS.take(np.asarray(context_tokens, dtype=np.int64) >> BITS, mode="clip")
 
 
@@ -71,10 +71,10 @@ class ContextCounts:
         self._recent_rounds = forgetting_rounds
 
     def observe(self, context_tokens: Ints, reached: Ints, accepted: Ints, weights: Floats | None = None) -> None:
-        """Fold in rounds: context length, positions that were tried, drafts that were accepted, each [R].
+        """Fold in rounds: context length, tried positions, accepted drafts, each [R].
 
         Args:
-            weights: of each in the workload's curve, [R]; None: 1.
+            weights: weight of each round in the workload's curve, [R]; None: 1.
         """
         bucket = buckets_of(context_tokens)
         weights = np.ones(len(bucket)) if weights is None else weights
@@ -89,14 +89,14 @@ class ContextCounts:
             held += fresh
 
     def forget(self, factor: float) -> None:
-        """Weaken what is known."""
+        """Weaken the counts."""
         self.failures *= factor
         self.successes *= factor
         self.recent *= factor
 
     @property
     def weight(self) -> Floats:
-        """How much was seen in each bucket, [B]."""
+        """Number of trials in each bucket, [B]."""
         weight: Floats = (self.failures + self.successes).sum(axis=1)
         return weight
 
@@ -110,7 +110,7 @@ def _at_least(bucket: Ints, values: Ints, shape: tuple[int, ...], weights: Float
 
 
 def trials_design_effect(requests: RequestTable, strength: float) -> float:
-    """Estimate by how much trials of one request, at whichever position, repeat each other: 1 + (n̄ − 1) / (1 + strength)."""
+    """Estimate how much trials of one request, at any position, repeat each other: 1 + (n̄ − 1) / (1 + strength)."""
     tried = requests.trials.sum(axis=1)
     total = float(tried.sum())
     return 1.0 + max(float(tried @ tried) / total - 1.0, 0.0) / (1.0 + strength) if total > 0.0 else 1.0
@@ -139,7 +139,7 @@ def estimate_effect(evidence: Sequence[tuple[ContextCounts, float]]) -> Floats:
 
 
 def _evidence(counts: ContextCounts, factor: Floats) -> tuple[Floats, Floats]:
-    """Return (harmonic mean of O and E, log O/E), each [B]; half a trial is added to either sum, and less than one is none."""
+    """Return (harmonic mean of O and E, log O/E), each [B]; half a trial is added to each sum, and less than one is none."""
     odds = (counts.failures.sum(axis=0) + 0.5) / (factor @ counts.successes + 0.5)  # u
     failed = counts.failures @ (1.0 / (1.0 + odds)) + 0.5
     passed = counts.successes @ (odds / (1.0 + odds)) + 0.5
@@ -157,9 +157,9 @@ _PRIOR_PRECISION = _prior_precision()
 
 
 def shift_for(effect: Floats, weight: Floats) -> list[float]:
-    """Return x, the factor on the failure odds in each bucket, [B], where so much was seen in each.
+    """Return x, the factor on the failure odds in each bucket, [B], for a workload with these trials in each bucket.
 
-    Empty where the context makes no difference worth a word.
+    Empty where the context makes no notable difference.
     """
     total = float(weight.sum())
     relative = effect - (float(weight @ effect) / total if total > 0.0 else 0.0)
@@ -169,9 +169,9 @@ def shift_for(effect: Floats, weight: Floats) -> list[float]:
 
 
 def tilt(shift: Sequence[float], successes: Floats) -> Floats:
-    """Factor on the failure odds of a curve of all contexts that makes it the one at x = 1, [K], from successes [B, K].
+    """Factor on the failure odds that turns a curve of all contexts into the one at x = 1, [K], from successes [B, K].
 
-    Where next to nothing was seen a position repeats its left neighbour.
+    With next to no data a position repeats its left neighbour.
     """
     count, weighted, left = successes.sum(axis=0), np.asarray(shift) @ successes, 1.0
     factors = np.empty(len(count))
@@ -181,7 +181,7 @@ def tilt(shift: Sequence[float], successes: Floats) -> Floats:
 
 
 def shifted_curves(curve: Floats, shift: Sequence[float], context_tokens: Ints) -> Iterator[tuple[Ints, Floats]]:
-    """Yield (rounds, conditional acceptance [K] that holds for them) until every round of [R] has come up once."""
+    """Yield (rounds, their conditional acceptance [K]) until every round of [R] has come up once."""
     if not shift:
         yield np.arange(len(context_tokens)), curve
         return

@@ -1,4 +1,4 @@
-"""Learns from finished rounds what the drafter's own confidence says of a request, before the request's drafts have said it.
+"""Learns from finished rounds how the drafter's own confidence predicts a request's acceptance, before its drafts show it.
 
 A round shows f, the mean log-odds of the drafter's top token over its drafts, those behind the rejection included. With s and n
 the sum and number of a request's *earlier* rounds' f, and f̄ the workload's mean,
@@ -6,8 +6,8 @@ the sum and number of a request's *earlier* rounds' f, and f̄ the workload's me
     x = (s − n·f̄) / (n + 1)              shrunk towards the workload by one round
     logit a_j = logit m_j + w·x          m: the workload's curve
 
-w is followed by one Newton step of this likelihood per batch, over information that is forgotten by rounds; what is shipped is
-w·(1 − 4 / z²)⁺ with z² = w²·information / design effect: 0 while it could be luck, and w ≥ 0. The decider takes it for the
+w takes one Newton step of this likelihood per batch, over information that is forgotten by rounds. The policy gets
+w·(1 − 4 / z²)⁺ with z² = w²·information / design effect: 0 while it could be chance, and w ≥ 0. The decider uses it as the
 centre of the request's prior: θ = (c·t + Σ_failures m_j) / (c / t + Σ_successes (1 − m_j)) with t = exp(−w·x / 2), see
 `acceptance`. Only earlier rounds enter, so lengths don't depend on the drafts that they cut.
 
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from honed.adapt.protocol.arrays import Floats, Ints
 
 MOST_LOG_ODDS = 40.0
-"""Features are clamped to ± this: a draft that has all of the mass would have infinite log-odds."""
+"""Features are clamped to ± this: a draft with all of the mass would have infinite log-odds."""
 MOST_WEIGHT = 4.0
 _SLOTS = 512
 _RIDGE = 1.0
@@ -32,7 +32,7 @@ _LEAST_Z2 = 4.0
 
 
 class FeatureRegression:
-    """The weight of one workload's features, 0 until they have proved to tell something."""
+    """Weight of one workload's features, 0 until they are proven to be informative."""
 
     def __init__(self, forgetting_rounds: float) -> None:
         self.forgetting_rounds = max(forgetting_rounds, 1.0)
@@ -49,7 +49,7 @@ class FeatureRegression:
 
     @property
     def weight(self) -> float:
-        """w as it is shipped."""
+        """w as it is sent."""
         z2 = self._weight**2 * self._information / self._design_effect
         return self._weight * (1.0 - _LEAST_Z2 / z2) if z2 > _LEAST_Z2 else 0.0
 
@@ -62,7 +62,7 @@ class FeatureRegression:
         acceptance: Floats,
         design_effect: float = 1.0,
     ) -> None:
-        """Fold in rounds, oldest first; those whose feature isn't finite are left out.
+        """Fold in rounds, oldest first; those with an infinite or undefined feature are left out.
 
         Args:
             reached: positions tried, [R].
@@ -82,7 +82,7 @@ class FeatureRegression:
         self._information *= math.exp(-len(features) / (4.0 * self.forgetting_rounds))
 
     def _earlier(self, request: npt.NDArray[np.uint64], features: Floats) -> Floats:
-        """Sum (f, 1) over each round's earlier ones of the same request, [R, 2], and note these."""
+        """Sum (f, 1) over each round's earlier ones of the same request, [R, 2], and store the new sums."""
         order = np.argsort(request, kind="stable")
         mine, f = request[order], features[order]
         first = np.concatenate([[True], mine[1:] != mine[:-1]])
@@ -94,7 +94,7 @@ class FeatureRegression:
         before = np.where((self._owner[slots] == mine[starts])[:, None], self._sums[slots], 0.0)
         sums += before[group]
         ends = np.concatenate([starts[1:], [len(f)]]) - 1
-        self._owner[slots] = mine[starts]  # of two requests that share a slot the last one wins, in both lines
+        self._owner[slots] = mine[starts]  # if two requests share a slot, the last one wins, in both lines
         self._sums[slots] = sums[ends] + np.stack([f[ends], np.ones(len(ends))], axis=1)
         earlier = np.empty_like(sums)
         earlier[order] = sums

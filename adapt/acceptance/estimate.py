@@ -1,25 +1,26 @@
-"""Estimates how likely drafts are to be accepted, from rounds that were cut off at different lengths.
+"""Estimates drafts' acceptance from rounds that were cut off at different lengths.
 
 Position j of a round (from 1) is a *trial* iff draft j−1 was accepted and draft j was verified, and a *success* iff draft j
 was accepted. The conditional acceptance a_j = P(draft j accepted | drafts before it accepted) is a hazard under right
-censoring, so successes / trials per position is unbiased whatever rule chose k from the past, if requests are alike. Accepted /
-drafted is not: its mean moves with k. Survival is S(j) = a_1 · … · a_j and the acceptance length τ(k) = 1 + S(1) + … + S(k).
+censoring. So successes / trials per position is unbiased for any rule that chose k from the past, if requests are alike.
+Accepted / drafted is biased: its mean moves with k. Survival is S(j) = a_1 · … · a_j, and the acceptance length is
+τ(k) = 1 + S(1) + … + S(k).
 
-Where requests differ a rule that gives longer drafts to those that did well sees late positions, or any, of easy requests only.
-So a round is held against what its request's past lets expect, θ (below): with every success weighted by θ, the curve is that
-of a request of which nothing is known yet, and a round of which the past had foretold everything moves it nowhere.
+If requests differ, a rule that gives successful ones longer drafts sees late positions, or any, only of easy requests. So a
+round is compared with θ (below), the expectation from its request's past. With every success weighted by θ, the curve is that
+of a request without history. A round that the past predicted fully doesn't change the curve.
 
 Three levels, each shrunk towards the one above:
 
-- engine: position j's Beta prior is centred on position j−1's estimate, since trials never grow with j; a position that was
-  never reached thus repeats its neighbour.
+- engine: position j's Beta prior is centred on position j−1's estimate, since trials never grow with j; so a position that was
+  never reached repeats its neighbour.
 - workload: prior centred on the engine's curve, its odds scaled by the one factor that explains the workload best.
 - request: the workload's curve with its failure odds scaled by one factor θ, since a request is over before K separate
-  figures could be told from noise: a_j(θ) = m_j / (m_j + θ·(1 − m_j)).
+  figures differ from noise: a_j(θ) = m_j / (m_j + θ·(1 − m_j)).
 
-θ is the Mantel–Haenszel common odds ratio, θ = (c + Σ_failures m_j) / (c + Σ_successes (1 − m_j)): each trial adds
-m(1−m)·θ/(m + θ(1−m)) to the mean of the numerator and 1/θ of that to the denominator's, so the ratio is consistent for every
-θ, not only near 1. c = strength · Σ_j S(j−1)·m_j·(1−m_j), what `strength` rounds at θ = 1 would add to either sum.
+θ is the Mantel–Haenszel common odds ratio, θ = (c + Σ_failures m_j) / (c + Σ_successes (1 − m_j)). Each trial adds
+m(1−m)·θ/(m + θ(1−m)) to the mean of the numerator and 1/θ of that to the denominator's. So the ratio is consistent for every
+θ, not only near 1. c = strength · Σ_j S(j−1)·m_j·(1−m_j), the contribution of `strength` rounds at θ = 1 to each sum.
 
 Letters: K = configured number of draft tokens, R = rounds, G = requests.
 """
@@ -32,13 +33,13 @@ import numpy.typing as npt
 from honed.adapt.protocol.arrays import Floats, Ints, IntsLike
 
 FIRST_GUESS = 0.6
-"""Conditional acceptance of position 1 before anything was seen."""
+"""Conditional acceptance of position 1 without data."""
 EDGE = 1e-3
 """Estimates stay in [EDGE, 1 − EDGE]: nothing is certain, and logarithms stay finite."""
 MOST_THETA = 12.0
-"""Failure odds of a request are taken to be within so many times those of its workload."""
+"""Failure odds of a request are assumed to be within so many times those of its workload."""
 CHAIN_STRENGTH = 4.0
-"""Pseudo-trials that a position's left neighbour weighs at engine level."""
+"""Weight of a position's left neighbour at engine level, in pseudo-trials."""
 
 
 def reached_and_accepted(
@@ -49,7 +50,7 @@ def reached_and_accepted(
 ) -> tuple[Ints, Ints]:
     """Turn rounds into the number of positions each one tried and passed, both [R] and within 0 … K.
 
-    Drafts that a grammar struck out (`num_invalid_tokens`, the block's tail) were scheduled but never verified.
+    Drafts that a grammar rejected (`num_invalid_tokens`, the block's tail) were scheduled but never verified.
     """
     drafted = np.asarray(num_draft_tokens, dtype=np.int64)
     if num_invalid_tokens is not None:
@@ -70,7 +71,7 @@ def count_trials(
     """Count trials and successes per position, both [K], optionally weighting each round.
 
     Args:
-        theta: failure odds of each round's request, relative to the curve that is wanted, from earlier rounds, [R]: a success
+        theta: failure odds of each round's request, relative to the wanted curve, from earlier rounds, [R]: a success
             counts so many times. At a given position E[failures] = θ · (1 − m)/m · E[successes]. None: 1.
     """
     reached, accepted = reached_and_accepted(num_draft_tokens, num_accepted_tokens, num_spec_tokens, num_invalid_tokens)
@@ -90,7 +91,7 @@ def _at_least(values: Ints, num_spec_tokens: int, weights: Floats | None) -> Flo
 class AcceptanceCounts:
     """Trials and successes per position with exponential forgetting by rounds.
 
-    A round that lies n rounds back weighs exp(−n / forgetting_rounds); how rounds were batched makes no difference.
+    A round n rounds ago weighs exp(−n / forgetting_rounds), however rounds were batched.
     """
 
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
@@ -111,7 +112,7 @@ class AcceptanceCounts:
         """Fold in rounds, oldest first. Rounds without drafts teach nothing and don't age the rest.
 
         Args:
-            weights: of each round, [R]; it ages what is older by as much. None: 1 of each.
+            weights: of each round, [R]; older rounds age by as much. None: 1 for each.
             theta: see `count_trials`, [R].
         """
         drafted = np.asarray(num_draft_tokens, dtype=np.int64)
@@ -132,7 +133,7 @@ class AcceptanceCounts:
         self.num_rounds += len(drafted)
 
     def scale(self, factor: float) -> None:
-        """Weaken what is known, as after a swap of the drafter's weights."""
+        """Weaken the counts, as after a swap of the drafter's weights."""
         self.trials *= factor
         self.successes *= factor
 
@@ -154,7 +155,7 @@ def shrunk_estimate(trials: Floats, successes: Floats, parent: Floats, strength:
 
 
 def odds_ratio(trials: Floats, successes: Floats, parent: Floats, strength: float) -> float:
-    """Estimate the factor θ on the parent's failure odds, drawn to 1 by `strength` rounds."""
+    """Estimate the factor θ on the parent's failure odds, shrunk to 1 by `strength` rounds."""
     if not len(parent):
         return 1.0
     constant = strength * information(parent)
@@ -184,11 +185,11 @@ def acceptance_length(acceptance: Floats, num_draft_tokens: int | None = None) -
 
 
 def strength_between(trials: Floats, successes: Floats, low: float = 2.0, high: float = 512.0) -> float:
-    """Estimate how many pseudo-rounds a workload's curve should weigh against a request's own, from G requests [G, K].
+    """Estimate the pseudo-rounds of a workload's curve against a request's own, from G requests [G, K].
 
     Requests with per-position acceptance Beta(M·m_j, M·(1−m_j)) have intraclass correlation ρ = 1 / (M + 1). The ANOVA
     estimator ρ = (B − W) / (B + (n₀ − 1)·W) with the mean squares between (B) and within (W) requests, sums taken over
-    positions, gives M = 1/ρ − 1, kept within `low` … `high`. Too little data gives `high`: then requests don't differ yet.
+    positions, gives M = 1/ρ − 1, kept within `low` … `high`. With too few data it is `high`: then requests don't differ yet.
 
     Source: Ridout, Demétrio, Firth, Biometrics 55 (1999), "Estimating intraclass correlation for binary data".
     """
@@ -209,7 +210,7 @@ def strength_between(trials: Floats, successes: Floats, low: float = 2.0, high: 
 
 
 def _before(group: Ints, values: Floats) -> Floats:
-    """Sum the values of the earlier ones of each one's group, [R]."""
+    """Sum the values of the earlier rounds of each round's group, [R]."""
     order = np.argsort(group, kind="stable")
     sorted_group, in_order = group[order], values[order]
     sums = np.cumsum(in_order) - in_order
@@ -220,9 +221,9 @@ def _before(group: Ints, values: Floats) -> Floats:
 
 
 class RequestTable:
-    """Counts of a bounded number of recent requests, from which the spread between requests is estimated.
+    """Counts of a bounded number of recent requests, for estimating the spread between requests.
 
-    Direct-mapped by the request's hash: a newcomer takes over its slot, so memory is fixed and the oldest fade by chance.
+    Direct-mapped by the request's hash: a new request takes over its slot. So memory is fixed and the oldest fade by chance.
     """
 
     def __init__(self, num_spec_tokens: int, num_slots: int = 512) -> None:
@@ -239,7 +240,7 @@ class RequestTable:
         newcomers = slots[self.owner[slots] != keys]
         self.trials[newcomers] = 0.0
         self.successes[newcomers] = 0.0
-        self.owner[slots] = keys  # of two requests that share a slot the last one wins
+        self.owner[slots] = keys  # if two requests share a slot, the last one wins
         lives = self.owner[slots] == keys
         rows, mine = slots[group], lives[group]
         positions = np.arange(1, self.num_spec_tokens + 1)
@@ -247,16 +248,16 @@ class RequestTable:
         np.add.at(self.successes, rows[mine], positions <= accepted[mine, None])
 
     def _find(self, requests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Ints, Ints]:
-        """Tell the requests that there are, which of them each round is of, and their slots; these may be another's."""
+        """Unique requests, the index of each round's request among them, and their slots; these may be another's."""
         keys, group = np.unique(requests, return_inverse=True)
         return keys, group, (keys % np.uint64(len(self.owner))).astype(np.int64)
 
     def strength(self) -> float:
-        """Estimate the pseudo-rounds that a workload's curve should weigh against a request's own."""
+        """Estimate the pseudo-rounds of a workload's curve against a request's own."""
         return strength_between(self.trials, self.successes)
 
     def design_effect(self, strength: float) -> float:
-        """Estimate by how much rounds of one request repeat each other: 1 + (n̄ − 1)·ρ, with n̄ its mean trials."""
+        """Estimate how much rounds of one request repeat each other: 1 + (n̄ − 1)·ρ, with n̄ its mean trials."""
         tried = self.trials[:, 0]
         total = float(tried.sum())
         if total <= 0.0:
@@ -265,10 +266,10 @@ class RequestTable:
         return 1.0 + max(size - 1.0, 0.0) / (1.0 + strength)
 
     def information(self, requests: npt.NDArray[np.uint64], reached: Ints, strength: float) -> Floats:
-        """What each of these rounds [R] would add to what is known of their workload, in independent rounds.
+        """Information of each of these rounds [R] about their workload, in independent rounds.
 
-        n rounds of one request say as much as n / (1 + (n − 1)·ρ) of as many requests, ρ = 1 / (strength + 1) being their
-        correlation: the first of a request counts fully, its tenth next to nothing where requests differ much.
+        n rounds of one request equal n / (1 + (n − 1)·ρ) rounds of as many requests, with the correlation
+        ρ = 1 / (strength + 1): a request's first round counts fully, its tenth next to nothing where requests differ much.
         """
         if not len(requests):
             return np.zeros(0)
@@ -281,7 +282,7 @@ class RequestTable:
         return gained * tries
 
     def theta(self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints, curve: Floats, strength: float) -> Floats:
-        """What a request's rounds before each of these [R] made of its failure odds, relative to the curve; 1 for its first."""
+        """Failure odds of each round's request, relative to the curve, from its rounds before [R]; 1 for its first."""
         if not len(requests):
             return np.ones(0)
         keys, group, slots = self._find(requests)
@@ -289,7 +290,7 @@ class RequestTable:
         successes = self.successes[slots]
         failed = is_known * ((self.trials[slots] - successes) @ curve)
         passed = is_known * (successes @ (1.0 - curve))
-        # Of these rounds: a failure adds the curve where it came, n accepted drafts the sum of 1 − curve up to there.
+        # For these rounds: a failure adds the curve at its position, n accepted drafts the sum of 1 − curve up to there.
         fails = np.where(reached > accepted, curve[np.maximum(reached, 1) - 1], 0.0)
         passes = np.concatenate([[0.0], np.cumsum(1.0 - curve)])[accepted]
         constant = strength * information(curve)

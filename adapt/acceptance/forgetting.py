@@ -1,14 +1,13 @@
-"""Counts whose memory is long while nothing changes, and short right after something has.
+"""Counts with a long memory while nothing changes, and a short one right after a change.
 
-The same rounds are counted with memories of several lengths. The longest has an estimate of its own, every other is drawn to
-the next longer one. Each predicts a batch before it learns from it; what they predicted weighs them, and a small share of
-the weight is dealt out anew all the time, so that whichever is best now soon has most of it. After a change that is a short
-memory, while nothing changes the longest: so the estimate follows within a few dozen independent rounds, and without a
-change it has the variance of the long memory.
+The same rounds are counted with memories of several lengths. The longest has its own estimate; every other is shrunk to the
+next longer one. Each predicts a batch before it learns from it, and its predictions set its weight. A small share of the weight
+is always redistributed, so the currently best memory soon has most of it: a short one after a change, else the longest. So the
+estimate follows a change within a few dozen independent rounds, and without a change it has the variance of the long memory.
 
-Rounds of one request repeat each other, so each counts by what it says of others: a request's first rounds most. Hence traffic
-of another kind is noticed when its requests begin, not when their rounds have added up, and a few long requests don't crowd
-out what many told.
+Rounds of one request repeat each other, so each counts by its information about others: a request's first rounds most. Hence
+traffic of another kind is noticed when its requests begin, not when their rounds have added up. A few long requests don't
+outweigh many others.
 
 Source: Herbster, Warmuth, Machine Learning 32 (1998), "Tracking the best expert" (fixed share).
 """
@@ -23,15 +22,15 @@ from honed.adapt.acceptance.estimate import AcceptanceCounts, chain_estimate, re
 from honed.adapt.protocol.arrays import Floats, Ints, IntsLike
 
 _SHORT_ROUNDS = (20.0, 200.0)
-"""Independent rounds that the shorter memories hold: of a dozen requests where they differ much."""
+"""Independent rounds that the shorter memories hold: those of a dozen requests where they differ much."""
 _SHARED, _MOST_SHARED = 0.005, 0.05
-"""Share of the weight that is dealt out anew per independent round, and at most at once."""
+"""Share of the weight that is redistributed per independent round, and at most at once."""
 _STRENGTH = 4.0
-"""Pseudo-rounds that the next longer memory weighs."""
+"""Weight of the next longer memory, in pseudo-rounds."""
 
 
 class AdaptiveCounts:
-    """Counts that forget quickly when what they say no longer predicts. Letters: M = memories, K, R as in `acceptance`.
+    """Counts that forget quickly when they no longer predict. Letters: M = memories, K, R as in `acceptance`.
 
     Args:
         forgetting_rounds: independent rounds that the longest memory holds.
@@ -42,7 +41,7 @@ class AdaptiveCounts:
         lengths = sorted({*(rounds for rounds in _SHORT_ROUNDS if rounds < forgetting_rounds), max(forgetting_rounds, 1.0)})
         self._memories = [AcceptanceCounts(num_spec_tokens, rounds) for rounds in lengths]
         self.weights: Floats = np.full(len(lengths), 1.0 / len(lengths))
-        """Of the memories, the shortest first, [M]."""
+        """Weights of the memories, the shortest first, [M]."""
 
     @property
     def num_rounds(self) -> int:
@@ -58,7 +57,7 @@ class AdaptiveCounts:
         """Estimate conditional acceptance, [K].
 
         Args:
-            longest: makes the longest memory's estimate of its trials and successes.
+            longest: estimates from the longest memory's trials and successes.
         """
         made: Floats = self.weights @ self._estimates(longest)
         return made
@@ -81,7 +80,7 @@ class AdaptiveCounts:
         """Fold in rounds, oldest first.
 
         Args:
-            weights: what each says of others, in independent rounds [R]: those of one request repeat each other. None: 1.
+            weights: information of each round, in independent rounds [R]: those of one request repeat each other. None: 1.
             theta: failure odds of each round's request from its earlier rounds, see `acceptance.count_trials`, [R]. None: 1.
         """
         columns = (num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
@@ -98,14 +97,14 @@ class AdaptiveCounts:
             memory.observe(*columns, weights=weights, theta=theta)
 
     def forget(self, factor: float) -> None:
-        """Weaken all memories: other weights of the drafter's, other acceptance."""
+        """Weaken all memories, for new weights of the drafter."""
         for memory in self._memories:
             memory.scale(factor)
         self.weights = np.full(len(self._memories), 1.0 / len(self._memories))
 
 
 def _log_likelihood(curve: Floats, theta: Floats, reached: Ints, accepted: Ints) -> Floats:
-    """Of each round, [R], of requests of those failure odds relative to the curve."""
+    """Log-likelihood of each round, [R], with its request's failure odds relative to the curve."""
     acceptance = scale_odds(curve, theta[:, None])
     position = np.arange(1, len(curve) + 1)
     passed, failed = position <= accepted[:, None], (position > accepted[:, None]) & (position <= reached[:, None])

@@ -1,4 +1,4 @@
-"""Reads the columns of an event batch as arrays, once, and takes them apart by workload."""
+"""Reads the columns of an event batch as arrays, once, and splits them by workload."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from honed.adapt.protocol.wire import EventBatch, RoundColumns
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Verify rounds that had at least one draft token, oldest first; every array is [R]."""
+    """Verify rounds with at least one draft token, oldest first; every array is [R]."""
 
     request: npt.NDArray[np.uint64]
     num_draft_tokens: Ints
     num_accepted_tokens: Ints
     num_invalid_tokens: Ints
-    """Scheduled, never verified: struck out by a grammar or trimmed by vLLM's own adaptive verification."""
+    """Drafts never verified: rejected by a grammar or trimmed by vLLM's own adaptive verification."""
     position: Ints
-    """Of the last verified token: about the length of the context."""
+    """Position of the last verified token: about the length of the context."""
     feature: Floats | None = None
-    """See `RoundColumns.feature`; None: never known."""
+    """See `RoundColumns.feature`; None: unknown for all."""
 
     def __len__(self) -> int:
         return len(self.request)

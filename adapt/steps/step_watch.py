@@ -1,8 +1,7 @@
-"""Notices that steps take longer, or shorter, than they did: another process on the GPU, new weights, other clocks.
+"""Notices that steps take longer or shorter than before: another process on the GPU, new weights, other clocks.
 
-A step is compared with what such steps usually took, not with what the model of step times makes of it: that fits some kinds of
-steps better than others, and its misfit shows whenever the batch becomes another one. The model only says what a longer context
-adds within a kind.
+A step is compared with the usual time of such steps, not with the step-time model. The model fits some kinds of steps better
+than others, and its misfit shows whenever the batch changes. The model only gives the effect of a longer context within a kind.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ _MOST_KINDS = 512
 
 
 class StepWatch:
-    """Compares measured step times with expected ones over windows of steps; a few odd steps don't matter."""
+    """Compares measured step times with expected ones over windows of steps; a few outliers don't matter."""
 
     def __init__(self) -> None:
         self._errors: deque[float] = deque(maxlen=WINDOWS[-1][0])
         self.factor = 1.0
-        """How much longer steps took after the last change that was noticed."""
+        """Factor on step times at the last noticed change."""
 
     def observe(self, measured_s: float, expected_s: float, spell: float = 0.0) -> int:
-        """Fold in a step; the number of latest steps that show the world to have changed, 0 when it hasn't.
+        """Fold in a step; return the number of latest steps that show a changed world, or 0.
 
         Args:
             spell: standard deviation of what the steps of a spell have in common, relative.
@@ -69,31 +68,31 @@ class StepWatch:
 @dataclass(slots=True)
 class _Usual:
     step: Step
-    """The first of its kind, in terms of which the others are told."""
+    """The first step of its kind; the others are expressed relative to it."""
     log_seconds: float = 0.0
     num_steps: int = 0
     model: StepTimeModel | None = None
     predicted_s: float = 0.0
-    """What that model makes of the first step."""
+    """The model's prediction for the first step."""
 
 
 class UsualSteps:
-    """What steps of each kind usually take, with a memory of some hundred of them."""
+    """Usual times of each kind of steps, with a memory of some hundreds of steps."""
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Usual] = {}
 
     def observe(self, kind: Hashable, step: Step, seconds: float, model: StepTimeModel, predicted_s: float) -> float:
-        """Fold in a step; what such a step took so far, in seconds; 0 while too few of its kind were seen.
+        """Fold in a step; return the usual time of such a step so far, in seconds; 0 while few of its kind were seen.
 
         Args:
-            model: says what the step takes beside the first of its kind, which had another context.
-            predicted_s: what it says of this one.
+            model: relates the step to the first of its kind, which had another context.
+            predicted_s: its prediction for this step.
         """
         if seconds <= 0.0 or predicted_s <= 0.0:
             return 0.0
         held = self._kinds.pop(kind, None) or _Usual(step)
-        if len(self._kinds) >= _MOST_KINDS:  # the kind that was seen longest ago makes room
+        if len(self._kinds) >= _MOST_KINDS:  # the kind seen longest ago makes room
             del self._kinds[next(iter(self._kinds))]
         self._kinds[kind] = held
         if held.model is not model:
@@ -106,5 +105,5 @@ class UsualSteps:
         return expected_s
 
     def forget(self) -> None:
-        """The world has changed: what was usual isn't."""
+        """Forget the usual times: the world has changed."""
         self._kinds.clear()

@@ -1,8 +1,8 @@
-"""What honed knows of step times as the two curves that vLLM's adaptive verification goes by.
+"""honed's step times as the two cost curves of vLLM's adaptive verification.
 
-vLLM measures them once, at start, by dummy steps: what drafting takes by requests, what a target step takes by tokens. They
-don't follow another process on the device, other clocks, longer contexts. `AdaptiveVerificationManager.set_cost_curves` takes
-new ones.
+vLLM measures them once, at start, by dummy steps: the time of drafting by requests, and of a target step by tokens. They don't
+follow another process on the device, other clocks, or longer contexts. `AdaptiveVerificationManager.set_cost_curves` takes new
+ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from honed.adapt.steps.step_time import StepTimeModel
 Curve: TypeAlias = list[tuple[int, float]]
 """(requests or tokens, milliseconds), ascending."""
 GROWTH = 1.25
-"""From a size that isn't captured to the next one that is priced."""
+"""Growth from a size that isn't captured to the next point of a curve."""
 
 
 def cost_curves(
@@ -30,15 +30,15 @@ def cost_curves(
     max_tokens: int,
     captured_tokens: Sequence[int] = (),
 ) -> tuple[Curve, Curve]:
-    """Drafting by requests, and the rest of a step by tokens, both for batches like the present one.
+    """Costs of drafting by requests, and of the rest of a step by tokens, both for batches like the present one.
 
     Args:
         model: one that is ready.
         num_requests, context_tokens: of the present batch.
         max_tokens: most tokens of a step.
-        captured_tokens: sizes that steps are padded to. Beyond the largest, vLLM draws straight lines between points, and what
-            lies before the first of them it prices like that one: so it is the next token. (Without captured sizes it prices
-            everything like the next point.)
+        captured_tokens: sizes that steps are padded to. Beyond the largest, vLLM interpolates linearly between points. Sizes
+            before the first of these points cost as much as it: so it is the next token. (Without captured sizes every size
+            costs as much as the next point.)
     """
     per_request = context_tokens / max(num_requests, 1)
     batches = sorted({*_growing(1, max_num_seqs), max_num_seqs})
@@ -51,7 +51,7 @@ def cost_curves(
 
 
 def are_alike(one: tuple[Curve, Curve], other: tuple[Curve, Curve], tolerance: float = 0.03) -> bool:
-    """Whether two pairs of curves have the same points, and no price that differs by more than a share."""
+    """Whether two pairs of curves have the same points, and no cost that differs by more than a share."""
     for mine, theirs in zip(one, other, strict=True):
         if [size for size, _ in mine] != [size for size, _ in theirs]:
             return False

@@ -1,24 +1,25 @@
-"""Chooses how many tree nodes every request of a batch gets verified.
+"""Chooses the number of verified tree nodes for every request of a batch.
 
     goodput   maximise (N + Σ_i Σ_{j ≤ n_i} g_i(j)) / T          tokens per second of the batch
     latency   maximise N / (T · Σ_i 1/E_i(n_i))                   tokens per second of a request (harmonic mean)
 
 with g_i(j) = exp(score) of the j-th node that request i's tree admits, T = T(N + Σ_i n_i tokens, context, prefill) and
-E_i(n) = 1 + Σ_{j ≤ n} g_i(j). A best-first tree admits nodes by falling score, and of any tree the first n nodes are the best
-n, so g is a curve like the survival that `block_size` cuts: the optimum admits the largest gains anywhere in the batch. One
-sort and one sum price every total, captured sizes included; unlike `block_size`'s levels this resolves gains of 1 % and below,
-which is where trees end. What drafting costs depends on the depth of the block, never on the number of nodes.
+E_i(n) = 1 + Σ_{j ≤ n} g_i(j). A best-first tree admits nodes by falling score, and the first n nodes of any tree are the best
+n. So g is a curve like the survival that `block_size` cuts: the optimum admits the largest gains anywhere in the batch. One
+sort and one sum give every total's cost, captured sizes included. Unlike `block_size`'s levels this resolves gains of 1 % and
+below, where trees end. The cost of drafting depends on the depth of the block, never on the number of nodes.
 
-Two questions, two moments. *Before* the drafter runs: is it worth running? There only what earlier rounds' trees promised is
-known (`TreeBudget.is_worth_drafting`, the drafter's time counted). *After*: how many nodes? Then that time is spent, whatever
+There are two decisions. *Before* the drafter runs: is it worth running? Only earlier rounds' expected gains are known then
+(`TreeBudget.is_worth_drafting`, with the drafter's time). *After*: how many nodes? The drafter's time is spent then, whatever
 is verified (`TreeBudget.allocate`, `sunk`).
 
-Losslessness, though trees are cut by looking at the very drafts that are verified. A chain of *sampled* drafts must not be cut
-so: its acceptance test assumes that what was drawn doesn't tell whether it is tested. A tree draws nothing. Candidates, scores
+Trees are lossless although they are cut by the very drafts that are verified. A chain of *sampled* drafts must not be cut so:
+its acceptance test assumes that a draft's value doesn't decide whether it is tested. A tree samples nothing. Candidates, scores
 and so the trees of the whole batch are functions of the prefixes alone, fixed before the target computes anything. At every
-node that the walk reaches the target draws one token from its own distribution given the path; the walk follows the child that
-equals it, or stops and emits it all the same. Each emitted token is thus the target's own draw whatever the tree is; the tree
-only decides how many come from one pass. A tree must never depend on tokens the target has already drawn *beyond* the prefix.
+node that the walk reaches, the target samples one token from its own distribution given the path. The walk follows the child
+that equals it; without one it stops, and still emits the token. So each emitted token is the target's own sample for any tree;
+the tree only decides how many come from one pass. A tree must never depend on tokens that the target has already sampled
+*beyond* the prefix.
 
 Letters: N = requests, B = nodes of a request's tree (the largest it may have).
 """
@@ -39,17 +40,17 @@ from honed.adapt.steps.step_time import PARAMETERS, StepTimeModel
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """What no choice may exceed; None: no limit."""
+    """Limits on every choice; None: no limit."""
 
     most_nodes: int | None = None
     """Nodes of all requests together."""
     most_tokens: int | None = None
     """Tokens scheduled in the step: one for each request, prefill, nodes."""
     is_within_captured: bool = False
-    """Stay within the largest captured size, where there is one. A batch that exceeds it without a node gets none."""
+    """Stay within the largest captured size, if any. A batch that exceeds it without nodes gets none."""
 
     def nodes(self, base_tokens: int, model: StepTimeModel) -> float:
-        """Count the nodes that are left beside so many tokens."""
+        """Number of nodes that fit beside so many tokens."""
         limits: list[float] = [float("inf") if self.most_nodes is None else self.most_nodes]
         if self.most_tokens is not None:
             limits.append(self.most_tokens - base_tokens)
@@ -78,19 +79,19 @@ def choose_nodes(
     previous: OperatingPoint | None = None,
     hysteresis: float = 0.0,
 ) -> Choice:
-    """Choose the numbers of nodes of the highest rate; `num_draft_tokens` of the answer are nodes.
+    """Choose the numbers of nodes with the highest rate; `num_draft_tokens` of the answer are nodes.
 
-    Of equal gains the earlier request's go first; apart from that a permutation of the batch permutes the answer.
+    Among equal gains the earlier request's come first; apart from that a permutation of the batch permutes the answer.
 
     Args:
         gains: g(j) of each request in order of admission, [N, B], within 0 … 1 and non-increasing. Goodput's gains in
             latency mode too.
-        model: ready. Where its drafter is priced, drafting anything costs a block of 1; `sunk` has the whole block paid.
+        model: ready. If its drafter has a cost, drafting anything costs a block of 1; in `sunk` the whole block is paid.
         ceilings: most nodes of each request, [N]; None: B for all.
-        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its.
+        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its rate.
 
     Raises:
-        ValueError: a NaN, a gain outside 0 … 1, or one that is larger than that of the node before.
+        ValueError: a NaN, a gain outside 0 … 1, or one larger than that of the node before.
     """
     gains = _checked(gains)
     count, width = gains.shape
@@ -100,7 +101,7 @@ def choose_nodes(
     allowed = gains > 0.0
     if ceilings is not None:
         allowed &= np.arange(width) < np.asarray(ceilings, dtype=np.int64)[:, None]
-    entries = np.flatnonzero(allowed.T.ravel())  # depth first: of equal gains the earlier node, then the earlier request
+    entries = np.flatnonzero(allowed.T.ravel())  # depth first: among equal gains the earlier node, then the earlier request
     values = worth.T.ravel()[entries]
     order = np.argsort(-values, kind="stable")
     values = values[order]
@@ -146,7 +147,7 @@ _MOST_BATCHES = 32
 
 @lru_cache(maxsize=8)
 def sunk(model: StepTimeModel, num_depths: int) -> StepTimeModel:
-    """The prices once a block of so many depths is drafted: drafting costs what it did, nodes or none."""
+    """Costs after a block of so many depths is drafted: the drafter's cost is paid, with or without nodes."""
     p = dict(zip(PARAMETERS, model.parameters, strict=True))
     base = p["base"] + p.pop("drafting") + num_depths * p.pop("per_block_token")
     per_request = p["per_request"] + p.pop("drafting_per_request") + num_depths * p.pop("per_block_token_and_request")
@@ -157,25 +158,25 @@ def sunk(model: StepTimeModel, num_depths: int) -> StepTimeModel:
 
 @dataclass(frozen=True, slots=True)
 class TreeBudgetSettings:
-    """How a server wants its trees cut."""
+    """Settings for cutting a server's trees."""
 
     most_nodes_per_request: int = 64
     limits: TreeLimits = TreeLimits()
     is_latency: bool = False
     hysteresis: float = 0.005
     remembered_rounds: int = 256
-    """Trees of each workload that are remembered, the latest."""
+    """Remembered trees of each workload, the latest."""
     min_rounds: int = 64
-    """Trees of a workload before the drafter may be skipped for it."""
+    """Trees of a workload before its drafter may be skipped."""
     recheck_steps: int = 16
-    """Steps for which an answer of whether to draft is kept, for batches of the same composition."""
+    """Steps for which the decision whether to draft is kept, for batches of the same composition."""
     explore_steps: int = 32
-    """While the drafter is skipped it runs after so many steps all the same, to see what its trees promise now; each time
-    they still promise too little the wait doubles, up to sixteen times this."""
+    """While the drafter is skipped, it still runs after so many steps to update its trees' expected gains. Each time these are
+    still too small the wait doubles, up to sixteen times this."""
 
 
 class TreeBudget:
-    """The two decisions of a step, and what has to be remembered for them: the gains of recent trees."""
+    """The two decisions of a step, and their memory: the gains of recent trees."""
 
     def __init__(self, num_depths: int, settings: TreeBudgetSettings = TreeBudgetSettings()) -> None:  # frozen settings
         self.num_depths, self.settings = num_depths, settings
@@ -189,10 +190,10 @@ class TreeBudget:
     def is_worth_drafting(
         self, workloads: Sequence[str], model: StepTimeModel, *, context_tokens: int = 0, num_prefill_tokens: int = 0
     ) -> bool:
-        """Tell, before the drafter runs, whether to run it for a batch of requests of these workloads.
+        """Decide, before the drafter runs, whether to run it for a batch of requests of these workloads.
 
-        Skipping begins when it is better, and ends when drafting is by more than the hysteresis. A workload of which little
-        is known is drafted for.
+        Skipping begins when it is better, and ends when drafting is better by more than the hysteresis. The drafter always
+        runs for a workload with few trees.
         """
         if not workloads:
             return False
@@ -224,7 +225,7 @@ class TreeBudget:
         num_prefill_tokens: int = 0,
         ceilings: Ints | None = None,
     ) -> Choice:
-        """Choose numbers of nodes once the trees are known, and remember what they promised."""
+        """Choose numbers of nodes once the trees are known, and remember their gains."""
         table = np.zeros((len(gains), self.settings.most_nodes_per_request))
         held = stack_gains(gains)[:, : table.shape[1]]
         table[:, : held.shape[1]] = held
@@ -258,13 +259,13 @@ class TreeBudget:
     def _promise(self, workloads: Sequence[str], model: StepTimeModel, context_tokens: int, num_prefill_tokens: int) -> float:
         """Estimate the best rate with the drafter over that without.
 
-        Batches are made up from remembered trees and cut as they would be, each by itself: cutting their mean instead would
-        leave out what knowing the tree is worth (the best of a mean is less than the mean of the bests).
+        Batches are made of remembered trees, and each is cut by itself. Cutting their mean instead would miss the value of
+        knowing the tree (the best of a mean is less than the mean of the bests).
         """
         count = len(workloads)
         pools = [self._recent[name] for name in workloads]
         num_batches = min(-(-max(map(len, pools)) // count), _MOST_BATCHES)
-        stride = max(1, max(map(len, pools)) // (num_batches * count))  # all of what is remembered, not its latest stretch
+        stride = max(1, max(map(len, pools)) // (num_batches * count))  # over all remembered trees, not the latest only
         batches = [
             np.stack([pool[(batch * count + place) * stride % len(pool)] for place, pool in enumerate(pools)])
             for batch in range(num_batches)

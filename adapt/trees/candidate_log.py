@@ -1,16 +1,17 @@
-"""The log of drafters' candidates: per request what it emitted, and what the drafter offered at each depth of some positions.
+"""Log of drafters' candidates: each request's emitted tokens, and the drafter's candidates at each depth of some positions.
 
-JSON lines, one request a line, so a writer appends a line when a request is over and a torn last line costs that request only:
+It has JSON lines, one request a line: a writer appends a line when a request is over, and a torn last line costs only that
+request:
 
     {"request": "9f…", "workload": "chat", "temperature": 0.8, "first_position": 64, "tokens": [17, 4, …],
      "positions": [64, 66, …], "candidates": [[[17, 3, …], …], …], "log_probs": [[[-0.11, -2.4, …], …], …]}
 
-`tokens[i]` is what the target emitted at position `first_position + i`; greedily or sampled, as `temperature` says. Position p
-of `positions` is that of the first token drafted: depth d of its candidates is about position p + d − 1. `candidates` and
-`log_probs` are [P, D, m], most likely first, log-probabilities as the drafter says them at temperature 1.
+`tokens[i]` is the target's token at position `first_position + i`, greedy or sampled by `temperature`. Position p of
+`positions` is that of the first drafted token: depth d of its candidates is for position p + d − 1. `candidates` and
+`log_probs` are [P, D, m], most likely first, with the drafter's log-probabilities at temperature 1.
 
-A log made by running a drafter over finished texts has every position, one from a running engine those where a round began.
-Request ids are keyed hashes, but tokens and candidates are text: keep the file as you would keep prompts.
+A log made by running a drafter over finished texts has every position; a running engine's log has those where a round began.
+Request ids are keyed hashes, but tokens and candidates are text: protect the file as you would protect prompts.
 
 Letters: T = tokens emitted, P = positions, D = depths, m = candidates a depth.
 """
@@ -30,14 +31,14 @@ from honed.adapt.trees.node_scores import UNKNOWN
 
 
 class CandidateLogError(ValueError):
-    """A line that isn't what it should be; the text names the line and what is wrong with it."""
+    """An invalid line; the text names the line and the defect."""
 
 
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class CandidateLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line as it is written."""
+    """A line as written."""
 
     request: str
     tokens: list[Int64]
@@ -57,15 +58,15 @@ class CandidateRequest:
     workload: str
     temperature: float
     tokens: Ints  # [T]
-    starts: Ints  # [P] index into `tokens` of the first token drafted, rising
+    starts: Ints  # [P] index into `tokens` of the first drafted token, ascending
     candidates: Ints  # [P, D, m]
     log_probs: Floats  # [P, D, m]
     first_position: int = 0
-    """Tokens before those emitted."""
+    """Tokens before the emitted ones."""
 
     @cached_property
     def taken(self) -> Ints:
-        """Which candidate the text took, [P, D]; m: none of them, UNKNOWN: the text ends before."""
+        """Rank of the text's token among the candidates, [P, D]; m: none of them, UNKNOWN: the text ends before."""
         index = self.starts[:, None] + np.arange(self.candidates.shape[1])
         is_known = index < len(self.tokens)
         token = self.tokens[np.minimum(index, len(self.tokens) - 1)]
@@ -75,7 +76,7 @@ class CandidateRequest:
 
     @cached_property
     def row_at(self) -> Ints:
-        """For each index of `tokens` the row of the first position at or after it; P where there is none, [T]."""
+        """Row of the first position at or after each index of `tokens`; P where there is none, [T]."""
         return np.searchsorted(self.starts, np.arange(len(self.tokens))).astype(np.int64)
 
 
@@ -95,14 +96,14 @@ def render_line(request: CandidateRequest) -> bytes:
 
 
 def read_candidates(lines: Iterable[bytes], notes: list[str] | None = None) -> list[CandidateRequest]:
-    """Read a log; empty lines are passed over, and so are requests without a position.
+    """Read a log; skip empty lines and requests without a position.
 
     Args:
-        lines: with their ends: the last one may be torn, and is left out.
-        notes: told so.
+        lines: with their ends: a torn last line is left out.
+        notes: gets a note about it.
 
     Raises:
-        CandidateLogError: the first line that is wrong, or there is no request with candidates at all.
+        CandidateLogError: a line is invalid (the first one is named), or no request has candidates.
     """
     decoder = msgspec.json.Decoder(CandidateLine)
     requests: list[CandidateRequest] = []

@@ -1,10 +1,10 @@
-"""Two machines to price trees for where no step times were logged, as `StepTimeModel` prices them.
+"""Costs of trees on two machines, as `StepTimeModel`s, for logs without step times.
 
-`cpu`: every token costs alike from the first on, as on a few cores, where verifying is compute-bound at once. `gpu`: a
-roofline. A step reads the weights once, whatever the tokens, up to the knee where arithmetic takes longer: 8·10⁹ parameters in
-bfloat16 at 3.35 TB/s are 4.8 ms; 2 · 8·10⁹ operations a token at 400 TFLOP/s are 40 µs, which overtake near 120 tokens. The
-model's knots stand at 64 and 256, so the slope is half of it between them and all above. K/V cache: 131 kB a context token, 40
-ns. The drafter is a sixth of the target's depth in one pass. Round figures to compare policies with, not measurements.
+`cpu`: every token costs the same from the first on, as on a few cores, where verifying is compute-bound at once. `gpu`: a
+roofline. A step reads the weights once, for any tokens up to the knee where arithmetic takes longer. 8·10⁹ parameters in
+bfloat16 at 3.35 TB/s take 4.8 ms; 2 · 8·10⁹ operations a token at 400 TFLOP/s take 40 µs, and exceed that near 120 tokens. The
+model's knots are at 64 and 256, so the slope is half of it between them and all above. K/V cache: 131 kB a context token, 40
+ns. The drafter is a sixth of the target's depth in one pass. These are round figures to compare policies, not measurements.
 """
 
 from __future__ import annotations

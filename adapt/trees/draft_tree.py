@@ -1,17 +1,17 @@
-"""Builds the draft tree that a block drafter's one pass is worth verifying.
+"""Builds the best draft tree to verify from a block drafter's single pass.
 
-The drafter gives a distribution for every depth. Taken as independent, a node's path probability is Π q_d(u_d), the
-probability that the walk reaches it is at most that under the target's agreement, and a tree's expected acceptance length is
-E[τ] = 1 + Σ_nodes exp(score). Scores never grow from parent to child nor from a sibling to the next, so popping the best
-node from a heap and pushing its next sibling and its first child yields the best `tree_budget` nodes: the optimum under
-this model. Ties go to the shallower node, then to the lexicographically smaller path of ranks.
+The drafter gives a distribution for every depth. With independent depths, a node's path probability is Π q_d(u_d). The
+probability that the walk reaches it is at most that under the target's agreement. A tree's expected acceptance length is
+E[τ] = 1 + Σ_nodes exp(score). Scores never grow from parent to child nor from a sibling to the next. So popping the best node
+from a heap and pushing its next sibling and its first child yields the best `tree_budget` nodes: the optimum under this model.
+Ties go to the shallower node, then to the lexicographically smaller path of ranks.
 
 A candidate's probability may depend on whether the path above it is the chain of first candidates (`off_chain`): once the
-target has taken another token, what the drafter said of deeper positions is worth less. Scores still never grow along either
-step (siblings share their parent's row, a child adds a log-probability ≤ 0), so the result is the optimum of that model too.
+target has taken another token, the drafter's deeper predictions are worth less. Scores still never grow along either step
+(siblings share their parent's row, a child adds a log-probability ≤ 0), so the result is the optimum of that model too.
 
-With `is_chain_first` the top-1 chain is in the tree before anything else (as far as the budget goes), so that a tree never
-verifies less than the chain would; the rest is best-first among what remains.
+With `is_chain_first` the top-1 chain enters the tree before anything else (as far as the budget goes), so a tree never verifies
+less than the chain would. The rest is best-first among what remains.
 
 Letters: D = depths (draft tokens of a block), m = candidates a depth, B = nodes.
 
@@ -35,7 +35,7 @@ ROOT = -1
 class DraftTree:
     """Nodes in the order they were admitted, parents before children; the root (anchor) isn't among them."""
 
-    rank: Ints  # [B] which of its depth's candidates, 0 the most likely
+    rank: Ints  # [B] rank among its depth's candidates, 0 the most likely
     parent: Ints  # [B] index of the parent, ROOT for children of the anchor
     depth: Ints  # [B] from 1
     score: Floats  # [B] log-probability of the path
@@ -44,7 +44,7 @@ class DraftTree:
         return len(self.rank)
 
     def ancestors(self) -> list[list[int]]:
-        """List for every node what it may attend to: its ancestors from the top, then itself."""
+        """List for every node the nodes that it may attend to: its ancestors from the top, then itself."""
         paths: list[list[int]] = []
         for node, parent in enumerate(self.parent.tolist()):
             paths.append([*(paths[parent] if parent != ROOT else []), node])

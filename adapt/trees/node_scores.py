@@ -1,19 +1,18 @@
-"""Calibrates what a drafter says of its candidates by what targets took: node scores per depth and temperature.
+"""Calibrates a drafter's log-probabilities by the tokens that targets took: node scores per depth and temperature.
 
-A block drafter's log-probability of candidate r at depth d is a marginal: it doesn't know which tokens come before, nor the
-temperature the target samples at. What a tree's budget needs is P(target takes r | the walk reached r's parent). Here
+A block drafter's log-probability of candidate r at depth d is a marginal: it doesn't know the tokens before, nor the target's
+sampling temperature. A tree's budget needs P(target takes r | the walk reached r's parent). Here
 
     p = σ(w·logit q + b)                    w > 0, one (w, b) for each temperature bucket, branch and depth
 
-with the branch telling whether the path above is the chain of first candidates or left it. Siblings are scaled to sum to 1 at
-most; w > 0 keeps their order; so scores never grow from a parent to a child nor from a sibling to the next, and the
-best-first tree stays the optimum (`draft_tree.build_tree` takes the two branches). Without data w = 1 and b = 0: the identity.
+The branch is whether the path above is the chain of first candidates or left it. Siblings are scaled to sum to 1 at most, and
+w > 0 keeps their order. So scores never grow from a parent to a child nor from a sibling to the next, and the best-first tree
+stays the optimum (`draft_tree.build_tree` takes the two branches). Without data w = 1 and b = 0: the identity.
 
-What is observed: at every node that the walk reached the target emits a token, a child that was in the tree or not. So depth
-d of a round teaches about all of its candidates iff the walk reached depth d − 1, and nothing otherwise (right-censored, as
-chains are). Sums are kept in bins of logit q, forgotten by rounds of the same temperature bucket, and (w, b) is their
-maximum a posteriori: every bucket's prior is the fit of all buckets, a depth's prior the fit of the depth before it, since
-deeper ones are seen less often.
+At every node that the walk reached the target emits a token, whether or not the tree had that child. So depth d of a round
+teaches about all of its candidates iff the walk reached depth d − 1, and nothing otherwise (right-censored, as chains are).
+Sums are kept in bins of logit q and forgotten by rounds of the same temperature bucket. (w, b) is their maximum a posteriori:
+every bucket's prior is the fit of all buckets, a depth's prior the fit of the depth before it, since deeper ones are rarer.
 
 Letters: R = rounds, D = depths, m = candidates a depth, C = temperature buckets, S = 2 branches, X = bins.
 
@@ -39,17 +38,17 @@ _NEWTON_STEPS = 30
 
 @dataclass(frozen=True, slots=True)
 class NodeScoreSettings:
-    """How fast scores are learned and forgotten."""
+    """Rates at which scores are learned and forgotten."""
 
     forgetting_rounds: float = 20_000.0
     strength: float = 16.0
-    """Pseudo-trials at even odds, two off in log-odds, that a prior weighs."""
+    """Weight of a prior in pseudo-trials at even odds, two off in log-odds."""
     refit_rounds: int = 64
-    """New rounds before (w, b) is fitted again; half as many as were seen, when that is less."""
+    """New rounds before (w, b) is fitted again; half of the rounds seen, if that is less."""
 
 
 def temperature_bucket(temperature: Floats) -> Ints:
-    """Find the bucket of each temperature; what isn't a number counts as 1."""
+    """Find the bucket of each temperature; NaN counts as 1."""
     known = np.nan_to_num(np.asarray(temperature, dtype=np.float64), nan=1.0)
     return np.searchsorted(np.array(TEMPERATURES), known, side="left").astype(np.int64)
 
@@ -63,7 +62,7 @@ def log_odds(log_probs: Floats) -> Floats:
 
 
 class NodeScores:
-    """Sums of what was taken, and the maps fitted to them."""
+    """Sums of tried and taken candidates, and the maps fitted to them."""
 
     def __init__(self, num_depths: int, settings: NodeScoreSettings = NodeScoreSettings()) -> None:  # frozen: safe to share
         self.settings, self.num_depths = settings, num_depths
@@ -77,9 +76,9 @@ class NodeScores:
         """Fold in rounds.
 
         Args:
-            log_probs: what the drafter said, [R, D, m], most likely first.
-            taken: which candidate the target took at each depth, [R, D]; m: none of them; UNKNOWN: not reached, or not known.
-                Whatever follows an unknown depth, or one where none was taken, isn't looked at.
+            log_probs: the drafter's log-probabilities, [R, D, m], most likely first.
+            taken: candidate that the target took at each depth, [R, D]; m: none of them; UNKNOWN: not reached, or unknown.
+                Depths after an unknown one, or after one where none was taken, are ignored.
             temperature: of each round's request, [R].
         """
         log_probs, taken = np.asarray(log_probs, dtype=np.float64), np.asarray(taken, dtype=np.int64)
@@ -110,7 +109,7 @@ class NodeScores:
         """Calibrate one round's candidates [D, m]: log-probabilities [S, D, m], on the chain and off it.
 
         Raises:
-            ValueError: a NaN, or more depths than there are scores for.
+            ValueError: a NaN, or more depths than the scores have.
         """
         log_probs = np.asarray(log_probs, dtype=np.float64)
         if len(log_probs) > self.num_depths:
@@ -201,6 +200,6 @@ class NodeCalibration:
 
     @property
     def bias(self) -> float:
-        """Accepted tokens predicted for each one that came, over all trees; NaN before any came."""
+        """Predicted accepted tokens for each actual one, over all trees; NaN before any was accepted."""
         reached = float(self._reached.sum())
         return float(self._predicted.sum()) / reached if reached else float("nan")

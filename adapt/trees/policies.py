@@ -1,15 +1,15 @@
-"""Tree policies to replay: which tree each round of a step gets, and how many of its nodes are verified.
+"""Tree policies to replay: each round's tree in a step, and its number of verified nodes.
 
     none         nothing is drafted
     chain:K      the first K tokens of the drafter's greedy chain
-    tree:B       DDTree of B nodes, the drafter's own log-probabilities
+    tree:B       DDTree of B nodes, with the drafter's own log-probabilities
     caddtree     DDTree; each request alone takes the number n of nodes with the highest (1 + Φ_n) / (C_d + C_v(n)), C of a
-                 batch of one. (The rule as published stops where that first falls, which at a captured size is too soon.)
+                 batch of one. (The published rule stops where that first falls, which at a captured size is too soon.)
     shared       DDTree's scores, one budget over the batch (`tree_budget`), the drafter skipped where it isn't worth it
     calibrated   DDTree with calibrated scores (`node_scores`), B nodes: `calibrated:B`
     honed        calibrated scores and the shared budget
 
-The policies that learn do so from what their own trees had verified, a round at a time.
+Policies that learn do so from the verified nodes of their own trees, a round at a time.
 
 Source: arXiv 2604.12989 for DDTree and the cost-aware rule.
 """
@@ -35,7 +35,7 @@ POLICIES = ("none", "chain", "tree", "caddtree", "shared", "calibrated", "honed"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Round:
-    """A verify round that is about to be: a request, and the row of its candidates."""
+    """The next verify round of a request, and the row of its candidates."""
 
     request: CandidateRequest
     row: int
@@ -44,7 +44,7 @@ class Round:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Planned:
-    """What is verified of a round: the first `num_nodes` of the nodes admitted, and which of all of them the text passes."""
+    """Verified part of a round: the first `num_nodes` of the admitted nodes, and those of all nodes that the text passes."""
 
     num_nodes: int
     gains: Floats  # [B]
@@ -58,7 +58,7 @@ class Planned:
 
 
 class TreePolicy(Protocol):
-    """A policy with whatever it has learned."""
+    """A policy with its learned state."""
 
     name: str
 
@@ -66,7 +66,7 @@ class TreePolicy(Protocol):
         """Choose for a step's rounds; None: the drafter is skipped."""
 
     def observe(self, rounds: Sequence[Round], plans: Sequence[Planned]) -> None:
-        """Learn from what came of it."""
+        """Learn from the outcome."""
 
 
 def text_path(tree: DraftTree, taken: Ints) -> list[int]:
@@ -84,7 +84,7 @@ def parse_tree_policy(text: str, num_depths: int, model: StepTimeModel) -> TreeP
     """Make a policy from its name.
 
     Raises:
-        ValueError: there is no such policy, or its figure makes no sense.
+        ValueError: there is no such policy, or its figure is invalid.
     """
     name, _, figure = text.partition(":")
     names = f"none, chain:1 … chain:{num_depths}, tree:B, calibrated:B, caddtree, shared, honed"
@@ -110,11 +110,11 @@ class NoDrafts:
     name = "none"
 
     def plan(self, rounds: Sequence[Round], model: StepTimeModel) -> list[Planned] | None:
-        """Nothing, for anybody."""
+        """Draft nothing."""
         return None
 
     def observe(self, rounds: Sequence[Round], plans: Sequence[Planned]) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 class Chain(NoDrafts):
@@ -134,7 +134,7 @@ class Chain(NoDrafts):
 
 
 class FixedTree(NoDrafts):
-    """A tree of the same number of nodes for everybody."""
+    """A tree with the same number of nodes for every request."""
 
     def __init__(self, num_nodes: int, num_depths: int, *, is_calibrated: bool = False) -> None:
         self.name = f"{'calibrated' if is_calibrated else 'tree'}:{num_nodes}"
@@ -149,7 +149,7 @@ class FixedTree(NoDrafts):
 
 
 class CostAware(NoDrafts):
-    """DDTree cut by predicted cost, for each request as though it were alone."""
+    """DDTree cut by predicted cost, for each request as if it were alone."""
 
     name = "caddtree"
 
@@ -173,7 +173,7 @@ class CostAware(NoDrafts):
 
 
 class SharedBudget(NoDrafts):
-    """One budget over the batch, from what nodes are expected to gain and what tokens cost."""
+    """One budget over the batch, from the nodes' expected gains and the tokens' costs."""
 
     def __init__(self, name: str, num_depths: int, *, is_calibrated: bool, settings: TreeBudgetSettings | None = None) -> None:
         settings = settings or TreeBudgetSettings(most_nodes_per_request=MOST_NODES)
@@ -200,10 +200,10 @@ class Grower:
         self._most_nodes = most_nodes
         self.scores = NodeScores(num_depths) if is_calibrated else None
         self.calibration, self.calibration_before = NodeCalibration(), NodeCalibration()
-        """Of the nodes that were verified: by the scores that the trees were built with, and by the drafter's own."""
+        """Calibration of the verified nodes: by the scores that built the trees, and by the drafter's own."""
 
     def grow(self, one: Round) -> Planned:
-        """A tree that isn't cut yet."""
+        """Build a tree, not cut yet."""
         log_probs, off_chain = one.request.log_probs[one.row], None
         if self.scores is not None:
             log_probs, off_chain = self.scores.scores(log_probs, one.request.temperature)
@@ -217,7 +217,7 @@ class Grower:
         taken = np.stack([one.request.taken[one.row] for one in rounds])
         for plan, ranks in zip(plans, taken, strict=True):
             ranks[plan.num_accepted_tokens + 1 :] = UNKNOWN
-            if UNKNOWN not in ranks[: plan.num_accepted_tokens + 1]:  # the text went on for as long as the walk could see
+            if UNKNOWN not in ranks[: plan.num_accepted_tokens + 1]:  # the text went on as far as the walk reached
                 is_reached = np.zeros(plan.num_nodes)
                 is_reached[plan.path[: plan.num_accepted_tokens]] = 1.0
                 self.calibration.observe(plan.gains[: plan.num_nodes], is_reached)

@@ -1,20 +1,20 @@
-"""What tree policies would have given on logged candidates, though no engine here verifies trees yet.
+"""Predicts tree policies' results on logged candidates, though no engine here verifies trees yet.
 
-The text is kept. DDTree's walk emits the target's own draws, and those were logged, so a tree's walk follows the text as long
-as the text is in the tree, at any temperature: accepted tokens are exact wherever candidates were logged at the position where
-a round begins. Where they weren't (an engine's log has only the rounds that it ran) the round begins at the next position that
-has them, the tokens between are passed over, and `exact_rounds` falls below 1.
+The text is kept. DDTree's walk emits the target's own samples, and those were logged. So a tree's walk follows the text as long
+as the text is in the tree, at any temperature: accepted tokens are exact wherever candidates were logged where a round begins.
+An engine's log has only the rounds that it ran. Without candidates the round begins at the next position that has them, the
+tokens between are skipped, and `exact_rounds` falls below 1.
 
-The load is kept: `num_requests` are in the batch at all times, taken in the log's order; when the log is used up it begins
-again, to keep the last ones company, and those count and teach nothing. A step of N requests costs, by a step-time model,
+The load is kept: `num_requests` are in the batch at all times, in the log's order. When the log is used up it begins again to
+keep the batch full; repeated requests don't count and teach nothing. A step of N requests costs, by a step-time model,
 
     seconds = T(N, N + Σ nodes, Σ context, block)        block: D, or K for chain:K, 0 where the drafter is skipped
 
-shared equally among its requests, so that each has tokens and seconds of its own and the bootstrap can draw requests:
+They are shared equally among its requests: so each has its own tokens and seconds, and the bootstrap can draw requests:
 
     tokens per second = N · Σ_i tokens_i / Σ_i (N · seconds_i)       value, 2.5 % and 97.5 % quantile over draws of requests
 
-Of fewer requests than `LEAST_REQUESTS` there is no interval.
+With fewer requests than `LEAST_REQUESTS` there is no interval.
 
 Learning and deciding cost nothing here. Letters: N = requests of a step, Q = requests of the log.
 """
@@ -40,7 +40,7 @@ _TOKENS, _SECONDS, _ROUNDS, _NODES, _EXACT = range(5)
 
 @dataclass(frozen=True)
 class TreePrediction:
-    """What a policy would have given."""
+    """A policy's predicted figures."""
 
     policy: str
     num_requests: int
@@ -54,7 +54,7 @@ class TreePrediction:
     calibration_error_before: float | None
     """The same nodes by the drafter's own log-probabilities."""
     sums: Floats
-    """Of each request of the log: tokens, its share of seconds, rounds, nodes, exact rounds, [Q, 5]."""
+    """Sums of each request of the log: tokens, its share of seconds, rounds, nodes, exact rounds, [Q, 5]."""
 
 
 def predict(
