@@ -1,28 +1,27 @@
-"""Chooses how many draft tokens every request of a batch gets verified.
+"""Chooses the number of verified draft tokens for every request of a batch.
 
     goodput   maximise (N + Σ_i Σ_{j ≤ k_i} S_i(j)) / T         tokens per second of the batch
     latency   maximise N / (T · Σ_i 1/E_i(k_i))                  tokens per second of a request (harmonic mean)
 
-with T = T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill), less what the step's prompts add to it when nothing is
-drafted (they have to be computed whatever is drafted), and E_i(k) = 1 + Σ_{j ≤ k} S_i(j). Either way a draft adds
-its gain to a sum: g = S_i(j), or g = 1/E_i(j−1) − 1/E_i(j), and g never grows with j. So for a given total and cap on the block
-it is best to admit the largest g anywhere in the batch, and what is admitted of a request is a prefix. The search therefore
-runs over two numbers: a threshold on g, and a cap b on the block. k = 0 for everybody is a candidate of its own, priced
-without the drafter.
+with T = T(N + Σ_i k_i tokens, block = max_i k_i, context, prefill) and E_i(k) = 1 + Σ_{j ≤ k} S_i(j). T leaves out what the
+step's prompts add to it when nothing is drafted: they are computed in any case. Either way a draft adds its gain to a sum:
+g = S_i(j), or g = 1/E_i(j−1) − 1/E_i(j), and g never grows with j. So for a given total and cap on the block it is best to
+admit the largest g anywhere in the batch, and the admitted drafts of a request are a prefix. The search therefore runs over two
+numbers: a threshold on g, and a cap b on the block. k = 0 for all requests is a separate candidate, without the drafter's cost.
 
 For a small batch each value is its own threshold and the answer is the optimum (`compiled.exact`). For a large one values are
 sorted into `LEVELS` equal levels by one counting pass (`compiled.by_levels`). A level is admitted whole, unless a captured
-graph size lies within it: then exactly as many as fit are, the largest first. Of requests with equal g the earlier in the batch
-goes first; apart from that a permutation of the batch permutes the answer.
+graph size lies within it: then exactly as many as fit are, the largest first. Among requests with equal g the earlier in the
+batch goes first; apart from that a permutation of the batch permutes the answer.
 
-Estimates of what is chosen are too good on average, being the best of several; not to draft is the one choice that needs none
-of acceptance. So near even nothing is drafted: with hysteresis on, drafting has to promise that much more than not drafting,
-or less where it adds little to a step (`DEAR`): what can be lost by it is no more than that.
+The chosen length's estimate is too good on average, being the best of several. Only not drafting needs no estimate of
+acceptance. So near break-even nothing is drafted: with hysteresis on, drafting has to promise that much more than not drafting.
+Less is required where drafts add little to a step (`DEAR`): the possible loss is no larger.
 
 Source: Smith and Winkler, Management Science 52 (2006), "The optimizer's curse".
 
-Non-anticipation, on which losslessness rests: the only inputs are survival estimates from finished rounds and the batch's
-shape. Nothing of the drafts that are about to be cut enters, so which drafts get verified is independent of what they are.
+Losslessness rests on non-anticipation: the only inputs are survival estimates from finished rounds and the batch's shape. The
+drafts to be cut aren't an input, so the choice of verified drafts is independent of their values.
 
 Letters: N = requests, C = survival curves, K = configured number of draft tokens.
 """
@@ -44,15 +43,15 @@ LEVELS = 64
 LEVEL_VALUES: Floats = 1.0 - (np.arange(LEVELS) + 0.5) / LEVELS
 """Typical gain of each level, the largest first."""
 PARTS, PART_BITS = 65_535, 10
-"""Gains of large batches are rounded to parts; so many of their lower bits tell gains of one level apart."""
+"""Gains of large batches are rounded to parts; so many of their lower bits distinguish gains of one level."""
 MOST_ENTRIES = 512
-"""Up to so many candidates (entries, times caps that are tried) each is its own threshold."""
+"""Most candidates (entries times caps) for which each is its own threshold."""
 DEAR = 0.2
-"""Drafts that add this share to a step's time, or more, have to promise all that hysteresis asks; cheaper ones as much less."""
+"""Drafts that add at least this share to a step's time must promise the full hysteresis; cheaper ones proportionally less."""
 NO_PREVIOUS = -1
-"""Instead of a cap: there is no previous choice to hold on to."""
+"""Placeholder for a cap: there is no previous choice."""
 LOST_GRAPH = 1.25
-"""How much longer a step is taken to last without its CUDA graph: a guess, since it differs from model to model."""
+"""Assumed factor on a step's time without its CUDA graph: a guess, since it differs from model to model."""
 Parts: TypeAlias = npt.NDArray[np.uint16]
 Found: TypeAlias = tuple[Ints, int, float, int, float, float, float, bool]
 """Draft lengths [N], the longest of them, threshold, cap (0: no drafts), rate, rate without drafts, the best with drafts,
@@ -60,7 +59,7 @@ whether the previous choice was kept."""
 
 
 class OperatingPoint(NamedTuple):
-    """What a choice comes down to, and what hysteresis holds on to while batches come and go."""
+    """Parameters of a choice that hysteresis keeps while batches change."""
 
     threshold: float
     cap: int
@@ -68,27 +67,27 @@ class OperatingPoint(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Draft lengths of a batch and what is expected of them."""
+    """Draft lengths of a batch and their predicted rates."""
 
     num_draft_tokens: list[int]  # [N]
     point: OperatingPoint
     rate: float
-    """What was maximised, per second: expected tokens of the batch, or of a typical request when latency counts."""
+    """The maximised rate, per second: expected tokens of the batch, or of a typical request in latency mode."""
     rate_without: float
-    """The same with nothing drafted."""
+    """The same without drafts."""
     is_held: bool = False
     """The best choice gained too little over the previous operating point, which was kept."""
     rate_drafting: float = 0.0
-    """The best with something drafted, chosen or not; 0: nothing can be, or it isn't told (trees)."""
+    """The best rate with drafts, chosen or not; 0: no drafts are possible, or it isn't computed (trees)."""
 
     @property
     def margin(self) -> float:
-        """By how much drafting is believed to beat not drafting, relative; below 0: it doesn't."""
+        """Predicted relative gain of drafting over not drafting; below 0: a loss."""
         return self.rate_drafting / self.rate_without - 1.0
 
 
 def nothing(count: int, rate: float) -> Choice:
-    """No drafts for anybody."""
+    """No drafts for any request."""
     return Choice([0] * count, OperatingPoint(1.0, 0), rate, rate)
 
 
@@ -116,7 +115,7 @@ def allocate(
 
 
 def latency_gains(survival: npt.NDArray[np.floating]) -> Floats:
-    """What each draft takes off a request's time per token: 1/E(j−1) − 1/E(j) of survival [..., K]."""
+    """Reduction of a request's time per token by each draft: 1/E(j−1) − 1/E(j) of survival [..., K]."""
     expected = 1.0 + np.cumsum(survival, axis=-1, dtype=np.float64)
     gains: Floats = survival / ((expected - survival) * expected)
     return gains
@@ -127,7 +126,7 @@ class CurveTable:
     """A set of curves; many batches may share it."""
 
     gains: Floats  # [C, K]
-    parts: Parts  # [C, K], the same in `PARTS`: a large batch reads many curves, which have left the caches
+    parts: Parts  # [C, K], the same in `PARTS`: a large batch reads many curves, which are no longer in the caches
 
     @classmethod
     def of(cls, gains: npt.NDArray[np.floating]) -> CurveTable:
@@ -148,16 +147,16 @@ def choose(
     previous: OperatingPoint | None = None,
     hysteresis: float = 0.0,
 ) -> Choice:
-    """Choose the draft lengths of the highest rate.
+    """Choose the draft lengths with the highest rate.
 
     Args:
         gains: g(j) of each curve, [C, K], non-increasing along the last axis: survival, or `latency_gains` of it.
-        is_latency: which of the two the gains are.
+        is_latency: the gains are `latency_gains`.
         group: curve of each request, [N]; None: one request per curve.
         ceilings: most draft tokens of each request, [N]; None: K for all.
-        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its. Nothing is drafted unless
-            that is more than so much better than not to draft, twice as much where nothing was drafted before, and less where
-            drafts cost less than `DEAR`.
+        previous: kept unless the best choice's rate is more than `hysteresis` (relative) above its rate. Nothing is drafted
+            unless that is better than not drafting by more than `hysteresis`: twice as much where nothing was drafted before,
+            less where drafts cost less than `DEAR`.
     """
     from honed.adapt.lengths import compiled
 
@@ -184,19 +183,19 @@ def choose(
 
 
 def to_hold(previous: OperatingPoint | None, hysteresis: float) -> tuple[float, int, float]:
-    """Tell `compiled.search` what to hold on to: threshold and cap, and how hard."""
+    """Previous choice for `compiled.search`: its threshold and cap, and the hysteresis."""
     if previous is None or hysteresis <= 0.0:
         return 1.0, NO_PREVIOUS, 0.0
     return previous.threshold, previous.cap, hysteresis
 
 
 def promised(costs: float, is_begun: bool, hysteresis: float) -> float:
-    """By how much drafting has to be better than not drafting, relative, where a step with drafts takes so much longer."""
+    """Required relative gain of drafting over not drafting, where drafts add this share to a step's time."""
     return (1.0 if is_begun else 2.0) * hysteresis * min(max(costs, 0.0) / DEAR, 1.0)
 
 
 def choice_of(found: Found) -> Choice:
-    """Make a choice of what `compiled.search` found."""
+    """Make a choice from the result of `compiled.search`."""
     lengths, _, threshold, cap, rate, without, drafting, is_held = found
     return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held, drafting)
 
@@ -210,7 +209,7 @@ def rates_of(
     context_tokens: int = 0,
     num_prefill_tokens: int = 0,
 ) -> Floats:
-    """What `choose` would make of given lengths: the rate of each of M ways, [M].
+    """Rates of given lengths, as `choose` computes them: for each of M ways, [M].
 
     Args:
         lengths: draft tokens of each request in each way, [M, N].
@@ -230,7 +229,7 @@ def rates_of(
 def _round_seconds(
     model: StepTimeModel, count: int, num_drafts: int, block: int, context_tokens: int, num_prefill_tokens: int
 ) -> float:
-    """T of a step of so many requests and drafts, without what its prompts add to it when nothing is drafted."""
+    """T of a step with so many requests and drafts, without what its prompts add to it when nothing is drafted."""
     fixed = model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
     drafting = model.block_seconds(count, block, context_tokens) if block else 0.0
     seconds = fixed + model.seconds_of_tokens(count + num_prefill_tokens + num_drafts) + drafting
@@ -250,17 +249,17 @@ def choose_equal(
     captured_lengths: Sequence[int] = (),
     ceilings: Ints | None = None,
 ) -> Choice:
-    """Choose one length for everybody, for engines on which lengths that differ lose the captured graph.
+    """Choose one length for all requests, for engines on which unequal lengths lose the captured graph.
 
-    Requests with a ceiling below it get that: the price is the graph, `LOST_GRAPH` times the step, and it is paid where the
+    Requests with a lower ceiling get that instead. This costs the graph, `LOST_GRAPH` times the step, and is chosen where the
     others' drafts are worth it.
 
     Args:
-        gains: Σ_i g_i(j) of the batch by depth, of the requests whose ceilings allow it, [k_max].
+        gains: Σ_i g_i(j) of the batch by depth, over the requests whose ceilings allow it, [k_max].
         count: N.
-        ceilings: most draft tokens of each request, [N]; None: none has any.
+        ceilings: most draft tokens of each request, [N]; None: no ceilings.
         captured_lengths: the lengths, beside 0, that may be chosen; empty: all.
-        previous, hysteresis: as `choose` has them; it is the cap that is kept.
+        previous, hysteresis: as in `choose`; the cap is kept.
     """
     rates: list[float] = []
     seconds_of: list[float] = []

@@ -1,16 +1,16 @@
-"""What is done for every request between two engine steps, compiled by numba, which vLLM brings along.
+"""Work done for every request between two engine steps, compiled by numba, which vLLM depends on.
 
-Between two steps the caches are somebody else's: some forty calls of numpy for 256 requests then took 2.7 times as long as in a
-tight loop; and many of them give up the interpreter's lock for a moment, which another thread of the process may take. Here
+Between two steps other code has filled the caches: some forty calls of numpy for 256 requests then took 2.7 times as long as in
+a tight loop. Many of them also release the interpreter's lock for a moment, and another thread of the process may take it. Here
 each part is one call that reads a few kilobytes and keeps the lock.
 
-Compiling takes seconds, once for a machine where numba finds a place to keep the result (beside this file, the user's cache, or
-NUMBA_CACHE_DIR), else once for a process: `Decider.prepare` does it beforehand. What is kept is thrown away when this file
-changes: not when a constant does that it imports. Importing it imports numba, so that is done where it is needed; the daemon
-does without.
+Compiling takes seconds, once for a machine where numba can store the result (beside this file, the user's cache, or
+NUMBA_CACHE_DIR), else once for a process: `Decider.prepare` does it beforehand. A stored result is discarded when this file
+changes, but not when an imported constant does. Importing this file imports numba, so it is only imported where needed; the
+daemon doesn't import it.
 
-Letters: N = requests asked about, S = slots, W = workloads of the policy, K = draft tokens, C = curves, L = levels, B = caps on
-the block that are tried, T = totals of scheduled tokens that are priced.
+Letters: N = requests in the batch, S = slots, W = workloads of the policy, K = draft tokens, C = curves, L = levels, B = caps
+on the block that are tried, T = totals of scheduled tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from honed.adapt.steps.step_time import LEAST_SECONDS, PARAMETERS
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# llvmlite's handle answers to any name with a function, to `__dict__` as well; vLLM's CPU build, which looks through all
-# modules whenever it starts an engine, takes that for a dict and fails.
+# llvmlite's handle answers any name with a function, `__dict__` included. vLLM's CPU build looks through all modules when it
+# starts an engine, takes that for a dict and fails.
 with contextlib.suppress(AttributeError, TypeError):
     llvmlite.binding.ffi.lib._fntab.setdefault("__dict__", {})
 
@@ -56,7 +56,7 @@ with contextlib.suppress(AttributeError, TypeError):
 def _compiled(function: Callable[P, R]) -> Callable[P, R]:
     try:
         made: Callable[P, R] = njit(cache=True, error_model="numpy")(function)
-    except RuntimeError:  # nowhere to keep the result
+    except RuntimeError:  # the result can't be stored
         made = njit(error_model="numpy")(function)
     return made
 
@@ -69,9 +69,9 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
     """Look up the curve of each request's theta, [N].
 
     Args:
-        requests: what is known of each slot's, [S], see `request_beliefs.REQUEST`; its `shift` is set.
+        requests: state of each slot, [S], see `request_beliefs.REQUEST`; its `shift` is set.
         workloads: of each row, [W], see `policy_tables.WORKLOAD`.
-        has_shift: whether the length of the context makes a difference; then `steps` of theta by row and bucket,
+        has_shift: whether the context's length makes a difference; then `steps` of theta by row and bucket,
             [W, buckets], are looked up; see `adapt.acceptance.context_shift`.
     """
     found = np.empty(len(slots), np.int64)
@@ -98,10 +98,10 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
 
 @_compiled
 def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats) -> None:
-    """Add rounds [N] to what is known of requests, [S]: their failures, successes and contexts; slot −1 says nothing.
+    """Add rounds [N] to the requests' failures, successes and contexts, [S]; slot −1 is ignored.
 
     Args:
-        on_failure: what a failure after n accepted drafts adds, [W, K+1]; `on_success`: what the n add.
+        on_failure: addition for a failure after n accepted drafts, [W, K+1]; `on_success`: for the n accepted drafts.
     """
     most = on_failure.shape[1] - 1
     for i in range(len(slots)):
@@ -121,7 +121,7 @@ def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_fail
 
 @_compiled
 def rate_of(count: int, gained: float, seconds: float, is_latency: bool) -> float:
-    """What is maximised, from the sum of the gains that are admitted."""
+    """The maximised rate, from the sum of the admitted gains."""
     return count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
 
 
@@ -129,7 +129,7 @@ def rate_of(count: int, gained: float, seconds: float, is_latency: bool) -> floa
 def prices(
     parameters: Floats, token_seconds: Floats, count: int, context_tokens: int, num_prefill_tokens: int
 ) -> tuple[float, float, float]:
-    """Price a step but for its tokens: `StepTimeModel.fixed_seconds_of_rounds`, and a block: what it costs, and each depth."""
+    """Costs of a step without its tokens (`StepTimeModel.fixed_seconds_of_rounds`), of a block, and of each of its depths."""
     fixed = parameters[0] + parameters[1] * count + parameters[2] * context_tokens + LEAST_SECONDS
     fixed -= token_seconds[count + num_prefill_tokens] - token_seconds[count]
     drafting = parameters[4] + parameters[9] + (parameters[5] + parameters[10]) * count + parameters[8] * context_tokens
@@ -148,7 +148,7 @@ def exact(
     is_latency: bool,
     hold: tuple[float, int, float],
 ) -> Found:
-    """`search` for a small batch: every gain is a threshold that is tried, and every cap where a shorter block is cheaper."""
+    """`search` for a small batch: tries every gain as a threshold, and every cap where a shorter block is cheaper."""
     held_threshold, held_cap, hysteresis = hold
     count, depth = len(group), 0
     for i in range(count):
@@ -178,7 +178,7 @@ def exact(
                     break
                 if order[at] >= cap * count:
                     continue
-                if is_top:  # half-way to the next: a small change of either doesn't change what a held threshold admits
+                if is_top:  # half-way to the next: a small change of either doesn't change what the threshold admits
                     top_threshold, is_top = 0.5 * (top_threshold + value), False
                 got, num = got + value, num + 1
             taken = seconds + token_seconds[base_tokens + num]
@@ -228,7 +228,7 @@ def _admit(
 
 @_compiled
 def _least(level: int) -> int:
-    """The smallest gain of a level, in parts."""
+    """Smallest gain of a level, in parts."""
     return PARTS - ((level + 1) << PART_BITS) + 1
 
 
@@ -261,7 +261,7 @@ def by_levels(
         held_row = min(held_cap, depth) - 1 if is_block_priced else 0
     admitted = np.zeros((num_caps, LEVELS), np.int64)
     gained = np.zeros((num_caps, LEVELS))
-    # Requests of one curve, which are many, count together: those of a lower ceiling apart.
+    # Requests of one curve, which are many, are counted together; those with a lower ceiling separately.
     alike, curves_seen, num_curves = np.zeros(len(parts), np.int64), np.empty(count, np.int64), 0
     for i in range(count):
         curve = group[i]
@@ -298,7 +298,7 @@ def by_levels(
             if level == held_level and row == held_row:
                 held, held_seconds = rate, taken
             fitting = captured_below[total]
-            if before < fitting < total:  # as many of the level as fill a captured graph
+            if before < fitting < total:  # admit as many of the level as fill a captured graph
                 taken = seconds + token_seconds[fitting]
                 got -= (total - fitting) * LEVEL_VALUES[level]
                 rate = rate_of(count, got, taken, is_latency)
@@ -314,7 +314,7 @@ def by_levels(
         best, best_level, best_row, left_out, is_held = held, held_level, held_row, 0, True
     cap = best_row + 1 if is_block_priced else depth
     below, least = _least(best_level), _least(best_level - 1 if left_out else best_level)
-    longest = np.full(len(parts), -1, np.int64)  # of each curve, once it was asked for
+    longest = np.full(len(parts), -1, np.int64)  # of each curve, once computed
     for i in range(count):
         curve = group[i]
         if longest[curve] < 0:
@@ -323,7 +323,7 @@ def by_levels(
                 length += 1
             longest[curve] = length
         lengths[i] = max(min(longest[curve], ceilings[i]), 0)
-    if left_out:  # of the level itself all but its least likely; of equal ones the earlier depth, then the earlier request
+    if left_out:  # all of the level but its least likely; among equal ones the earlier depth, then the earlier request
         entries = np.empty(count * cap, np.int64)
         gain = np.empty(count * cap)
         num = 0
@@ -353,14 +353,14 @@ def search(
     is_latency: bool,
     hold: tuple[float, int, float],
 ) -> Found:
-    """Choose a threshold and a cap for `block_size.choose`, which says what is maximised.
+    """Choose a threshold and a cap; `block_size.choose` describes the maximised rate.
 
     Args:
         gains: g(j) of each curve, [C, K]; `parts`: the same, rounded, [C, K].
         group: curve of each request, [N]; `ceilings`: its most draft tokens, [N].
-        parameters: of the `StepTimeModel`, [P]; `token_seconds`: its price of totals of scheduled tokens, [T];
+        parameters: of the `StepTimeModel`, [P]; `token_seconds`: its cost of totals of scheduled tokens, [T];
             `captured_below`: largest captured size ≤ each, [T].
-        hold: threshold and cap of the previous choice (or NO_PREVIOUS), and how hard to hold on to it.
+        hold: threshold and cap of the previous choice (or NO_PREVIOUS), and the hysteresis.
     """
     entries = len(group) * gains.shape[1]
     if parameters[6] > 0.0 or parameters[7] > 0.0:
@@ -384,7 +384,7 @@ def search(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer."""
+    """Turn an address into a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -427,7 +427,7 @@ def with_kinds(
     fixed, drafting, per_block_token = prices(parameters, token_seconds, count, context_tokens, 0)
     made = token_seconds[: count * (depth + 1) + 1].copy()
     made[count] += effects[row, 0] * (fixed + made[count])
-    for length in range(depth):  # and some of the requests one more
+    for length in range(depth):  # and one more for some of the requests
         before = effects[row, min(max(length, 1), last)]  # fewer drafts than requests are the same kind of steps
         slope = (effects[row, min(length + 1, last)] - before) / count
         first, seconds = count * (length + 1), fixed + drafting + (length + 1) * per_block_token
@@ -507,7 +507,7 @@ def learn_at(address: int) -> None:
 
 
 def prepare() -> None:
-    """Compile everything, or load it from where it is kept."""
+    """Compile everything, or load the stored result."""
     requests, workloads = np.zeros(1, REQUEST), np.ones(1, WORKLOAD)
     slots, table = np.zeros(1, np.int64), np.full((1, 2), 0.5)
     parts, seconds, captured = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64)

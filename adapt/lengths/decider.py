@@ -1,27 +1,27 @@
 """Decides, inside the engine and every step, how many draft tokens each request gets.
 
-What is known of the requests is `adapt.lengths.request_beliefs`'. What it does when is a table:
+The requests' state is in `adapt.lengths.request_beliefs`. This table gives the decision in each case:
 
     policy             reason          draft lengths
-    none               no_policy       K for everybody
+    none               no_policy       K for all requests
     older than ttl_s   stale_policy    static_k
     kind "off"         off             K (the attachment leaves vLLM alone)
-    kind "static"      static          static_k ("override" when an operator asked for it)
+    kind "static"      static          static_k ("override" for an operator's override)
     a contender        its name        adapt.lengths.rules
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.lengths.block_size.choose
                        explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
-                                       ones: a neighbour of what the two rows above would give; and, where the choice is even or
-                                       little was seen, some steps in a row on the other side of drafting or not
-                                       (`explore.Trials`), or, in small batches, with other lengths (`explore.LengthTrials`)
+                                       ones: a neighbour of the choice in the two rows above. Where the choice is close or has
+                                       few data, some steps in a row draft instead of not drafting, or the reverse
+                                       (`explore.Trials`). In small batches some try other lengths (`explore.LengthTrials`)
 
-Where a policy wants equal lengths, all requests of a step get one that it allows: the table's, rounded down. Only K and an
+Where a policy wants equal lengths, all requests of a step get one allowed length: the table's, rounded down. Only K and an
 operator's override of `draft_tokens` stay as they are.
 
-Where the decider isn't asked, the attachment says why: "observe" (nothing can be decided on this engine), "off", "error" (it
-gave up, after too many errors) or "unplanned" (deciding this step failed).
+Where the decider isn't called, the attachment gives the reason: "observe" (this engine allows no decisions), "off", "error"
+(disabled after too many errors) or "unplanned" (deciding this step failed).
 
-A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts it is about.
+A decision depends on finished rounds, the batch's shape, the policy and a seeded generator, never on the drafts to be cut.
 Nothing here raises on odd input: unknown requests start as workload "default", unusable figures of a policy are replaced.
 """
 
@@ -44,11 +44,11 @@ from honed.adapt.lengths.rules_base import Contender
 from honed.adapt.protocol.wire import Policy
 
 _COLD_EXPLORE_SHARE = 0.25
-"""While there is no step-time model, unless exploring is switched off: not knowing costs more than finding out."""
+"""Share while there is no step-time model, unless exploring is off: missing the model costs more than exploring."""
 
 
 class Decider:
-    """Holds what one engine knows of its running requests, and turns it into draft lengths."""
+    """Holds the state of one engine's running requests, and turns it into draft lengths."""
 
     def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0) -> None:
         self.num_spec_tokens = max(int(num_spec_tokens), 0)
@@ -57,7 +57,7 @@ class Decider:
         self._fallback = "no_policy"
         self._point: OperatingPoint | None = None
         self._rule: Contender | None = None
-        self._most_tokens = 0  # that a step might have had so far
+        self._most_tokens = 0  # most tokens of any step so far
         self._trials, self._length_trials = Trials(), LengthTrials()
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
         self._model = self._tables.model
@@ -72,7 +72,7 @@ class Decider:
 
     @property
     def fallback(self) -> str:
-        """What was fallen back to when last asked: "" (nothing), "no_policy" or "stale_policy"."""
+        """Fallback at the last decision: "" (none), "no_policy" or "stale_policy"."""
         return self._fallback
 
     def set_policy(self, policy: Policy | None, now_s: float) -> None:
@@ -80,7 +80,7 @@ class Decider:
         self.use(self.tabulate(policy), now_s)
 
     def tabulate(self, policy: Policy | None) -> PolicyTables:
-        """Any thread: do the part of `set_policy` that takes time. The tables in force are given back for the same policy."""
+        """Any thread: do the slow part of `set_policy`. Return the current tables for the same policy."""
         now = self._tables
         if policy is not None and policy == now.policy:
             return replace(now, policy=policy)
@@ -124,7 +124,7 @@ class Decider:
         self._rule.set_limits(tables.limit, policy.static_k, policy.table, self._model, tables.shared_lengths)
 
     def prepare(self) -> None:
-        """Compile now what deciding needs, which takes seconds where it was never done before."""
+        """Compile the decision's code now, which takes seconds the first time."""
         from honed.adapt.lengths import compiled
 
         compiled.prepare()
@@ -132,7 +132,7 @@ class Decider:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Take up a request; a second time changes nothing."""
+        """Add a request; a second time changes nothing."""
         if request_id in self.requests.slot_of:
             return
         self.requests.start(request_id, workload, ceiling)
@@ -174,11 +174,11 @@ class Decider:
         """Choose the draft lengths of the decoding requests of a step.
 
         Args:
-            request_ids: who decodes.
-            context_tokens: sum of their contexts; −1: they are as they were noted, here or by `requests.note_context`.
+            request_ids: the decoding requests.
+            context_tokens: sum of their contexts; −1: use the noted ones, from here or `requests.note_context`.
             num_prefill_tokens: prompt tokens in the same step.
             now_s: a monotonic time.
-            contexts: of every so many-th of them from the first on, to be noted; None: not told.
+            contexts: contexts to note, of every `every`-th request from `first` on; None: none.
         """
         self._refresh_fallback(now_s)
         tables = self._tables
@@ -213,7 +213,7 @@ class Decider:
             has_trials = count <= MOST_EXPLORING and not policy.equal_lengths  # of other lengths
             moved = lengths
             if has_trials and block and not is_trial:
-                # The same draw: what is left of it when it is known to be neither a step alone nor the other side's.
+                # The same draw, rescaled, given that the step neither explores alone nor belongs to the other trials.
                 begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
                 moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
             is_exploring = is_trial or chance < alone_share(share, margin, block > 0, has_trials) or moved is not lengths
@@ -242,7 +242,7 @@ class Decider:
         return [length] * len(lengths) if ceilings is None else np.minimum(ceilings, length).tolist()
 
     def _moved(self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float) -> list[int]:
-        """The same list, or what a trial of other lengths makes of it, which begins perhaps where `begins` is below 1."""
+        """The same list, or one with a trial of other lengths, which may begin where `begins` is below 1."""
         limit, requests = self._tables.limit, self.requests
         moves = self._length_trials.go_on()
         if not moves and begins >= 1.0:
@@ -274,7 +274,7 @@ class Decider:
         policy: Policy,
         noted: tuple[Sequence[int] | None, int, int],
     ) -> tuple[list[int], int, float]:
-        """Draft lengths, the longest of them, and the margin of drafting."""
+        """Draft lengths, their maximum, and the margin of drafting."""
         requests, limit, hysteresis = self.requests, self._tables.limit, self._tables.hysteresis
         are_contexts_known = context_tokens < 0 or noted[0] is not None
         most_tokens = len(request_ids) * (limit + 1) + num_prefill_tokens
@@ -313,7 +313,7 @@ class Decider:
         return choice.num_draft_tokens, max(choice.num_draft_tokens, default=0), choice.margin
 
     def _uniform(self, request_ids: Sequence[str], length: int, reason: str, *, is_exact: bool = False) -> Decision:
-        """Give everybody so much, as far as ceilings go; `is_exact`: even where no graph was captured for that length."""
+        """Give all requests this length, within their ceilings; `is_exact`: even without a graph for that length."""
         lengths = self._tables.shared_lengths
         if lengths and not is_exact:
             length = round_down(length, lengths)

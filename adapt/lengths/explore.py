@@ -1,4 +1,4 @@
-"""What to try now and then, so that the prices and the acceptance of lengths that aren't in use stay known."""
+"""Occasional trials of draft lengths not in use, so that their costs and acceptance stay known."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import math
 import random
 
 MOST_EXPLORING = 16
-"""Requests of a step that try something: else a large batch's step would cost as much as many steps of one request. Fewer
-would be cheaper where nobody drafts, but a step's cost there is mostly the drafter's pass, and what it teaches is theirs."""
+"""Most requests of a step that try something: more would make a large batch's step cost as much as many steps of one request.
+Fewer would be cheaper where nothing is drafted, but a step's cost there is mostly the drafter's pass, and only they learn."""
 _MOVES = ("less", "more", "half", "none")
 _MOVES_OF_ALL = (*("less", "more") * 12, "half", "none")
-"""Where the whole batch moves: what is far from the best costs most, and is tried least."""
+"""Moves of the whole batch: lengths far from the best cost most, and are tried least."""
 TRIAL_STEPS = 3
-"""What a trial of the other side lasts. Drafts are verified a step after they were made: a lone step without drafts still
-verifies, and the next one drafts again, so that only what follows within a longer trial is as if nothing else were done."""
+"""Steps of a trial of the other side. Drafts are verified a step after they were made: a single step without drafts still
+verifies, and the next one drafts again. So only the later steps of a longer trial show the other side alone."""
 ENOUGH_STEPS = 24.0
-"""Of either side at a batch size (to a power of two): with fewer, what is believed of it may be all luck."""
+"""Steps of either side at a batch size (to a power of two): with fewer, its estimate may be chance."""
 _REMEMBERED_STEPS = 4096.0
 _CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
-"""Margins up to which trials are as frequent as may be: the second where little was seen of the other side."""
+"""Margins up to which trials have their highest frequency: the second where the other side has few steps."""
 _LEAST_CLOSE = 0.01
-"""The same where much was seen: down to this with the square root of how much."""
+"""The smallest such margin where the other side has many steps: it falls with the square root of their number."""
 _LEAST_ALONE = 0.25
 _STARTING, MOST_STARTING = 1.5, 0.04
-"""So frequent: trials begun per step that explores, and at most per step."""
+"""Trials begun per step that explores, and at most per step."""
 
 
 def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_STEPS) -> float:
     """Share of the steps in which to begin a trial of the other side: drafting where nothing is drafted, or the reverse.
 
-    A mistake of some per cent in a price decides for good on which side one stays, since only that side is measured from then
-    on. Trials cost the margin, and teach most where it is small or where little was seen of the other side: beyond a margin
-    that is close they become rarer with its square.
+    An error of some per cent in a cost would fix the side for good, since only the chosen side is measured from then on. Trials
+    cost the margin, and teach most where it is small or the other side has few steps. Beyond a close margin they become rarer
+    with its square.
 
     Args:
         margin: see `block_size.Choice`.
@@ -42,10 +42,10 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
 
 
 def alone_share(explore_share: float, margin: float, is_drafting: bool, has_trials: bool) -> float:
-    """Share of the steps in which something is tried in that step alone.
+    """Share of the steps that try something in that step alone.
 
-    Where nothing is drafted, and drafting would be far worse, each such step costs much, and says only that: fewer do. And
-    fewer do where lengths that are nearly as good have trials of their own, which cost less.
+    Such a step costs much and teaches little where nothing is drafted and drafting would be far worse: it is rarer there. It is
+    also rarer where lengths that are nearly as good have their own trials, which cost less.
 
     Args:
         margin: see `block_size.Choice`.
@@ -57,7 +57,7 @@ def alone_share(explore_share: float, margin: float, is_drafting: bool, has_tria
 
 
 def _close(num_seen: float) -> float:
-    """Up to which margin trials of what was seen so often are as frequent as may be."""
+    """Largest margin at which trials have their highest frequency, for so many steps."""
     return max(_CLOSE * min(math.sqrt(ENOUGH_STEPS / max(num_seen, 1.0)), 1.0), _LEAST_CLOSE)
 
 
@@ -66,7 +66,7 @@ def _closeness(margin: float, close: float) -> float:
 
 
 class Trials:
-    """Trials of the other side, and how much of either was seen lately."""
+    """Trials of the other side, and the recent steps of each side."""
 
     def __init__(self) -> None:
         self._num_left, self._is_drafting = 0, False
@@ -77,9 +77,9 @@ class Trials:
         """Whether a step belongs to a trial, which may begin with it.
 
         Args:
-            chance: drawn; below `share` something else is tried.
+            chance: random draw; below `share` something else is tried.
             margin: see `block_size.Choice`.
-            is_drafting: what is believed to be best.
+            is_drafting: the side predicted to be best.
         """
         seen = self._seen.get(num_requests.bit_length(), (0.0, 0.0))[not is_drafting]
         if share <= chance < share + trial_share(share, margin, seen):
@@ -90,7 +90,7 @@ class Trials:
         return self._is_drafting != is_drafting
 
     def note(self, num_requests: int, is_drafting: bool) -> None:
-        """Note what a step did."""
+        """Note whether a step drafted."""
         seen = self._seen.setdefault(num_requests.bit_length(), [0.0, 0.0])
         for side in (0, 1):
             seen[side] += (side == is_drafting) - seen[side] / _REMEMBERED_STEPS
@@ -150,16 +150,16 @@ def neighbour(
     """Move some of a step's draft lengths.
 
     Args:
-        limit: the most any of them may become.
-        is_equal: they are, and stay, one length for all.
-        cold_length: what is drafted while nothing is known of prices; then all requests move. None: prices are known.
+        limit: most draft tokens of any request.
+        is_equal: all lengths are equal, and stay so.
+        cold_length: draft length while costs are unknown; then all requests move. None: costs are known.
     """
     is_known, is_drafting = cold_length is None, any(lengths)
     is_all = is_equal or len(lengths) <= MOST_EXPLORING
     move = rng.choice(_MOVES_OF_ALL if is_all and is_known else _MOVES)
     if is_drafting and move == "none":
         return [0] * len(lengths)
-    # Where nothing is drafted one token says what has to be known: whether the first is accepted, and what the pass costs.
+    # Where nothing is drafted, one token shows all that is needed: the first one's acceptance, and the cost of the pass.
     few = (1,) if is_known else (1, 2, max(cold_length or 0, 1))
     started = 0 if is_drafting else min(rng.choice(few), limit)
 

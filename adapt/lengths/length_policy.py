@@ -1,7 +1,7 @@
-"""What every rule that chooses draft lengths looks like: the default, and those it is compared with.
+"""Interface of all rules that choose draft lengths: the default, and those it is compared with.
 
-Non-anticipating by construction: a rule is told of finished rounds (`observe`) and of a batch's shape (`decide`), never of
-the draft tokens that its answer cuts. That, and not the quality of the answer, is what keeps sampled output unbiased.
+Non-anticipating by construction: a rule gets finished rounds (`observe`) and a batch's shape (`decide`), never the draft tokens
+that its answer cuts. This keeps sampled output unbiased, whatever the quality of the answer.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple, Protocol
 
 
 class Decision(NamedTuple):
-    """Draft lengths of one step, in the order of the requests that were asked about."""
+    """Draft lengths of one step, in the order of the given requests."""
 
     num_draft_tokens: list[int]
     block: int
-    """The largest of them: what the drafter has to draft; 0: it can be skipped."""
+    """The largest of them, which the drafter must draft; 0: it can be skipped."""
     reason: str
 
 
 class LengthPolicy(Protocol):
-    """A rule with the memory it needs. Nothing raises on odd input: an unknown request is taken up as workload "default"."""
+    """A rule with its memory. Nothing raises on odd input: an unknown request is added as workload "default"."""
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Take up a request; `ceiling` is the most draft tokens it may get, -1: no limit of its own."""
+        """Add a request; `ceiling` is its most draft tokens, -1: no limit of its own."""
 
     def finish(self, request_id: str) -> None:
         """Forget a request; an unknown one is fine."""

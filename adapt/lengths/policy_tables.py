@@ -1,4 +1,4 @@
-"""A policy made ready for quick use inside the engine, on a thread that has the time."""
+"""A policy's tables for quick use inside the engine, made on another thread."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _THETAS: Floats = np.exp((np.arange(NUM_THETAS) - NUM_THETAS // 2) / THETA_STEPS
 """Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
 Records: TypeAlias = npt.NDArray[np.void]
 WORKLOAD = np.dtype([(name, np.float64) for name in ("constant", "feature_weight", "feature_mean")])
-"""What the workload's curve weighs in a request's theta; and what drafts show, see `draft_features`."""
+"""Weight of the workload's curve in a request's theta; and the drafts' features, see `draft_features`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTables:
-    """A policy made ready for quick use: survival curves of every workload and theta. Made on any thread by `of`.
+    """A policy's tables: survival curves of every workload and theta. Made on any thread by `of`.
 
-    Letters: W = workloads of the policy (row 0 serves those that aren't named), K = draft tokens.
+    Letters: W = workloads of the policy (row 0 serves unnamed ones), K = draft tokens.
     """
 
     policy: Policy | None
     model: StepTimeModel
     row_of_workload: dict[str, int]
     is_latency: bool
-    curves: CurveTable  # [W * thetas, K] survival, or what it does for latency, as far as the policy's limit goes
+    curves: CurveTable  # [W * thetas, K] survival, or its gain in latency, up to the policy's limit
     workloads: Records  # [W] of WORKLOAD
-    on_failure: Floats  # [W, K+1] what a failure after n accepted drafts adds to the one Mantel-Haenszel sum
-    on_success: Floats  # [W, K+1] what n accepted drafts add to the other
+    on_failure: Floats  # [W, K+1] addition of a failure after n accepted drafts to one Mantel-Haenszel sum
+    on_success: Floats  # [W, K+1] addition of n accepted drafts to the other
     shift: Floats  # [W, buckets] steps of theta by context length
     has_shift: bool  # whether any step isn't 0
     limit: int  # most draft tokens of any request
@@ -51,7 +51,7 @@ class PolicyTables:
 
     @classmethod
     def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0) -> PolicyTables:
-        """Tabulate a policy, with prices of steps of at least `num_tokens`; unusable figures of it are replaced."""
+        """Tabulate a policy, with costs of steps of at least `num_tokens`; its unusable figures are replaced."""
         priors = policy.priors if policy is not None else []
         usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
         acceptance = np.array(usable or [_usable_curve([], num_spec_tokens)])  # [W, K]
@@ -99,7 +99,7 @@ def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:
 
 
 def shared_lengths_of(policy: Policy | None, limit: int) -> tuple[int, ...]:
-    """What all requests of a step may get where they have to get the same, ascending from 0; empty where they don't."""
+    """Lengths allowed where all requests of a step must get the same, ascending from 0; empty where they needn't."""
     if policy is None or not policy.equal_lengths:
         return ()
     lengths = set(range(1, limit + 1))
@@ -116,7 +116,7 @@ def _usable_model(policy: Policy | None, num_tokens: int) -> StepTimeModel:
 
 
 def _usable_curve(acceptance: Sequence[float], num_spec_tokens: int) -> Floats:
-    """Make K figures in (0, 1) of whatever came: the last usable one is repeated where they are missing."""
+    """Make K figures in (0, 1) of any input: the last usable one is repeated where they are missing."""
     curve, last = np.empty(num_spec_tokens), FIRST_GUESS
     for position in range(num_spec_tokens):
         value = acceptance[position] if position < len(acceptance) else last
@@ -126,7 +126,7 @@ def _usable_curve(acceptance: Sequence[float], num_spec_tokens: int) -> Floats:
 
 
 def _usable_shift(shifts: Sequence[Sequence[float]]) -> tuple[Floats, bool]:
-    """Turn factors by context length into steps of theta: 1 for what is missing or unusable."""
+    """Turn factors by context length into steps of theta: 1 for missing or unusable ones."""
     factors = np.ones((len(shifts), NUM_BUCKETS))
     for row, shift in zip(factors, shifts, strict=True):
         usable = [within(value, 0.1, 10.0, 1.0) if value > 0.0 else 1.0 for value in shift[:NUM_BUCKETS]]
@@ -135,5 +135,5 @@ def _usable_shift(shifts: Sequence[Sequence[float]]) -> tuple[Floats, bool]:
 
 
 def within(value: float, low: float, high: float, otherwise: float) -> float:
-    """Return the value or the end of [low, high] that it lies beyond; `otherwise` for NaN and infinities."""
+    """Return the value, or the end of [low, high] that it lies beyond; `otherwise` for NaN and infinities."""
     return min(max(value, low), high) if math.isfinite(value) else otherwise

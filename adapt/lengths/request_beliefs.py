@@ -1,11 +1,11 @@
-"""What the engine's side knows of its running requests, in arrays over slots.
+"""Engine side's state of its running requests, in arrays over slots.
 
-A request's failure odds relative to its workload's, theta, are estimated by Mantel-Haenszel sums over its own recent rounds,
-drawn to 1 by `constant` (what the workload's curve weighs), tilted by what its drafts showed
-(`adapt.acceptance.draft_features`). Where acceptance depends on the length of the context, theta is times the factor of that
-(`adapt.acceptance.context_shift`), and the request's own is measured against the curve of its context.
+Theta is a request's failure odds relative to its workload's. It is estimated by Mantel-Haenszel sums over the request's recent
+rounds, shrunk to 1 by `constant` (the weight of the workload's curve) and tilted by its drafts' features
+(`adapt.acceptance.draft_features`). Where acceptance depends on the context's length, theta is multiplied by that factor
+(`adapt.acceptance.context_shift`), and the request's own part is measured against the curve of its context.
 
-What is done for every request is compiled, see `adapt.lengths.compiled`.
+Work for every request is compiled, see `adapt.lengths.compiled`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ REQUEST = np.dtype(
         ("ceiling", np.int64),  # most draft tokens
         ("row", np.int64),  # of the tables, for its workload
         ("shift", np.float64),  # steps of theta, for the length of the context
-        ("shown", np.float64),  # sum of what earlier rounds' drafts showed
+        ("shown", np.float64),  # sum of the features of earlier rounds' drafts
         ("num_shown", np.float64),
     ]
 )
-"""What is known of a request: 64 bytes, a line of the caches."""
+"""State of a request: 64 bytes, a cache line."""
 
 
 class RequestBeliefs:
-    """The running requests of one engine. Letters: n = requests asked about, K = draft tokens."""
+    """The running requests of one engine. Letters: n = requests in a call, K = draft tokens."""
 
     def __init__(self, num_spec_tokens: int, max_num_seqs: int, tables: PolicyTables) -> None:
         self.num_spec_tokens = num_spec_tokens
@@ -57,7 +57,7 @@ class RequestBeliefs:
         self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64))
         self._labels: dict[str, int] = {"default": 0}
         self._last_ids: list[str] = []
-        """The last batch that `slots_of` was asked about, its slots, and the slots of those that are over since then."""
+        """The last batch given to `slots_of`, its slots, and the slots of requests that ended since then."""
         self._last_slots = array("q")
         self._left: list[int] = []
         self._is_left_retaken = False
@@ -66,15 +66,15 @@ class RequestBeliefs:
 
     def _keep(self, known: Records, label: Ints) -> None:
         self.known, self._label = known, label
-        """What is known by slot, [S] of REQUEST."""
+        """State by slot, [S] of REQUEST."""
         self.ceiling: Ints = known["ceiling"]
         self.context: Ints = known["context"]
         self._lengths = array("q", bytes(8 * len(known)))
-        """Room for the draft lengths of all."""
+        """Buffer for the draft lengths of all."""
         self._desk.put(known=known, num_slots=len(known), lengths=self._lengths.buffer_info()[0])
 
     def use(self, tables: PolicyTables) -> None:
-        """Measure and predict with these tables from now on."""
+        """Use these tables from now on."""
         self._tables, self._num_priced = tables, 0
         curves = tables.curves
         self._desk.put(
@@ -104,7 +104,7 @@ class RequestBeliefs:
         return compiled
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Take up a request; a second time changes nothing."""
+        """Add a request; a second time changes nothing."""
         if request_id in self.slot_of:
             return
         slot = self._take_slot()
@@ -123,7 +123,7 @@ class RequestBeliefs:
             self.num_ceilings -= int(self.ceiling[slot]) < self.num_spec_tokens
             self.free.append(slot)
             self._left.append(slot)
-            if len(self._left) > len(self._last_ids):  # nobody asks
+            if len(self._left) > len(self._last_ids):  # no calls for a batch meanwhile
                 self._forget_batch()
 
     def observe(
@@ -133,11 +133,11 @@ class RequestBeliefs:
         num_accepted_tokens: Sequence[int],
         features: Sequence[float] | None = None,
     ) -> None:
-        """Learn from finished rounds; `num_draft_tokens` counts what was verified, without drafts a grammar struck out.
+        """Learn from finished rounds; `num_draft_tokens` counts verified drafts, without those that a grammar rejected.
 
-        Rounds of requests that are unknown, or over, teach nothing.
+        Rounds of unknown or finished requests teach nothing.
 
-        `features` is what each round's drafts showed, see `RoundColumns.feature`; NaN where unknown.
+        `features` are those of each round's drafts, see `RoundColumns.feature`; NaN where unknown.
         """
         compiled = self._compiled or self._load()
         slots = self._running_slots(request_ids)
@@ -165,11 +165,11 @@ class RequestBeliefs:
             self.context[slot] = num_tokens
 
     def note_contexts(self, request_ids: Sequence[str], contexts: Sequence[int], first: int = 0, every: int = 1) -> None:
-        """Note the lengths of contexts: of every so many-th request of a batch from the first on."""
+        """Note the contexts' lengths, of every `every`-th request of a batch from `first` on."""
         self.context[self.slots_of(request_ids)[first::every]] = contexts
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
-        """Sum of a batch's contexts as they were last noted."""
+        """Sum of a batch's contexts as last noted."""
         slots = self.slots_of(request_ids)
         return int(self.context[slots].sum())
 
@@ -185,13 +185,13 @@ class RequestBeliefs:
         *,
         are_contexts_known: bool,
     ) -> tuple[list[int], int, float, int, float]:
-        """Choose the draft lengths of a batch by `compiled.decide_at`: them, the longest, threshold, cap and margin.
+        """Choose the draft lengths of a batch by `compiled.decide_at`: lengths, the longest, threshold, cap and margin.
 
         Args:
-            context_tokens: sum of its contexts; −1: of what is noted.
+            context_tokens: sum of its contexts; −1: use the noted ones.
             hold: see `block_size.to_hold`.
-            contexts: to be noted, as `note_contexts` has them.
-            are_contexts_known: whether those that are noted say how likely the drafts are.
+            contexts: to be noted, as in `note_contexts`.
+            are_contexts_known: whether the noted contexts predict acceptance.
         """
         compiled = self._compiled or self._load()
         slots, desk = self._slots_of(request_ids), self._desk
@@ -199,7 +199,7 @@ class RequestBeliefs:
         most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
         if most_tokens >= self._num_priced:
             self._price(most_tokens)
-        if count > len(self._lengths):  # somebody was asked about twice
+        if count > len(self._lengths):  # a request occurs twice
             self._lengths = array("q", bytes(8 * count))
             desk.put(lengths=self._lengths.buffer_info()[0])
         noted = array("q", contexts) if contexts is not None else None
@@ -209,7 +209,7 @@ class RequestBeliefs:
         return self._lengths[:count].tolist(), longest, threshold, cap, margin
 
     def _price(self, num_tokens: int) -> None:
-        """Lay out the prices of steps of so many tokens."""
+        """Tabulate the costs of steps of so many tokens."""
         model = self._tables.model
         seconds, captured_below = model.price_tables(num_tokens)
         self._kinds = kind_rows, effects = model.kind_table()  # held: the desk knows but where they are
@@ -228,7 +228,7 @@ class RequestBeliefs:
         )
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:
-        """Add up the requests' gains by depth, as far as their ceilings go, [at most `limit`]."""
+        """Add up the requests' gains by depth, within their ceilings, [at most `limit`]."""
         gains = self.gains_of(request_ids, limit, are_contexts_known=are_contexts_known)
         sums: list[float] = gains.sum(axis=0).tolist()
         return sums
@@ -244,18 +244,18 @@ class RequestBeliefs:
         return gains
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
-        """Look up slots [n]; unknown requests are taken up."""
+        """Look up slots [n]; unknown requests are added."""
         return np.frombuffer(self._slots_of(request_ids), np.int64)
 
     def _slots_of(self, request_ids: Sequence[str]) -> array[int]:
         """Look up slots, [n].
 
-        A batch is as a rule the one before, less those that are over, and then new ones. To tell so by identity takes no look
-        at the ids themselves, which have left the caches.
+        A batch is usually the one before, without finished requests, followed by new ones. Checking this by identity doesn't
+        read the ids themselves, which are no longer in the caches.
         """
         ids, slots = self._last_ids, self._last_slots
         if self._left:
-            slots = slots[:]  # somebody may look at the other
+            slots = slots[:]  # the old array may still be in use
             for slot in self._left:
                 try:
                     at = slots.index(slot)
@@ -279,7 +279,7 @@ class RequestBeliefs:
         return slots
 
     def _running_slots(self, request_ids: Sequence[str]) -> array[int]:
-        """Look up slots [n] for learning: −1, or one that is nobody's, for requests that are unknown or over."""
+        """Look up slots [n] for learning: −1, or an unused one, for unknown or finished requests."""
         count, slots = len(request_ids), list[int]()
         if not self._is_left_retaken:
             if self._last_ids[:count] == request_ids:
@@ -296,7 +296,7 @@ class RequestBeliefs:
         self._none_left()
 
     def _follow(self, request_ids: Sequence[str]) -> list[int]:
-        """Look up the slots of those at the beginning that were in the last batch, in its order."""
+        """Look up the slots of the leading requests that were in the last batch, in its order."""
         before, slots_before, at, count = self._last_ids, self._last_slots.tolist(), 0, len(self._last_ids)
         slots: list[int] = []
         for request_id in request_ids:
@@ -309,7 +309,7 @@ class RequestBeliefs:
         return slots
 
     def slot_list(self, request_ids: Sequence[str]) -> list[int]:
-        """Look up slots; unknown requests are taken up."""
+        """Look up slots; unknown requests are added."""
         try:
             return [self.slot_of[request_id] for request_id in request_ids]
         except KeyError:
@@ -321,7 +321,7 @@ class RequestBeliefs:
         if self.free:
             return self.free.pop()
         used = len(self.slot_of)
-        if used >= _MOST_SLOTS:  # somebody never finishes requests: forget the oldest rather than grow for ever
+        if used >= _MOST_SLOTS:  # a caller never finishes requests: forget the oldest instead of growing forever
             self.finish(next(iter(self.slot_of)))
             return self.free.pop()
         if used == len(self._label):

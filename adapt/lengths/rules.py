@@ -1,4 +1,4 @@
-"""The rules for draft lengths that users know, by name: what the default, adapt.lengths.decider, is compared with.
+"""Known rules for draft lengths, by name, to compare with the default, adapt.lengths.decider.
 
     name        looks at                                      draft lengths
     static      nothing                                       static_k
@@ -8,9 +8,9 @@
     kelly       EMA of accepted / drafted, step times         argmax of expected tokens over a linear cost, as mirror-sd's
     tide        acceptance, step times                        max_k while the expected speed-up is above 1, else none
 
-They are kept as their authors have them, known weaknesses included; where they differ, their docstrings say so. Each gives
-min(rule, max_k, the request's ceiling). Where all requests of a step have to get the same length, out of some, the rule's is
-rounded down to one of these; but a rule that never chooses 0, and would never leave it, chooses the shortest of these then.
+They follow their authors' versions, known weaknesses included; their docstrings name the differences. Each gives min(rule,
+max_k, the request's ceiling). Where all requests of a step must get one of some lengths, the rule's is rounded down to one of
+these. A rule that never chooses 0, and would never leave it, then chooses at least the shortest of these.
 """
 
 from __future__ import annotations

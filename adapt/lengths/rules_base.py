@@ -1,8 +1,8 @@
-"""What the rules in adapt.lengths.rules share: requests, ceilings, limits, and the cleaning of what comes in.
+"""Shared parts of the rules in adapt.lengths.rules: requests, ceilings, limits, and the cleaning of input.
 
-A rule answers one question, `_choose`, and may learn from rounds, `_learn`. It depends on finished rounds, the batch's shape,
-the limits and a seeded generator, never on the drafts it is about. Nothing raises on odd input: figures are clamped, unknown
-requests count as just started, surplus entries of unequal lists are ignored.
+A rule implements one decision, `_choose`, and may learn from rounds, `_learn`. It depends on finished rounds, the batch's
+shape, the limits and a seeded generator, never on the drafts to be cut. Nothing raises on odd input: figures are clamped,
+unknown requests count as just started, surplus entries of unequal lists are ignored.
 
 Letters: K = configured number of draft tokens, k = draft tokens of one request, bonus token not counted, α = acceptance.
 """
@@ -21,7 +21,7 @@ from honed.adapt.lengths.length_policy import Decision, round_down
 from honed.adapt.steps.step_time import StepTimeModel
 
 MOST_REQUESTS = 1 << 20
-"""If somebody never finishes requests, the oldest beyond so many are forgotten."""
+"""If a caller never finishes requests, the oldest beyond so many are forgotten."""
 _MOST_TOKENS = 1 << 40
 
 Round: TypeAlias = tuple[str, int, int]
@@ -40,18 +40,18 @@ class Window:
 
 @dataclass(slots=True)
 class Request:
-    """A running request, as the rules know it."""
+    """A running request's state for the rules."""
 
     ceiling: int
     window: Window = field(default_factory=Window)
 
 
 class Contender(ABC):
-    """A rule, with what it remembers of requests; satisfies `LengthPolicy`."""
+    """A rule with its memory of requests; satisfies `LengthPolicy`."""
 
     name: ClassVar[str]
     DRAFTS_ALWAYS: ClassVar[bool] = False
-    """Whether it never chooses 0. It learns from drafts only, so that it would never end it."""
+    """Whether it never chooses 0. It learns only from drafts, so it would never leave 0."""
 
     def __init__(self, num_spec_tokens: int, seed: int = 0) -> None:
         self.num_spec_tokens = max(int(num_spec_tokens), 0)
@@ -71,15 +71,15 @@ class Contender(ABC):
         model: StepTimeModel,
         shared_lengths: Sequence[int] = (),
     ) -> None:
-        """Put a policy's figures in force; what was learned stays.
+        """Put a policy's figures in force; the learned state stays.
 
         Args:
             max_k: most draft tokens of any request.
-            static_k: draft tokens of rules that have nothing else to go by.
+            static_k: draft tokens of rules without other figures.
             table: rows (largest batch in requests, draft tokens), ascending.
-            model: prices steps, in seconds; with the empty one rules use their documented default costs.
-            shared_lengths: what all requests of a step may get where they have to get the same, ascending from 0; empty where
-                they don't.
+            model: cost of steps, in seconds; with the empty one rules use their documented default costs.
+            shared_lengths: lengths allowed where all requests of a step must get the same, ascending from 0; empty where they
+                needn't.
         """
         self._limit = within(max_k, 0, self.num_spec_tokens)
         if shared_lengths:
@@ -92,7 +92,7 @@ class Contender(ABC):
             model.token_seconds(np.array([1]))  # builds the table now rather than in the first decision
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Take up a request; a second time changes nothing. None of these rules tells workloads apart."""
+        """Add a request; a second time changes nothing. These rules ignore workloads."""
         if request_id in self._requests:
             return
         if len(self._requests) >= MOST_REQUESTS:
@@ -136,7 +136,7 @@ class Contender(ABC):
         now_s: float,
         contexts: Sequence[int] | None = None,
     ) -> Decision:
-        """Choose the draft lengths of the decoding requests of a step; `now_s` and `contexts` play no part."""
+        """Choose the draft lengths of the decoding requests of a step; `now_s` and `contexts` are ignored."""
         if not request_ids:
             return Decision([], 0, self.name)
         context, prefill = within(context_tokens, 0, _MOST_TOKENS), within(num_prefill_tokens, 0, _MOST_TOKENS)
@@ -153,7 +153,7 @@ class Contender(ABC):
 
     @property
     def _shortest(self) -> int:
-        """The fewest draft tokens, but for none, that may be chosen."""
+        """The shortest allowed length above 0."""
         return self._shared_lengths[1] if len(self._shared_lengths) > 1 else 1
 
     def _share(self, length: int) -> int:
@@ -167,7 +167,7 @@ class Contender(ABC):
     def _choose(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int) -> list[int]:
         """Choose lengths within 0 … limit for one request or more, the same for all where they are shared.
 
-        Ceilings, and rounding to a length that may be shared, are seen to afterwards.
+        Ceilings, and rounding to a shared length, are applied afterwards.
         """
 
 

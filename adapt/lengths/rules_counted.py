@@ -1,4 +1,4 @@
-"""Rules for draft lengths that know no prices: they count requests, rounds and accepted tokens at most."""
+"""Rules for draft lengths that use no costs: at most they count requests, rounds and accepted tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from honed.adapt.lengths.rules_base import Contender, Round, Window, within
 
 
 class Static(Contender):
-    """The same `static_k` draft tokens for everybody."""
+    """The same `static_k` draft tokens for every request."""
 
     name = "static"
 
@@ -23,7 +23,7 @@ class Static(Contender):
 class Table(Static):
     """Draft length by batch size: the first row whose batch is large enough; above the last row the last; no rows: static_k.
 
-    vLLM counts every request scheduled in the step, here those that decode. A gap between its ranges continues the one before.
+    vLLM counts every request scheduled in the step, this rule decoding ones. A gap between ranges continues the one before.
 
     Source: vLLM 0.32 `num_speculative_tokens_per_batch_size`, vllm/v1/spec_decode/dynamic/utils.py.
     """
@@ -39,12 +39,12 @@ class Table(Static):
 
 
 class Threshold(Contender):
-    """Below 60 % of drafts accepted one draft token less, above 90 % one more, never less than 1.
+    """One draft token less below 60 % of drafts accepted, one more above 90 %, never less than 1.
 
     A request is judged on `WINDOW_ROUNDS` rounds and then starts a new window, so that a length is judged on its own
-    rounds. Until its first window is full it gets the engine's length, which starts at K and is judged the same way on all
-    rounds of `WINDOW_ROUNDS` steps. Where a step's requests have to get the same length, all get the engine's. Accepted /
-    drafted falls as k grows, however good the drafter: that is the rule's weakness.
+    rounds. Until its first window is full it gets the engine's length. That starts at K and is judged the same way on all
+    rounds of `WINDOW_ROUNDS` steps. Where a step's requests must get the same length, all get the engine's. The rule's
+    weakness: accepted / drafted falls as k grows, however good the drafter.
 
     Source: the rule that AitherOS gives for its block size (aitherium.com, "DFlash", April 2026); the window is ours.
     """
@@ -105,9 +105,9 @@ class Threshold(Contender):
 class EmaTiers(Contender):
     """Tiers 1, 3, 7, 15, … K for the whole engine; an EMA of the accepted tokens of a round moves between them.
 
-    Down to the tier below, of p tokens, while EMA ≤ p − 0.5 + DOWN; up from a tier of k tokens while EMA > k − 0.5 + UP.
-    Judged every 5 steps after the first 10; starts at K with EMA = K − 1. SGLang now gives ranges of batch sizes an EMA and
-    tiers of their own, tuned to its hardware; here one set serves all, as in its first version.
+    Down to the tier below, of p tokens, while EMA ≤ p − 0.5 + DOWN; up from a tier of k tokens while EMA > k − 0.5 + UP. It is
+    judged every 5 steps after the first 10, and starts at K with EMA = K − 1. SGLang now gives ranges of batch sizes
+    their own EMA and tiers, tuned to its hardware; here one set serves all, as in its first version.
 
     Source: SGLang `AdaptiveStepSlot`, python/sglang/srt/speculative/adaptive_spec_params.py at 015c872, and its page
     advanced_features/adaptive_speculative_decoding; pull request 21599.

@@ -19,7 +19,7 @@ def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
 
 
 class _Priced(Contender):
-    """One length for everybody, from the prices of this batch's step."""
+    """One length for all requests, from the costs of this batch's step."""
 
     def _choose(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int) -> list[int]:
         count = len(request_ids)
@@ -30,7 +30,7 @@ class _Priced(Contender):
         """Choose within 0 … limit; the limit is at least 1."""
 
     def _seconds(self, num_requests: int, length: int, context_tokens: int, num_prefill_tokens: int) -> float:
-        """Price a step in which every request gets `length` draft tokens; asks the model, which must be ready."""
+        """Predict the time of a step in which every request gets `length` draft tokens; the model must be ready."""
         model, tokens = self._model, num_requests * (length + 1) + num_prefill_tokens
         seconds = model.fixed_seconds(num_requests, context_tokens, num_prefill_tokens) + model.seconds_of_tokens(tokens)
         seconds += float(model.draft_seconds(num_requests, length, context_tokens)[-1])
@@ -40,12 +40,12 @@ class _Priced(Contender):
 class Kelly(_Priced):
     """Kelly-optimal drafting, KOD: k* = argmax over 1 … limit of (1 − α^(k+1)) / (1 − α) / (A + B·(k + 1)).
 
-    α is the mean of accepted / drafted: over the last 8 rounds there, an EMA over steps of the same mean age here. That is the
-    acceptance of a position at k = 1 only and falls as k grows, so long blocks look worse than they are; its author measured a
-    fixed block of 4 ahead of it at every context depth. Despite the name the rate of tokens is maximised, not the expectation
+    α is the mean of accepted / drafted: over the last 8 rounds there, an EMA over steps of the same mean age here. That is a
+    position's acceptance only at k = 1 and falls as k grows, so long blocks look worse than they are. Its author measured a
+    fixed block of 4 ahead of it at every context depth. Despite the name it maximises the rate of tokens, not the expectation
     of a logarithm, and there is no Kelly fraction. A + B·(k + 1) is a line: there fitted to the last 16 step times, here
-    through the model's prices of k = 1 and k = limit for this batch; without a model, here and there, A = 47 ms, B = 8.7 ms.
-    The first two steps get the limit. 0 is never chosen.
+    through the model's costs of k = 1 and k = limit for this batch. Without a model A = 47 ms and B = 8.7 ms, here and there.
+    The first two steps get the limit. It never chooses 0.
 
     Source: 0xClandestine/mirror-sd, mirror_sd/generate.py, `_kod_optimal_gamma` and `spec_generate`; its gamma is k + 1.
     """
@@ -81,10 +81,10 @@ class Kelly(_Priced):
 class Tide(_Priced):
     """On while the expected speed-up S(b) = (1 − α^(γ+1)) / ((1 − α)·(c(b)·γ + β(b))) of a batch of b is above 1, else off.
 
-    γ is the limit; c(b) the time to draft a token and β(b) that to verify, in units of a step that drafts nothing. So S(b) is
-    the expected tokens of a round times the price of such a step over that of one at γ. Without a model c = 0.1 and β = 1.
-    α is the accepted share of tokens that were reached (those accepted and the first rejected), forgotten by steps, 0.6 at
-    first. `PROBE_SHARE` of the steps that would be off draft all the same, or α could never be seen to recover: that is ours.
+    γ is the limit; c(b) is the time to draft a token and β(b) that to verify, in units of a step that drafts nothing. So S(b)
+    is the expected tokens of a round times the cost of such a step over that of one at γ. Without a model c = 0.1 and β = 1.
+    α is the accepted share of reached tokens (accepted ones and the first rejected), forgotten by steps, 0.6 at first.
+    `PROBE_SHARE` of the steps that would be off draft anyway, or α could never recover: that is ours.
 
     Source: TIDE, arXiv 2602.05145, its runtime control of speculation.
     """
@@ -100,7 +100,7 @@ class Tide(_Priced):
 
     @property
     def acceptance(self) -> float:
-        """α, the first guess weighing `CHAIN_STRENGTH` tokens."""
+        """α, with a first guess of the weight of `CHAIN_STRENGTH` tokens."""
         return (self._accepted + CHAIN_STRENGTH * FIRST_GUESS) / (self._reached + CHAIN_STRENGTH)
 
     def _learn(self, rounds: list[Round]) -> None:

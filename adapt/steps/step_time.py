@@ -1,19 +1,18 @@
-"""Learns how long an engine step takes from its batch, and prices steps that haven't happened.
+"""Learns the time of an engine step from its batch, and predicts the times of other steps.
 
     T = base + r·R + f(padded tokens) + c·context + p·prefill + draft(block, R) + [drafts are verified]·(v₀ + v₁·R)
     f(t) = t₀·t + Σ_h t_h·max(0, t − KNOTS_h) + Σ_h s_h·min(t, FILLED_h)
     draft(b, R) = [b > 0]·(d₀ + d₁·R + d₄·context) + b·(d₂ + d₃·R)
 
-with R requests, tokens padded up to the next captured graph size, and b the block that the drafter really drafted. All
-coefficients are ≥ 0, so T never falls when anything grows. f is flat while memory-bound and steeper once compute-bound; in a
-mixture of experts it first rises, as tokens bring further experts into the step, until all are there (FILLED, where it shows).
+R is the number of requests, tokens are padded up to the next captured graph size, and b is the block that the drafter drafted.
+All coefficients are ≥ 0, so T never falls when anything grows. f is flat while memory-bound and steeper once compute-bound. In
+a mixture of experts it first rises, as tokens add experts to the step, until all are there (FILLED, where it shows).
 
-A runner that always drafts K shows one value of b only: then d₂ = d₃ = 0, since a shorter block was never seen to be cheaper.
+A runner that always drafts K has only one value of b: then d₂ = d₃ = 0, since a shorter block was never seen to be cheaper.
 When the drafter was never skipped, its cost stays in `base`.
-A context costs more where something is drafted (d₄): the drafter attends to it too, and verification with more queries.
-A step that verifies any draft at all leaves the fast paths for plain decoding, in attention as in sampling (v). Drafts are
-verified a step after they were made; who drafts in every step pays for both in every step, and that is what `block` stands for
-when a step is priced.
+A context costs more in a step that drafts (d₄): the drafter attends to it too, and verification with more queries.
+A step that verifies any draft leaves the fast paths for plain decoding, in attention and in sampling (v). Drafts are verified a
+step after they were made: drafting in every step costs both in every step, and a prediction with `block` assumes that.
 
 The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
 latest steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
@@ -64,9 +63,9 @@ PARAMETERS = (
 
 _DRAFTING, _VERIFYING, _TOKENS = slice(4, 9), slice(9, 11), slice(11, None)
 _RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.1, *(1.0 for _ in (*KNOTS, *FILLED))])
-"""What can't be told apart yet (the batch never varied) goes to the left-most of these with a small figure: base, tokens."""
+"""A cost that can't be separated yet (the batch never varied) goes to the left-most small figure here: base, tokens."""
 _GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
-"""A fit without `FILLED` that is as close as the former stays; else one with them has to come so much closer."""
+"""A fit without `FILLED` that is as close as the first figure stays; else one with them must be so much closer."""
 _LEAST_TRUST, _TRUSTED = 1e-5, 0.1
 """Weight that every step from before a change of the world keeps; and of those that count as any other in spells and kinds."""
 _ALIKE = 0.1
@@ -74,9 +73,9 @@ _ALIKE = 0.1
 _LEAST_SCATTER = 0.01
 """Of steps around their prices, relative."""
 _REFIT_SHARE = 128
-"""A large sample is fitted anew when more than one part of so many is new: a fit takes time in proportion to it."""
+"""A large sample is refitted when more than one part of so many is new: a fit's time is proportional to its size."""
 _MOST_FITTED = 65_536
-"""Steps that are fitted to, the latest of every kind."""
+"""Most steps in a fit, the latest of every kind."""
 _KEPT_EFFECT = 0.9
 """Share of the effects of kinds that outlives a change of the world: errors among them fade."""
 MOST_EFFECT = 0.5
@@ -85,15 +84,15 @@ _TABLE_TOKENS = 8192
 _BATCHES, _LENGTHS = range(256), range(1024)
 """Of kinds of steps, that a policy may name."""
 Step: TypeAlias = tuple[int, int, int, int, int, bool]
-"""Requests, tokens, context, prefill tokens, block, whether drafts were verified: what `StepTimeModel.seconds` wants."""
+"""Requests, tokens, context, prefill tokens, block, whether drafts were verified: input of `StepTimeModel.seconds`."""
 LEAST_SECONDS = 1e-7
 LEAST_LENGTHS = 2
-"""Draft lengths that have to be seen before what a draft costs can be told from what a step costs."""
+"""Draft lengths that must be seen before a draft's cost can be separated from a step's."""
 
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Prices engine steps; `is_ready` is False for the empty model, which must not be asked."""
+    """Predicts times of engine steps; `is_ready` is False for the empty model, which can't."""
 
     parameters: tuple[float, ...] = ()
     captured_tokens: tuple[int, ...] = ()
@@ -103,7 +102,7 @@ class StepTimeModel:
 
     @classmethod
     def from_policy(cls, policy: Policy) -> StepTimeModel:
-        """Read the model of a policy; anything but PARAMETERS' number of finite figures >= 0 gives the empty one."""
+        """Read a policy's model; anything but PARAMETERS' number of finite figures >= 0 gives the empty one."""
         values = np.asarray(policy.step_seconds, dtype=np.float64)
         if len(values) != len(PARAMETERS) or not np.isfinite(values).all() or (values < 0.0).any() or not values.any():
             return cls()
@@ -121,23 +120,23 @@ class StepTimeModel:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether there is anything to price steps with."""
+        """Whether the model has parameters."""
         return bool(self.parameters)
 
     @property
     def is_block_priced(self) -> bool:
-        """Tell whether drafting a shorter block is cheaper."""
+        """Whether drafting a shorter block is cheaper."""
         return self.parameters[6] > 0.0 or self.parameters[7] > 0.0
 
     def fixed_seconds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
-        """Price what doesn't depend on draft lengths."""
+        """Cost that doesn't depend on draft lengths."""
         p = self.parameters
         return p[0] + p[1] * num_requests + p[2] * context_tokens + p[3] * num_prefill_tokens + LEAST_SECONDS
 
     def fixed_seconds_of_rounds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
-        """Price the same without what prompts add to a step that drafts nothing.
+        """The same without the cost that prompts add to a step that drafts nothing.
 
-        Prompts have to be computed whatever is drafted. With their time in a goodput, drafts would look cheap beside it.
+        Prompts are computed whatever is drafted. With their time in a goodput, drafts would look cheap.
         """
         fixed = self.fixed_seconds(num_requests, context_tokens, 0)
         if num_prefill_tokens:
@@ -145,26 +144,26 @@ class StepTimeModel:
         return fixed
 
     def token_seconds(self, tokens: Ints) -> Floats:
-        """Price totals of scheduled tokens, element by element."""
+        """Cost of totals of scheduled tokens, element by element."""
         try:
             return self.price_tables(0)[0].take(tokens)
         except IndexError:
             return self._token_seconds(tokens)
 
     def seconds_of_tokens(self, num_tokens: int) -> float:
-        """Price one total of scheduled tokens."""
+        """Cost of one total of scheduled tokens."""
         if num_tokens < _TABLE_TOKENS:
             return self._price_list[num_tokens]
         return float(self._token_seconds(np.array([num_tokens]))[0])
 
     def block_seconds(self, num_requests: int, block: int, context_tokens: int = 0) -> float:
-        """Price drafting one block, length ≥ 1, and that it gets verified at all."""
+        """Cost of drafting one block, length ≥ 1, with the fixed cost of verifying."""
         fixed, per_request, per_token, per_token_and_request, per_context_token = self._block_prices
         slope = per_token + per_token_and_request * num_requests
         return fixed + per_request * num_requests + per_context_token * context_tokens + block * slope
 
     def draft_seconds(self, num_requests: int, num_spec_tokens: int, context_tokens: int = 0) -> Floats:
-        """Price blocks of length 0 … K, as `block_seconds`, [K+1]; index 0 is a skipped drafter."""
+        """Cost of blocks of length 0 … K, as `block_seconds`, [K+1]; index 0 is a skipped drafter."""
         fixed, per_request, per_token, per_token_and_request, per_context_token = self._block_prices
         seconds: Floats = np.arange(num_spec_tokens + 1, dtype=np.float64) * (per_token + per_token_and_request * num_requests)
         seconds += fixed + per_request * num_requests + per_context_token * context_tokens
@@ -180,7 +179,7 @@ class StepTimeModel:
         block: int,
         is_verifying: bool | None = None,
     ) -> float:
-        """Price one whole step; None: it verifies drafts if it drafts."""
+        """Time of one whole step; None: it verifies drafts if it drafts."""
         tokens = self._token_seconds(np.array([num_tokens]))[0]
         fixed = self.fixed_seconds(num_requests, context_tokens, num_prefill_tokens)
         if is_verifying is not None and is_verifying != (block > 0):
@@ -218,13 +217,13 @@ class StepTimeModel:
 
     @cached_property
     def _block_prices(self) -> tuple[float, float, float, float, float]:
-        """Of a block that is drafted and verified: fixed, by request, by token, by both, by token of context."""
+        """Costs of a drafted and verified block: fixed, by request, by token, by both, by context token."""
         fixed, per_request, per_token, per_token_and_request, per_context_token = self.parameters[_DRAFTING]
         verifying, verifying_per_request = self.parameters[_VERIFYING]
         return fixed + verifying, per_request + verifying_per_request, per_token, per_token_and_request, per_context_token
 
     def price_tables(self, num_tokens: int) -> tuple[Floats, Ints]:
-        """Price totals of 0 … at least `num_tokens`, and tell the largest captured size ≤ each, 0 where there is none."""
+        """Costs of totals of 0 … at least `num_tokens`, and the largest captured size ≤ each, 0 where there is none."""
         size = _TABLE_TOKENS
         while size <= num_tokens:
             size *= 2
@@ -250,7 +249,7 @@ class StepTimeModel:
         return prices
 
     def prepare(self, num_tokens: int = 0) -> None:
-        """Make the tables now, for so many tokens, rather than in the middle of the first decision."""
+        """Make the tables now, for so many tokens, not during the first decision."""
         _ = self._price_list, self.price_tables(num_tokens)
 
     def _token_seconds(self, tokens: Ints) -> Floats:
@@ -278,7 +277,7 @@ def pad_tokens(tokens: Ints, captured_tokens: Sequence[int]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeSettings:
-    """How the learner samples, forgets and decides that it knows enough."""
+    """Settings for the learner's samples, its forgetting, and the least data for a model."""
 
     min_steps: int = 32
     """Steps before the model is used at all."""
@@ -288,13 +287,13 @@ class StepTimeSettings:
     """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept: many, since steps of one
     spell of the machine say little more than one of them. Where there are many kinds fewer of each are fitted to."""
     max_kinds: int = 512
-    """Kinds that are kept; the one seen longest ago makes room."""
+    """Most kinds that are kept; the one seen longest ago makes room."""
     forgetting_steps: float = 50_000.0
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
     young_steps: int = 256
-    """For so long after a start the model is worth more exploring than later; after step times changed, at most so long."""
+    """Steps after a start with more exploring for the model; after a change of step times, at most so many."""
     refit_steps: int = 64
-    """New steps before the fit is redone; more when many are kept."""
+    """New steps before a refit; more when many are kept."""
 
     RANGES: ClassVar[Ranges] = {
         **dict.fromkeys(("min_steps", "min_steps_per_length", "young_steps", "refit_steps"), COUNT),
@@ -307,7 +306,7 @@ class StepTimeSettings:
 
 
 class StepTimeLearner:
-    """Learns a StepTimeModel from steps as they were measured."""
+    """Learns a StepTimeModel from measured steps."""
 
     def __init__(
         self, settings: StepTimeSettings = StepTimeSettings(), captured_tokens: Sequence[int] = ()
@@ -346,7 +345,7 @@ class StepTimeLearner:
         cell = self._kinds.pop(kind, -1)
         if cell < 0:
             cell = len(self._kinds)
-            if cell == self.settings.max_kinds:  # the kind that was seen longest ago makes room
+            if cell == self.settings.max_kinds:  # the kind seen longest ago makes room
                 cell = self._kinds.pop(next(iter(self._kinds)))
                 self._filled[cell] = 0
         self._kinds[kind] = cell
@@ -400,19 +399,19 @@ class StepTimeLearner:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether the price of drafting can be told from the price of the batch."""
+        """Whether the cost of drafting can be separated from the cost of the batch."""
         return self.num_steps >= self.settings.min_steps and len(self.lengths_seen) >= LEAST_LENGTHS
 
     @property
     def lengths_seen(self) -> list[int]:
-        """Draft lengths (per request, rounded) of which enough steps were seen, ascending."""
+        """Draft lengths (per request, rounded) with enough steps, ascending."""
         seen: dict[int, int] = {}
         for kind, cell in self._kinds.items():
             seen[kind[1]] = seen.get(kind[1], 0) + int(self._filled[cell])
         return sorted(length for length, count in seen.items() if count >= self.settings.min_steps_per_length)
 
     def model(self) -> StepTimeModel:
-        """Return the current fit, or the empty model before there is enough to go by."""
+        """Return the current fit, or the empty model without enough data."""
         if not self.is_ready:
             return StepTimeModel()
         num_new = self.num_steps - self._fitted_at
@@ -531,8 +530,8 @@ def batch_kind(num_requests: int) -> int:
 
 
 def kind_of(num_requests: int, num_prefill_tokens: int, num_draft_tokens: int, block: int) -> tuple[int, int, int, int]:
-    """Tell which steps are alike: batch size, drafts per request, block and prompt tokens, rounded."""
-    # A few drafts among many requests are not the same as none.
+    """Kind of a step: batch size, drafts per request, block and prompt tokens, rounded."""
+    # A few drafts among many requests differ from none.
     per_request = max(round(num_draft_tokens / num_requests), 1) if num_draft_tokens else 0
     if num_prefill_tokens > 0:
         return int(np.log2(num_requests)), per_request, -1, num_prefill_tokens.bit_length()
@@ -564,7 +563,7 @@ def features(steps: Floats, captured_tokens: Sequence[int]) -> Floats:
         axis=1,
     )
     if drafting.all() or not drafting.any():
-        matrix[:, _DRAFTING] = 0.0  # never skipped (or never used): its cost can't be told from the rest
+        matrix[:, _DRAFTING] = 0.0  # never skipped (or never used): its cost can't be separated from the rest
     elif len(np.unique(block[block > 0])) == 1:
         matrix[:, 6:8] = 0.0  # only one block length was ever drafted
     if verifying.all() or not verifying.any():
@@ -582,8 +581,8 @@ def fit_parameters(
 ) -> Floats:
     """Minimise Σ w·huber((Xβ − y) / ŷ) over β ≥ 0, by re-weighting; `scale` is a first, robust guess of ŷ.
 
-    What rises and then flattens (`FILLED`) is left out unless the fit is much closer with it: what a few kinds of steps leave
-    open it would fill in by chance.
+    The terms that rise and then flatten (`FILLED`) are left out unless the fit is much closer with them: with few kinds of
+    steps they would be set by chance.
 
     Args:
         numbers: steps' numbers in the order of time, for the machine's spells; None: there are none.
@@ -601,7 +600,7 @@ def fit_parameters(
 
 
 def _fit_matrix(matrix: Floats, seconds: Floats, weights: Floats, scale: Floats, spells: Spells | None) -> tuple[Floats, float]:
-    """The parameters of `fit_parameters`, and how far steps scatter around them, relative."""
+    """The parameters of `fit_parameters`, and the steps' relative scatter around them."""
     norm = np.sqrt((matrix**2).mean(axis=0))
     norm[norm == 0.0] = np.inf
     matrix = matrix / norm
