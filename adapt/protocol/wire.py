@@ -1,9 +1,9 @@
-"""What honed's processes say to each other, and nothing else.
+"""Messages between honed's processes.
 
-Every message is one ZeroMQ frame: msgpack of one of the structs below, told apart by its tag (the class name). The law of
-this file: fields are only ever added, at the end, with a default; a field's type and meaning never change; a message that is
-no longer sent is kept until no supported release sends it. A receiver ignores fields that it doesn't know and counts and
-drops frames that it can't decode. Nothing here is ever pickled.
+Every message is one ZeroMQ frame: msgpack of one of the structs below, identified by its tag (the class name). The law of this
+file: fields are only ever added, at the end, with a default. A field's type and meaning never change. A message that is no
+longer sent is kept until no supported release sends it. A receiver ignores unknown fields, and counts and drops frames that it
+can't decode. Nothing here is ever pickled.
 
 Letters: K = the engine's configured number of draft tokens, R = verify rounds in a batch, S = engine steps in a batch.
 """
@@ -18,13 +18,13 @@ WIRE_VERSION = 1
 """Raised only when an older peer could misread a newer one; fields added with defaults don't raise it."""
 
 LOST_DRAFTER = "lost"
-"""Instead of a drafter's version: vLLM threw its weights away in its sleep, and what is in their place isn't known."""
+"""Stands for a drafter's version: vLLM discarded its weights in its sleep, and their replacement is unknown."""
 FOREIGN_DRAFTER = "foreign"
-"""Instead of a drafter's version: weights came through vLLM's own endpoints, from somebody who isn't honed."""
+"""Stands for a drafter's version: its weights came through vLLM's own endpoints, not from honed."""
 
 
 class WireError(ValueError):
-    """A frame that isn't a message of this wire version; the text says what was wrong with it."""
+    """A frame that isn't a message of this wire version; the text names the defect."""
 
 
 class _Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True, gc=False, kw_only=True):
@@ -35,11 +35,10 @@ class _Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True, gc=Fal
 
 
 class EngineHello(_Message, frozen=True):
-    """An engine introduces itself; sent at start and again after every reconnect.
+    """Introduction of an engine; sent at start and again after every reconnect.
 
     `capabilities` lists what the attachment can do on this engine: "events", "draft_length" (per-request k), "capture",
-    "swap", "estimates" (what vLLM's adaptive verification goes by is fed). What is missing is explained in `limits` (one
-    sentence each).
+    "swap", "estimates" (feeding vLLM's adaptive verification). `limits` explains missing ones (one sentence each).
     """
 
     wire_version: int
@@ -51,7 +50,7 @@ class EngineHello(_Message, frozen=True):
     target_path: str
     drafter_path: str
     drafter_version: str
-    """Version that is live: "" until the daemon has told the engine which registry version its checkpoint is."""
+    """Live version: "" until the daemon has named the registry version of the engine's checkpoint."""
     vllm_version: str
     honed_version: str
     runner: str
@@ -67,13 +66,13 @@ class EngineHello(_Message, frozen=True):
     capture_path: str = ""
     """File of the shared-memory sample ring, "" when capture is off."""
     last_seq: int = 0
-    """Highest batch sequence number produced so far in this boot."""
+    """Highest batch sequence number so far in this boot."""
     features: str = ""
-    """What a captured row holds: "fused" or "layers"; "": an older attachment, which didn't say."""
+    """Content of a captured row: "fused" or "layers"; "": unknown, from an older attachment."""
     captured_tokens: list[int] = []
     """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
     captured_lengths: list[int] = []
-    """Draft lengths they are for, the same for all requests of a step; empty: any mix."""
+    """Draft lengths of these graphs, the same for all requests of a step; empty: any mix."""
 
 
 class StepColumns(_Message, frozen=True):
@@ -90,13 +89,13 @@ class StepColumns(_Message, frozen=True):
     """All tokens that the step computed: decode, draft and prefill."""
     num_prefill_tokens: list[int] = []
     num_draft_tokens: list[int] = []
-    """Without those that vLLM's own adaptive verification trimmed."""
+    """Without drafts that vLLM's own adaptive verification trimmed."""
     context_tokens: list[int] = []
     """Sum of the context lengths of the requests in the step."""
     num_drafting: list[int] = []
-    """Block length asked of the drafter in this step (0: drafter skipped)."""
+    """Block length requested from the drafter in this step (0: drafter skipped)."""
     decision: list[str] = []
-    """Why this step's draft lengths are what they are: "policy", "override", "cold", "off", …; see `adapt.lengths.decider`."""
+    """Reason for this step's draft lengths: "policy", "override", "cold", "off", …; see `adapt.lengths.decider`."""
 
 
 class RoundColumns(_Message, frozen=True):
@@ -118,30 +117,30 @@ class RoundColumns(_Message, frozen=True):
     num_accepted_tokens: list[int] = []
     """Bonus token excluded; 0 ≤ accepted ≤ drafted."""
     num_invalid_tokens: list[int] = []
-    """Scheduled drafts that a grammar struck out beforehand; vLLM doesn't count them as drafted."""
+    """Scheduled drafts that a grammar rejected beforehand; vLLM doesn't count them as drafted."""
     temperature: list[float] = []
     num_emitted: list[int] = []
     emitted: list[int] = []
-    """Token ids emitted, concatenated; empty unless the engine is told to log token ids."""
+    """Token ids emitted, concatenated; empty unless token ids are logged."""
     draft: list[int] = []
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
     feature: list[float] = []
     """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known. No
-    engine tells it yet, since vLLM's drafters hand out tokens and not what they thought of them; synthetic traffic does."""
+    engine sends it yet, since vLLM's drafters return tokens without confidences; synthetic traffic does."""
     num_trimmed_tokens: list[int] = []
-    """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, beyond the invalid ones; vLLM
+    """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, without the invalid ones; vLLM
     counts them as drafted. Empty: none."""
 
 
 class EventBatch(_Message, frozen=True):
-    """Everything that happened in an engine since its previous batch, in order.
+    """Events of an engine since its previous batch, in order.
 
-    (engine_id, boot_id, seq) identifies it; seq counts from 1 without gaps. The losses are totals of this boot: what the
-    engine's bounded queue had to drop, so `stored + lost` equals vLLM's own counters. Batches that were dropped are
-    stood for by one empty batch that says from which number on it does (`first_seq`).
+    (engine_id, boot_id, seq) identifies it; seq counts from 1 without gaps. The losses are this boot's totals of what the
+    engine's bounded queue had to drop, so `stored + lost` equals vLLM's own counters. One empty batch stands for a run of
+    dropped batches; `first_seq` is the first number of that run.
 
-    The daemon takes a batch only when it follows directly on what it has committed (`first_seq` or `seq` is at most the
-    committed number + 1, and `seq` is above it); anything else it answers with an `Ack` of what it has, and forgets.
+    The daemon accepts a batch only directly after its committed ones (`first_seq` or `seq` is at most the committed
+    number + 1, and `seq` is above it). It discards any other batch and answers with an `Ack` of what it has.
     """
 
     engine_id: str
@@ -194,7 +193,7 @@ class EngineStatus(_Message, frozen=True):
     is_asleep: bool = False
     """vLLM's sleep mode: the weights aren't on the device."""
     target_updates: int = 0
-    """How often vLLM was given other weights of the target in this boot, without being started anew."""
+    """Number of times that vLLM was given new weights of the target in this boot, without a restart."""
 
 
 class CommandResult(_Message, frozen=True):
@@ -213,15 +212,15 @@ class CommandResult(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The daemon's answer to `EngineHello`: from where to resend, and which registry version the engine is running."""
+    """The daemon's answer to `EngineHello`: where to resend from, and the engine's registry version."""
 
     wire_version: int
     daemon_id: str
     boot_id: str
     committed_seq: int
-    """Highest sequence number of this boot that is committed; the engine forgets up to it and resends what follows."""
+    """Highest committed sequence number of this boot; the engine forgets up to it and resends the rest."""
     drafter_version: str = ""
-    """Registry version of the checkpoint that the engine said it loaded; "" when it isn't known."""
+    """Registry version of the checkpoint that the engine loaded; "" when unknown."""
     log_token_ids: bool = False
 
 
@@ -233,25 +232,25 @@ class Ack(_Message, frozen=True):
 
 
 class WorkloadPrior(_Message, frozen=True):
-    """What the controller believes of a workload before a request of it has shown anything itself."""
+    """Estimated acceptance of a workload's requests before their own rounds."""
 
     workload: str
     acceptance: list[float]
     """[K] conditional acceptance a_j: P(draft j accepted | drafts < j accepted)."""
     strength: float = 8.0
-    """Pseudo-rounds that this prior weighs against the request's own rounds."""
+    """Weight of this prior in pseudo-rounds, against the request's own rounds."""
     context_shift: list[float] = []
     """[B] factor on the failure odds by context length, in the buckets of adapt.acceptance.context_shift; empty: no
     difference."""
     depth_intercepts: list[float] = []
-    """[K] α_j of adapt.acceptance.depth_calibration, which says what a request's acceptance is worth at each depth; empty:
-    as it is."""
+    """[K] α_j of adapt.acceptance.depth_calibration, which corrects a request's acceptance at each depth; empty: no
+    correction."""
     depth_slopes: list[float] = []
     """[K] β_j of the same."""
     feature_mean: float = 0.0
-    """What rounds of this workload show on average, see `RoundColumns.feature`."""
+    """Mean feature of this workload's rounds, see `RoundColumns.feature`."""
     feature_weight: float = 0.0
-    """By how much a request's log-odds of acceptance are above its workload's per unit that its rounds show above the mean."""
+    """Change of a request's log-odds of acceptance against its workload's, per unit of its feature above the mean."""
 
 
 class StepTimePoint(_Message, frozen=True):
@@ -262,7 +261,7 @@ class StepTimePoint(_Message, frozen=True):
 
 
 class Policy(_Message, frozen=True):
-    """How an engine is to choose draft lengths until the next policy or until `ttl_s` after arrival.
+    """Rules by which an engine chooses draft lengths until the next policy or until `ttl_s` after arrival.
 
     The engine decides every step itself, from this and from its own requests' finished rounds.
     """
@@ -276,7 +275,7 @@ class Policy(_Message, frozen=True):
     """Draft tokens for kind "static", and the fallback of the others."""
     max_k: int
     priors: list[WorkloadPrior] = []
-    """The first is the engine-wide one, used for workloads that aren't named."""
+    """The first is the engine-wide one, used for unnamed workloads."""
     step_seconds: list[float] = []
     """Step-time model, see adapt.steps.step_time.StepTimeModel.from_policy: its parameters in its documented order."""
     draft_seconds: list[float] = []
@@ -284,7 +283,7 @@ class Policy(_Message, frozen=True):
     captured_tokens: list[int] = []
     """Token counts for which a CUDA graph was captured; empty: none."""
     hysteresis: float = 0.02
-    """Relative predicted gain below which draft lengths are left as they are."""
+    """Relative predicted gain below which draft lengths stay unchanged."""
     explore_share: float = 0.02
     """Share of steps that try a neighbouring draft length, so that the model keeps learning."""
     request_ceiling: int = -1
@@ -292,21 +291,21 @@ class Policy(_Message, frozen=True):
     capture_share: float = 0.0
     """Share of requests whose context features are captured for training."""
     override: str = ""
-    """Name of the operator override that made this policy what it is, "" when none did."""
+    """Name of the operator override behind this policy, "" when there is none."""
     table: list[tuple[int, int]] = []
     """For kind "table": (largest batch in requests, draft tokens), ascending."""
     equal_lengths: bool = False
-    """Every request of a step gets the same length: lengths that differ would lose the captured CUDA graph."""
+    """Every request of a step gets the same length: unequal lengths would lose the captured CUDA graph."""
     captured_lengths: list[int] = []
-    """With `equal_lengths`: the only ones, and none at all, that are chosen; empty: all are."""
+    """With `equal_lengths`: the only lengths, beside 0, that are chosen; empty: all are."""
     feeds_estimates: bool = False
-    """Where vLLM's own adaptive verification is on, it is told step costs and each workload's acceptance."""
+    """Where vLLM's own adaptive verification is on, it gets step costs and each workload's acceptance."""
     kind_effects: list[tuple[int, int, float]] = []
-    """What `step_seconds` doesn't say of kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
+    """Corrections of `step_seconds` for kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
 
 
 class Command(_Message, frozen=True):
-    """Something to be done between two engine steps, also while the engine is idle.
+    """Action between two engine steps, also while the engine is idle.
 
     kind "swap": args version, path (folder in the registry), sha256 of its model.safetensors.
     kind "checksum": no args; detail.sha256 of the live drafter weights in checkpoint order.
@@ -321,7 +320,7 @@ class Command(_Message, frozen=True):
 
 
 class TrainerHello(_Message, frozen=True):
-    """A trainer process introduces itself; sent at start and after every reconnect."""
+    """Introduction of a trainer process; sent at start and after every reconnect."""
 
     wire_version: int
     trainer_id: str
@@ -329,9 +328,9 @@ class TrainerHello(_Message, frozen=True):
     device: str
     honed_version: str
     operation_id: str = ""
-    """Operation that it is working on, "" when idle."""
+    """Current operation, "" when idle."""
     yields_to: list[str] = []
-    """Engines whose work it waits for, see `trainer.yields_to`."""
+    """Engines that it yields to, see `trainer.yields_to`."""
 
 
 class TrainRequest(_Message, frozen=True):
@@ -352,18 +351,18 @@ class TrainRequest(_Message, frozen=True):
     reason: str = ""
     dry_run: bool = False
     vllm_version: str = ""
-    """Of the engine."""
+    """The engine's."""
 
 
 class TrainCancel(_Message, frozen=True):
-    """daemon -> trainer: give up the operation; nothing of it is kept."""
+    """daemon -> trainer: cancel the operation; nothing of it is kept."""
 
     operation_id: str
     reason: str = ""
 
 
 class TrainPause(_Message, frozen=True):
-    """daemon -> trainer: stop (or go on) working between two micro-steps."""
+    """daemon -> trainer: pause (or resume) work between two micro-steps."""
 
     paused: bool
 
@@ -383,7 +382,7 @@ class GateFigures(_Message, frozen=True):
 
 
 class TrainerStatus(_Message, frozen=True):
-    """trainer -> daemon, about once a second and at each change: what it is doing."""
+    """trainer -> daemon, about once a second and at each change: its current state."""
 
     trainer_id: str
     state: str
@@ -403,17 +402,17 @@ class TrainerStatus(_Message, frozen=True):
     ring_lost_records: int = 0
     gate: list[GateFigures] = []
     preemption_delays_s: list[float] = []
-    """Of each pre-emption since the previous status: from work's arrival until the trainer had stopped."""
+    """Delay of each pre-emption since the previous status: from work's arrival until the trainer had stopped."""
     preemption_computing_s: list[float] = []
-    """What it computed at most in each of them; the rest of the delay it waited for a core."""
+    """Most computing time in each of them; the rest of the delay it waited for a core."""
     memory_bytes: int = 0
-    """What the training was estimated to take on its device; 0 before it is known."""
+    """Estimated memory of the training on its device; 0 before it is known."""
     spilled_bytes: int = 0
     """Samples on disk."""
 
 
 class TrainResult(_Message, frozen=True):
-    """trainer -> daemon: an operation's end. `version` names the candidate in the registry when one was made and passed."""
+    """trainer -> daemon: an operation's end. `version` names the candidate in the registry if one was made and passed."""
 
     operation_id: str
     ok: bool
@@ -433,7 +432,7 @@ class Purge(_Message, frozen=True):
 
 
 class Purged(_Message, frozen=True):
-    """trainer -> daemon: all samples are forgotten, but for those that `problems` are about."""
+    """trainer -> daemon: all samples are forgotten, except those named in `problems`."""
 
     operation_id: str
     problems: list[str] = []
@@ -457,17 +456,17 @@ def encode(message: _Message) -> bytes:
 
 
 def decode_to_daemon(frame: bytes) -> ToDaemon:
-    """Read a frame that an engine or a trainer sent. Raises WireError, with the cause, for anything else."""
+    """Read a frame from an engine or a trainer. Raises WireError, with the cause, for anything else."""
     return _decode(_to_daemon, frame)
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
-    """Read a frame that the daemon sent to an engine. Raises WireError, with the cause, for anything else."""
+    """Read a frame from the daemon to an engine. Raises WireError, with the cause, for anything else."""
     return _decode(_to_engine, frame)
 
 
 def decode_to_trainer(frame: bytes) -> ToTrainer:
-    """Read a frame that the daemon sent to a trainer. Raises WireError, with the cause, for anything else."""
+    """Read a frame from the daemon to a trainer. Raises WireError, with the cause, for anything else."""
     return _decode(_to_trainer, frame)
 
 

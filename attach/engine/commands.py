@@ -1,11 +1,11 @@
-"""Commands of the daemon, carried out on the engine's thread between two steps, also while the engine is idle.
+"""Commands of the daemon, run on the engine's thread between two steps, also while the engine is idle.
 
-A swap has two halves. Staging reads and checks the file and brings it to the device; it runs on a thread in each worker and
-may take as long as it likes. Applying copies in place; only this holds the engine up. A command that fails changes nothing
-and is answered with the reason.
+A swap has two halves. Staging reads and checks the file and copies it to the device, on a thread in each worker, and may take
+any time. Applying copies in place; only this delays the engine. A command that fails changes nothing and is answered with the
+reason.
 
-Two versions may take turns (a canary): both are staged, and stay so. Such a swap is on a lease: should the daemon go silent,
-the engine goes back by itself to the version that it ran before the turns began.
+Two versions may take turns (a canary): both are staged, and stay so. Such a swap is on a lease: if the daemon goes silent, the
+engine returns by itself to the version that it ran before the turns began.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ FOREIGN = "the drafter's weights came through vLLM's own endpoint; they are left
 STAGE_TIMEOUT_S = 300.0
 CHECKSUM_TIMEOUT_S = 50.0
 MOST_UNHASHED = 4
-"""Tensors that may wait in host memory to be hashed."""
+"""Most tensors that wait in host memory to be hashed."""
 POLL_S, BUSY_POLL_S = 0.02, 0.2
-"""Between two questions to the workers, while the engine is idle and while it serves: they answer once the steps that are under
-way are over, and an engine that schedules ahead loses its lead each time."""
+"""Time between two calls to the workers, while the engine is idle and while it serves. They answer once the steps under way are
+over, and an engine that schedules ahead loses its lead each time."""
 
 
 class CommandRunner:
-    """The queue between publisher thread and engine thread, and the swap under way, if any.
+    """Queue between publisher thread and engine thread, and the swap under way, if any.
 
     Args:
         identity: (engine_id, boot_id), for the answers.
         rpc: (method, *args) -> one result a rank; engine thread only.
-        report: takes the answers.
+        report: sends the answers.
         on_swapped: called on the engine thread with (version, needs_cache_reset) right after the copy.
-        wake: asks that `run` be called soon, even if the engine is idle.
+        wake: requests a call of `run` soon, even if the engine is idle.
         is_busy: whether the engine has requests.
     """
 
@@ -63,13 +63,13 @@ class CommandRunner:
         self._staging: tuple[wire.Command, float] | None = None
         self._hashing: tuple[wire.Command, float] | None = None
         self._num_sent = 0
-        """Tensors of the checksum that is under way."""
+        """Tensors sent for the checksum under way."""
         self._next_poll_s = 0.0
         self._answered: dict[str, wire.CommandResult] = {}
         self._lease: _Lease | None = None
         self._is_foreign = False
         self.is_asleep = False
-        """Engine thread: the device's memory isn't there. Commands are refused until it is back, a lease is overstayed."""
+        """Engine thread: the device's memory is gone. Commands are refused until it is back, and a lease may run over."""
 
     def put(self, command: wire.Command) -> None:
         """Publisher thread: take a command in."""
@@ -86,7 +86,7 @@ class CommandRunner:
         return self._staging is not None or self._hashing is not None
 
     def run(self) -> None:
-        """Engine thread: do what can be done without waiting. Cheap when there is nothing."""
+        """Engine thread: do all that needs no waiting. Cheap when there is nothing."""
         if self.is_asleep:
             self._refuse_all()
             return
@@ -108,7 +108,7 @@ class CommandRunner:
             self._answer(self._queue.popleft(), error=ASLEEP, detail={"asleep": "1"})
 
     def give_way(self) -> None:
-        """Engine thread: the drafter's weights are somebody else's now, and only a swap that knows that may overwrite them."""
+        """Engine thread: give up the drafter's weights: only a swap that takes over may overwrite them."""
         self._is_foreign, self._lease = True, None
         if self._staging is not None:
             self._refuse_foreign(self._staging[0])
@@ -117,7 +117,7 @@ class CommandRunner:
             self._abandon(self._hashing[0], "new weights came through vLLM's own endpoint while the old ones were hashed")
 
     def take_over(self) -> None:
-        """Engine thread: they are gone."""
+        """Engine thread: note that the foreign weights are gone."""
         self._is_foreign = False
 
     def _refuse_foreign(self, command: wire.Command) -> None:
@@ -164,7 +164,7 @@ class CommandRunner:
             self._abandon(command, _one_line(error))
 
     def _poll_checksum(self) -> None:
-        """Send a few tensors more on their way, on all ranks alike."""
+        """Send a few more tensors to be hashed, on all ranks alike."""
         assert self._hashing is not None
         command, since_s = self._hashing
         now_s = time.monotonic()
@@ -214,7 +214,7 @@ class CommandRunner:
         return self._lease is not None and not self.is_asleep and time.monotonic() >= self._lease.until_s
 
     def _go_back(self) -> None:
-        """The daemon has been silent for too long: back to what served before the turns."""
+        """Return to the version before the turns: the daemon has been silent for too long."""
         assert self._lease is not None
         lease, self._lease = self._lease, None
         try:
@@ -252,7 +252,7 @@ class CommandRunner:
 
 
 class _Lease(NamedTuple):
-    """Until when a version on trial may serve without further word from the daemon."""
+    """Time until which a version on trial may serve without a message from the daemon."""
 
     until_s: float
     home_version: str
@@ -260,7 +260,7 @@ class _Lease(NamedTuple):
 
 
 def _versions(args: dict[str, str]) -> list[tuple[str, str, str]]:
-    """What a swap command wants staged: its version, and the one that it takes turns with, if any."""
+    """Versions that a swap command stages: its own, and the one it takes turns with, if any."""
     wanted = [(args["version"], args["path"], args.get("sha256", ""))]
     if args.get("beside_version"):
         wanted.append((args["beside_version"], args["beside_path"], args.get("beside_sha256", "")))
@@ -268,7 +268,7 @@ def _versions(args: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _drops_cache(args: dict[str, str]) -> bool:
-    """Whether cached context keys and values are of no use to the new weights."""
+    """Whether cached context keys and values are useless with the new weights."""
     return args["drops_cache"] == "1" if "drops_cache" in args else args.get("scope", "") == "full"
 
 

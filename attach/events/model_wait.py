@@ -1,7 +1,7 @@
-"""When the engine's thread waits for the model, so that other threads work then: there is one interpreter's lock.
+"""Times when the engine's thread waits for the model, so other threads work then: there is one interpreter's lock.
 
-Who holds it keeps it until it waits for something, or for 5 ms: a thread that takes a step's figures apart just when the
-results of the next are there holds up the engine for that long.
+A thread keeps the lock until it waits for something, or for 5 ms. If another thread processes a step's figures just when the
+next results arrive, it delays the engine for that long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ALWAYS = -1
 
 
 class Lull:
-    """Told by the engine's thread when it has nothing to do; asked by other threads whether there is time for something."""
+    """Set by the engine's thread when it waits; read by other threads to see whether there is time for work."""
 
     def __init__(self) -> None:
         self._began_ns = _ALWAYS
@@ -36,11 +36,11 @@ class Lull:
         self._began_ns = _ALWAYS
 
     def may_have_room(self, needed_ns: float) -> bool:
-        """Any thread: whether a lull of the usual length has so much time at all."""
+        """Any thread: whether a wait of the usual length has so much time at all."""
         return needed_ns < self._typical_ns
 
     def has_room(self, needed_ns: float) -> bool:
-        """Any thread: whether a lull of the usual length has so much time left."""
+        """Any thread: whether a wait of the usual length has so much time left."""
         began_ns = self._began_ns
         if began_ns <= 0:
             return began_ns == _ALWAYS
@@ -48,7 +48,7 @@ class Lull:
 
 
 class Pieces:
-    """Work of one thread that comes in pieces, each fitted into a lull if there is one soon enough."""
+    """One thread's work in pieces, each done while the engine's thread waits, if it does so soon enough."""
 
     def __init__(self, lull: Lull) -> None:
         self._lull = lull
@@ -56,12 +56,12 @@ class Pieces:
         self._until_s = 0.0
 
     def begin(self, patience_s: float) -> None:
-        """From here on, wait for so long in all."""
+        """Wait for so long in all from here on."""
         self._until_s = time.monotonic() + patience_s
 
     @contextmanager
     def one(self, kind: str) -> Iterator[None]:
-        """Wait for a lull with room for a piece of this kind, as long as the latest ones were; then time it."""
+        """Wait until there is time for a piece of this kind, by the length of the latest ones; then time the piece."""
         needed_ns = self._needed_ns.get(kind, 0.0)
         while self._lull.may_have_room(needed_ns) and not self._lull.has_room(needed_ns) and time.monotonic() < self._until_s:
             time.sleep(_POLL_S)
