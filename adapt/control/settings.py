@@ -102,7 +102,7 @@ class ControllerSettings:
         what = f"begins at {min(lengths)}, and {name} is {most}" if lengths else "has only 0"
         usable = f"from 1 to {most}" if most > 0 else "above 0"
         return (
-            f"captured_lengths {what}: nothing would ever be drafted; have graphs captured for a length {usable}, or set "
+            f"captured_lengths {what}: nothing would ever be drafted; capture graphs for a length {usable}, or set "
             'equal_lengths to "never"'
         )
 
@@ -134,7 +134,7 @@ class Override:
 
     def __post_init__(self) -> None:
         if self.name not in ("draft_tokens", "capture_share", "policy"):
-            raise ValueError(f"there is no override {self.name!r}")
+            raise ValueError(f"unknown override {self.name!r}")
         if self.name == "policy" and self.value not in MODES:
             raise ValueError(f"policy must be one of {', '.join(MODES)}, not {self.value!r}")
         if self.name != "policy" and not (isinstance(self.value, int | float) and self.value >= 0):

@@ -143,7 +143,7 @@ class RequestBeliefs:
         slots = self._running_slots(request_ids)
         drafted, accepted = array("q", num_draft_tokens), array("q", num_accepted_tokens)
         if not len(slots) == len(drafted) == len(accepted):
-            raise ValueError(f"{len(slots)} requests, {len(drafted)} lengths of drafts, {len(accepted)} of what was accepted")
+            raise ValueError(f"{len(slots)} requests, {len(drafted)} draft lengths, {len(accepted)} accepted lengths")
         if features is not None:
             self._note_features(slots.tolist(), features)
         desk = self._desk

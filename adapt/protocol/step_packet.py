@@ -97,7 +97,7 @@ def unpack(buffer: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> St
 def _check(packet: StepPacket, drafts: int, longest: int) -> None:
     counts, accepted = packet.num_draft_tokens, packet.num_accepted
     if (counts < 0).any() or (counts > drafts).any() or (accepted < 0).any() or (accepted > np.minimum(counts, longest)).any():
-        raise StepPacketError(f"counts of drafts {counts.tolist()} and of accepted ones {accepted.tolist()} can't be")
+        raise StepPacketError(f"impossible counts of drafts {counts.tolist()} and of accepted ones {accepted.tolist()}")
     if packet.path is not None:
         is_kept = np.arange(longest) < accepted[:, None]
         if ((packet.path < 1) | (packet.path > drafts))[is_kept].any():

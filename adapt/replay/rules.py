@@ -76,7 +76,7 @@ def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]]
             return Rule(text, name, table=rows)
         if name == "off":
             raise ValueError(f"it leaves lengths to vLLM, which drafts static:{num_spec_tokens} unless told otherwise")
-        raise ValueError("there is none of that name")
+        raise ValueError("there is no such policy")
     except ValueError as error:
         raise ValueError(
             f"policy {text!r} can't be replayed: {error}. There are static:0 … static:{num_spec_tokens}, "
@@ -86,7 +86,7 @@ def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]]
 
 def _length(text: str, most: int) -> int:
     if not text.isdecimal():
-        raise ValueError(f"{text!r} is no draft length")
+        raise ValueError(f"{text!r} isn't a draft length")
     if int(text) > most:
         raise ValueError(f"{int(text)} draft tokens are more than the engine's {most}")
     return int(text)
@@ -97,7 +97,7 @@ def _rows(text: str, most: int) -> tuple[tuple[int, int], ...]:
     for row in text.split(","):
         batch, _, length = row.partition("=")
         if not batch.isdecimal() or int(batch) <= last:
-            raise ValueError(f"{row!r} is no row: each is BATCH=K, batches at least 1 and ascending")
+            raise ValueError(f"{row!r} isn't a row: each is BATCH=K, batches at least 1 and ascending")
         last = int(batch)
         rows.append((last, _length(length, most)))
     return tuple(rows)

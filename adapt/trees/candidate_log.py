@@ -114,14 +114,14 @@ def read_candidates(lines: Iterable[bytes], notes: list[str] | None = None) -> l
             request = _request(decoder.decode(line))
         except (ValueError, msgspec.MsgspecError) as error:
             if _is_torn(line, error):
-                torn = f"line {number} is torn, as when its writer was stopped, and was left out"
+                torn = f"line {number} is torn and was left out; its writer may have been stopped"
                 (notes if notes is not None else []).append(torn)
                 continue
             raise CandidateLogError(f"line {number}: {error}") from error
         if len(request.starts):
             requests.append(request)
     if not requests:
-        raise CandidateLogError("there is no request with candidates in it")
+        raise CandidateLogError("no request has candidates")
     for axis, what in ((1, "depths"), (2, "numbers of candidates")):
         found = sorted({request.candidates.shape[axis] for request in requests})
         if len(found) > 1:
@@ -154,7 +154,7 @@ def _request(line: CandidateLine) -> CandidateRequest:
     if not (log_probs <= 1e-6).all() or (log_probs[:, :, 1:] > log_probs[:, :, :-1]).any():
         raise ValueError("log_probs must be numbers ≤ 0, most likely first")
     if not 0.0 <= line.temperature < float("inf"):
-        raise ValueError(f"temperature {line.temperature} is none")
+        raise ValueError(f"temperature must be a finite number ≥ 0, not {line.temperature}")
     return CandidateRequest(
         line.request, line.workload, line.temperature, tokens, starts, candidates, log_probs, line.first_position
     )

@@ -83,16 +83,16 @@ def check_features(vllm_config: Any) -> Findings:
         limits.append("capture and swap are off: pipeline parallelism splits the hidden states over processes")
         capabilities = ()
     if "capture" in capabilities and getattr(getattr(vllm_config, "model_config", None), "uses_mrope", False):
-        limits.append("capture is off: the target's positions are multi-dimensional (M-RoPE), which no drafter is trained with")
+        limits.append("capture is off: the target's positions are multi-dimensional (M-RoPE); no drafter is trained with these")
         capabilities = ("swap",)
     if getattr(speculative, "enable_adaptive_verification", False):
         limits.append("draft_length is off: vLLM's own adaptive verification is on and would cut the same drafts")
-        limits.append("capture is off: under vLLM's own adaptive verification only the device knows which rows are whose")
+        limits.append("capture is off: under vLLM's own adaptive verification only the device knows each request's rows")
         capabilities = tuple(c for c in capabilities if c != "capture")
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             capabilities += ("estimates",)
         else:  # each rank chooses by its own estimates, and sums differ between ranks in their last bits
-            limits.append("estimates are off: under tensor parallelism all ranks have to choose by the very same")
+            limits.append("estimates are off: under tensor parallelism all ranks would need identical estimates")
     return Findings(capabilities, tuple(limits))
 
 

@@ -21,7 +21,7 @@ from honed.attach.engine.engine_hook import RankError
 
 logger = logging.getLogger("honed.attach")
 
-ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the device: wake it up, or wait until it is"
+ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the device: wake it up, or wait until it is awake"
 FOREIGN = "the drafter's weights came through vLLM's own endpoint; they are left alone until a version is promoted"
 STAGE_TIMEOUT_S = 300.0
 CHECKSUM_TIMEOUT_S = 50.0
@@ -202,7 +202,7 @@ class CommandRunner:
         steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
         logger.info("honed: drafter version %s serves; steps of each rank before it: %s", args["version"], " ".join(steps))
         copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
-        torn = f"ranks swapped at different steps ({', '.join(steps)}): drafts between them were of both versions' weights"
+        torn = f"ranks swapped at different steps ({', '.join(steps)}): drafts between them used both versions' weights"
         self._answer(
             command,
             error=torn if len(set(steps)) > 1 else "",
@@ -223,7 +223,7 @@ class CommandRunner:
             logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
         else:
             self._on_swapped(lease.home_version, lease.drops_cache)
-            logger.warning("honed: no word from the daemon: back to drafter version %s", lease.home_version)
+            logger.warning("honed: the daemon is silent: back to drafter version %s", lease.home_version)
 
     def _abandon(self, command: wire.Command, error: str) -> None:
         self._staging = self._hashing = None

@@ -181,7 +181,7 @@ def runner_of(model_runner: Any) -> Runner:
     elif getattr(model_runner, "drafter", None) is not None:
         runner = RunnerV1(model_runner)
     else:
-        raise TypeError(f"{type(model_runner).__name__} has no drafter that honed knows")
+        raise TypeError(f"{type(model_runner).__name__} has no drafter that honed supports")
     if not hasattr(runner.drafter, "propose") or not hasattr(runner.draft_model, "combine_hidden_states"):
         raise TypeError(f"the drafter {type(runner.drafter).__name__} is not a DFlash drafter")
     return runner

@@ -67,7 +67,7 @@ def _tensors(file: Path, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> di
             low, high = entry.data_offsets
             dtype = DTYPES[entry.dtype]
             if not 0 <= low <= high <= len(body) or high - low != math.prod(entry.shape) * dtype.itemsize:
-                raise ValueError(f"{name} doesn't lie within it")
+                raise ValueError(f"{name} lies outside the file")
             piece = body[low:high]
             aligned = piece if (begin + low) % dtype.itemsize == 0 else piece.clone()
             tensors[name] = aligned.view(dtype).view(entry.shape)

@@ -217,12 +217,12 @@ def test_a_mask_gives_one_workloads_figures():
 
 
 UNKNOWN = {
-    "static": "no draft length",
+    "static": "isn't a draft length",
     "static:8": "more than the engine's 7",
-    "static:-1": "no draft length",
-    "static:x": "no draft length",
+    "static:-1": "isn't a draft length",
+    "static:x": "isn't a draft length",
     "table": "table:4=7,16=2",
-    "table:4": "no draft length",
+    "table:4": "isn't a draft length",
     "table:4=9": "more than",
     "table:-3=2,0=1": "at least 1",
     "table:8=1,4=2": "ascending",
@@ -231,8 +231,8 @@ UNKNOWN = {
     "kelly:1": "no figures",
     "latency:2": "no figures",
     "off": "static:7",
-    "": "none of that name",
-    "x": "none of that name",
+    "": "no such policy",
+    "x": "no such policy",
 }
 
 
