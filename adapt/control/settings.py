@@ -128,7 +128,7 @@ class Override:
     """An operator's order, in force until `until_s` on the clock of `propose`."""
 
     name: str
-    """"draft_tokens" (that many for everybody), "capture_share" (0 … 1) or "policy" (a mode)."""
+    """"draft_tokens" (that many for every request), "capture_share" (0 … 1) or "policy" (a mode)."""
     value: int | float | str
     until_s: float
 

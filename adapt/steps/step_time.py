@@ -71,7 +71,7 @@ _LEAST_TRUST, _TRUSTED = 1e-5, 0.1
 _ALIKE = 0.1
 """Where the factors by which prices changed with the world scatter by less, lengths cost beside each other what they did."""
 _LEAST_SCATTER = 0.01
-"""Of steps around their prices, relative."""
+"""Least relative scatter of steps."""
 _REFIT_SHARE = 128
 """A large sample is refitted when more than one part of so many is new: a fit's time is proportional to its size."""
 _MOST_FITTED = 65_536
@@ -79,10 +79,10 @@ _MOST_FITTED = 65_536
 _KEPT_EFFECT = 0.9
 """Share of the effects of kinds that outlives a change of the world: errors among them fade."""
 MOST_EFFECT = 0.5
-"""Of a kind of steps on its price, relative."""
+"""Largest relative effect of a kind of steps."""
 _TABLE_TOKENS = 8192
 _BATCHES, _LENGTHS = range(256), range(1024)
-"""Of kinds of steps, that a policy may name."""
+"""Kinds of steps that a policy may name."""
 Step: TypeAlias = tuple[int, int, int, int, int, bool]
 """Requests, tokens, context, prefill tokens, block, whether drafts were verified: input of `StepTimeModel.seconds`."""
 LEAST_SECONDS = 1e-7
@@ -189,7 +189,7 @@ class StepTimeModel:
         return float(seconds) * self.kind_factor(num_requests, num_tokens - num_requests, num_prefill_tokens)
 
     def kind_factor(self, num_requests: int, num_draft_tokens: int, num_prefill_tokens: int = 0) -> float:
-        """How many times as long as the formula says a step takes, by its number of requests and of all their drafts."""
+        """Factor on the formula's time of a step, by its number of requests and of all their drafts."""
         row = self._row_of_batch.get(batch_kind(num_requests)) if self.kinds and not num_prefill_tokens else None
         if row is None:
             return 1.0
@@ -284,8 +284,8 @@ class StepTimeSettings:
     min_steps_per_length: int = 3
     """At least two draft lengths (per request, rounded) must each have been seen this often."""
     steps_per_kind: int = 512
-    """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept: many, since steps of one
-    spell of the machine say little more than one of them. Where there are many kinds fewer of each are fitted to."""
+    """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept: many, since successive
+    steps resemble each other. With many kinds, fewer of each are in a fit."""
     max_kinds: int = 512
     """Most kinds that are kept; the one seen longest ago makes room."""
     forgetting_steps: float = 50_000.0
@@ -457,7 +457,7 @@ class StepTimeLearner:
         return np.maximum(weights, _LEAST_TRUST)
 
     def _note_scatter(self, residuals: Floats, numbers: Floats) -> None:
-        """Note how steps scatter around their prices."""
+        """Note the steps' scatter around the fit."""
         known = np.isfinite(numbers)
         if known.sum() < self.settings.min_steps:
             return
@@ -501,7 +501,7 @@ class StepKinds:
         self._kind[self._is_plain] = kind
         effects = np.array([before.get(name, 0.0) for name in self._names])
         self.factors: Floats = np.ones(len(rows))
-        """How many times as long as the formula says each step is expected to take, [n]."""
+        """Expected factor on the formula's time of each step, [n]."""
         self.factors[self._is_plain] += effects[kind]
 
     def fit(self, seconds: Floats, expected: Floats) -> tuple[tuple[int, int, float], ...]:

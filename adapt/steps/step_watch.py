@@ -26,7 +26,7 @@ _MOST_DEMANDED = 3.0
 MIN_AGREEING = 0.8
 """Share of a window's steps that must be off in the same direction by at least half of the change."""
 _FEWEST_STEPS = 3
-"""Of a kind, before others are compared with them."""
+"""Steps of a kind before others are compared with them."""
 _QUICK_STEPS, _MEMORY_STEPS = 8.0, 256.0
 _MOST_KINDS = 512
 
