@@ -9,7 +9,7 @@ the sum and number of a request's *earlier* rounds' f, and f̄ the workload's me
 w takes one Newton step of this likelihood per batch, over information that is forgotten by rounds. The policy gets
 w·(1 − 4 / z²)⁺ with z² = w²·information / design effect: 0 while it could be chance, and w ≥ 0. The decider uses it as the
 centre of the request's prior: θ = (c·t + Σ_failures m_j) / (c / t + Σ_successes (1 − m_j)) with t = exp(−w·x / 2), see
-`acceptance`. Only earlier rounds enter, so lengths don't depend on the drafts that they cut.
+`estimate`. Only earlier rounds enter, so lengths don't depend on the drafts that they cut.
 
 Letters: K = configured number of draft tokens, R = rounds.
 """

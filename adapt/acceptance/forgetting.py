@@ -30,7 +30,7 @@ _STRENGTH = 4.0
 
 
 class AdaptiveCounts:
-    """Counts that forget quickly when they no longer predict. Letters: M = memories, K, R as in `acceptance`.
+    """Counts that forget quickly when they no longer predict. Letters: M = memories, K, R as in `estimate`.
 
     Args:
         forgetting_rounds: independent rounds that the longest memory holds.
@@ -81,7 +81,7 @@ class AdaptiveCounts:
 
         Args:
             weights: information of each round, in independent rounds [R]: those of one request repeat each other. None: 1.
-            theta: failure odds of each round's request from its earlier rounds, see `acceptance.count_trials`, [R]. None: 1.
+            theta: failure odds of each round's request from its earlier rounds, see `estimate.count_trials`, [R]. None: 1.
         """
         columns = (num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
         rounds = reached_and_accepted(num_draft_tokens, num_accepted_tokens, self.num_spec_tokens, num_invalid_tokens)

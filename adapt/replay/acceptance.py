@@ -99,7 +99,7 @@ def believe(
 
 
 def _chain(trials: Floats, successes: Floats, rng: np.random.Generator | None) -> Floats:
-    """Estimate the engine's curve, each position's prior centred on its left neighbour; see `acceptance.chain_estimate`."""
+    """Estimate the engine's curve, each position's prior centred on its left neighbour; see `estimate.chain_estimate`."""
     estimate, left = np.empty(len(trials)), FIRST_GUESS
     for position in range(len(trials)):
         prior = float(_drawn(np.array([left]), CHAIN_STRENGTH, rng)[0])

@@ -2,10 +2,10 @@
 
 The text is kept: the same requests emit the same tokens. At every logged step a rule chooses draft lengths k' for the requests
 in it. A round that drafted k and accepted a would have accepted min(a, k') where k' ≤ k or the round broke (a < k), exactly.
-Other outcomes are *modelled*: those beyond k, and rounds that would have begun within a logged one. `replay_walk` follows each
+Other outcomes are *modelled*: those beyond k, and rounds that would have begun within a logged one. `walk` follows each
 request's text to the number of rounds ρ_i that begin within each logged round i.
 
-The load is kept (a closed loop: a step keeps its number of requests). A step s of N_s requests lasts F_s, as `replay_seconds`
+The load is kept (a closed loop: a step keeps its number of requests). A step s of N_s requests lasts F_s, as `seconds`
 has it. Its surplus or missing rounds, Δ_s = Σ_{i in s} (ρ_i − 1), are Δ_s / N_s more steps without prefill, of D_s:
 
     tokens per second = Σ_i emitted_i / Σ_s (F_s + Δ_s / N_s · D_s)

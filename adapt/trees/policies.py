@@ -5,7 +5,7 @@
     tree:B       DDTree of B nodes, with the drafter's own log-probabilities
     caddtree     DDTree; each request alone takes the number n of nodes with the highest (1 + Φ_n) / (C_d + C_v(n)), C of a
                  batch of one. (The published rule stops where that first falls, which at a captured size is too soon.)
-    shared       DDTree's scores, one budget over the batch (`tree_budget`), the drafter skipped where it isn't worth it
+    shared       DDTree's scores, one budget over the batch (`budget`), the drafter skipped where it isn't worth it
     calibrated   DDTree with calibrated scores (`node_scores`), B nodes: `calibrated:B`
     honed        calibrated scores and the shared budget
 
