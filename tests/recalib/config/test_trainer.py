@@ -9,7 +9,7 @@ import pytest
 from honed.recalib.process.trainer import check_device
 
 
-@pytest.mark.parametrize("module", ["registry", "gate", "trainer_settings"])
+@pytest.mark.parametrize("module", ["registry.registry", "gate.gate", "config.trainer"])
 def test_the_daemon_s_imports_bring_no_torch(module):
     code = f"import sys, honed.recalib.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
