@@ -265,9 +265,9 @@ class Engine:
         results: list[Any] = []
         commands = self._honed.commands
         commands._report = results.append
-        args = {"version": version, "path": folder, "sha256": ""}
+        weights = wire.DrafterWeights(version=version, path=folder)
         began_s = time.perf_counter()
-        commands.put(wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args))
+        commands.put(wire.SwapCommand(command_id=secrets.token_hex(8), weights=weights, drops_cache=False))
         while not results:
             if time.perf_counter() - began_s > 120:
                 raise RuntimeError("the swap never ended")

@@ -27,7 +27,7 @@ from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.ingest.greeting import Greeting
 from honed.daemon.ingest.ingest import Ingest
 from honed.daemon.ingest.router import Router
-from honed.daemon.ingest.trainer import Trainer, TrainerMessage
+from honed.daemon.ingest.trainer import Trainer
 from honed.daemon.lifecycle.canaries import Canaries
 from honed.daemon.lifecycle.checksums import Checksums
 from honed.daemon.lifecycle.drafters import Drafters
@@ -347,7 +347,7 @@ class Service:
         self.swaps.on_result(result)
         self.checksums.on_result(result)
 
-    def _on_trainer(self, peer: bytes, message: TrainerMessage) -> None:
+    def _on_trainer(self, peer: bytes, message: wire.FromTrainer) -> None:
         self.trainer.hear(peer, message)
         if not isinstance(message, wire.Purged):
             self.recalibrations.on_trainer(message)

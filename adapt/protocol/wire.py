@@ -10,6 +10,7 @@ Letters: K = the engine's configured number of draft tokens, R = verify rounds i
 
 from __future__ import annotations
 
+import contextlib
 from typing import TypeVar
 
 import msgspec
@@ -25,6 +26,9 @@ FOREIGN_DRAFTER = "foreign"
 
 class WireError(ValueError):
     """A frame that isn't a message of this wire version; the text names the defect."""
+
+    command_id: str = ""
+    """Id of the command that couldn't be read, so that its sender can be answered; "": the frame names none."""
 
 
 class _Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True, gc=False, kw_only=True):
@@ -304,16 +308,47 @@ class Policy(_Message, frozen=True):
     """Corrections of `step_seconds` for kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
 
 
-class Command(_Message, frozen=True):
-    """Action between two engine steps, also while the engine is idle.
+class DrafterWeights(_Message, frozen=True):
+    """A drafter version and where its weights lie."""
 
-    kind "swap": args version, path (folder in the registry), sha256 of its model.safetensors.
-    kind "checksum": no args; detail.sha256 of the live drafter weights in checkpoint order.
-    """
+    version: str
+    path: str
+    """Folder in the registry."""
+    sha256: str = ""
+    """Of its model.safetensors; "": the file isn't checked."""
+
+
+class Turns(_Message, frozen=True):
+    """Two versions take turns: both stay staged, and an engine that hears nothing more goes home."""
+
+    beside: DrafterWeights
+    """The version whose turn comes next."""
+    home_version: str
+    """Which of the two is active."""
+    lease_s: float
+    """How long the version that isn't at home may serve without further word."""
+
+
+class SwapCommand(_Message, frozen=True):
+    """Run these drafter weights from now on. The result's figures are pause_ms, stage_ms, copy_ms and ranks."""
 
     command_id: str
-    kind: str
-    args: dict[str, str] = {}
+    weights: DrafterWeights
+    drops_cache: bool
+    """Whether the new weights can't use cached context keys and values."""
+    takes_over: bool = False
+    """Whether weights that came through vLLM's own endpoints may be overwritten."""
+    turns: Turns | None = None
+
+
+class ChecksumCommand(_Message, frozen=True):
+    """Hash the live drafter weights in checkpoint order. The result's detail has "sha256", and "rank0" … for each rank."""
+
+    command_id: str
+
+
+Command = SwapCommand | ChecksumCommand
+"""Something to be done between two engine steps, also while the engine is idle. Each is answered by a `CommandResult`."""
 
 
 # --- trainer <-> daemon -----------------------------------------------------------------------------------------------
@@ -438,16 +473,26 @@ class Purged(_Message, frozen=True):
     problems: list[str] = []
 
 
-ToDaemon = EngineHello | EventBatch | EngineStatus | CommandResult | TrainerHello | TrainerStatus | TrainResult | Purged
+FromTrainer = TrainerHello | TrainerStatus | TrainResult | Purged
+ToDaemon = EngineHello | EventBatch | EngineStatus | CommandResult | FromTrainer
 ToEngine = Welcome | Ack | Policy | Command
 ToTrainer = Welcome | TrainRequest | TrainCancel | TrainPause | Purge
 
 T = TypeVar("T")
 
+
+class _Addressed(msgspec.Struct, gc=False):
+    """The one field that all commands have."""
+
+    command_id: str
+
+
 _encoder = msgspec.msgpack.Encoder()
 _to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+_addressed: msgspec.msgpack.Decoder[_Addressed] = msgspec.msgpack.Decoder(_Addressed)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
 def encode(message: _Message) -> bytes:
@@ -461,8 +506,16 @@ def decode_to_daemon(frame: bytes) -> ToDaemon:
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
-    """Read a frame from the daemon to an engine. Raises WireError, with the cause, for anything else."""
-    return _decode(_to_engine, frame)
+    """Read a frame that the daemon sent to an engine. Raises WireError, with the cause, for anything else.
+
+    The error has the `command_id` of a command that is unknown here or has a wrong field.
+    """
+    try:
+        return _decode(_to_engine, frame)
+    except WireError as error:
+        with contextlib.suppress(*_UNREADABLE):
+            error.command_id = _addressed.decode(frame).command_id
+        raise
 
 
 def decode_to_trainer(frame: bytes) -> ToTrainer:
@@ -474,5 +527,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     try:
         message: T = decoder.decode(frame)
         return message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"not a honed message of wire version {WIRE_VERSION}: {error}") from error

@@ -60,8 +60,8 @@ class CommandRunner:
         self._wake = wake
         self._is_busy = is_busy
         self._queue: deque[wire.Command] = deque()
-        self._staging: tuple[wire.Command, float] | None = None
-        self._hashing: tuple[wire.Command, float] | None = None
+        self._staging: tuple[wire.SwapCommand, float] | None = None
+        self._hashing: tuple[wire.ChecksumCommand, float] | None = None
         self._num_sent = 0
         """Tensors sent for the checksum under way."""
         self._next_poll_s = 0.0
@@ -128,19 +128,17 @@ class CommandRunner:
             self._report(self._answered[command.command_id])
             return
         try:
-            if command.kind == "swap" and self._is_foreign and command.args.get("takes_over") != "1":
+            if isinstance(command, wire.ChecksumCommand):
+                self._hashing, self._next_poll_s, self._num_sent = (command, time.monotonic()), 0.0, 0
+                self._poll_checksum()
+            elif self._is_foreign and not command.takes_over:
                 self._refuse_foreign(command)
-            elif command.kind == "swap":
-                answers = self._rpc("honed_stage", _versions(command.args))
+            else:
+                answers = self._rpc("honed_stage", _staged_together(command))
                 self._staging = (command, time.monotonic())
                 self._next_poll_s = 0.0
                 if not any(answers):  # held from an earlier turn
                     self._apply(command, 0.0)
-            elif command.kind == "checksum":
-                self._hashing, self._next_poll_s, self._num_sent = (command, time.monotonic()), 0.0, 0
-                self._poll_checksum()
-            else:
-                self._answer(command, error=f"unknown command {command.kind!r}: daemon and attachment differ in version")
         except Exception as error:
             self._abandon(command, _one_line(error))
 
@@ -152,7 +150,7 @@ class CommandRunner:
             return
         self._next_poll_s = now_s + (BUSY_POLL_S if self._is_busy() else POLL_S)
         try:
-            answers: list[str] = self._rpc("honed_staged", command.args["version"])
+            answers: list[str] = self._rpc("honed_staged", command.weights.version)
             failed = [text for text in answers if text not in ("", "staging")]
             if failed:
                 self._abandon(command, failed[0])
@@ -189,25 +187,24 @@ class CommandRunner:
         self._num_sent += part >= 0
         return self._rpc("honed_checksum", part)
 
-    def _apply(self, command: wire.Command, staged_s: float) -> None:
-        args = command.args
-        beside, drops_cache = args.get("beside_version", ""), _drops_cache(args)
+    def _apply(self, command: wire.SwapCommand, staged_s: float) -> None:
+        version, turns = command.weights.version, command.turns
         began_ns = time.monotonic_ns()
-        figures: list[dict[str, float]] = self._rpc("honed_apply", args["version"], bool(beside))
+        figures: list[dict[str, float]] = self._rpc("honed_apply", version, turns is not None)
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._staging, self._lease, self._is_foreign = None, None, False
-        if beside and (until_s := float(args.get("lease_s", "0"))) and args.get("home_version", "") == beside:
-            self._lease = _Lease(time.monotonic() + until_s, beside, drops_cache)
-        self._on_swapped(args["version"], drops_cache)
+        if turns is not None and turns.home_version == turns.beside.version:
+            self._lease = _Lease(time.monotonic() + turns.lease_s, turns.home_version, command.drops_cache)
+        self._on_swapped(version, command.drops_cache)
         steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
-        logger.info("honed: drafter version %s serves; steps of each rank before it: %s", args["version"], " ".join(steps))
+        logger.info("honed: drafter version %s serves; steps of each rank before it: %s", version, " ".join(steps))
         copy_ms = max((f.get("copy_ms", 0.0) for f in figures), default=0.0)
         torn = f"ranks swapped at different steps ({', '.join(steps)}): drafts between them used both versions' weights"
         self._answer(
             command,
             error=torn if len(set(steps)) > 1 else "",
             figures={"pause_ms": pause_ms, "stage_ms": staged_s * 1e3, "copy_ms": copy_ms, "ranks": float(len(figures))},
-            detail={"version": args["version"], "steps": " ".join(steps)},
+            detail={"version": version, "steps": " ".join(steps)},
         )
 
     def _is_lease_over(self) -> bool:
@@ -259,17 +256,10 @@ class _Lease(NamedTuple):
     drops_cache: bool
 
 
-def _versions(args: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Versions that a swap command stages: its own, and the one it takes turns with, if any."""
-    wanted = [(args["version"], args["path"], args.get("sha256", ""))]
-    if args.get("beside_version"):
-        wanted.append((args["beside_version"], args["beside_path"], args.get("beside_sha256", "")))
-    return wanted
-
-
-def _drops_cache(args: dict[str, str]) -> bool:
-    """Whether cached context keys and values are useless with the new weights."""
-    return args["drops_cache"] == "1" if "drops_cache" in args else args.get("scope", "") == "full"
+def _staged_together(command: wire.SwapCommand) -> list[tuple[str, str, str]]:
+    """(version, path, sha256) of the weights to stage: the command's, and those that they take turns with, if any."""
+    wanted = [command.weights] + ([command.turns.beside] if command.turns is not None else [])
+    return [(weights.version, weights.path, weights.sha256) for weights in wanted]
 
 
 def _one_line(error: Exception) -> str:

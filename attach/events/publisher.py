@@ -93,7 +93,7 @@ class Publisher:
         self._is_news = True
 
     def report(self, result: wire.CommandResult) -> None:
-        """Engine thread: queue the answer to a command."""
+        """Any thread: queue the answer to a command."""
         self._results.append(result)
 
     def _run(self) -> None:
@@ -180,9 +180,20 @@ class Publisher:
             try:
                 self._dispatch(wire.decode_to_engine(frame))
             except wire.WireError as error:
+                if error.command_id:
+                    self._refuse(error)
                 if not self._has_complained:
                     self._has_complained = True
                     logger.warning("honed: this version can't read the daemon's message (%s); run the same version", error)
+
+    def _refuse(self, error: wire.WireError) -> None:
+        """Answer a command that can't be read."""
+        text = f"daemon and attachment differ in version: {error}"
+        self.report(
+            wire.CommandResult(
+                engine_id=self._engine_id, boot_id=self._boot_id, command_id=error.command_id, ok=False, error=text
+            )
+        )
 
     def _dispatch(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Welcome):

@@ -16,7 +16,6 @@ from honed.adapt.protocol import wire
 from honed.daemon.errors import StoreError
 from honed.daemon.ingest.engines import Boot, Engine, Engines
 from honed.daemon.ingest.sequences import Offer
-from honed.daemon.ingest.trainer import TrainerMessage
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.rollups import BatchCounts, MalformedBatchError, count_batch
 from honed.daemon.store.store import Store
@@ -76,7 +75,7 @@ class Ingest:
         on_batch: Callable[[Engine, StoredBatch], None],
         on_target_update: Callable[[Engine], None],
         on_command_result: Callable[[wire.CommandResult], None],
-        on_trainer: Callable[[bytes, TrainerMessage], None],
+        on_trainer: Callable[[bytes, wire.FromTrainer], None],
         max_workloads: int,
         clock: Callable[[], float],
         monotonic: Callable[[], float],

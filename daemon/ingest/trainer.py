@@ -18,8 +18,6 @@ RECENT, SHOWN = 1000, 100
 
 log = structlog.get_logger("honed.trainer")
 
-TrainerMessage = wire.TrainerHello | wire.TrainerStatus | wire.TrainResult | wire.Purged
-
 
 class Trainer:
     """The connection to the trainer. Guarded by the service's lock."""
@@ -50,7 +48,7 @@ class Trainer:
     def silent_s(self) -> float:
         return self._monotonic() - self._seen_s
 
-    def hear(self, peer: bytes, message: TrainerMessage) -> None:
+    def hear(self, peer: bytes, message: wire.FromTrainer) -> None:
         """Take note of a message, and answer an introduction."""
         self._peer, self._seen_s = peer, self._monotonic()
         if isinstance(message, wire.TrainerHello):
@@ -76,7 +74,7 @@ class Trainer:
             self.computing.observe(computing_s)
             self._recent_computing_s.append(computing_s)
 
-    def tell(self, message: wire.Welcome | wire.TrainRequest | wire.TrainCancel | wire.TrainPause | wire.Purge) -> None:
+    def tell(self, message: wire.ToTrainer) -> None:
         """Send it something."""
         self._send(self._peer, message)
 

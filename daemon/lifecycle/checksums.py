@@ -72,7 +72,7 @@ class Checksums:
             )
         operation = self._operations.create("verify", "asking", reason, actor, key, engine_id=engine_id)
         self._journal.audit(actor, "verify", engine_id, reason, operation.operation_id)
-        command = wire.Command(command_id=secrets.token_hex(8), kind="checksum")
+        command = wire.ChecksumCommand(command_id=secrets.token_hex(8))
         deadline_s = self._monotonic() + TIMEOUT_S
         self._asked[command.command_id] = _Asked(operation, engine_id, engine.live_version, deadline_s)
         self._send(engine.peer, command)

@@ -61,7 +61,7 @@ class Swap:
 class _Sent:
     engine_id: str
     swap: Swap
-    command: wire.Command
+    command: wire.SwapCommand
     deadline_s: float
 
 
@@ -79,7 +79,7 @@ class Swaps:
         engines: Engines,
         drafters: Drafters,
         rollout: Rollout,
-        send: Callable[[bytes, wire.Command], None],
+        send: Callable[[bytes, wire.SwapCommand], None],
         settings: RecalibrationSettings,
         monotonic: Callable[[], float],
     ) -> None:
@@ -96,25 +96,30 @@ class Swaps:
         Raises:
             HonedError: the version doesn't exist.
         """
-        manifest = self._drafters.manifest(version)
-        args = {"version": version, "path": str(self._drafters.path(version)), "sha256": manifest.sha256}
-        if beside is not None:
-            args |= {"beside_version": beside.version, "beside_path": str(self._drafters.path(beside.version))}
-            args |= {"beside_sha256": self._drafters.manifest(beside.version).sha256}
-            args |= {"home_version": beside.home, "lease_s": f"{beside.lease_s:g}"}
+        weights = self._weights(version)
+        turns = self._turns(beside) if beside is not None else None
         swap = Swap(version, [engine.engine_id for engine in engines], on_done, is_turn=beside is not None)
         swap.waiting.update(swap.engine_ids)
         for engine in engines:
             self._drop(engine.engine_id)
-            drops_cache = not self._drafters.shares_cache(engine.live_version, version)
-            here = args | {"drops_cache": "1" if drops_cache else "0"}
-            if engine.has_foreign_drafter:
-                here["takes_over"] = "1"
-            command = wire.Command(command_id=secrets.token_hex(8), kind="swap", args=here)
+            command = wire.SwapCommand(
+                command_id=secrets.token_hex(8),
+                weights=weights,
+                drops_cache=not self._drafters.shares_cache(engine.live_version, version),
+                takes_over=engine.has_foreign_drafter,
+                turns=turns,
+            )
             deadline_s = self._monotonic() + self._settings.swap_timeout_s
             self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, deadline_s)
             self._send(engine.peer, command)
         return swap
+
+    def _turns(self, beside: Beside) -> wire.Turns:
+        return wire.Turns(beside=self._weights(beside.version), home_version=beside.home, lease_s=beside.lease_s)
+
+    def _weights(self, version: str) -> wire.DrafterWeights:
+        path = str(self._drafters.path(version))
+        return wire.DrafterWeights(version=version, path=path, sha256=self._drafters.manifest(version).sha256)
 
     @property
     def versions(self) -> set[str]:

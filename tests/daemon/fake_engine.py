@@ -187,9 +187,9 @@ class FakeEngine:
     def wait_acked(self, seq: int) -> None:
         self.expect(wire.Ack, lambda ack: ack.boot_id == self.boot_id and ack.seq >= seq)
 
-    def answer_swap(self, *, ok: bool = True, error: str = "") -> wire.Command:
+    def answer_swap(self, *, ok: bool = True, error: str = "") -> wire.SwapCommand:
         """Wait for a swap command and answer it."""
-        command = self.expect(wire.Command, lambda command: command.kind == "swap")
+        command = self.expect(wire.SwapCommand)
         self.send(
             wire.CommandResult(
                 engine_id=self.engine_id,
@@ -238,8 +238,8 @@ class ServingEngine(FakeEngine):
         self.workload = "default"
         """Of the requests that it serves."""
         self.live_version = self.live_sha256 = ""
-        self.swaps: list[dict[str, str]] = []
-        """Arguments of the swaps that were carried out."""
+        self.swaps: list[wire.SwapCommand] = []
+        """Swaps that were carried out."""
         self.refuses = ""
         """Why swaps are refused; "" when they aren't."""
         self.num_refused_asleep: int | None = None
@@ -288,11 +288,11 @@ class ServingEngine(FakeEngine):
             time.sleep(0.004)
         raise AssertionError(f"worked {self._timeout_s:g} s in vain for {what or condition}")
 
-    def answer_swap(self, *, ok: bool = True, error: str = "") -> wire.Command:
+    def answer_swap(self, *, ok: bool = True, error: str = "") -> wire.SwapCommand:
         """Wait for a swap command, and carry it out."""
         if not ok:
             return super().answer_swap(ok=ok, error=error)
-        command = self.expect(wire.Command, lambda command: command.kind == "swap")
+        command = self.expect(wire.SwapCommand)
         self._obey(command)
         return command
 
@@ -304,16 +304,16 @@ class ServingEngine(FakeEngine):
         if self.num_refused_asleep is not None:
             self.num_refused_asleep += 1
             refusal, detail = "the engine sleeps", {"asleep": "1"}
-        elif command.kind == "swap" and self.live_version == wire.FOREIGN_DRAFTER and "takes_over" not in command.args:
-            refusal, detail = "its weights are somebody else's", {"foreign": "1"}
-        elif command.kind == "swap" and not self.refuses:
-            found = _sha256(Path(command.args["path"]))
-            assert found == command.args["sha256"]
-            self.live_version, self.live_sha256 = command.args["version"], found
-            self.swaps.append(command.args)
-        elif command.kind == "checksum":
+        elif isinstance(command, wire.ChecksumCommand):
             digest = self.digest()
             detail = {"sha256": digest, "rank0": digest, **self.other_ranks}
+        elif self.live_version == wire.FOREIGN_DRAFTER and not command.takes_over:
+            refusal, detail = "its weights are somebody else's", {"foreign": "1"}
+        elif not self.refuses:
+            found = _sha256(Path(command.weights.path))
+            assert found == command.weights.sha256
+            self.live_version, self.live_sha256 = command.weights.version, found
+            self.swaps.append(command)
         self.try_send(
             wire.CommandResult(
                 engine_id=self.engine_id,
@@ -328,7 +328,7 @@ class ServingEngine(FakeEngine):
 
     def digest(self) -> str:
         """Checksum of the weights that it runs."""
-        return min(weights_digests(Path(self.swaps[-1]["path"] if self.swaps else self.checkpoint) / "model.safetensors"))
+        return min(weights_digests(Path(self.swaps[-1].weights.path if self.swaps else self.checkpoint) / "model.safetensors"))
 
 
 def _sha256(checkpoint: Path) -> str:

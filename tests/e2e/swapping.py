@@ -32,7 +32,7 @@ def perturbed_drafter(folder: Path) -> Path:
 
 
 def swap(
-    running: TestEngine, version: str, folder: Path, sha256: str = "", step: Callable[[], object] | None = None, **more: str
+    running: TestEngine, version: str, folder: Path, sha256: str = "", step: Callable[[], object] | None = None, **more: Any
 ) -> wire.CommandResult:
     """Ask for a swap as the daemon does, and let the engine's thread get on with it.
 
@@ -42,8 +42,9 @@ def swap(
     results: list[wire.CommandResult] = []
     commands = running.honed.commands
     commands._report = results.append
-    args = {"version": version, "path": str(folder), "sha256": sha256, **more}
-    commands.put(wire.Command(command_id=secrets.token_hex(8), kind="swap", args=args))
+    weights = wire.DrafterWeights(version=version, path=str(folder), sha256=sha256)
+    about = {"drops_cache": False, **more}
+    commands.put(wire.SwapCommand(command_id=secrets.token_hex(8), weights=weights, **about))
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         (step or running.honed.before_schedule)()

@@ -224,7 +224,8 @@ def swap_while_generating(running: TestEngine, version: str, folder: Path) -> tu
     while llm_engine.has_unfinished_requests():
         num_steps += 1
         if num_steps == 4:
-            honed.commands.put(wire.Command(command_id="1", kind="swap", args={"version": version, "path": str(folder)}))
+            weights = wire.DrafterWeights(version=version, path=str(folder))
+            honed.commands.put(wire.SwapCommand(command_id="1", weights=weights, drops_cache=False))
         for output in llm_engine.step():
             if output.finished:
                 answers[output.request_id] = list(output.outputs[0].token_ids)

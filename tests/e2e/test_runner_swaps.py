@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from honed.adapt.protocol import wire
 from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_SLOW, TestEngine, engine, held_out
 from tests.e2e.logged import check_tokens, counted, keys_of, rounds, set_policy, take_batches
 from tests.e2e.swapping import Drafts, perturbed_drafter, swap, worker_of
@@ -66,8 +67,9 @@ def test_versions_that_take_turns_are_held_and_exact(attached: TestEngine, tmp_p
     sums: dict[str, str] = {}
     for number, version in enumerate(("other", "stock", "other", "stock")):
         beside = "stock" if version == "other" else "other"
-        turns = {"beside_version": beside, "beside_path": str(folders[beside]), "home_version": "stock", "lease_s": "600"}
-        result = swap(attached, version, folders[version], drops_cache="1", **turns)
+        weights = wire.DrafterWeights(version=beside, path=str(folders[beside]))
+        turns = wire.Turns(beside=weights, home_version="stock", lease_s=600.0)
+        result = swap(attached, version, folders[version], drops_cache=True, turns=turns)
         assert result.ok, result.error
         assert (result.figures["stage_ms"] > 0) == (number == 0)  # read once, both of them
         assert attached.checksum() == sums.setdefault(version, attached.checksum())
@@ -80,8 +82,8 @@ def test_versions_that_take_turns_are_held_and_exact(attached: TestEngine, tmp_p
     assert attached.checksum() == sums["stock"]
 
 
-@pytest.mark.parametrize("drops_cache", ["0", "1"])
-def test_a_swap_while_requests_stream_changes_no_token(attached: TestEngine, tmp_path: Path, drops_cache: str) -> None:
+@pytest.mark.parametrize("drops_cache", [False, True])
+def test_a_swap_while_requests_stream_changes_no_token(attached: TestEngine, tmp_path: Path, drops_cache: bool) -> None:
     """Back and forth under running requests: tokens, counts, and in the log each round with the version that drafted it.
 
     `drops_cache` preempts every running request: when vLLM schedules ahead, the step under way comes back to nobody.

@@ -96,7 +96,7 @@ def test_a_drafter_through_vllms_own_endpoint_drafts_as_after_honeds_swap(tmp_pa
         send(running, "start_draft_weight_update", other)  # before anything else
         set_policy(running)
         sent = running.checksum(), drafted()
-        assert swap(running, "stock", DRAFTER, takes_over="1").ok
+        assert swap(running, "stock", DRAFTER, takes_over=True).ok
         stock = running.checksum(), drafted()
         assert stock[1][0] != sent[1][0], "it drafts as the other one: this test shows nothing"
         assert swap(running, "other", other).ok

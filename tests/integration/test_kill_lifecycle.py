@@ -86,12 +86,13 @@ class DyingEngine(ServingEngine):
     deaths = 0
 
     def _obey(self, command: wire.Command) -> None:
-        is_going_home = command.kind == "swap" and "beside_version" not in command.args
+        is_going_home = isinstance(command, wire.SwapCommand) and command.turns is None
         if self.dies_at == "told to swap" or (self.dies_at == "told to go home" and is_going_home):
             self._come_back()
             return
         if self.dies_at == "swapped, not said":
-            self.live_version = command.args["version"]
+            assert isinstance(command, wire.SwapCommand)
+            self.live_version = command.weights.version
             self._come_back()
             return
         super()._obey(command)

@@ -16,8 +16,9 @@ TO_DAEMON = [
     wire.TrainerHello,
     wire.TrainerStatus,
     wire.TrainResult,
+    wire.Purged,
 ]
-TO_ENGINE = [wire.Welcome, wire.Ack, wire.Policy, wire.Command]
+TO_ENGINE = [wire.Welcome, wire.Ack, wire.Policy, wire.SwapCommand, wire.ChecksumCommand]
 TO_TRAINER = [wire.Welcome, wire.TrainRequest, wire.TrainCancel, wire.TrainPause, wire.Purge]
 DIRECTIONS = [(wire.decode_to_daemon, TO_DAEMON), (wire.decode_to_engine, TO_ENGINE), (wire.decode_to_trainer, TO_TRAINER)]
 CASES = [(decode, message) for decode, messages in DIRECTIONS for message in messages]

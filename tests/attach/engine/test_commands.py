@@ -65,8 +65,9 @@ class Harness:
             lambda: self.is_busy,
         )
 
-    def swap(self, command_id: str = "1", **args: str) -> None:
-        self.runner.put(wire.Command(command_id=command_id, kind="swap", args={"version": "v2", "path": "/x"} | args))
+    def swap(self, command_id: str = "1", version: str = "v2", *, drops_cache: bool = False, **more: Any) -> None:
+        weights = wire.DrafterWeights(version=version, path="/x")
+        self.runner.put(wire.SwapCommand(command_id=command_id, weights=weights, drops_cache=drops_cache, **more))
 
     def run(self, times: int = 10) -> None:
         for _ in range(times):
@@ -137,9 +138,9 @@ def test_a_command_sent_twice_is_carried_out_once_and_answered_twice(monkeypatch
     assert len(harness.results) == 2
 
 
-def test_scope_full_asks_for_a_cache_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_share_no_cache_ask_for_its_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(Ranks([["", ""]]), monkeypatch)
-    harness.swap(scope="full")
+    harness.swap(drops_cache=True)
     harness.run()
     assert harness.swapped == [("v2", True)]
 
@@ -147,7 +148,7 @@ def test_scope_full_asks_for_a_cache_reset(monkeypatch: pytest.MonkeyPatch) -> N
 def test_commands_queue_behind_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(Ranks([["staging", ""], ["", ""]]), monkeypatch)
     harness.swap()
-    harness.runner.put(wire.Command(command_id="2", kind="checksum"))
+    harness.runner.put(wire.ChecksumCommand(command_id="2"))
     harness.run(30)
     assert [r.command_id for r in harness.results] == ["1", "2"]
     assert harness.results[1].detail == {"sha256": "sum", "rank0": "sum", "rank1": "sum"}
@@ -156,7 +157,7 @@ def test_commands_queue_behind_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checksum_takes_in_no_more_than_is_hashed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow rank holds all of them: what one takes in all take in, since they join their parts."""
     harness = Harness(Ranks([["", ""]]), monkeypatch)
-    harness.runner.put(wire.Command(command_id="1", kind="checksum"))
+    harness.runner.put(wire.ChecksumCommand(command_id="1"))
     harness.run(3)
     assert harness.runner.is_pending
     assert harness.ranks.num_sent < 10
@@ -166,23 +167,9 @@ def test_a_checksum_takes_in_no_more_than_is_hashed_meanwhile(monkeypatch: pytes
     assert [result.ok for result in harness.results] == [True]
 
 
-def test_an_unknown_command_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness(Ranks([["", ""]]), monkeypatch)
-    harness.runner.put(wire.Command(command_id="3", kind="dance"))
-    harness.run()
-    assert "dance" in harness.results[0].error
-
-
-def turn(harness: Harness, command_id: str, version: str, beside: str, home: str, lease_s: str = "60") -> None:
-    harness.swap(
-        command_id,
-        version=version,
-        beside_version=beside,
-        beside_path="/y",
-        home_version=home,
-        lease_s=lease_s,
-        drops_cache="0",
-    )
+def turn(harness: Harness, command_id: str, version: str, beside: str, home: str, lease_s: float = 60.0) -> None:
+    weights = wire.DrafterWeights(version=beside, path="/y")
+    harness.swap(command_id, version, turns=wire.Turns(beside=weights, home_version=home, lease_s=lease_s))
 
 
 def test_versions_that_take_turns_are_staged_together_and_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +191,7 @@ def test_a_daemon_that_falls_silent_leaves_the_home_version(monkeypatch: pytest.
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
     harness = Harness(Ranks([["", ""]]), monkeypatch)
-    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
     harness.run()
     assert not harness.runner.is_pending
     now[0] += 61.0
@@ -219,7 +206,7 @@ def test_a_lease_that_ends_in_the_engine_s_sleep_is_over_when_it_wakes_up(monkey
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
     harness = Harness(Ranks([["", ""]]), monkeypatch)
-    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
     harness.run()
     harness.runner.is_asleep = True
     now[0] += 61.0
@@ -238,7 +225,7 @@ def test_weights_of_somebody_else_are_not_overwritten(monkeypatch: pytest.Monkey
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
     harness = Harness(Ranks([["staging", "staging"], ["", ""]]), monkeypatch)
-    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
     harness.run(steps_before)
     is_applied = steps_before == 3
     assert harness.swapped == [("v2", False)] * is_applied
@@ -249,7 +236,7 @@ def test_weights_of_somebody_else_are_not_overwritten(monkeypatch: pytest.Monkey
     assert harness.swapped == [("v2", False)] * is_applied
     (result,) = harness.results
     assert (result.ok, result.detail.get("foreign")) == ((True, None) if is_applied else (False, "1"))
-    harness.swap("2", takes_over="1")
+    harness.swap("2", takes_over=True)
     harness.swap("3")
     harness.run()
     assert [result.ok for result in harness.results[1:]] == [True, True], "from then on they are honed's again"
@@ -264,7 +251,7 @@ def test_a_version_on_trial_is_on_its_lease_even_where_taking_it_in_fails(monkey
         raise RuntimeError(f"{version} can't be taken in")
 
     monkeypatch.setattr(harness.runner, "_on_swapped", fails)
-    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
     harness.run()
     assert [result.ok for result in harness.results] == [False]
     monkeypatch.setattr(harness.runner, "_on_swapped", lambda *_: None)
@@ -275,7 +262,7 @@ def test_a_version_on_trial_is_on_its_lease_even_where_taking_it_in_fails(monkey
 
 def test_foreign_weights_end_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(Ranks([]), monkeypatch)
-    harness.runner.put(wire.Command(command_id="1", kind="checksum", args={}))
+    harness.runner.put(wire.ChecksumCommand(command_id="1"))
     harness.runner.run()
     harness.runner.give_way()
     harness.run()
@@ -289,10 +276,10 @@ def test_further_word_from_the_daemon_renews_or_ends_the_lease(next_version: str
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
     harness = Harness(Ranks([["", ""]]), monkeypatch)
-    turn(harness, "1", "v2", "v1", "v1", lease_s="60")
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
     harness.run()
     now[0] += 50.0
-    turn(harness, "2", next_version, "v1" if next_version == "v2" else "v2", "v1", lease_s="60")
+    turn(harness, "2", next_version, "v1" if next_version == "v2" else "v2", "v1", lease_s=60.0)
     harness.run()
     now[0] += 50.0
     harness.run()
@@ -301,9 +288,9 @@ def test_further_word_from_the_daemon_renews_or_ends_the_lease(next_version: str
 
 def test_what_the_daemon_says_of_the_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(Ranks([["", ""]]), monkeypatch)
-    harness.swap("1", scope="full", drops_cache="0")
+    harness.swap("1", drops_cache=False)
     harness.run()
-    harness.swap("2", scope="kv-frozen", drops_cache="1")
+    harness.swap("2", drops_cache=True)
     harness.run()
     assert harness.swapped == [("v2", False), ("v2", True)]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -176,10 +177,32 @@ def test_policies_and_commands_reach_the_engine_and_garbage_does_not(
     daemon.welcome()
     daemon.socket.send_multipart([daemon.peer, b"\xff\x00garbage"])
     daemon.send(wire.Policy(engine_id="e", generation=4, ttl_s=1.0, kind="static", static_k=2, max_k=7))
-    daemon.send(wire.Command(command_id="c", kind="checksum"))
+    daemon.send(wire.ChecksumCommand(command_id="c"))
     eventually(lambda: bool(seen["policy"] and seen["command"]))
     assert seen["policy"][0].generation == 4
     assert seen["command"][0].command_id == "c"
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ({"type": "DanceCommand"}, "DanceCommand"),
+        ({"type": "SwapCommand", "drops_cache": False}, "weights"),
+        (
+            {"type": "SwapCommand", "drops_cache": "0", "weights": {"type": "DrafterWeights", "version": "v", "path": "p"}},
+            "drops_cache",
+        ),
+    ],
+)
+def test_an_unknown_or_wrong_command_is_answered_with_the_reason(
+    publisher: Publisher, daemon: Daemon, command: dict[str, Any], named: str
+) -> None:
+    daemon.welcome()
+    daemon.socket.send_multipart([daemon.peer, msgspec.msgpack.encode(command | {"command_id": "3"})])
+    result = daemon.receive(wire.CommandResult)
+    assert (result.engine_id, result.boot_id, result.command_id, result.ok) == ("e", BOOT, "3", False)
+    assert named in result.error
+    assert "differ in version" in result.error
 
 
 def test_answers_to_commands_are_sent(publisher: Publisher, daemon: Daemon) -> None:

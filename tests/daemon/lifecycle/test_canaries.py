@@ -68,11 +68,12 @@ def test_while_they_take_turns_active_stays_and_both_are_held(stage: Stage) -> N
     stage.engine.serve(lambda: pairs(stage) >= 4, "pairs of windows")
     assert stage.aliases() | {"floor": None} == {"active": stage.first, "candidate": new, "previous": None, "floor": None}
     swaps = stage.engine.swaps
-    assert {swap["version"] for swap in swaps} == {stage.first, new}
+    assert {swap.weights.version for swap in swaps} == {stage.first, new}
     for swap in swaps:
-        assert {swap["version"], swap["beside_version"]} == {stage.first, new}
-        assert (swap["home_version"], swap["drops_cache"]) == (stage.first, "0")
-        assert float(swap["lease_s"]) > 0
+        assert swap.turns is not None
+        assert {swap.weights.version, swap.turns.beside.version} == {stage.first, new}
+        assert (swap.turns.home_version, swap.drops_cache) == (stage.first, False)
+        assert swap.turns.lease_s > 0
 
 
 def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
@@ -218,7 +219,7 @@ def test_an_engine_that_refuses_ends_it_without_a_verdict(stage: Stage) -> None:
     assert done["state"] == "failed"
     assert "shapes differ" in done["error"]
     assert stage.aliases()["candidate"] is None
-    assert new not in {swap["version"] for swap in stage.engine.swaps}
+    assert new not in {swap.weights.version for swap in stage.engine.swaps}
 
 
 def test_drift_whose_candidate_is_refused_by_the_engine_stands_again(stage: Stage) -> None:
@@ -285,7 +286,7 @@ def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> 
     stage.engine.serve(lambda: stage.engine.swaps, "the swap")
     back = stage.client.post("/v1/drafters:rollback").json()["operation_id"]
     stage.finish(back)
-    assert stage.engine.swaps[-1]["drops_cache"] == "1"
+    assert stage.engine.swaps[-1].drops_cache
 
 
 def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
@@ -350,7 +351,8 @@ def test_an_engine_is_verified_by_its_weights(stage: Stage) -> None:
     stage.engine.serve(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the swap")
     asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
     assert stage.finish(asked)["detail"]["version"] == new
-    stage.engine.swaps.append({"path": str(stage.folder / "drafter")})  # it runs something else than it says
+    loaded = wire.DrafterWeights(version=new, path=str(stage.folder / "drafter"))  # it runs something else than it says
+    stage.engine.swaps.append(wire.SwapCommand(command_id="", weights=loaded, drops_cache=False))
     asked = stage.client.post("/v1/engines/engine-0:verify").json()["operation_id"]
     assert "does not run the weights of" in stage.finish(asked)["error"]
     assert stage.client.post("/v1/engines/nothing:verify").status_code == 404

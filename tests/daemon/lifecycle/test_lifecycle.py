@@ -148,13 +148,13 @@ def test_weights_that_came_through_vllms_own_endpoint_are_left_alone(stage: Stag
         assert "honed promote VERSION --force" in refused.json()["cure"]
     answer = stage.client.post(f"/v1/drafters/{stage.first}:promote", json={"force": True}).json()
     stage.engine.serve(lambda: stage.engine.swaps, "the swap", rounds=0)
-    assert stage.engine.swaps[0]["takes_over"] == "1"
+    assert stage.engine.swaps[0].takes_over
     stage.wait_state(answer["operation_id"], "succeeded")
     assert stage.engine.live_version == stage.first
     new = stage.version(1.0)
     stage.client.post(f"/v1/drafters/{new}:promote", json={"force": True})
     stage.engine.serve(lambda: stage.engine.live_version == new, "the next swap", rounds=0)
-    assert "takes_over" not in stage.engine.swaps[1]
+    assert not stage.engine.swaps[1].takes_over
 
 
 def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
@@ -234,7 +234,7 @@ def test_promote_and_roll_back(stage: Stage) -> None:
     new = stage.version(1.0)
     promoted = stage.promote(new)
     back = stage.client.post("/v1/drafters:rollback", json={"reason": "worse"}).json()
-    assert stage.engine.answer_swap().args["version"] == stage.first
+    assert stage.engine.answer_swap().weights.version == stage.first
     stage.wait_state(back["operation_id"], "succeeded")
     assert stage.aliases()["active"] == stage.first
     assert stage.operation(promoted)["stage"] == "done"
@@ -271,7 +271,7 @@ def test_a_restarted_engine_is_brought_to_the_active_version(stage: Stage) -> No
     stage.engine.boot_id = "second boot"
     stage.engine.reconnect()
     assert stage.engine.hello(drafter_path=str(stage.folder / "drafter")).drafter_version == stage.first
-    assert stage.engine.answer_swap().args["version"] == new
+    assert stage.engine.answer_swap().weights.version == new
     wait_for(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the active version")
 
 
@@ -612,7 +612,7 @@ def test_a_full_disk_does_not_stop_a_roll_back(stage: Stage, monkeypatch: pytest
 
     monkeypatch.setattr(stage.service.store, "write", refuse)
     assert stage.client.post("/v1/drafters:rollback").status_code == 202
-    assert stage.engine.answer_swap().args["version"] == stage.first
+    assert stage.engine.answer_swap().weights.version == stage.first
 
 
 def test_a_roll_back_that_cannot_move_the_aliases_has_failed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
