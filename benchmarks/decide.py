@@ -170,7 +170,6 @@ def policy(rng: np.random.Generator, generation: int, shift: Sequence[float]) ->
         for name, mean in (("", 0.6), ("chat", 0.55), ("code", 0.8))
     ]
     return Policy(
-        engine_id="bench",
         generation=generation,
         ttl_s=1e9,
         kind="goodput",

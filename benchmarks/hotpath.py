@@ -194,7 +194,7 @@ def measure(batch: int, steps: int, model_s: float) -> dict[str, Any]:
     """Measure (p50, p99) in microseconds of each part."""
     plain, attached = Engine(batch, is_attached=False), Engine(batch, is_attached=True)
     try:
-        static = Policy(engine_id="bench", generation=1, ttl_s=1e9, kind="static", static_k=K, max_k=K)
+        static = Policy(generation=1, ttl_s=1e9, kind="static", static_k=K, max_k=K)
         same = run(plain, attached, steps, model_s, static)
         parts = watch(attached.honed)
         free = run(plain, attached, steps, model_s, policy(np.random.default_rng(1), 2, ()))

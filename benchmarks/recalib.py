@@ -102,11 +102,9 @@ class Site:
         assert feed.reader.lost_records == 0, "the ring was too small: some traffic was lost"
         request = wire.TrainRequest(
             operation_id=f"{scope}-{loss}",
-            engine_id="engine-0",
             capture_path=str(self.engine.ring),
             target_path=str(self.engine.target),
             parent_version=self.parent.version,
-            parent_path=str(self.registry.path(self.parent.version)),
             scope=scope,
             workloads=[workload],
             max_seconds=1e6,

@@ -124,7 +124,6 @@ def hello_of(engine: int) -> wire.EngineHello:
         wire_version=wire.WIRE_VERSION,
         engine_id=f"engine-{engine}",
         boot_id="boot",
-        pid=1,
         model_name="model",
         target_path="/model",
         drafter_path="",
@@ -135,7 +134,6 @@ def hello_of(engine: int) -> wire.EngineHello:
         method="dflash",
         num_spec_tokens=K,
         max_num_seqs=256,
-        max_model_len=4096,
         capabilities=["events", "draft_length"],
     )
 
@@ -146,14 +144,12 @@ def status_of(hello: wire.EngineHello) -> wire.EngineStatus:
         boot_id=hello.boot_id,
         num_running=8,
         num_waiting=0,
-        kv_cache_usage=0.2,
         policy_generation=1,
         policy_age_s=0.1,
         fallback="",
         drafter_version=hello.drafter_version,
         drafter_generation=0,
         queue_bytes=0,
-        queue_batches=0,
         errors=0,
     )
 

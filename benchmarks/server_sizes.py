@@ -210,7 +210,7 @@ class Engine:
 
         if self._honed is None:
             raise RuntimeError("honed did not attach: see vLLM's log above")
-        self._honed._on_policy(Policy(engine_id="e", generation=1, ttl_s=1e9, kind="static", static_k=K, max_k=K))
+        self._honed._on_policy(Policy(generation=1, ttl_s=1e9, kind="static", static_k=K, max_k=K))
         self._honed.before_schedule()
 
     def about(self) -> dict[str, Any]:

@@ -114,7 +114,6 @@ class EngineController:
                 max_k = max(limit, static_k)
         model = self._steps.model()
         return Policy(
-            engine_id=self.engine_id,
             generation=(self._policy.generation if self._policy else 0) + 1,
             ttl_s=settings.policy_ttl_s,
             kind=kind,

@@ -49,7 +49,6 @@ class EngineHello(_Message, frozen=True):
     engine_id: str
     boot_id: str
     """Random per engine process: sequence numbers are only comparable within one boot."""
-    pid: int
     model_name: str
     target_path: str
     drafter_path: str
@@ -64,13 +63,10 @@ class EngineHello(_Message, frozen=True):
     num_spec_tokens: int
     """K: draft tokens per round that the engine was configured for (anchor excluded)."""
     max_num_seqs: int
-    max_model_len: int
     capabilities: list[str] = []
     limits: list[str] = []
     capture_path: str = ""
     """File of the shared-memory sample ring, "" when capture is off."""
-    last_seq: int = 0
-    """Highest batch sequence number so far in this boot."""
     features: str = ""
     """Content of a captured row: "fused" or "layers"; "": unknown, from an older attachment."""
     captured_tokens: list[int] = []
@@ -173,7 +169,6 @@ class EngineStatus(_Message, frozen=True):
     boot_id: str
     num_running: int
     num_waiting: int
-    kv_cache_usage: float
     policy_generation: int
     policy_age_s: float
     """Seconds since the policy in force arrived; negative when there is none."""
@@ -183,7 +178,6 @@ class EngineStatus(_Message, frozen=True):
     drafter_generation: int
     """Swaps applied in this boot."""
     queue_bytes: int
-    queue_batches: int
     errors: int
     """Exceptions caught at our boundary inside vLLM."""
     log_us_p50: float = 0.0
@@ -191,9 +185,7 @@ class EngineStatus(_Message, frozen=True):
     decide_us_p50: float = 0.0
     decide_us_p99: float = 0.0
     captured_rows: int = 0
-    captured_bytes: int = 0
     capture_skipped_rows: int = 0
-    step: int = 0
     is_asleep: bool = False
     """vLLM's sleep mode: the weights aren't on the device."""
     target_updates: int = 0
@@ -218,7 +210,6 @@ class CommandResult(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     """The daemon's answer to `EngineHello`: where to resend from, and the engine's registry version."""
 
-    wire_version: int
     daemon_id: str
     boot_id: str
     committed_seq: int
@@ -257,20 +248,12 @@ class WorkloadPrior(_Message, frozen=True):
     """Change of a request's log-odds of acceptance against its workload's, per unit of its feature above the mean."""
 
 
-class StepTimePoint(_Message, frozen=True):
-    """Predicted step time at one total number of tokens, for one batch size class."""
-
-    num_tokens: int
-    seconds: float
-
-
 class Policy(_Message, frozen=True):
     """Rules by which an engine chooses draft lengths until the next policy or until `ttl_s` after arrival.
 
     The engine decides every step itself, from this and from its own requests' finished rounds.
     """
 
-    engine_id: str
     generation: int
     ttl_s: float
     kind: str
@@ -357,11 +340,8 @@ Command = SwapCommand | ChecksumCommand
 class TrainerHello(_Message, frozen=True):
     """Introduction of a trainer process; sent at start and after every reconnect."""
 
-    wire_version: int
     trainer_id: str
-    pid: int
     device: str
-    honed_version: str
     operation_id: str = ""
     """Current operation, "" when idle."""
     yields_to: list[str] = []
@@ -372,11 +352,9 @@ class TrainRequest(_Message, frozen=True):
     """daemon -> trainer: make a candidate."""
 
     operation_id: str
-    engine_id: str
     capture_path: str
     target_path: str
     parent_version: str
-    parent_path: str
     scope: str = "kv-frozen"
     workloads: list[str] = []
     """Workloads that must gain; empty: any gain overall."""

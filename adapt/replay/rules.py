@@ -135,7 +135,6 @@ def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeMo
         for cell in order.tolist()
     ]
     return Policy(
-        engine_id="",
         generation=1,
         ttl_s=_FOREVER_S,
         kind=rule.name,

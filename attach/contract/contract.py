@@ -117,7 +117,6 @@ EVENTS: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "shutdown"),
     Attributes(_SCHED, "Scheduler", ("requests", "running", "num_spec_tokens", "kv_cache_manager")),
     Method(_ASYNC, "AsyncScheduler", "update_from_output"),
-    Attributes("v1/core/kv_cache_manager.py", "KVCacheManager", ("usage",)),
     Open("v1/core/sched/output.py", "SchedulerOutput"),
     Attributes(
         "v1/core/sched/output.py",
@@ -146,7 +145,7 @@ EVENTS: tuple[Clause, ...] = (
         ("async_scheduling", "max_num_seqs", "max_num_batched_tokens", "scheduler_cls"),
     ),
     Attributes("config/speculative.py", "SpeculativeConfig", ("method", "draft_model_config", "enable_adaptive_verification")),
-    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "max_model_len", "uses_mrope")),
+    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "uses_mrope")),
     Method(_CORE, "EngineCore", "__init__", calls=("load_general_plugins", "_initialize_kv_caches", "Scheduler")),
     Method(_CORE, "EngineCore", "step", calls=("schedule", "execute_model", "sample_tokens", "update_from_output")),
     Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("schedule", "execute_model", "update_from_output")),

@@ -384,10 +384,10 @@ class Attachment:
             self._hello, self._status, self._on_welcome, self._on_policy, self._on_command, self._on_tick, self.errors.note
         )
 
-    def _hello(self, last_seq: int) -> wire.EngineHello:
-        return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version, last_seq)
+    def _hello(self) -> wire.EngineHello:
+        return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version)
 
-    def _status(self, queue_bytes: int, queue_batches: int) -> wire.EngineStatus:
+    def _status(self, queue_bytes: int) -> wire.EngineStatus:
         running, waiting = self._scheduler.get_request_counts()
         log_p50, log_p99 = self.log_latency.quantiles_us()
         decide_p50, decide_p99 = self.decide_latency.quantiles_us()
@@ -398,23 +398,19 @@ class Attachment:
             boot_id=self._boot_id,
             num_running=running,
             num_waiting=waiting,
-            kv_cache_usage=float(self._scheduler.kv_cache_manager.usage),
             policy_generation=policy.generation if policy is not None else 0,
             policy_age_s=self._decider.policy_age(time.monotonic()),
             fallback=fallback if self._can_decide else "observe_only",
             drafter_version=self._drafter_version,
             drafter_generation=self._drafter_generation,
             queue_bytes=queue_bytes,
-            queue_batches=queue_batches,
             errors=self.errors.count,
             log_us_p50=log_p50,
             log_us_p99=log_p99,
             decide_us_p50=decide_p50,
             decide_us_p99=decide_p99,
             captured_rows=int(self._workers.captured.get("rows", 0)),
-            captured_bytes=int(self._workers.captured.get("bytes", 0)),
             capture_skipped_rows=int(self._workers.captured.get("skipped", 0)),
-            step=self._step,
             is_asleep=self.commands.is_asleep,
             target_updates=self._target_updates,
         )

@@ -12,7 +12,7 @@ from honed.attach.engine.worker_link import WorkerLink
 
 
 def introduce(
-    vllm_config: Any, settings: AttachSettings, boot_id: str, workers: WorkerLink, drafter_version: str, last_seq: int
+    vllm_config: Any, settings: AttachSettings, boot_id: str, workers: WorkerLink, drafter_version: str
 ) -> wire.EngineHello:
     """Make an engine's hello from vLLM's configuration."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
@@ -22,7 +22,6 @@ def introduce(
         wire_version=wire.WIRE_VERSION,
         engine_id=settings.engine_id,
         boot_id=boot_id,
-        pid=os.getpid(),
         model_name=served[0] if isinstance(served, list) else str(served or model.model),
         target_path=folder_of(model, vllm_config.load_config),
         drafter_path=folder_of(draft_model, vllm_config.load_config) if draft_model is not None else "",
@@ -33,11 +32,9 @@ def introduce(
         method=str(getattr(speculative, "method", "") or ""),
         num_spec_tokens=vllm_config.num_speculative_tokens,
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        max_model_len=model.max_model_len,
         capabilities=list(workers.findings.capabilities),
         limits=list(workers.findings.limits),
         capture_path=str(settings.ring_path) if workers.can_capture else "",
-        last_seq=last_seq,
         features=settings.feature_kind,
         captured_tokens=workers.graphs.token_counts,
         captured_lengths=workers.graphs.lengths,

@@ -45,10 +45,10 @@ RESTART_S = 1.0
 class Callbacks:
     """Calls into the attachment; all are made on the publisher's thread and must not block."""
 
-    hello: Callable[[int], wire.EngineHello]
-    """last_seq -> the engine's introduction."""
-    status: Callable[[int, int], wire.EngineStatus]
-    """(queue_bytes, queue_batches) -> a heartbeat."""
+    hello: Callable[[], wire.EngineHello]
+    """The engine's introduction."""
+    status: Callable[[int], wire.EngineStatus]
+    """queue_bytes -> a heartbeat."""
     on_welcome: Callable[[wire.Welcome], None]
     on_policy: Callable[[wire.Policy], None]
     on_command: Callable[[wire.Command], None]
@@ -150,7 +150,7 @@ class Publisher:
             self._callbacks.on_tick()
             if self._is_welcome:
                 if self._is_news:
-                    self._is_news = not self._try_send(socket, wire.encode(self._callbacks.hello(self._outbox.last_seq)))
+                    self._is_news = not self._try_send(socket, wire.encode(self._callbacks.hello()))
                 self._send_results(socket)
                 self._send_batches(socket, now_s)
             if now_s >= next_heartbeat_s:
@@ -162,14 +162,14 @@ class Publisher:
         # A new connection may be a new daemon: say hello, and send nothing else before its welcome.
         self._is_welcome = False
         if event == zmq.EVENT_CONNECTED:
-            self._try_send(socket, wire.encode(self._callbacks.hello(self._outbox.last_seq)))
+            self._try_send(socket, wire.encode(self._callbacks.hello()))
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         if self._is_welcome:
-            status = self._callbacks.status(self._outbox.num_bytes, len(self._outbox))
+            status = self._callbacks.status(self._outbox.num_bytes)
             self._try_send(socket, wire.encode(status))
         else:
-            self._try_send(socket, wire.encode(self._callbacks.hello(self._outbox.last_seq)))
+            self._try_send(socket, wire.encode(self._callbacks.hello()))
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:

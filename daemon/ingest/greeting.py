@@ -84,7 +84,6 @@ class Greeting:
         boot = engine.boot
         boot.sequence.welcome(engine.peer)
         welcome = wire.Welcome(
-            wire_version=wire.WIRE_VERSION,
             daemon_id=self._daemon_id,
             boot_id=boot.boot_id,
             committed_seq=boot.committed_seq,

@@ -56,7 +56,7 @@ class Trainer:
             self.hello, self.status = message, None
             # Also that it isn't: it may have been when one of the two was gone.
             self.tell(wire.TrainPause(paused=self.is_paused))
-            self.tell(wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id=self._daemon_id, boot_id="", committed_seq=0))
+            self.tell(wire.Welcome(daemon_id=self._daemon_id, boot_id="", committed_seq=0))
         elif isinstance(message, wire.TrainerStatus):
             self._add_up(message)
             self.status = message

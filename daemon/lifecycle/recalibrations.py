@@ -146,11 +146,9 @@ class Recalibrations:
         self._restarts = 0
         self._request = wire.TrainRequest(
             operation_id=operation.operation_id,
-            engine_id=engine.engine_id,
             capture_path=hello.capture_path,
             target_path=hello.target_path,
             parent_version=active,
-            parent_path=str(self._drafters.path(active)),
             scope=scope,
             workloads=workloads or [],
             max_seconds=seconds,

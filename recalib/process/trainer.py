@@ -18,7 +18,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 
@@ -271,11 +270,8 @@ class Trainer:
 
     def _hello(self) -> wire.TrainerHello:
         return wire.TrainerHello(
-            wire_version=wire.WIRE_VERSION,
             trainer_id=self._settings.trainer_id,
-            pid=os.getpid(),
             device=self._settings.device,
-            honed_version=_own_version(),
             operation_id=self._operation.request.operation_id if self._operation else "",
             yields_to=list(self._settings.yields_to),
         )
@@ -418,13 +414,6 @@ def _default_state_dir() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/honed")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "honed"
-
-
-def _own_version() -> str:
-    try:
-        return version("honed")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def main() -> None:

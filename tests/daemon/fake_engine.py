@@ -147,7 +147,6 @@ class FakeEngine:
             "wire_version": wire.WIRE_VERSION,
             "engine_id": self.engine_id,
             "boot_id": self.boot_id,
-            "pid": 1,
             "model_name": "tiny",
             "target_path": "/models/tiny",
             "drafter_path": "",
@@ -158,7 +157,6 @@ class FakeEngine:
             "method": "dflash",
             "num_spec_tokens": 3,
             "max_num_seqs": 8,
-            "max_model_len": 1024,
             "capabilities": ["events", "draft_length", "capture", "swap"],
         }
         return wire.EngineHello(**(fields | changes))
@@ -172,14 +170,12 @@ class FakeEngine:
             "boot_id": self.boot_id,
             "num_running": 1,
             "num_waiting": 0,
-            "kv_cache_usage": 0.1,
             "policy_generation": 1,
             "policy_age_s": 0.5,
             "fallback": "",
             "drafter_version": "",
             "drafter_generation": 0,
             "queue_bytes": 0,
-            "queue_batches": 0,
             "errors": 0,
         }
         self.send(wire.EngineStatus(**(fields | changes)))
@@ -212,11 +208,8 @@ class FakeTrainer(FakeEngine):
     def introduce(self, operation_id: str = "") -> None:
         self.send(
             wire.TrainerHello(
-                wire_version=wire.WIRE_VERSION,
                 trainer_id="trainer-0",
-                pid=1,
                 device="cpu",
-                honed_version="0.1.0",
                 operation_id=operation_id,
             )
         )

@@ -80,6 +80,6 @@ def check_tokens(rows: list[dict[str, Any]], texts: dict[int, list[int]]) -> Non
 
 def set_policy(running: TestEngine, **fields: Any) -> None:
     """Put a policy in force: static K, but for `fields`."""
-    base: dict[str, Any] = {"engine_id": "e", "generation": 1, "ttl_s": 1e9, "kind": "static", "static_k": K, "max_k": K}
+    base: dict[str, Any] = {"generation": 1, "ttl_s": 1e9, "kind": "static", "static_k": K, "max_k": K}
     running.honed._on_policy(wire.Policy(**(base | fields)))
     running.honed.before_schedule()

@@ -212,7 +212,6 @@ def test_sampled_tokens_have_the_targets_distribution(tmp_path: Path, monkeypatc
 def set_goodput_policy(running: object) -> None:
     """The controller's own policy, with a lot of exploration, so that lengths really vary from step to step."""
     policy = wire.Policy(
-        engine_id="e",
         generation=1,
         ttl_s=1e9,
         kind="goodput",

@@ -19,7 +19,6 @@ STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, p
 def make_policy(weight=1.0, mean=0.5):
     prior = WorkloadPrior(workload="", acceptance=[0.7] * K, feature_mean=mean, feature_weight=weight)
     return Policy(
-        engine_id="e",
         generation=1,
         ttl_s=10.0,
         kind="goodput",

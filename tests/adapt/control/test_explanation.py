@@ -28,7 +28,7 @@ from honed.adapt.steps.step_time import StepTimeModel
 def test_a_plan_is_what_the_engine_would_choose(acceptance, count, base, token, block, captured, is_latency):
     model = StepTimeModel.of(captured, base=base, per_token=token, drafting=5e-4, per_block_token=block, per_context_token=1e-8)
     k = len(acceptance)
-    policy = Policy(engine_id="e", generation=1, ttl_s=10.0, kind="latency" if is_latency else "goodput", static_k=k, max_k=k)
+    policy = Policy(generation=1, ttl_s=10.0, kind="latency" if is_latency else "goodput", static_k=k, max_k=k)
     plan = Plans(model, np.array(acceptance), 700.0, policy).plan(count)
     curve = survival(np.array(acceptance))
     gains = latency_gains(curve) if is_latency else curve
@@ -55,7 +55,7 @@ def test_the_daemon_needs_nothing_that_makes_code_at_run_time():
         "from honed.adapt.steps.step_time import StepTimeModel\n"
         "model = StepTimeModel.of(base=5e-3, per_token=1e-4, drafting=5e-4)\n"
         "from honed.adapt.protocol.wire import Policy\n"
-        "rest = dict(engine_id='e', generation=1, ttl_s=10.0, static_k=7, max_k=7, table=[(64, 3)])\n"
+        "rest = dict(generation=1, ttl_s=10.0, static_k=7, max_k=7, table=[(64, 3)])\n"
         "for kind, is_equal in itertools.product(('goodput', 'latency', 'static', 'table'), (False, True)):\n"
         "    policy = Policy(kind=kind, equal_lengths=is_equal, **rest)\n"
         "    assert Plans(model, np.full(7, 0.8), 500.0, policy).plan(64)['block'] > 0\n"

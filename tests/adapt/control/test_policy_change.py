@@ -14,7 +14,6 @@ from honed.adapt.steps.step_time import StepTimeModel
 STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, per_block_token=1e-4).parameters)
 CURVE = [0.8, 0.7, 0.6]
 POLICY = Policy(
-    engine_id="e",
     generation=3,
     ttl_s=10.0,
     kind="goodput",

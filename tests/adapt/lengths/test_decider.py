@@ -19,7 +19,6 @@ STEP_SECONDS = list(StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, p
 
 def make_policy(**changes):
     figures = dict(
-        engine_id="e",
         generation=1,
         ttl_s=10.0,
         kind="goodput",
@@ -249,7 +248,6 @@ numbers = st.one_of(st.floats(), st.just(float("nan")), st.floats(0.0, 1.0))
 priors = st.builds(WorkloadPrior, workload=st.just("w"), acceptance=st.lists(numbers, max_size=12), strength=numbers)
 policies = st.builds(
     Policy,
-    engine_id=st.just("e"),
     generation=st.just(1),
     ttl_s=numbers,
     explore_share=numbers,

@@ -1,4 +1,5 @@
 import contextlib
+import types
 import typing
 
 import msgspec
@@ -38,7 +39,9 @@ def values_of(kind):
         return st.tuples(*map(values_of, typing.get_args(kind)))
     if typing.get_origin(kind) is dict:
         return st.dictionaries(TEXT, values_of(typing.get_args(kind)[1]), max_size=2)
-    return messages_of(kind)
+    if typing.get_origin(kind) is types.UnionType:
+        return st.one_of(*map(values_of, typing.get_args(kind)))
+    return st.none() if kind is types.NoneType else messages_of(kind)
 
 
 def messages_of(kind):
@@ -81,6 +84,7 @@ def test_defaulted_fields_may_be_missing_and_required_ones_may_not(case):
     decode, kind = case
     fields = msgspec.structs.fields(kind)
     values = {int: 1, float: 1.0, str: "x", bool: True, list[str]: ["x"], list[float]: [0.5]}
+    values[wire.DrafterWeights] = {"type": "DrafterWeights", "version": "v", "path": "p"}
     raw = {f.name: values.get(f.type, {}) for f in fields if f.required} | {"type": kind.__name__}
     message = decode(msgspec.msgpack.encode(raw))
     assert isinstance(message, kind)

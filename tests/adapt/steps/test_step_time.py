@@ -26,7 +26,6 @@ parameter_lists = st.lists(st.floats(0.0, 1e-2), min_size=P, max_size=P)
 
 def make_policy(step_seconds, captured=()):
     return Policy(
-        engine_id="e",
         generation=1,
         ttl_s=9.0,
         kind="goodput",

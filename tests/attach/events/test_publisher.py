@@ -44,7 +44,7 @@ class Daemon:
 
     def welcome(self, committed_seq: int = 0) -> None:
         self.receive(wire.EngineHello)
-        self.send(wire.Welcome(wire_version=1, daemon_id="d", boot_id=BOOT, committed_seq=committed_seq))
+        self.send(wire.Welcome(daemon_id="d", boot_id=BOOT, committed_seq=committed_seq))
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -69,12 +69,11 @@ def log() -> StepLog:
 
 @pytest.fixture
 def publisher(endpoint: str, log: StepLog, seen: dict[str, list[Any]]) -> Iterator[Publisher]:
-    def hello(last_seq: int) -> wire.EngineHello:
+    def hello() -> wire.EngineHello:
         return wire.EngineHello(
             wire_version=1,
             engine_id="e",
             boot_id=BOOT,
-            pid=1,
             model_name="m",
             target_path="",
             drafter_path="",
@@ -85,24 +84,20 @@ def publisher(endpoint: str, log: StepLog, seen: dict[str, list[Any]]) -> Iterat
             method="dflash",
             num_spec_tokens=7,
             max_num_seqs=8,
-            max_model_len=64,
-            last_seq=last_seq,
         )
 
-    def status(queue_bytes: int, queue_batches: int) -> wire.EngineStatus:
+    def status(queue_bytes: int) -> wire.EngineStatus:
         return wire.EngineStatus(
             engine_id="e",
             boot_id=BOOT,
             num_running=0,
             num_waiting=0,
-            kv_cache_usage=0.0,
             policy_generation=0,
             policy_age_s=-1.0,
             fallback="",
             drafter_version="",
             drafter_generation=0,
             queue_bytes=queue_bytes,
-            queue_batches=queue_batches,
             errors=0,
         )
 
@@ -176,7 +171,7 @@ def test_policies_and_commands_reach_the_engine_and_garbage_does_not(
 ) -> None:
     daemon.welcome()
     daemon.socket.send_multipart([daemon.peer, b"\xff\x00garbage"])
-    daemon.send(wire.Policy(engine_id="e", generation=4, ttl_s=1.0, kind="static", static_k=2, max_k=7))
+    daemon.send(wire.Policy(generation=4, ttl_s=1.0, kind="static", static_k=2, max_k=7))
     daemon.send(wire.ChecksumCommand(command_id="c"))
     eventually(lambda: bool(seen["policy"] and seen["command"]))
     assert seen["policy"][0].generation == 4
@@ -213,7 +208,7 @@ def test_answers_to_commands_are_sent(publisher: Publisher, daemon: Daemon) -> N
 
 def test_heartbeats_come_while_there_is_nothing_to_report(publisher: Publisher, daemon: Daemon) -> None:
     daemon.welcome()
-    assert daemon.receive(wire.EngineStatus).queue_batches == 0
+    assert daemon.receive(wire.EngineStatus).queue_bytes == 0
 
 
 def test_stopping_sends_what_is_left(publisher: Publisher, daemon: Daemon, log: StepLog) -> None:
@@ -236,8 +231,8 @@ def test_what_is_learned_of_the_engine_later_is_said_in_a_second_hello(
     publisher.reintroduce()
     daemon.welcome()
     log.append(a_step(1))
-    assert daemon.receive(wire.EngineHello).last_seq in (0, 1)
-    daemon.send(wire.Welcome(wire_version=1, daemon_id="d", boot_id=BOOT, committed_seq=0))
+    daemon.receive(wire.EngineHello)
+    daemon.send(wire.Welcome(daemon_id="d", boot_id=BOOT, committed_seq=0))
     assert daemon.receive(wire.EventBatch).seq == 1
     with pytest.raises(AssertionError, match="no EngineHello"):
         daemon.receive(wire.EngineHello, timeout_s=1.0)

@@ -74,7 +74,6 @@ def say_hello(store: Store, *, num_spec_tokens: int = 3, runner: str = "v1", **g
         wire_version=1,
         engine_id="engine-0",
         boot_id="boot",
-        pid=1,
         model_name="m",
         target_path="",
         drafter_path="",
@@ -85,7 +84,6 @@ def say_hello(store: Store, *, num_spec_tokens: int = 3, runner: str = "v1", **g
         method="dflash",
         max_num_seqs=8,
         num_spec_tokens=num_spec_tokens,
-        max_model_len=100,
         **graphs,
     )
     store.write(lambda db: save_hello(db, "engine-0", "boot", msgspec.json.encode(hello).decode(), NOW_NS))

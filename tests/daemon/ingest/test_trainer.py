@@ -24,7 +24,7 @@ def link() -> Link:
     return Link()
 
 
-HELLO = wire.TrainerHello(wire_version=wire.WIRE_VERSION, trainer_id="trainer-0", device="cpu", pid=1, honed_version="0.1.0")
+HELLO = wire.TrainerHello(trainer_id="trainer-0", device="cpu")
 
 
 def status(**changes: Any) -> wire.TrainerStatus:

@@ -45,10 +45,8 @@ class Site:
         return Recalibration(
             wire.TrainRequest(
                 operation_id="op",
-                engine_id="e",
                 capture_path=str(self.ring.path),
                 target_path=str(self.target),
-                parent_path="",
                 **request,
             ),
             settings,

@@ -69,11 +69,9 @@ def make_trainer(
     trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic, on_tick=on_tick)
     request = wire.TrainRequest(
         operation_id="op",
-        engine_id="e",
         capture_path=str(ring.path),
         target_path=str(target),
         parent_version=parent,
-        parent_path="",
         workloads=["b"],
         max_seconds=1e9,
     )
@@ -253,7 +251,7 @@ def test_the_log_says_which_daemon_is_waited_for_and_that_it_was_found(tmp_path:
             socket.bind(endpoint)
             assert socket.poll(20_000), "no hello came"
             peer, _ = socket.recv_multipart()
-            welcome = wire.Welcome(wire_version=wire.WIRE_VERSION, daemon_id="d-1", boot_id="", committed_seq=0)
+            welcome = wire.Welcome(daemon_id="d-1", boot_id="", committed_seq=0)
             socket.send_multipart([peer, wire.encode(welcome)])
             assert "d-1" in next(line for line in process.stdout if "connected to the daemon" in line)
         finally:

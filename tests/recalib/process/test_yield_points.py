@@ -175,11 +175,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
     )
     request = wire.TrainRequest(
         operation_id="op-1",
-        engine_id="engine-0",
         capture_path=str(ring.path),
         target_path=str(target),
         parent_version=parent,
-        parent_path=str(registry.path(parent)),
         workloads=["b"],
         max_seconds=600.0,
     )
