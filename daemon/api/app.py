@@ -25,6 +25,7 @@ from honed.daemon.page.page import add_page
 from honed.daemon.service import Service
 from honed.daemon.store import canary_tables
 from honed.daemon.views import views
+from honed.daemon.views.engine_view import EngineView
 from honed.daemon.views.plain_json import finite
 
 log = structlog.get_logger("honed.api")
@@ -121,7 +122,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
         found["registry"]["url"] = without_credentials(found["registry"]["url"])
         return found
 
-    @app.get("/v1/engines", response_model=list[models.EngineView])
+    @app.get("/v1/engines", response_model=list[EngineView])
     def engines() -> Any:
         """Engines that have attached since the daemon started."""
         return views.engines(service)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from honed.daemon.views.engine_view import EngineView
+
 Text = Annotated[str, Field(max_length=1000)]
 Label = Annotated[str, Field(max_length=200)]
 
@@ -62,63 +64,6 @@ class Acceptance(BaseModel):
     acceptance_length: float
     acceptance_rate: float
     draft_tokens_per_round: float
-
-
-class EnginePolicy(BaseModel):
-    generation: int
-    kind: str
-    age_s: float
-    """Seconds since it arrived, as the engine says; negative: none."""
-    fallback: str
-    reason: str
-
-
-class EngineView(BaseModel):
-    engine_id: str
-    boot_id: str
-    connected: bool
-    asleep: bool
-    """vLLM's sleep mode has taken its weights off the device: nothing is trained or swapped meanwhile."""
-    note: str
-    model_name: str
-    target_path: str
-    vllm_version: str
-    honed_version: str
-    runner: str
-    method: str
-    num_spec_tokens: int
-    max_num_seqs: int
-    capabilities: list[str]
-    limits: list[str]
-    captures: str
-    """"fused" or "layers": what training from this engine's samples can learn; "": it captures none, or doesn't say."""
-    drafter_version: str
-    drafter_generation: int
-    target_updates: int
-    """How often its vLLM was given other weights of the target since it started."""
-    num_running: int
-    num_waiting: int
-    policy: EnginePolicy
-    decide_us_p50: float
-    decide_us_p99: float
-    log_us_p50: float
-    log_us_p99: float
-    errors: int
-    rounds: int
-    draft_tokens: int
-    accepted_tokens: int
-    lost_rounds: int
-    lost_draft_tokens: int
-    lost_accepted_tokens: int
-    missing_batches: int
-    malformed_batches: int
-    loss_age_s: float
-    """Since the daemon last heard that something was lost, missing or malformed; −1: not since it started."""
-    draft_tokens_per_round: float
-    tokens_per_s: float
-    captured_rows: int
-    drafted_by_position: list[int]
-    accepted_by_position: list[int]
 
 
 class TrainerView(BaseModel):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from honed.daemon.errors import UnknownError, there_are
-from honed.daemon.ingest.engines import Engine
 from honed.daemon.service import Service
 from honed.daemon.store import canary_tables
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
+from honed.daemon.views.engine_view import age_s, engine_view
 
 RECENT_S = 60
 RATE_S = 10
@@ -86,71 +87,9 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
     with service.lock:
         now_s = service.monotonic()
         return [
-            engine_view(e, now_s, service.engines.is_connected(e, now_s), *found.get(e.engine_id, (Counts(), 0.0)))
+            asdict(engine_view(e, now_s, service.engines.is_connected(e, now_s), *found.get(e.engine_id, (Counts(), 0.0))))
             for e in service.engines.by_id.values()
         ]
-
-
-def age_s(at_s: float, now_s: float) -> float:
-    """Seconds since then; −1: never."""
-    return now_s - at_s if at_s > -np.inf else -1.0
-
-
-def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts, tokens_per_s: float) -> dict[str, Any]:
-    """One engine; `recent` are its rounds of the last minute."""
-    hello, status, policy, boot = engine.hello, engine.status, engine.policy, engine.boot
-    stored = boot.stored
-    return {
-        "engine_id": engine.engine_id,
-        "boot_id": boot.boot_id,
-        "connected": is_connected,
-        "asleep": engine.is_asleep,
-        "note": engine.note,
-        "model_name": hello.model_name if hello else "",
-        "target_path": hello.target_path if hello else "",
-        "vllm_version": hello.vllm_version if hello else "",
-        "honed_version": hello.honed_version if hello else "",
-        "runner": hello.runner if hello else "",
-        "method": hello.method if hello else "",
-        "num_spec_tokens": hello.num_spec_tokens if hello else 0,
-        "max_num_seqs": hello.max_num_seqs if hello else 0,
-        "capabilities": hello.capabilities if hello else [],
-        "limits": hello.limits if hello else [],
-        "captured_tokens": hello.captured_tokens if hello else [],
-        "captured_lengths": hello.captured_lengths if hello else [],
-        "captures": hello.features if hello and hello.capture_path else "",
-        "drafter_version": engine.live_version,
-        "drafter_generation": status.drafter_generation if status else 0,
-        "target_updates": status.target_updates if status else 0,
-        "num_running": status.num_running if status else 0,
-        "num_waiting": status.num_waiting if status else 0,
-        "policy": {
-            "generation": status.policy_generation if status else 0,
-            "kind": policy.kind if policy else "",
-            "age_s": status.policy_age_s if status else -1.0,
-            "fallback": status.fallback if status else "no_policy",
-            "reason": policy.override if policy else "",
-        },
-        "decide_us_p50": status.decide_us_p50 if status else 0.0,
-        "decide_us_p99": status.decide_us_p99 if status else 0.0,
-        "log_us_p50": status.log_us_p50 if status else 0.0,
-        "log_us_p99": status.log_us_p99 if status else 0.0,
-        "errors": status.errors if status else 0,
-        "rounds": stored.rounds,
-        "draft_tokens": stored.draft_tokens,
-        "accepted_tokens": stored.accepted_tokens,
-        "lost_rounds": boot.lost.get("lost_rounds", 0),
-        "lost_draft_tokens": boot.lost.get("lost_draft_tokens", 0),
-        "lost_accepted_tokens": boot.lost.get("lost_accepted_tokens", 0),
-        "missing_batches": boot.missing_batches,
-        "malformed_batches": boot.malformed_batches,
-        "loss_age_s": age_s(boot.lost_at_s, now_s),
-        "draft_tokens_per_round": (recent if recent.rounds else stored).draft_tokens_per_round,
-        "tokens_per_s": tokens_per_s,
-        "captured_rows": status.captured_rows if status else 0,
-        "drafted_by_position": stored.drafted.tolist(),
-        "accepted_by_position": stored.accepted.tolist(),
-    }
 
 
 def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -13,8 +16,10 @@ from honed.daemon.errors import there_are
 from honed.daemon.service import Service
 from honed.daemon.settings.sections import ControllerSection
 from honed.daemon.settings.settings import Settings
-from tests.daemon.conftest import Clock
-from tests.daemon.fake_engine import FakeEngine
+from honed.daemon.views import views
+from honed.daemon.views.engine_view import EngineView
+from tests.daemon.conftest import Clock, wait_for
+from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 
 
 @pytest.fixture
@@ -54,6 +59,34 @@ READING = [
 @pytest.mark.parametrize("path", READING)
 def test_everything_can_be_read_while_nothing_is_there(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 200
+
+
+def test_engines_show_which_cuda_graphs_were_captured(client: TestClient, make_engine: Callable[..., FakeEngine]) -> None:
+    """Operators are told to look there; the two were made and then left out of the answer."""
+    make_engine().hello(captured_tokens=[8, 16, 32], captured_lengths=[3, 7])
+    (shown,) = client.get("/v1/engines").json()
+    assert (shown["captured_tokens"], shown["captured_lengths"]) == ([8, 16, 32], [3, 7])
+
+
+def test_an_answer_leaves_out_nothing_that_its_view_has(
+    client: TestClient, service: Service, engine: FakeEngine, settings: Settings
+) -> None:
+    """A field that is made but isn't in the answer's schema would be dropped without a word."""
+    with closing(FakeTrainer(settings.paths.engine_socket)) as trainer:
+        trainer.introduce()
+        wait_for(lambda: service.trainer.is_connected, "the trainer")
+    assert names_of(client.get("/v1/status").json()) == names_of(views.status(service))
+    assert names_of(client.get("/v1/engines").json()) == names_of(views.engines(service))
+    assert names_of(client.get("/v1/workloads").json()) == names_of(views.workloads(service, 300.0))
+    schema = client.get("/openapi.json").json()["components"]["schemas"]["EngineView"]
+    assert set(schema["properties"]) == {field.name for field in dataclasses.fields(EngineView)}
+
+
+def names_of(document: Any) -> Any:
+    """A document without its values."""
+    if isinstance(document, dict):
+        return {name: names_of(value) for name, value in document.items()}
+    return [names_of(one) for one in document] if isinstance(document, list) else None
 
 
 def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: FakeEngine, service: Service) -> None:
