@@ -224,7 +224,6 @@ class Service:
             on_target_update=self._on_target_update,
             on_command_result=self._on_command_result,
             on_trainer=self._on_trainer,
-            max_workloads=settings.events.max_workloads,
             clock=self.clock,
             monotonic=self.monotonic,
         )

@@ -1,7 +1,7 @@
 """Estimates of an engine's acceptance: curves of the engine and its workloads, and the effects of contexts and drafts.
 
 A workload's curve is its own right-censored hazard, shrunk to the engine's. A request's (in the engine, `request_beliefs`) is
-shrunk to its workload's. Drift tests run beside. Workloads beyond `max_workloads` share the engine's curve and aren't tested,
+shrunk to its workload's. Drift tests run beside. Workloads beyond MAX_WORKLOADS share the engine's curve and aren't tested,
 until one with its own curve has been silent for `_SILENT_FORGETTINGS`.
 """
 
@@ -29,6 +29,7 @@ from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.drift import Alarm, DriftMonitor
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import WorkloadPrior
+from honed.adapt.protocol.workloads import MAX_WORKLOADS
 
 _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a first guess for the new ones."""
@@ -114,7 +115,7 @@ class AcceptanceBeliefs:
         """Get a workload's estimates, new ones for a new workload, or `_others` while there is no room for it."""
         found = self._workloads.pop(name, None)
         if found is None:
-            if len(self._workloads) >= self.settings.max_workloads:  # in order of last mention: the first is the stalest
+            if len(self._workloads) >= MAX_WORKLOADS:  # in order of last mention: the first is the stalest
                 stalest = next(iter(self._workloads))
                 silence = self._num_seen - self._workloads[stalest].last_round
                 if silence < _SILENT_FORGETTINGS * self.settings.forgetting_rounds:

@@ -53,9 +53,6 @@ class ControllerSettings:
     """Token counts of the captured CUDA graphs; empty: the engine's own report, if any."""
     table: tuple[tuple[int, int], ...] = ()
     """Rows for mode "table": (largest batch in requests, draft tokens), ascending; the last row also holds beyond it."""
-    max_workloads: int = 64
-    """Workloads that have their own curve and drift tests. Others share the engine's curve, until one of these has been silent
-    for long."""
     equal_lengths: Literal["auto", "always", "never"] = "auto"
     """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2). "auto":
     where the engine reports such graphs."""
@@ -72,7 +69,7 @@ class ControllerSettings:
         "mode": OneOf(MODES),
         **dict.fromkeys(("static_k", "max_k", "request_ceiling"), DRAFT_TOKENS),
         **dict.fromkeys(("hysteresis", "explore_share", "capture_share"), SHARE),
-        **dict.fromkeys(("forgetting_rounds", "captured_tokens", "max_workloads"), COUNT),
+        **dict.fromkeys(("forgetting_rounds", "captured_tokens"), COUNT),
         "captured_lengths": Range(0, 1024),
         "request_strength": Range(0),
         "workload_strength": Range(_LEAST_STRENGTH),

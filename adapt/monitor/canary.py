@@ -24,13 +24,12 @@ from honed.adapt.monitor.evidence import Evidence
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, Range, Ranges, check_ranges
 from honed.adapt.protocol.wire import EventBatch
+from honed.adapt.protocol.workloads import WorkloadNames
 
 Decision = Literal["undecided", "better", "worse", "unproven"]
 
 ALL = ""
 """Name of all traffic, beside the workloads'."""
-MAX_WORKLOADS = 32
-"""Further workloads only count in all traffic."""
 _SHARE_OF_ALL = 0.94
 _DOUBT = math.log(10.0)
 """A workload with so much evidence of a loss blocks a promotion."""
@@ -134,6 +133,7 @@ class Canary:
         self.settings, self.old, self.new, self.num_spec_tokens = settings, old, new, num_spec_tokens
         self.pairs = self.rounds = 0
         self._evidence: dict[str, Evidence] = {ALL: Evidence(num_spec_tokens)}
+        self._workloads = WorkloadNames()
         self._order: tuple[str, str] = (old, new)
         self._place = 0
         self._verdict = Verdict("undecided", text="nothing was compared yet")
@@ -163,7 +163,7 @@ class Canary:
         counts = self._counts.get(batch.drafter_version)
         if counts is not None:
             for workload, rounds in rounds_by_workload(batch):
-                counts.add(workload, rounds)
+                counts.add(self._workloads(workload or "(unnamed)"), rounds)  # "" is all traffic
         return counts is not None
 
     def turn(self, *, old_begins: bool) -> Verdict:
@@ -211,6 +211,7 @@ class Canary:
         made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), old_begins=old_begins)
         made.pairs, made.rounds = int(state["pairs"]), int(state["rounds"])
         made._evidence = {name: Evidence.restored(one) for name, one in state["evidence"].items()}
+        made._workloads = WorkloadNames(made._evidence.keys() - {ALL})
         made._verdict = made._judge()
         return made
 
@@ -225,23 +226,15 @@ class Canary:
         """Weigh the pair: every workload by itself, and the sum of their scores for all traffic."""
         old, new = self._counts[self.old], self._counts[self.new]
         total: tuple[Floats, Floats] = (np.zeros(()), np.zeros(()))
-        rest = Evidence(self.num_spec_tokens)
         for workload in dict.fromkeys((*old.by_workload, *new.by_workload)):
-            one = self._of(workload)
-            score, information = (one or rest).weigh(*old.of(workload), *new.of(workload))
-            if one is not None:
-                one.add(score, information)
+            one = self._evidence.setdefault(workload, Evidence(self.num_spec_tokens))
+            score, information = one.weigh(*old.of(workload), *new.of(workload))
+            one.add(score, information)
             total = (total[0] + score, total[1] + information)
         self._evidence[ALL].add(*total)
         self.pairs += 1
         self.rounds += old.rounds + new.rounds
         self._verdict = self._judge()
-
-    def _of(self, workload: str) -> Evidence | None:
-        name = workload or "(unnamed)"  # "" is all traffic
-        if name not in self._evidence and len(self._evidence) <= MAX_WORKLOADS:
-            self._evidence[name] = Evidence(self.num_spec_tokens)
-        return self._evidence.get(name)
 
     def _judge(self) -> Verdict:
         worst, above_bar = self._farthest("worse")

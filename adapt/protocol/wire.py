@@ -190,6 +190,8 @@ class EngineStatus(_Message, frozen=True):
     """vLLM's sleep mode: the weights aren't on the device."""
     target_updates: int = 0
     """Number of times that vLLM was given new weights of the target in this boot, without a restart."""
+    pooled_requests: int = 0
+    """Requests of this boot that counted as `workloads.OTHER_WORKLOAD`, since clients sent too many labels."""
 
 
 class CommandResult(_Message, frozen=True):

@@ -413,6 +413,7 @@ class Attachment:
             capture_skipped_rows=int(self._workers.captured.get("skipped", 0)),
             is_asleep=self.commands.is_asleep,
             target_updates=self._target_updates,
+            pooled_requests=self._requests.workloads.num_pooled,
         )
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-DEFAULT_WORKLOAD = "default"
-MAX_WORKLOADS = 64
-"""Labels beyond this number count as DEFAULT_WORKLOAD: labels end up in metrics."""
+from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, WorkloadNames
+
 MAX_LABEL_CHARS = 64
 
 
@@ -66,16 +65,13 @@ class RequestBook:
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(16)
         self._running: set[str] = set()
-        self._workloads = {DEFAULT_WORKLOAD}
+        self.workloads = WorkloadNames()
 
     def add(self, request_id: str, sampling_params: Any, num_prompt_tokens: int = 0) -> tuple[Labels, Tracked]:
         """Add a request; return its labels, with a workload of a bounded set, and its entry for the log."""
         labels = read_labels(sampling_params)
-        if labels.workload not in self._workloads:
-            if len(self._workloads) < MAX_WORKLOADS:
-                self._workloads.add(labels.workload)
-            else:
-                labels = Labels(DEFAULT_WORKLOAD, labels.max_draft_tokens, labels.session, labels.is_captured)
+        if (workload := self.workloads(labels.workload)) != labels.workload:
+            labels = replace(labels, workload=workload)
         temperature = float(sampling_params.temperature) if sampling_params is not None else 0.0
         self._running.add(request_id)
         key = int.from_bytes(key_of(request_id, self.secret))

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD, WorkloadNames
 from honed.adapt.steps.vllm_costs import Curve
-from honed.attach.events.request_book import MAX_WORKLOADS, read_labels
+from honed.attach.events.request_book import read_labels
 from honed.attach.runner.fed_levels import FedLevels
 
 
@@ -42,7 +43,8 @@ class FedVerification:
         self._slot_of = states.req_id_to_index
         self._shape = tuple(states.draft_tokens.shape)
         self.levels = self._make_levels()
-        self._numbers: dict[str, int] = {}
+        self._workloads = WorkloadNames()
+        self._numbers = {OTHER_WORKLOAD: 0}
         self._measured = manager.cost_tables
         self.is_on = False
 
@@ -103,13 +105,9 @@ class FedVerification:
         for new in requests:
             if (slot := self._slot_of.get(new.req_id)) is None:
                 continue
-            name = read_labels(new.sampling_params).workload
-            # 0 is for unnamed workloads, and for all beyond the limit.
-            number = self._numbers.get(name, 0)
-            if not number and len(self._numbers) < MAX_WORKLOADS - 1:
-                number = self._numbers[name] = len(self._numbers) + 1
+            name = self._workloads(read_labels(new.sampling_params).workload)
             slots.append(slot)
-            numbers.append(number)
+            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
         if slots:
             both = torch.tensor([slots, numbers])
             if self._device.type == "cuda":

@@ -49,7 +49,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (  # noqa: E402
     build_cost_tables_from_curves,
 )
 
-from honed.attach.events.request_book import MAX_WORKLOADS  # noqa: E402
+from honed.adapt.protocol.workloads import MAX_WORKLOADS  # noqa: E402
 from honed.attach.runner.fed_levels import FedLevels  # noqa: E402
 
 MOST_LOG_ODDS = 40.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.workloads import WorkloadNames
 from honed.daemon.errors import StoreError
 from honed.daemon.ingest.engines import Boot, Engine, Engines
 from honed.daemon.ingest.sequences import Offer
@@ -21,8 +22,6 @@ from honed.daemon.store.rollups import BatchCounts, MalformedBatchError, count_b
 from honed.daemon.store.store import Store
 
 log = structlog.get_logger("honed.ingest")
-
-OTHER_WORKLOAD = "other"
 
 
 @dataclass(slots=True)
@@ -39,21 +38,6 @@ class IngestFigures:
     rejected: Counter[str] = field(default_factory=Counter)
     lag_s: float = 0.0
     last_batch_unix_s: float = 0.0
-
-
-class WorkloadNames:
-    """Keeps the number of distinct workload labels bounded: the first `limit` count by name, all others together."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._names = limit, {"default"}
-
-    def __call__(self, name: str) -> str:
-        if name in self._names:
-            return name
-        if len(self._names) >= self._limit:
-            return OTHER_WORKLOAD
-        self._names.add(name)
-        return name
 
 
 class Ingest:
@@ -76,7 +60,6 @@ class Ingest:
         on_target_update: Callable[[Engine], None],
         on_command_result: Callable[[wire.CommandResult], None],
         on_trainer: Callable[[bytes, wire.FromTrainer], None],
-        max_workloads: int,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
@@ -84,7 +67,7 @@ class Ingest:
         self._on_hello, self._on_batch, self._on_target_update = on_hello, on_batch, on_target_update
         self._on_command_result, self._on_trainer = on_command_result, on_trainer
         self._clock, self._monotonic = clock, monotonic
-        self.bounded = WorkloadNames(max_workloads)
+        self.workloads = WorkloadNames()
         self.figures = IngestFigures()
 
     def handle(self, peer: bytes, frame: bytes) -> None:
@@ -169,7 +152,7 @@ class Ingest:
 
     def _count(self, batch: wire.EventBatch, now_ns: int) -> BatchCounts:
         try:
-            return count_batch(batch, now_ns, self.bounded)
+            return count_batch(batch, now_ns, self.workloads)
         except MalformedBatchError as error:
             # It is stored all the same: unacknowledged it would block everything behind it.
             self.figures.malformed += 1

@@ -1,6 +1,6 @@
 """What the metric groups share: families in one line, and label sets that stay bounded whatever engines send.
 
-A scrape shows at most MOST_ENGINES engines (those heard last), MOST_POSITIONS draft positions, `events.max_workloads` workloads
+A scrape shows at most MOST_ENGINES engines (those heard last), MOST_POSITIONS draft positions, MAX_WORKLOADS workloads
 and `live_rounds.MOST_CELLS` combinations of them. Everything beyond is under "other" or not shown. Never a request id.
 """
 

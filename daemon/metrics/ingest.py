@@ -20,6 +20,8 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_event_batches_received", "Batches received, each once.", figures.batches)
     yield counter("honed_event_batches_duplicate", "Batches that came again and were ignored.", figures.duplicates)
     yield counter("honed_event_batches_refused", "Batches for which the store had no room; they come again.", figures.no_room)
+    pooled = 'Workload labels in batches that counted as "other": all engines together send too many.'
+    yield counter("honed_workload_labels_pooled", pooled, service.ingest.workloads.num_pooled)
     yield from _lost(service.engines)
     rejected = CounterMetricFamily("honed_frames_rejected", "Frames dropped, by reason.", labels=["reason"])
     for reason, value in summed(figures.rejected, REJECTIONS).items():
@@ -42,6 +44,9 @@ def _lost(engines: Engines) -> Iterator[Metric]:
         "Batches of the engine's present boot that never came (missing) or contradicted themselves (malformed).",
         "reason",
     )
+    pooled = engine_counter(
+        "honed_requests_pooled", 'Requests of the engine\'s present boot that counted as workload "other": too many labels.'
+    )
     waiting = engine_gauge("honed_engine_queue_bytes", "Events that wait in the engine to be acknowledged.")
     for engine in engines_shown(engines):
         labels, boot = labels_of(engine), engine.boot
@@ -50,4 +55,5 @@ def _lost(engines: Engines) -> Iterator[Metric]:
         missing.add_metric([*labels, "malformed"], boot.malformed_batches)
         if engine.status is not None:
             waiting.add_metric(labels, engine.status.queue_bytes)
-    yield from (lost, missing, waiting)
+            pooled.add_metric(labels, engine.status.pooled_requests)
+    yield from (lost, missing, waiting, pooled)

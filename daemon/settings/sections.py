@@ -127,13 +127,10 @@ class EventSettings(Section):
     """Silence after which an engine counts as disconnected."""
     log_token_ids: bool = False
     """Ask engines to log token ids. They are prompts in disguise: off unless the operator says so."""
-    max_workloads: int = 64
-    """Distinct workload labels kept apart; those beyond are counted as "other"."""
 
     RANGES: ClassVar[Ranges] = {
         "max_frame_bytes": Range(1 << 16, 1 << 40),
         "engine_lost_s": SECONDS,
-        "max_workloads": Range(1, 10_000),
     }
 
 

@@ -72,6 +72,8 @@ class EngineView:
     draft_tokens_per_round: float
     tokens_per_s: float
     captured_rows: int
+    pooled_requests: int
+    """Requests since its vLLM started that counted as workload "other": clients send more labels than are kept apart."""
     drafted_by_position: list[int]
     accepted_by_position: list[int]
 
@@ -133,6 +135,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         draft_tokens_per_round=(recent if recent.rounds else stored).draft_tokens_per_round,
         tokens_per_s=tokens_per_s,
         captured_rows=status.captured_rows if status else 0,
+        pooled_requests=status.pooled_requests if status else 0,
         drafted_by_position=stored.drafted.tolist(),
         accepted_by_position=stored.accepted.tolist(),
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from honed.daemon.settings.filesystem import IN_MEMORY, folder_in_memory
 
 LAG_S = 5.0
@@ -17,6 +18,8 @@ LAG_S = 5.0
 
 LATELY_S = 3600.0
 """What was lost, or refused by the disk, is worth a word for so long; the figures stay."""
+
+FEWER_LABELS = "Label kinds of traffic, not users or requests: `honed_workload` in the requests' `vllm_xargs`."
 
 FALLBACKS = {
     "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
@@ -61,6 +64,9 @@ def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("error", f"the database failed {errors:,} times{last}: check the disk under the state folder")
     if rejected := events.get("rejected_frames"):
         yield Finding("warning", f"{rejected:,} frames could not be read: an engine of another honed version?")
+    if events.get("pooled_labels"):
+        text = f"all engines together send more than {MAX_WORKLOADS} workload labels: the rest counts as {OTHER_WORKLOAD!r}"
+        yield Finding("warning", text, FEWER_LABELS)
     if (lag := events.get("lag_s") or 0.0) > LAG_S:
         yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
 
@@ -88,6 +94,9 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
             )
         if errors := engine.get("errors"):
             yield Finding("warning", f"engine {name}: {errors:,} errors of honed's were caught inside vLLM: see its log")
+        if pooled := engine.get("pooled_requests"):
+            text = f"engine {name}: {pooled:,} requests counted as workload {OTHER_WORKLOAD!r}"
+            yield Finding("warning", f"{text}: clients send more than {MAX_WORKLOADS} labels", FEWER_LABELS)
         for remark in [engine.get("note"), *(engine.get("limits") or [])]:
             if remark:
                 yield Finding("warning", f"engine {name}: {remark}")

@@ -66,6 +66,7 @@ def status(service: Service) -> dict[str, Any]:
                 "lag_s": figures.lag_s,
                 "rejected_frames": sum(figures.rejected.values()),
                 "duplicate_batches": figures.duplicates,
+                "pooled_labels": service.ingest.workloads.num_pooled,
                 "queued_batches": service.store.queued_batches,
             },
             "store": {

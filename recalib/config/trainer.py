@@ -32,14 +32,12 @@ class SampleSettings:
     """Disk, in the state directory, for samples that memory has no room for; 0: none. Prompts can be recovered from them."""
     spill_max_age_s: float = 86400.0
     """Longest time that a sample stays on disk."""
-    max_workloads: int = 64
-    """Limit of labels, which clients choose; further ones count as "other"."""
 
     RANGES: ClassVar[Ranges] = {
         "sample_bytes": COUNT,
         "held_out_share": PROBABILITY,
         "max_session_share": Range(0, 1, excludes_low=True),
-        **dict.fromkeys(("min_rows", "max_rows", "min_loop_rows", "max_workloads"), COUNT),
+        **dict.fromkeys(("min_rows", "max_rows", "min_loop_rows"), COUNT),
         **dict.fromkeys(("max_loop_period", "spill_bytes"), Range(0)),
         "spill_max_age_s": SECONDS,
     }

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from honed.adapt.protocol.workloads import workload_of
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.repetition import longest_varied_stretch
@@ -101,7 +102,7 @@ class SampleStore:
         known = {workload for workload, _ in self._strata}
         if self.spill is not None and label not in known:  # the disk is searched only for new labels
             known |= self.spill.workloads()
-        return label if label in known or len(known) < self.settings.max_workloads else "other"
+        return workload_of(label, known)
 
     def _stratum_of(self, session: str, first: Stratum) -> Stratum:
         """Find a stratum with a stretch of the session, the given one last: the newest stretch should stay."""

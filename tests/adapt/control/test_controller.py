@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from honed.adapt.control import acceptance_beliefs
 from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import ControllerSettings, Override
 from honed.adapt.lengths.decider import Decider
@@ -416,8 +417,9 @@ def test_versions_that_take_turns_are_believed_in_together():
     assert rounds_known(controller) < known
 
 
-def test_more_workloads_than_have_curves_are_learned_from_and_share_the_engines():
-    controller, rng = make_controller(max_workloads=3), np.random.default_rng(0)
+def test_more_workloads_than_have_curves_are_learned_from_and_share_the_engines(monkeypatch):
+    monkeypatch.setattr(acceptance_beliefs, "MAX_WORKLOADS", 3)
+    controller, rng = make_controller(), np.random.default_rng(0)
     names = [f"w{number}" for number in range(8)]
     for _ in range(60):
         for name in names:
@@ -431,8 +433,9 @@ def test_more_workloads_than_have_curves_are_learned_from_and_share_the_engines(
     assert not any("is forgotten" in change["reason"] for change in beliefs["changes"])
 
 
-def test_a_workload_that_was_silent_for_long_makes_room_for_another():
-    controller = make_controller(max_workloads=3, forgetting_rounds=100.0)
+def test_a_workload_that_was_silent_for_long_makes_room_for_another(monkeypatch):
+    monkeypatch.setattr(acceptance_beliefs, "MAX_WORKLOADS", 3)
+    controller = make_controller(forgetting_rounds=100.0)
 
     def observe(*names):
         for name in names:

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from honed.adapt.monitor.canary import MAX_WORKLOADS, Canary, CanarySettings, Verdict
+from honed.adapt.monitor.canary import Canary, CanarySettings, Verdict
+from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from tests.adapt.simulate import make_batch, simulate_rounds
 
 K = 7
@@ -154,7 +155,8 @@ def test_workloads_are_bounded_and_their_allowances_add_up():
     names = [f"w{number}" for number in range(MAX_WORKLOADS + 5)]
     window(canary, rng, {}, names)
     window(canary, rng, {}, names)
-    assert len(canary.figures()) == MAX_WORKLOADS + 1
+    assert len(canary.figures()) == MAX_WORKLOADS  # all traffic, and all names but "default"
+    assert OTHER_WORKLOAD in canary.figures()
     allowed = sum(np.exp(-FAST.log_bar("worse", number)) for number in range(MAX_WORKLOADS + 1))
     assert allowed <= FAST.false_roll_back
 

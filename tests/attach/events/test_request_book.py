@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from honed.attach.events.request_book import DEFAULT_WORKLOAD, MAX_WORKLOADS, Labels, RequestBook, read_labels
+from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_WORKLOADS, OTHER_WORKLOAD
+from honed.attach.events.request_book import Labels, RequestBook, read_labels
 
 
 def params(**extra: Any) -> Any:
@@ -38,8 +39,9 @@ def test_workloads_are_bounded_and_short() -> None:
     added = [book.add(f"r{i}", params(honed_workload=f"w{i}" + "x" * 200)) for i in range(500)]
     names = {labels.workload for labels, _ in added}
     assert [tracked.workload for _, tracked in added] == [labels.workload for labels, _ in added]
-    assert len(names) == MAX_WORKLOADS
-    assert DEFAULT_WORKLOAD in names
+    assert len(names | {DEFAULT_WORKLOAD}) == MAX_WORKLOADS
+    assert OTHER_WORKLOAD in names
+    assert book.workloads.num_pooled == sum(labels.workload == OTHER_WORKLOAD for labels, _ in added) == 500 - 62
     assert max(map(len, names)) <= 64
 
 

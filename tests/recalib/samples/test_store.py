@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from honed.adapt.protocol import workloads
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.reservoir import Stratum
@@ -105,8 +106,9 @@ def test_short_and_repetitive_stretches_are_kept_out():
     assert held.counts["repetitive"] == 297 + 118
 
 
-def test_labels_beyond_the_limit_are_other():
-    held = store(max_workloads=3)
+def test_labels_beyond_the_limit_are_other(monkeypatch):
+    monkeypatch.setattr(workloads, "MAX_WORKLOADS", 4)
+    held = store()
     for i in range(40):
         held.add(stretch(f"s{i}", workload=f"label{i}"))
     assert len(held.workloads()) <= 4

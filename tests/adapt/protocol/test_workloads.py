@@ -1,0 +1,36 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from honed.adapt.protocol import workloads
+from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_WORKLOADS, OTHER_WORKLOAD, WorkloadNames, workload_of
+
+
+@given(st.lists(st.sampled_from([DEFAULT_WORKLOAD, OTHER_WORKLOAD, *(f"w{number}" for number in range(200))]), max_size=400))
+def test_the_first_labels_keep_their_names_and_no_more_names_than_the_bound_come_out(labels):
+    names, first = WorkloadNames(), list(dict.fromkeys(labels))
+    own = [label for label in first if label not in (DEFAULT_WORKLOAD, OTHER_WORKLOAD)][: MAX_WORKLOADS - 2]
+    found = [names(label) for label in labels]
+    assert len({*found, DEFAULT_WORKLOAD, OTHER_WORKLOAD}) <= MAX_WORKLOADS
+    is_kept = {*own, DEFAULT_WORKLOAD, OTHER_WORKLOAD}
+    assert found == [label if label in is_kept else OTHER_WORKLOAD for label in labels]
+    assert names.num_pooled == sum(label not in is_kept for label in labels)
+
+
+def test_a_name_keeps_its_place_once_it_is_known():
+    names = WorkloadNames(f"w{number}" for number in range(MAX_WORKLOADS - 2))
+    assert (names("w3"), names("late"), names("w3")) == ("w3", OTHER_WORKLOAD, "w3")
+
+
+def test_looking_up_takes_no_place_and_counts_nothing():
+    names = WorkloadNames(f"w{number}" for number in range(MAX_WORKLOADS - 3))
+    assert [names.look_up(label) for label in ("a", "b")] == ["a", "b"]
+    assert [names(label) for label in ("b", "a")] == ["b", OTHER_WORKLOAD]
+    assert (names.look_up("a"), names.num_pooled) == (OTHER_WORKLOAD, 1)
+
+
+@pytest.mark.parametrize("label", [DEFAULT_WORKLOAD, OTHER_WORKLOAD])
+def test_reserved_names_always_have_room(monkeypatch, label):
+    monkeypatch.setattr(workloads, "MAX_WORKLOADS", 2)
+    assert workload_of(label, set()) == WorkloadNames()(label) == label
+    assert workload_of("a", set()) == OTHER_WORKLOAD
