@@ -136,19 +136,19 @@ def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
 def contenders(traffic: Traffic, oracle: Outcome, begin: float, end: float) -> dict[str, float]:
     """Regret of each known rule, after the same warm-up."""
     try:
-        from honed.adapt.lengths.rules import CONTENDERS, make_contender
+        from honed.adapt.lengths.rules import RULES, make_rule
     except ImportError:
         return {}
     trace, found = traffic.trace, {}
     k = trace.num_spec_tokens
     model, table = fitted_model(traffic, 0.0), tuned_table(traffic)
-    for name in CONTENDERS:
-        rule = make_contender(name, k)
+    for name in RULES:
+        rule = make_rule(name, k)
         rule.set_limits(k, k, table, model)
         found[name] = regret(simulate(traffic, rule), oracle, begin, end)
     statics = []
     for length in range(k + 1):
-        rule = make_contender("static", k)
+        rule = make_rule("static", k)
         rule.set_limits(k, length, (), model)
         statics.append(regret(simulate(traffic, rule), oracle, begin, end))
     return found | {"static-best": min(statics)}

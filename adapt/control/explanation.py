@@ -12,7 +12,7 @@ from honed.adapt.acceptance.estimate import acceptance_length, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.lengths.block_size import choose_equal, latency_gains
 from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
-from honed.adapt.lengths.rules import CONTENDERS, make_contender
+from honed.adapt.lengths.rules import RULES, make_rule
 from honed.adapt.lengths.rules_counted import Static
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import Policy
@@ -96,7 +96,7 @@ class Plans:
                 captured_lengths=policy.captured_lengths,
             )
             return count * choice.point.cap
-        rule = make_contender(policy.kind if policy.kind in CONTENDERS else "static", k)
+        rule = make_rule(policy.kind if policy.kind in RULES else "static", k)
         if not isinstance(rule, Static):
             return None
         shared = () if "draft_tokens" in policy.override else shared_lengths_of(policy, limit)

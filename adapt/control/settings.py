@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from honed.adapt.lengths.rules import CONTENDERS
+from honed.adapt.lengths.rules import RULES
 from honed.adapt.monitor.drift import DriftSettings
 from honed.adapt.protocol.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges, check_ranges
 from honed.adapt.steps.step_time import StepTimeSettings
 
-MODES = ("goodput", "latency", "off", *CONTENDERS)
+MODES = ("goodput", "latency", "off", *RULES)
 _LEAST_STRENGTH = 0.1
 """Least strength of a prior, in pseudo-rounds: a weaker one is no guess where there are no data."""
 

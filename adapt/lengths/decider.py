@@ -7,7 +7,7 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
     older than ttl_s   stale_policy    static_k
     kind "off"         off             K (the attachment leaves vLLM alone)
     kind "static"      static          static_k ("override" for an operator's override)
-    a contender        its name        adapt.lengths.rules
+    a rule             its name        adapt.lengths.rules
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.lengths.block_size.choose
                        explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
@@ -39,8 +39,8 @@ from honed.adapt.lengths.explore import MOST_EXPLORING, MOST_STARTING, LengthTri
 from honed.adapt.lengths.length_policy import Decision, round_down
 from honed.adapt.lengths.policy_tables import PolicyTables
 from honed.adapt.lengths.request_beliefs import RequestBeliefs
-from honed.adapt.lengths.rules import CONTENDERS, make_contender
-from honed.adapt.lengths.rules_base import Contender
+from honed.adapt.lengths.rules import RULES, make_rule
+from honed.adapt.lengths.rules_base import LengthRule
 from honed.adapt.protocol.wire import Policy
 
 _COLD_EXPLORE_SHARE = 0.25
@@ -56,7 +56,7 @@ class Decider:
         self._policy_at_s = 0.0
         self._fallback = "no_policy"
         self._point: OperatingPoint | None = None
-        self._rule: Contender | None = None
+        self._rule: LengthRule | None = None
         self._most_tokens = 0  # most tokens of any step so far
         self._trials, self._length_trials = Trials(), LengthTrials()
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
@@ -113,11 +113,11 @@ class Decider:
         self._use_rule(tables.policy)
 
     def _use_rule(self, policy: Policy | None) -> None:
-        if policy is None or policy.kind not in CONTENDERS or policy.kind == "static":
+        if policy is None or policy.kind not in RULES or policy.kind == "static":
             self._rule = None
             return
         if self._rule is None or self._rule.name != policy.kind:
-            self._rule = make_contender(policy.kind, self.num_spec_tokens)
+            self._rule = make_rule(policy.kind, self.num_spec_tokens)
             for request_id, slot in self.requests.slot_of.items():
                 self._rule.start(request_id, ceiling=int(self.requests.ceiling[slot]))
         tables = self._tables

@@ -15,21 +15,21 @@ these. A rule that never chooses 0, and would never leave it, then chooses at le
 
 from __future__ import annotations
 
-from honed.adapt.lengths.rules_base import Contender
+from honed.adapt.lengths.rules_base import LengthRule
 from honed.adapt.lengths.rules_counted import EmaTiers, Static, Table, Threshold
 from honed.adapt.lengths.rules_priced import Kelly, Tide
 
-_RULES: dict[str, type[Contender]] = {rule.name: rule for rule in (Static, Table, Threshold, EmaTiers, Kelly, Tide)}
-CONTENDERS: tuple[str, ...] = tuple(_RULES)
-"""Names that `make_contender` knows; a decision's `reason` is the name of its rule."""
+_CLASSES: dict[str, type[LengthRule]] = {rule.name: rule for rule in (Static, Table, Threshold, EmaTiers, Kelly, Tide)}
+RULES: tuple[str, ...] = tuple(_CLASSES)
+"""Names that `make_rule` knows; a decision's `reason` is the name of its rule."""
 
 
-def make_contender(name: str, num_spec_tokens: int, seed: int = 0) -> Contender:
+def make_rule(name: str, num_spec_tokens: int, seed: int = 0) -> LengthRule:
     """Make a rule by name.
 
     Raises:
         ValueError: no such rule; the message names the known ones.
     """
-    if name not in _RULES:
-        raise ValueError(f"unknown length policy {name!r}, known are {', '.join(CONTENDERS)}")
-    return _RULES[name](num_spec_tokens, seed)
+    if name not in _CLASSES:
+        raise ValueError(f"unknown length policy {name!r}, known are {', '.join(RULES)}")
+    return _CLASSES[name](num_spec_tokens, seed)

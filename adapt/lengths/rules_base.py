@@ -46,7 +46,7 @@ class Request:
     window: Window = field(default_factory=Window)
 
 
-class Contender(ABC):
+class LengthRule(ABC):
     """A rule with its memory of requests; satisfies `LengthPolicy`."""
 
     name: ClassVar[str]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from honed.adapt.lengths.rules_base import Contender, Round, Window, within
+from honed.adapt.lengths.rules_base import LengthRule, Round, Window, within
 
 
-class Static(Contender):
+class Static(LengthRule):
     """The same `static_k` draft tokens for every request."""
 
     name = "static"
@@ -38,7 +38,7 @@ class Table(Static):
         return [within(length, 0, self._limit)] * len(request_ids)
 
 
-class Threshold(Contender):
+class Threshold(LengthRule):
     """One draft token less below 60 % of drafts accepted, one more above 90 %, never less than 1.
 
     A request is judged on `WINDOW_ROUNDS` rounds and then starts a new window, so that a length is judged on its own
@@ -102,7 +102,7 @@ class Threshold(Contender):
         ]
 
 
-class EmaTiers(Contender):
+class EmaTiers(LengthRule):
     """Tiers 1, 3, 7, 15, … K for the whole engine; an EMA of the accepted tokens of a round moves between them.
 
     Down to the tier below, of p tokens, while EMA ≤ p − 0.5 + DOWN; up from a tier of k tokens while EMA > k − 0.5 + UP. It is

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from honed.adapt.acceptance.estimate import CHAIN_STRENGTH, EDGE, FIRST_GUESS
-from honed.adapt.lengths.rules_base import Contender, Round
+from honed.adapt.lengths.rules_base import LengthRule, Round
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
@@ -18,7 +18,7 @@ def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
     return (1.0 - alpha ** (num_draft_tokens + 1)) / (1.0 - alpha)
 
 
-class _Priced(Contender):
+class _Priced(LengthRule):
     """One length for all requests, from the costs of this batch's step."""
 
     def _choose(self, request_ids: Sequence[str], context_tokens: int, num_prefill_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@
 All but static:K obey the limits of the engine's settings and its graphs, with honed's own hysteresis and exploring.
 
 A rule learns as it goes: after each step it gets the outcome of its drafts, sampled where the log doesn't have it. `goodput`,
-`latency` and the priced contenders know the averages of the whole log in advance. The engine learns them, too, a little later:
+`latency` and the priced rules know the averages of the whole log in advance. The engine learns them, too, a little later:
 in a log shorter than a few hundred steps they look better here than they would have been. Requests' own ceilings aren't logged,
 and don't hold here.
 """
@@ -57,10 +57,10 @@ def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]]
     Raises:
         ValueError: it can't be replayed; the message gives the reason and the possible rules.
     """
-    from honed.adapt.lengths.rules import CONTENDERS
+    from honed.adapt.lengths.rules import RULES
 
     name, _, figures = text.partition(":")
-    others = [*OWN, *sorted(set(CONTENDERS) - {"static", "table"})]
+    others = [*OWN, *sorted(set(RULES) - {"static", "table"})]
     try:
         if name in others:
             if figures:
@@ -120,11 +120,11 @@ def lengths_of(
         decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
         decider.set_policy(policy, now_s=0.0)
         return play(log, decider, num_spec_tokens, beliefs, seed)
-    from honed.adapt.lengths.rules import make_contender
+    from honed.adapt.lengths.rules import make_rule
 
-    contender, limit = make_contender(rule.name, num_spec_tokens, seed), limit_of(policy, num_spec_tokens)
-    contender.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
-    return play(log, contender, num_spec_tokens, beliefs, seed)
+    length_rule, limit = make_rule(rule.name, num_spec_tokens, seed), limit_of(policy, num_spec_tokens)
+    length_rule.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
+    return play(log, length_rule, num_spec_tokens, beliefs, seed)
 
 
 def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeModel, settings: ControllerSettings) -> Policy:

@@ -16,7 +16,7 @@ from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.lengths.length_policy import Decision
-from honed.adapt.lengths.rules import make_contender
+from honed.adapt.lengths.rules import make_rule
 from honed.adapt.protocol import wire
 from honed.adapt.replay.log import Log, LogBuilder
 from honed.adapt.replay.replay import LEAST_REQUESTS, MOST_CLUSTERS, Replay, _clusters
@@ -305,9 +305,9 @@ def goodput_log(traffic: Traffic, seed: int, *, is_pipelined: bool = False, **se
 def run(traffic: Traffic, rule: Rule, *, is_pipelined: bool = False, model: StepTimeModel | None = None) -> float:
     """Tokens per second when the rule is really run."""
     trace, batches = traffic.trace, []
-    contender = make_contender(rule.name, trace.num_spec_tokens, 3)
-    contender.set_limits(trace.num_spec_tokens, max(rule.static_k, 0), rule.table, model or StepTimeModel())
-    simulate(traffic, contender, on_batch=lambda one, _: batches.append(one), is_pipelined=is_pipelined)
+    played = make_rule(rule.name, trace.num_spec_tokens, 3)
+    played.set_limits(trace.num_spec_tokens, max(rule.static_k, 0), rule.table, model or StepTimeModel())
+    simulate(traffic, played, on_batch=lambda one, _: batches.append(one), is_pipelined=is_pipelined)
     log = log_of(*batches)
     return float(log.emitted.sum() / log.seconds.sum())
 
