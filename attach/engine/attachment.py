@@ -29,7 +29,7 @@ from honed.attach.engine.guard import Errors, guarded
 from honed.attach.engine.introduction import introduce
 from honed.attach.engine.latency import Latency
 from honed.attach.engine.worker_link import WorkerLink
-from honed.attach.events.model_wait import Lull
+from honed.attach.events.model_wait import ModelWait
 from honed.attach.events.publisher import Callbacks, Publisher
 from honed.attach.events.request_book import RequestBook
 from honed.attach.events.step_log import StepLog, Verified
@@ -86,7 +86,7 @@ class Attachment:
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
-        self._lull = Lull()
+        self._model_wait = ModelWait()
         self._recorder = StepRecorder(self._log)
         self._workers = WorkerLink(
             settings, findings, self._requests.secret, vllm_config.use_v2_model_runner, has_worker_extension(vllm_config)
@@ -102,7 +102,7 @@ class Attachment:
             self._log,
             settings.queue_bytes,
             self._callbacks(),
-            self._lull,
+            self._model_wait,
         )
         self.commands = CommandRunner(
             (settings.engine_id, self._boot_id),
@@ -148,7 +148,7 @@ class Attachment:
     @guarded
     def before_schedule(self) -> None:
         """Apply what arrived since the last step: a policy, commands. Start the step's clock."""
-        self._lull.end()
+        self._model_wait.end()
         self._take_news()
         self._began_ns = time.monotonic_ns()
 
@@ -219,7 +219,7 @@ class Attachment:
     @guarded
     def after_schedule(self) -> None:
         """Note that the step is on its way to the model."""
-        self._lull.begin()
+        self._model_wait.begin()
 
     def decided(self) -> Iterable[tuple[str, int]]:
         """Request ids with the most drafts that their next round may verify; empty when that is K for all."""
@@ -240,7 +240,7 @@ class Attachment:
     @guarded
     def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
         """Prepare for a step's results; return the function that takes vLLM's verify rounds as it counts them."""
-        self._lull.end()
+        self._model_wait.end()
         self._plan = getattr(output, "honed_plan", None)
         recorder = self._recorder
         recorder.begin(output, runner_output, self._dropped(output) if self._with_stale_steps else ())
@@ -265,7 +265,7 @@ class Attachment:
             self._decider.observe(request_ids, drafts, accepted)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
         if not self._requests:
-            self._lull.rest()
+            self._model_wait.rest()
 
     @guarded
     def fell_asleep(self) -> None:

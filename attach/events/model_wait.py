@@ -14,7 +14,7 @@ _POLL_S = 2e-4
 _ALWAYS = -1
 
 
-class Lull:
+class ModelWait:
     """Set by the engine's thread when it waits; read by other threads to see whether there is time for work."""
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Lull:
 class Pieces:
     """One thread's work in pieces, each done while the engine's thread waits, if it does so soon enough."""
 
-    def __init__(self, lull: Lull) -> None:
-        self._lull = lull
+    def __init__(self, model_wait: ModelWait) -> None:
+        self._model_wait = model_wait
         self._needed_ns: dict[str, float] = {}
         self._until_s = 0.0
 
@@ -63,7 +63,11 @@ class Pieces:
     def one(self, kind: str) -> Iterator[None]:
         """Wait until there is time for a piece of this kind, by the length of the latest ones; then time the piece."""
         needed_ns = self._needed_ns.get(kind, 0.0)
-        while self._lull.may_have_room(needed_ns) and not self._lull.has_room(needed_ns) and time.monotonic() < self._until_s:
+        while (
+            self._model_wait.may_have_room(needed_ns)
+            and not self._model_wait.has_room(needed_ns)
+            and time.monotonic() < self._until_s
+        ):
             time.sleep(_POLL_S)
         began_ns = time.perf_counter_ns()
         yield

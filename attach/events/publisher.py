@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from honed.adapt.protocol import wire
 from honed.attach.events.batch_builder import BatchBuilder
-from honed.attach.events.model_wait import Lull, Pieces
+from honed.attach.events.model_wait import ModelWait, Pieces
 from honed.attach.events.outbox import Losses, Outbox
 from honed.attach.events.step_log import Step, StepLog
 
@@ -61,14 +61,21 @@ class Publisher:
     """Owns the DEALER socket, on a daemon thread named "honed-publisher"."""
 
     def __init__(
-        self, endpoint: str, engine_id: str, boot_id: str, log: StepLog, queue_bytes: int, callbacks: Callbacks, lull: Lull
+        self,
+        endpoint: str,
+        engine_id: str,
+        boot_id: str,
+        log: StepLog,
+        queue_bytes: int,
+        callbacks: Callbacks,
+        model_wait: ModelWait,
     ) -> None:
         self._endpoint = endpoint
         self._engine_id = engine_id
         self._boot_id = boot_id
         self._log = log
         self._callbacks = callbacks
-        self._pieces = Pieces(lull)
+        self._pieces = Pieces(model_wait)
         self._outbox = Outbox(queue_bytes, WINDOW_BATCHES, self._encode_gap)
         self._builder = BatchBuilder()
         self._results: list[wire.CommandResult] = []

@@ -5,73 +5,73 @@ from __future__ import annotations
 import threading
 import time
 
-from honed.attach.events.model_wait import Lull, Pieces
+from honed.attach.events.model_wait import ModelWait, Pieces
 
 
-def used_to(lull: Lull, lull_s: float, turns: int = 64) -> Lull:
+def used_to(model_wait: ModelWait, lull_s: float, turns: int = 64) -> ModelWait:
     for _ in range(turns):
-        lull.begin()
+        model_wait.begin()
         time.sleep(lull_s)
-        lull.end()
-    return lull
+        model_wait.end()
+    return model_wait
 
 
 def test_there_is_always_room_while_nothing_runs() -> None:
-    lull = Lull()
-    assert lull.has_room(1e12)
-    lull.begin()
-    lull.end()
-    assert not lull.has_room(0.0)
-    lull.rest()
-    assert lull.has_room(1e12)
+    model_wait = ModelWait()
+    assert model_wait.has_room(1e12)
+    model_wait.begin()
+    model_wait.end()
+    assert not model_wait.has_room(0.0)
+    model_wait.rest()
+    assert model_wait.has_room(1e12)
 
 
 def test_room_is_what_a_usual_lull_has_left() -> None:
-    lull = used_to(Lull(), 0.004)
-    assert lull.may_have_room(2e6)
-    assert not lull.may_have_room(1e9)
-    lull.begin()
-    assert lull.has_room(1e6)
-    assert not lull.has_room(1e9)
+    model_wait = used_to(ModelWait(), 0.004)
+    assert model_wait.may_have_room(2e6)
+    assert not model_wait.may_have_room(1e9)
+    model_wait.begin()
+    assert model_wait.has_room(1e6)
+    assert not model_wait.has_room(1e9)
     deadline_s = time.monotonic() + 10.0
-    while lull.has_room(1e6) and time.monotonic() < deadline_s:
+    while model_wait.has_room(1e6) and time.monotonic() < deadline_s:
         time.sleep(1e-3)
-    assert not lull.has_room(1e6)  # this one lasts longer than usual: its end may be near
+    assert not model_wait.has_room(1e6)  # this one lasts longer than usual: its end may be near
 
 
-def test_pieces_are_done_in_lulls_only() -> None:
-    lull, is_over = used_to(Lull(), 0.01, turns=16), threading.Event()
-    pieces, seen = Pieces(lull), []
+def test_pieces_are_done_in_waits_only() -> None:
+    model_wait, is_over = used_to(ModelWait(), 0.01, turns=16), threading.Event()
+    pieces, seen = Pieces(model_wait), []
 
     def work() -> None:
         while not is_over.is_set():
             pieces.begin(10.0)
             with pieces.one("step"):
-                seen.append(lull._began_ns > 0)
+                seen.append(model_wait._began_ns > 0)
 
     thread = threading.Thread(target=work)
     thread.start()
     for _ in range(20):
-        lull.begin()
+        model_wait.begin()
         time.sleep(0.01)
-        lull.end()
+        model_wait.end()
         time.sleep(0.01)
-    lull.rest()
+    model_wait.rest()
     is_over.set()
     thread.join(10.0)
     assert sum(seen) > 20
     assert sum(seen) >= 0.9 * len(seen)
 
 
-def test_patience_ends_and_is_none_where_no_lull_would_do() -> None:
-    lull = used_to(Lull(), 0.002)  # ended: the engine's thread is at work, and stays there
-    pieces = Pieces(lull)
+def test_patience_ends_and_is_none_where_no_wait_would_do() -> None:
+    model_wait = used_to(ModelWait(), 0.002)  # ended: the engine's thread is at work, and stays there
+    pieces = Pieces(model_wait)
     began_s = time.monotonic()
     pieces.begin(0.05)
     with pieces.one("step"):
         waited_s = time.monotonic() - began_s
     assert waited_s >= 0.05
-    for _ in range(12):  # it turns out to take longer than any lull
+    for _ in range(12):  # it turns out to take longer than any model_wait
         with pieces.one("batch"):
             time.sleep(0.02)
     began_s = time.monotonic()

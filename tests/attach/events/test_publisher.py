@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.events.model_wait import Lull
+from honed.attach.events.model_wait import ModelWait
 from honed.attach.events.publisher import Callbacks, Publisher
 from honed.attach.events.step_log import StepLog
 from tests.attach.step_cases import a_step, started
@@ -104,7 +104,7 @@ def publisher(endpoint: str, log: StepLog, seen: dict[str, list[Any]]) -> Iterat
     callbacks = Callbacks(
         hello, status, seen["welcome"].append, seen["policy"].append, seen["command"].append, lambda: None, seen["error"].append
     )
-    made = Publisher(endpoint, "e", BOOT, log, 1 << 20, callbacks, Lull())
+    made = Publisher(endpoint, "e", BOOT, log, 1 << 20, callbacks, ModelWait())
     made.start()
     yield made
     made.stop()
