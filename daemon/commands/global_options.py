@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 
-class Anywhere(TyperGroup):
+class GlobalOptionsGroup(TyperGroup):
     """The commands of an app whose own options may be given on either side of a command's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -35,7 +35,7 @@ from honed.daemon.commands import changes, replay, top
 from honed.daemon.commands import doctor as doctor_command
 from honed.daemon.commands import install as install_commands
 from honed.daemon.commands import retention as retention_command
-from honed.daemon.commands.global_options import Anywhere
+from honed.daemon.commands.global_options import GlobalOptionsGroup
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import config as show_config
 from honed.daemon.commands.show import status as show
@@ -45,7 +45,9 @@ from honed.daemon.views.findings import findings
 
 HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
 
-app = typer.Typer(cls=Anywhere, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=GlobalOptionsGroup, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 events = typer.Typer(help="What was logged.", no_args_is_help=True)
 app.add_typer(events, name="events")
 for name, path, render, text in (

@@ -22,7 +22,7 @@ MEMINFO = Path("/proc/meminfo")
 SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
 CONTEXT_BYTES = 1 << 29
 """Taken off what is free: PyTorch, its libraries and its CUDA context come before any training."""
-HOLDING = ("training", "waiting", "gating")
+STATES_WITH_MEMORY = ("training", "waiting", "gating")
 """States of a trainer that may already have the memory that a training takes."""
 TYPICAL = DrafterConfig(
     vocab_size=151_936,
