@@ -21,7 +21,7 @@ MOST_DRIFT_S = 60.0
 SETTLING_S = 600.0
 
 
-class Retention:
+class Pruning:
     """Rounds of it, when they are due.
 
     What is too old is known by the wall clock. It isn't believed for `SETTLING_S` after the start, and after it has jumped by

@@ -28,7 +28,7 @@ from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import check_sqlite_version, connect, why_not
 from honed.daemon.store.histogram import Histogram
 from honed.daemon.store.migrations import check_known, migrations
-from honed.daemon.store.pruning import Retention
+from honed.daemon.store.pruning import Pruning
 from honed.daemon.store.rollups import BatchCounts
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Store:
         self._queued_bytes = 0
         self._is_closing = False
         self._is_busy = False
-        self._retention = Retention(settings, clock, monotonic)
+        self._pruning = Pruning(settings, clock, monotonic)
         self.errors = 0
         self.last_error = ""
         self.failed_at_s = float("-inf")
@@ -169,7 +169,7 @@ class Store:
         while True:
             with self._changed:
                 while not (self._batches or self._jobs or self._is_closing):
-                    if not self._changed.wait(self._retention.due_in_s()):
+                    if not self._changed.wait(self._pruning.due_in_s()):
                         break
                 if self._is_closing and not self._batches and not self._jobs:
                     return
@@ -271,10 +271,10 @@ class Store:
 
     def _retain(self) -> None:
         try:
-            self._retention.run(self._db)
+            self._pruning.run(self._db)
         except sqlite3.Error as error:
             self.note_error(error)
-            log.error("retention failed", error=str(error))
+            log.error("pruning failed", error=str(error))
 
 
 def _is_of_the_disk(error: Exception) -> bool:

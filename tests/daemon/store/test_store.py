@@ -13,12 +13,11 @@ import pytest
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
-from honed.daemon.store import batch_tables
-from honed.daemon.store import pruning as retention
+from honed.daemon.store import batch_tables, pruning
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import check_sqlite_version, connect, why_not
 from honed.daemon.store.migrations import SCHEMA_1, migrations, split_statements
-from honed.daemon.store.pruning import Retention
+from honed.daemon.store.pruning import Pruning
 from honed.daemon.store.rollups import count_batch
 from honed.daemon.store.store import Store
 from tests.daemon.conftest import Clock, wait_for
@@ -231,13 +230,13 @@ def test_readers_do_not_wait_for_the_writer(store: Store) -> None:
     future.result(20)
 
 
-# --- retention --------------------------------------------------------------------------------------------------------
+# --- pruning --------------------------------------------------------------------------------------------------------
 
 
 def test_old_raw_batches_go_and_their_sums_stay(store: Store, clock: Clock) -> None:
     put(store, stored(make_batch(1), clock.now - 100), stored(make_batch(2), clock.now))
     settings = StoreSettings(max_raw_age_s=50)
-    assert store.write(lambda db: retention.apply_deletions(db, settings, clock.now)) == 1
+    assert store.write(lambda db: pruning.apply_deletions(db, settings, clock.now)) == 1
     assert [row["seq"] for row in store.read("SELECT seq FROM batches")] == [2]
     assert store.read("SELECT rounds FROM boots")[0]["rounds"] == 16
 
@@ -246,16 +245,16 @@ def test_the_oldest_raw_batches_go_when_there_are_too_many_bytes(store: Store, c
     put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 11)])
     sizes = [row["frame_bytes"] for row in store.read("SELECT frame_bytes FROM batches ORDER BY id")]
     settings = StoreSettings(max_raw_bytes=sum(sizes[-3:]))
-    store.write(lambda db: retention.apply_deletions(db, settings, clock.now))
+    store.write(lambda db: pruning.apply_deletions(db, settings, clock.now))
     assert [row["seq"] for row in store.read("SELECT seq FROM batches ORDER BY id")] == [8, 9, 10]
-    assert store.write(retention.raw_bytes) == sum(sizes[-3:])
+    assert store.write(pruning.raw_bytes) == sum(sizes[-3:])
 
 
 def test_rollups_go_by_age_and_resolution(store: Store, clock: Clock) -> None:
     old_ns = int((clock.now - 1000) * 1e9)
     put(store, stored(make_batch(1, unix_ns=old_ns), clock.now))
     settings = StoreSettings(max_age_1s_s=500, max_age_1min_s=5000)
-    store.write(lambda db: retention.apply_deletions(db, settings, clock.now))
+    store.write(lambda db: pruning.apply_deletions(db, settings, clock.now))
     assert {row["resolution_s"] for row in store.read("SELECT resolution_s FROM rollups")} == {60, 3600}
 
 
@@ -273,21 +272,21 @@ def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None
 
 
 def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "BATCHES_PER_ROUND", 2)
+    monkeypatch.setattr(pruning, "BATCHES_PER_ROUND", 2)
     put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 6)])
-    passes = Retention(StoreSettings(max_raw_bytes=1), clock, clock)
+    passes = Pruning(StoreSettings(max_raw_bytes=1), clock, clock)
     rest = []
     for _ in range(3):
         store.write(passes.run)
         rest.append((store.read("SELECT count(*) AS n FROM batches")[0]["n"], passes.due_in_s()))
         clock.now += passes.due_in_s()
-    assert rest == [(3, retention.SOON_S), (1, retention.SOON_S), (0, retention.EVERY_S)]
+    assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
 
 
 def test_a_clock_that_jumps_makes_nothing_old(store: Store, clock: Clock) -> None:
     put(store, stored(make_batch(1), clock.now))
     monotonic = Clock()
-    passes = Retention(StoreSettings(max_raw_age_s=3600.0, max_age_1s_s=3600), clock, monotonic)
+    passes = Pruning(StoreSettings(max_raw_age_s=3600.0, max_age_1s_s=3600), clock, monotonic)
 
     def rest_after(seconds: float) -> tuple[int, int]:
         clock.now, monotonic.now = clock.now + seconds, monotonic.now + seconds
@@ -296,11 +295,11 @@ def test_a_clock_that_jumps_makes_nothing_old(store: Store, clock: Clock) -> Non
         batches, seconds_kept = rows[0].values()
         return batches, seconds_kept
 
-    assert rest_after(retention.SETTLING_S)[0] == 1
+    assert rest_after(pruning.SETTLING_S)[0] == 1
     clock.now += 10 * 365 * 86400.0
-    assert rest_after(retention.EVERY_S)[0] == 1
+    assert rest_after(pruning.EVERY_S)[0] == 1
     clock.now -= 10 * 365 * 86400.0
-    assert rest_after(retention.EVERY_S)[0] == 1
+    assert rest_after(pruning.EVERY_S)[0] == 1
     assert rest_after(3600.0) == (0, 0)
 
 
