@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from honed.adapt.acceptance.calibration import Calibration
 from honed.adapt.acceptance.context_shift import (
     NUM_BUCKETS,
     ContextCounts,
@@ -23,6 +22,7 @@ from honed.adapt.acceptance.depth_calibration import DepthCalibration, DepthLine
 from honed.adapt.acceptance.draft_features import FeatureRegression
 from honed.adapt.acceptance.estimate import RequestTable, reached_and_accepted, scale_odds, shrunk_estimate, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
+from honed.adapt.acceptance.reliability import Reliability
 from honed.adapt.acceptance.rounds import Rounds
 from honed.adapt.control.explanation import describe
 from honed.adapt.control.settings import ControllerSettings
@@ -43,7 +43,7 @@ class _Workload:
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
         self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
         self.requests = RequestTable(num_spec_tokens)
-        self.calibration = Calibration()
+        self.reliability = Reliability()
         self.depths = DepthCalibration(num_spec_tokens)
         self.lines = DepthLines.none(num_spec_tokens)
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
@@ -94,7 +94,7 @@ class AcceptanceBeliefs:
         design_effect = self._design_effect(workload)
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
             predicted = scale_odds(shifted, theta[mine][:, None])
-            workload.calibration.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
+            workload.reliability.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
             counts = count_rounds(predicted, reached[mine], accepted[mine])
             for depths in (workload.depths, self._depths):
                 depths.add(counts, len(predicted), design_effect)
@@ -157,9 +157,9 @@ class AcceptanceBeliefs:
                 "request_strength": round(self._request_strength(one), 2),
                 "design_effect": round(self._design_effect(one), 3),
                 "drift": self._drift.figures(name),
-                "calibration": {
-                    "expected_calibration_error": one.calibration.error,
-                    "bins": one.calibration.bins(),
+                "reliability": {
+                    "expected_calibration_error": one.reliability.error,
+                    "bins": one.reliability.bins(),
                     "by_depth": [] if one.lines.are_none else one.lines.rows(),
                 },
             }

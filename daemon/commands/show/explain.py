@@ -25,7 +25,7 @@ def explain(document: Document) -> RenderableType:
     parts: tuple[Callable[[Document], RenderableType | None], ...] = (
         _survival,
         _context_shift,
-        _calibration,
+        _reliability,
         _depths,
         _step_times,
         _plans,
@@ -79,19 +79,19 @@ def _context_shift(document: Document) -> RenderableType | None:
     return table
 
 
-def _calibration(document: Document) -> RenderableType:
+def _reliability(document: Document) -> RenderableType:
     table = Rows.of("predicted against observed survival", "error", "predicted -> observed")
     for name, w in (document.get("workloads") or {}).items():
-        calibration = w.get("calibration") or {}
-        bins = calibration.get("bins") or []
+        reliability = w.get("reliability") or {}
+        bins = reliability.get("bins") or []
         shown = "  ".join(f"{p:.2f}->{o:.2f}" for p, o, _ in bins[:: max(len(bins) // 6, 1)])
-        table.add_row(cells.text(name), cells.number(calibration.get("expected_calibration_error"), 4), shown)
+        table.add_row(cells.text(name), cells.number(reliability.get("expected_calibration_error"), 4), shown)
     return table
 
 
 def _depths(document: Document) -> RenderableType | None:
     """Only of workloads whose predictions aren't taken as they are."""
-    found = {name: (w.get("calibration") or {}).get("by_depth") for name, w in (document.get("workloads") or {}).items()}
+    found = {name: (w.get("reliability") or {}).get("by_depth") for name, w in (document.get("workloads") or {}).items()}
     rows = [(name, lines) for name, lines in found.items() if lines]
     if not rows:
         return None

@@ -151,7 +151,7 @@ def test_drafting_for_easy_requests_does_not_make_all_of_them_look_easy():
     truth = [(engine.EASY**j + engine.HARD**j) / 2 for j in range(1, K + 1)]
     assert survived[0] == pytest.approx(truth[0], abs=0.06)
     assert np.abs(np.array(survived) - truth).max() < 0.15
-    assert engine.controller.beliefs()["workloads"]["default"]["calibration"]["expected_calibration_error"] < 0.07
+    assert engine.controller.beliefs()["workloads"]["default"]["reliability"]["expected_calibration_error"] < 0.07
 
 
 def test_what_easy_requests_do_at_depth_is_told_from_what_they_do_at_first():
@@ -532,7 +532,7 @@ def test_acceptance_that_falls_with_the_context_is_shipped_explained_and_calibra
     assert np.allclose(middle, CURVE / (CURVE + odds * (1.0 - CURVE)), atol=0.04)
     beliefs = json.loads(json.dumps(controller.beliefs(), allow_nan=False))["workloads"]["default"]
     assert [factor for _, factor in beliefs["context_shift"]] == mine.context_shift
-    assert beliefs["calibration"]["expected_calibration_error"] < 0.02
+    assert beliefs["reliability"]["expected_calibration_error"] < 0.02
     assert any("tokens of context" in reason for reason in reasons)
     again = run(0.0, "v2")  # other weights: what the old ones did hardly counts
     assert not again.priors[1].context_shift or max(again.priors[1].context_shift) < 1.3

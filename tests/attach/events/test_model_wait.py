@@ -8,10 +8,10 @@ import time
 from honed.attach.events.model_wait import ModelWait, Pieces
 
 
-def used_to(model_wait: ModelWait, lull_s: float, turns: int = 64) -> ModelWait:
+def used_to(model_wait: ModelWait, wait_s: float, turns: int = 64) -> ModelWait:
     for _ in range(turns):
         model_wait.begin()
-        time.sleep(lull_s)
+        time.sleep(wait_s)
         model_wait.end()
     return model_wait
 
@@ -71,7 +71,7 @@ def test_patience_ends_and_is_none_where_no_wait_would_do() -> None:
     with pieces.one("step"):
         waited_s = time.monotonic() - began_s
     assert waited_s >= 0.05
-    for _ in range(12):  # it turns out to take longer than any model_wait
+    for _ in range(12):  # it turns out to take longer than any wait
         with pieces.one("batch"):
             time.sleep(0.02)
     began_s = time.monotonic()

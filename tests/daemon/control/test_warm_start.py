@@ -87,7 +87,7 @@ def test_a_daemon_that_is_started_again_knows_what_it_knew(life: Life, make_engi
     after = learned(after_service)
     assert num_steps(after) == num_steps(before)
     # How right it was: that depends on when what was foretold was brought up to date, once a second.
-    held = [found["workloads"]["default"].pop("calibration")["bins"] for found in (before, after)]
+    held = [found["workloads"]["default"].pop("reliability")["bins"] for found in (before, after)]
     weights = [sum(weight for _, _, weight in bins) for bins in held]
     assert weights[0] > 100.0
     assert weights[1] == pytest.approx(weights[0], rel=0.01)

@@ -189,11 +189,11 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 
 def test_what_acceptance_is_worth_by_depth_is_shown_where_it_isnt_taken_as_it_is() -> None:
-    text = shown({"workloads": {"[chat]": {"calibration": {"by_depth": [[0.0, 1.0], [0.77, 0.59]]}}, "code": {}}})
+    text = shown({"workloads": {"[chat]": {"reliability": {"by_depth": [[0.0, 1.0], [0.77, 0.59]]}}, "code": {}}})
     assert "by depth" in text
     lines = next(line for line in text.splitlines() if "+0.77 0.59" in line)
     assert "[chat]" in lines
-    assert "by depth" not in shown({"workloads": {"[chat]": {"calibration": {"by_depth": []}}}})
+    assert "by depth" not in shown({"workloads": {"[chat]": {"reliability": {"by_depth": []}}}})
 
 
 def test_what_the_context_does_to_acceptance_is_shown_where_it_does_something() -> None:

@@ -12,7 +12,7 @@ from honed.adapt.protocol.arrays import Floats, Ints
 BINS = 20
 
 
-class Calibration:
+class Reliability:
     """Predicted against observed survival, in bins of the prediction, with exponential forgetting by rounds."""
 
     def __init__(self, forgetting_rounds: float = 20_000.0) -> None:
