@@ -20,7 +20,7 @@ _LAYOUT = struct.Struct("<?7xQ")
 """Whether there is work, and when it came: CLOCK_MONOTONIC in ns."""
 
 
-class BusyFlag:
+class BusyFlagReader:
     """Reads the flag at a path; a missing file (no engine, or one without the attachment) means idle."""
 
     def __init__(self, path: Path | str) -> None:
@@ -75,13 +75,13 @@ class BusyFlags:
     def __init__(self, engines_dir: Path, patterns: Sequence[str]) -> None:
         """Each engine has a folder with its name in `engines_dir`. A pattern is an id; `*` in it matches anything."""
         self._engines_dir, self._patterns = engines_dir, patterns
-        self._flags: dict[Path, BusyFlag] = {}
-        self._raised: list[BusyFlag] = []
+        self._flags: dict[Path, BusyFlagReader] = {}
+        self._raised: list[BusyFlagReader] = []
 
     def discover(self) -> None:
         """Find engines that have started or stopped."""
         paths = {path for path in self._engines_dir.glob("*/busy") if self._is_shared_with(path.parent.name)}
-        self._flags = {path: self._flags.get(path) or BusyFlag(path) for path in paths}
+        self._flags = {path: self._flags.get(path) or BusyFlagReader(path) for path in paths}
 
     def is_busy(self) -> bool:
         """Return whether any of them has work now."""
@@ -90,7 +90,7 @@ class BusyFlags:
 
     @property
     def raised_s(self) -> float:
-        """Start of the work that `is_busy` last saw, as `BusyFlag.raised_s`."""
+        """Start of the work that `is_busy` last saw, as `BusyFlagReader.raised_s`."""
         return min((flag.raised_s for flag in self._raised), default=0.0)
 
     def _is_shared_with(self, engine_id: str) -> bool:

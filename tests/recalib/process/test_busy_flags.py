@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from honed.attach.engine.busy_flag import BusyFlag as Writer
-from honed.recalib.process.busy_flags import BusyFlag, BusyFlags, Idleness, Preemptions
+from honed.attach.engine.busy_flag import BusyFlag
+from honed.recalib.process.busy_flags import BusyFlagReader, BusyFlags, Idleness, Preemptions
 
 
 def test_follows_the_engine_through_its_life(tmp_path):
     path = tmp_path / "busy"
-    flag = BusyFlag(path)
+    flag = BusyFlagReader(path)
     assert not flag.is_busy()  # no engine
-    engine = Writer(path)
+    engine = BusyFlag(path)
     assert not flag.is_busy()
     engine.set(True)
     assert flag.is_busy()
@@ -25,7 +25,7 @@ def test_follows_the_engine_through_its_life(tmp_path):
     engine.set(True)
     os.unlink(path)
     assert not flag.is_busy()
-    other = Writer(path)  # another file under the same name
+    other = BusyFlag(path)  # another file under the same name
     other.set(True)
     assert flag.is_busy()
 
@@ -38,7 +38,7 @@ def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
     )
     engine = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert engine.stdout.readline() == b"1\n"
-    flag = BusyFlag(path)
+    flag = BusyFlagReader(path)
     assert flag.is_busy()
     engine.kill()
     engine.wait()
@@ -46,7 +46,7 @@ def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
 
 
 def test_when_work_came_is_known_to_the_trainer(tmp_path):
-    engine, flag = Writer(tmp_path / "busy"), BusyFlag(tmp_path / "busy")
+    engine, flag = BusyFlag(tmp_path / "busy"), BusyFlagReader(tmp_path / "busy")
     assert flag.raised_s == 0.0
     before_s = time.monotonic()
     engine.set(True)
@@ -60,14 +60,14 @@ def test_when_work_came_is_known_to_the_trainer(tmp_path):
 
 def test_empty_file_means_idle(tmp_path):
     (tmp_path / "busy").touch()
-    assert not BusyFlag(tmp_path / "busy").is_busy()
+    assert not BusyFlagReader(tmp_path / "busy").is_busy()
 
 
 def test_one_engine_of_several_on_the_device_is_enough(tmp_path):
     flags = BusyFlags(tmp_path, ["*"])
     flags.discover()
     assert not flags.is_busy()  # no engine
-    first, second = Writer(tmp_path / "chat-0" / "busy"), Writer(tmp_path / "chat-1" / "busy")
+    first, second = BusyFlag(tmp_path / "chat-0" / "busy"), BusyFlag(tmp_path / "chat-1" / "busy")
     second.set(True)
     assert not flags.is_busy(), "it wasn't looked for yet"
     flags.discover()
@@ -84,7 +84,7 @@ def test_one_engine_of_several_on_the_device_is_enough(tmp_path):
 
 
 def test_engines_that_are_gone_are_let_go_of(tmp_path):
-    engine, flags = Writer(tmp_path / "chat-0" / "busy"), BusyFlags(tmp_path, ["*"])
+    engine, flags = BusyFlag(tmp_path / "chat-0" / "busy"), BusyFlags(tmp_path, ["*"])
     engine.set(True)
     flags.discover()
     flag = flags._flags[tmp_path / "chat-0" / "busy"]
@@ -109,7 +109,7 @@ def test_engines_that_are_gone_are_let_go_of(tmp_path):
 def test_only_engines_on_its_device_are_looked_at(tmp_path, patterns, shared):
     flags = BusyFlags(tmp_path, patterns)
     for name in ("chat-0", "chat-1", "code-0"):
-        engine = Writer(tmp_path / name / "busy")
+        engine = BusyFlag(tmp_path / name / "busy")
         engine.set(True)
         flags.discover()
         assert flags.is_busy() == (name in shared)
@@ -147,10 +147,10 @@ def test_a_file_that_shrank_kills_neither_side(tmp_path, side):
     script = f"""
 import os
 from pathlib import Path
-from honed.attach.engine.busy_flag import BusyFlag as Writer
-from honed.recalib.process.busy_flags import BusyFlag
+from honed.attach.engine.busy_flag import BusyFlag
+from honed.recalib.process.busy_flags import BusyFlagReader
 path = Path({str(path)!r})
-engine, flag = Writer(path), BusyFlag(path)
+engine, flag = BusyFlag(path), BusyFlagReader(path)
 engine.set(True)
 assert flag.is_busy()
 os.truncate(path, 0)
