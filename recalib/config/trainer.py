@@ -106,7 +106,7 @@ class TrainerSettings(SampleSettings):
     max_duty: float = 1.0
     """Largest share of the device's idle time that training uses. The trainer rests after each unit for the remainder."""
     must_gain_share: float = 0.4
-    """Share of the draws for workloads that must gain; the rest replays the others, against forgetting. A larger share gains
+    """Share of the draws for workloads that must gain; the rest goes to the others, against forgetting. A larger share gains
     more and forgets more. On the tiny pair, with about 90 s of one core, 0.4 multiplied the new workload's acceptance length by
     1.54 at temperature 0 and kept 0.992 of the old one's. At temperature 0.8 the values were 1.09 and 0.988 (`make
     bench-recalib`)."""

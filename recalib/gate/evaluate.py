@@ -1,6 +1,6 @@
 """Greedy acceptance of a drafter on captured text, without an engine: the figures that the gate compares.
 
-With a greedy target, a draft token is accepted exactly if it equals the emitted token. So replaying the emitted text gives the
+With a greedy target, a draft token is accepted exactly if it equals the emitted token. So one pass over the emitted text gives the
 acceptance length that a drafter would have had. Figures are kept by session, since sessions, not blocks, are independent: the
 gate's paired bootstrap draws sessions.
 """
@@ -71,7 +71,7 @@ def expected_acceptance_length(
     max_anchors_per_pass: int = 256,
     denoising: Denoising = ONE_PASS,
 ) -> Evaluation:
-    """Replay the emitted text of every sample, block by block.
+    """Go through the emitted text of every sample, block by block.
 
     Args:
         drafter: the drafter to judge; it is not changed.
@@ -84,10 +84,10 @@ def expected_acceptance_length(
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
     counts: dict[str, list[AcceptanceCounts]] = {}
     for sample in samples:
-        replayed = run_through(replay_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
-        if replayed is not None:
-            sessions.setdefault((sample.session, sample.workload), []).append(replayed[0])
-            counts.setdefault(sample.workload, []).append(replayed[1])
+        evaluated = run_through(evaluate_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
+        if evaluated is not None:
+            sessions.setdefault((sample.session, sample.workload), []).append(evaluated[0])
+            counts.setdefault(sample.workload, []).append(evaluated[1])
     return Evaluation(
         sessions=tuple(_add_sessions(group) for group in sessions.values()),
         positions={workload: _add_counts(group) for workload, group in counts.items()},
@@ -95,7 +95,7 @@ def expected_acceptance_length(
 
 
 @torch.inference_mode()
-def replay_in_parts(
+def evaluate_in_parts(
     drafter: DFlashDrafter,
     sample: TrainingSample,
     num_draft_tokens: int,
@@ -103,7 +103,7 @@ def replay_in_parts(
     denoising: Denoising = ONE_PASS,
     pace: Pace | None = None,
 ) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
-    """Replay one sample, with a `yield` after some of its anchors; returns None for a sample without a whole block.
+    """Go through one sample, with a `yield` after some of its anchors; returns None for a sample without a whole block.
 
     Args:
         pace: sets how many anchors are drafted at a time, up to `max_anchors_per_pass`.

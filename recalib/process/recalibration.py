@@ -25,7 +25,7 @@ from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter.model import DFlashDrafter
-from honed.recalib.gate.evaluate import SessionFigures, replay_in_parts
+from honed.recalib.gate.evaluate import SessionFigures, evaluate_in_parts
 from honed.recalib.gate.gate import GateSettings, judge, summarise
 from honed.recalib.registry.manifest import WEIGHTS
 from honed.recalib.registry.registry import Manifest, Registry, RegistryError
@@ -170,7 +170,7 @@ class Recalibration:
             yield "gating"
             # At most as many anchors at once as in a micro-step of training, which also keeps every layer's activations.
             most = 4 * self._settings.anchors_per_micro_step
-            parts = replay_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
+            parts = evaluate_in_parts(drafter, run.sample(stretch), drafter.config.num_draft_tokens, most, pace=pace)
             while True:
                 try:
                     next(parts)

@@ -120,7 +120,7 @@ class MicroTrainer:
             samples: source of the anchors; all their context is attended to, so its size sets the cost.
             preferred_anchors: rows, counted through `samples` end to end; by default those before the samples' breaks.
             kept: for each sample, whether the drafter should stay like its parent there instead of learning the labels:
-                KL(parent || drafter). Replayed labels are few and soon memorised; the parent's distribution says more about the
+                KL(parent || drafter). Stored labels are few and soon memorised; the parent's distribution says more about the
                 old traffic. Source: learning without forgetting, arXiv 1606.09282, section 3.
             remaining: remaining share of the training, for the cool-down.
             pace: sets the blocks of a part; None: all of them.

@@ -1,7 +1,7 @@
 """The mix of samples for a micro-step: mostly the workloads that must gain, and always some of the others.
 
 A drafter trained on new traffic alone forgets the old. On the tiny pair, training on a new domain alone cost the old one 14 %
-of its acceptance length. So a share of the draws replays the other workloads, each with equal probability however busy it is.
+of its acceptance length. So a share of the draws goes to the other workloads, each with equal probability however busy it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from honed.recalib.samples.store import SampleStore
 from honed.recalib.samples.stretch import Stretch
 
 
-class ReplayMix:
+class WorkloadMix:
     """Draws context of about `rows` rows at a time."""
 
     REFRESH_DRAWS = 64

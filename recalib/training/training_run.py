@@ -24,7 +24,7 @@ from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
 from honed.recalib.training.device_memory import available_bytes, hold_to
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
-from honed.recalib.training.mixture import ReplayMix
+from honed.recalib.training.mixture import WorkloadMix
 from honed.recalib.training.pace import Pace
 from honed.recalib.training.precision import compute_dtype
 from honed.recalib.training.progress import OperationError, Progress
@@ -111,7 +111,7 @@ class TrainingRun:
         """Do micro-steps until max_steps or max_seconds; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
-        mix = ReplayMix(
+        mix = WorkloadMix(
             self._feed.store,
             is_usable,
             request.workloads,
@@ -135,7 +135,7 @@ class TrainingRun:
         trainer.finish()
         yield
 
-    def _micro_step(self, trainer: MicroTrainer, mix: ReplayMix, pace: Pace) -> Iterator[None]:
+    def _micro_step(self, trainer: MicroTrainer, mix: WorkloadMix, pace: Pace) -> Iterator[None]:
         """Do one micro-step in parts; time between them isn't training time."""
         request, progress = self._request, self._progress
         began_s = self._working_s()
@@ -173,7 +173,7 @@ class TrainingRun:
         """
         return compute_dtype(self._device, self._training.precision) if self._device.type == "cuda" else torch.float32
 
-    def _save(self, trainer: MicroTrainer, mix: ReplayMix) -> None:
+    def _save(self, trainer: MicroTrainer, mix: WorkloadMix) -> None:
         if self._state is None:
             return
         progress = self._progress
@@ -183,7 +183,7 @@ class TrainingRun:
         except OSError as error:  # a full disk does not stop training
             log.warning("the training's state could not be saved", error=str(error))
 
-    def _take_up(self, trainer: MicroTrainer, mix: ReplayMix) -> None:
+    def _take_up(self, trainer: MicroTrainer, mix: WorkloadMix) -> None:
         found = self._state.load() if self._state is not None else None
         if found is None:
             return

@@ -10,7 +10,7 @@ from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.reservoir import Stratum
 from honed.recalib.samples.store import SampleStore
 from honed.recalib.samples.stretch import Stretch
-from honed.recalib.training.mixture import ReplayMix
+from honed.recalib.training.mixture import WorkloadMix
 
 HOLD_OUT = HoldOut(b"k" * 16)
 ROWS, F = 40, 8
@@ -133,13 +133,13 @@ def test_stretch_becomes_tensors_bit_for_bit():
     assert (part.first_position, part.num_prompt_tokens, part.breaks) == (11, 1, (13,))
 
 
-def test_replay_mixes_by_share_and_fits_the_row_limit():
+def test_the_mixture_is_by_share_and_fits_the_row_limit():
     held = store(100_000 * BYTES)
     for i in range(300):
         held.add(stretch(f"new{i}", "new"))
         held.add(stretch(f"old{i}", "old"))
         held.add(stretch(f"long{i}", "long", rows=90))
-    mix = ReplayMix(held, lambda s: True, ["new"], 0.6, rows=70)
+    mix = WorkloadMix(held, lambda s: True, ["new"], 0.6, rows=70)
     drawn = [s for _ in range(400) for s in mix.draw()]
     share = sum(s.workload == "new" for s in drawn) / len(drawn)
     assert 0.5 < share < 0.7
@@ -148,10 +148,10 @@ def test_replay_mixes_by_share_and_fits_the_row_limit():
     assert not any(HOLD_OUT.is_held_out(s.session) for s in drawn)
 
 
-def test_replay_uses_only_what_is_usable_and_nothing_when_there_is_none():
+def test_the_mixture_uses_only_what_is_usable_and_nothing_when_there_is_none():
     held = store()
     for i in range(50):
         held.add(stretch(f"s{i}", "ab"[i % 2]))
-    only_b = ReplayMix(held, lambda s: s.workload == "b", ["a"], 0.6, rows=70)
+    only_b = WorkloadMix(held, lambda s: s.workload == "b", ["a"], 0.6, rows=70)
     assert {s.workload for s in only_b.draw()} == {"b"}
-    assert ReplayMix(held, lambda s: False, [], 0.6, rows=70).draw() == []
+    assert WorkloadMix(held, lambda s: False, [], 0.6, rows=70).draw() == []

@@ -140,18 +140,18 @@ def distance_to(parent: DFlashDrafter, drafter: DFlashDrafter, sample: TrainingS
 
 
 def test_kept_samples_hold_the_drafter_to_its_parent(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
-    """A fresh sample is learnt; on a replayed one the drafter stays nearer to what it was than if it learnt that one too."""
-    parent, fresh, replayed = make_drafter(), make_sample(), make_sample(seed=1)
+    """A fresh sample is learnt; on a evaluated one the drafter stays nearer to what it was than if it learnt that one too."""
+    parent, fresh, evaluated = make_drafter(), make_sample(), make_sample(seed=1)
     drifts = []
     for kept in ([False, True], [False, False]):
         drafter = make_drafter()
         trainer = MicroTrainer(drafter, QUICK, parent)
-        first = trainer.step([fresh, replayed], kept=kept).loss
+        first = trainer.step([fresh, evaluated], kept=kept).loss
         for _ in range(30):
-            last = trainer.step([fresh, replayed], kept=kept).loss
+            last = trainer.step([fresh, evaluated], kept=kept).loss
         assert last < first
         assert distance_to(parent, drafter, fresh) > 0.05
-        drifts.append(distance_to(parent, drafter, replayed))
+        drifts.append(distance_to(parent, drafter, evaluated))
     assert drifts[0] < 0.5 * drifts[1]
 
 
