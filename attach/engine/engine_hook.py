@@ -56,20 +56,20 @@ def install() -> None:
     EngineCore._initialize_kv_caches = noting
 
 
-def current() -> Engine | None:
+def current() -> EngineHook | None:
     """The engine of this process; None when none was noted."""
     core = _current() if _current is not None else None
-    return Engine(core) if core is not None else None
+    return EngineHook(core) if core is not None else None
 
 
-class Engine:
+class EngineHook:
     """An EngineCore, held weakly: the attachment must not keep a dead engine's memory."""
 
     def __init__(self, core: Any) -> None:
         self._core = weakref.ref(core)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Engine thread: run a method of the worker extension on every rank, between two steps; one result a rank.
+        """EngineHook thread: run a method of the worker extension on every rank, between two steps; one result a rank.
 
         Raises:
             RuntimeError: the engine is gone.

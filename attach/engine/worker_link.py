@@ -69,12 +69,12 @@ class WorkerLink:
             self._engine.skip_draft_fetch(is_needed)
 
     def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
-        """See `engine_hook.Engine.watch_sleep`; does nothing on an unsupported release."""
+        """See `engine_hook.EngineHook.watch_sleep`; does nothing on an unsupported release."""
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_sleep(on_sleep, on_wake)
 
     def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
-        """See `engine_hook.Engine.watch_weights`; does nothing on an unsupported release."""
+        """See `engine_hook.EngineHook.watch_weights`; does nothing on an unsupported release."""
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_weights(on_begin, on_change)
 

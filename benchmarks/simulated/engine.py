@@ -107,7 +107,7 @@ class Outcome:
         return [(b - a, self.seconds_between(a, b)) for a, b in pairwise(edges)]
 
 
-class Engine:
+class SimulatedEngine:
     """A simulated engine in the middle of a trace."""
 
     def __init__(
@@ -332,7 +332,7 @@ def simulate(
         judge: computes the best goodput on every step of the run.
         is_pipelined: choose lengths a step ahead, as the attachment must.
     """
-    return Engine(traffic, policy, on_batch, judge, is_pipelined).run()
+    return SimulatedEngine(traffic, policy, on_batch, judge, is_pipelined).run()
 
 
 def _draw_noise(traffic: Traffic, chunk: int) -> Floats:

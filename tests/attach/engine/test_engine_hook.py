@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from honed.attach.engine.engine_hook import RANK_ERROR, Engine, RankError
+from honed.attach.engine.engine_hook import RANK_ERROR, EngineHook, RankError
 from honed.attach.worker import HonedWorkerExtension
 
 START, UPDATE, FINISH = "start_weight_update", "update_weights", "finish_weight_update"
@@ -49,7 +49,7 @@ class Core:
 )
 def test_an_update_is_heard_of_when_it_is_over(methods: list[Any], heard: list[bool]) -> None:
     core, found = Core(), list[bool]()
-    Engine(core).watch_weights(lambda: None, found.append)
+    EngineHook(core).watch_weights(lambda: None, found.append)
     for method in methods:
         core.collective_rpc(method)
     assert found == heard
@@ -61,7 +61,7 @@ def test_a_target_may_have_got_half_of_its_weights_a_drafter_gets_all_or_none(
     start: str, heard: list[bool], failing: str
 ) -> None:
     core, found = Core(), list[bool]()
-    Engine(core).watch_weights(lambda: None, found.append)
+    EngineHook(core).watch_weights(lambda: None, found.append)
     core.failing = failing
     core.collective_rpc(start)
     if failing == FINISH:
@@ -75,9 +75,9 @@ def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
     core, answers = Core(), [{"rows": 1}, {RANK_ERROR: "SwapError: not staged"}, ""]
     core.model_executor = SimpleNamespace(collective_rpc=lambda method, args: answers)
     with pytest.raises(RankError, match=r"^SwapError: not staged$"):
-        Engine(core).rpc("honed_apply", "v2", False)
+        EngineHook(core).rpc("honed_apply", "v2", False)
     del answers[1]
-    assert Engine(core).rpc("honed_apply", "v2", False) == [{"rows": 1}, ""]
+    assert EngineHook(core).rpc("honed_apply", "v2", False) == [{"rows": 1}, ""]
 
 
 def test_no_method_of_a_worker_raises() -> None:
@@ -93,7 +93,7 @@ def test_no_method_of_a_worker_raises() -> None:
 
 def test_it_is_heard_of_before_anything_arrives() -> None:
     core, begun = Core(), list[str]()
-    Engine(core).watch_weights(lambda: begun.append("begun"), lambda is_draft: begun.append("changed"))
+    EngineHook(core).watch_weights(lambda: begun.append("begun"), lambda is_draft: begun.append("changed"))
     core.failing = UPDATE
     core.collective_rpc("start_draft_weight_update")
     with pytest.raises(RuntimeError, match="half way"):
@@ -106,7 +106,7 @@ def test_it_is_heard_of_before_anything_arrives() -> None:
 
 def test_an_update_that_never_began_is_none() -> None:
     core, found = Core(), list[bool]()
-    Engine(core).watch_weights(lambda: None, found.append)
+    EngineHook(core).watch_weights(lambda: None, found.append)
     core.failing = START
     with pytest.raises(RuntimeError, match="half way"):
         core.collective_rpc(START)
@@ -116,7 +116,7 @@ def test_an_update_that_never_began_is_none() -> None:
 def test_vllm_gets_its_answer_as_before() -> None:
     core = Core()
     signature = inspect.signature(core.collective_rpc)
-    Engine(core).watch_weights(lambda: None, lambda is_draft: None)
+    EngineHook(core).watch_weights(lambda: None, lambda is_draft: None)
     assert inspect.signature(core.collective_rpc) == signature, "vLLM decodes arguments by it"
     assert core.collective_rpc(UPDATE, 1.0, (2,), {"three": 3}) == [(UPDATE, 1.0, (2,), {"three": 3})]
     assert core.collective_rpc(FINISH, timeout=1.0) == [(FINISH, 1.0, (), None)]
