@@ -119,8 +119,8 @@ def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) 
     logits = torch.randn(b, n + 1, v, device=device, dtype=torch.bfloat16)
     logits[:, :chain].scatter_(2, tokens[:, :chain].long()[:, :, None], CERTAIN)
     seeds, positions = torch.arange(b, device=device), torch.full((b,), 1000, device=device)
-    warmth = torch.full((b,), temperature, device=device)
-    arguments = (logits, tokens, parents, depths, warmth, seeds, positions, chain)
+    q_temperature = torch.full((b,), temperature, device=device)
+    arguments = (logits, tokens, parents, depths, q_temperature, seeds, positions, chain)
 
     def draw() -> object:
         if temperature == 0.0:

@@ -266,10 +266,10 @@ def launch(
     span = triton.cdiv(triton.cdiv(vocabulary, num_splits), lanes) * lanes
     keys = torch.empty((num_rows, num_splits, kept), dtype=torch.int64, device=logits.device)
     sums = torch.empty((num_rows, num_splits, 2), dtype=torch.float32, device=logits.device)
-    warmth = logits if temperature is None else temperature.contiguous()
+    q_temperature = logits if temperature is None else temperature.contiguous()
     _scan_kernel[(num_splits, num_depths, num_requests)](
         logits,
-        warmth,
+        q_temperature,
         keys,
         sums,
         logits.stride(0),
@@ -287,7 +287,7 @@ def launch(
     _merge_kernel[(num_rows,)](
         keys,
         sums,
-        warmth,
+        q_temperature,
         log_probs,
         ids,
         num_splits,

@@ -113,9 +113,9 @@ def verify_chain(
     p = softmax(clean)
     q = torch.nn.functional.one_hot(token, vocab).float() * is_token[..., None]
     if draft_logits is not None:
-        warmth = (temperature if draft_temperature is None else draft_temperature).float()
-        is_full = (warmth >= GREEDY_BELOW)[:, None] & is_token
-        q = torch.where(is_full[..., None], softmax(clean_logits(draft_logits, warmth[:, None].expand(-1, depth))), q)
+        q_temperature = (temperature if draft_temperature is None else draft_temperature).float()
+        is_full = (q_temperature >= GREEDY_BELOW)[:, None] & is_token
+        q = torch.where(is_full[..., None], softmax(clean_logits(draft_logits, q_temperature[:, None].expand(-1, depth))), q)
     p_token, q_token = (x.gather(-1, token[..., None])[..., 0] for x in (p[:, :depth], q))
     threshold = torch.where(q_token > 0, p_token / q_token, 1.0)
     u = uniform(seeds.long()[:, None], place[:, :depth], torch.zeros_like(draft), PURPOSE_ACCEPT)

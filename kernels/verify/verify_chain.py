@@ -186,7 +186,9 @@ def launch(
     if draft_logits is not None:
         draft_logits = _unit_stride(draft_logits)
     draft_strides = (0, 0) if draft_logits is None else draft_logits.stride()[:2]
-    warmth = None if draft_logits is None else (temperature if draft_temperature is None else draft_temperature).contiguous()
+    q_temperature = (
+        None if draft_logits is None else (temperature if draft_temperature is None else draft_temperature).contiguous()
+    )
     draft_tokens, num_draft_tokens = draft_tokens.contiguous(), num_draft_tokens.contiguous()
     temperature, seeds, positions = temperature.contiguous(), seeds.contiguous(), positions.contiguous()
     first_rows = None if first_rows is None else first_rows.contiguous()
@@ -212,7 +214,7 @@ def launch(
         draft_tokens,
         num_draft_tokens,
         temperature,
-        warmth,
+        q_temperature,
         seeds,
         positions,
         first_rows,
@@ -231,7 +233,7 @@ def launch(
             draft_tokens,
             num_draft_tokens,
             temperature,
-            warmth,
+            q_temperature,
             first_rows,
             stats,
             breaks,
@@ -246,7 +248,7 @@ def launch(
         draft_tokens,
         num_draft_tokens,
         temperature,
-        warmth,
+        q_temperature,
         seeds,
         positions,
         first_rows,

@@ -25,7 +25,7 @@ from honed.kernels.verify.sampling import (
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_one_hot(
-    warmth_ptr: tl.tensor,
+    q_temperature_ptr: tl.tensor,
     i_b: tl.tensor,
     draft: tl.tensor,
     vocab: tl.tensor,
@@ -35,9 +35,9 @@ def _is_one_hot(
     """Tell whether q is one-hot for this draft, and 1 / draft temperature if it isn't."""
     is_one_hot = True
     if IS_FULL_Q:
-        warmth = tl.load(warmth_ptr + i_b).to(tl.float32)
-        is_one_hot = (warmth < C_GREEDY_BELOW) | (warmth != warmth) | (draft < 0) | (draft >= vocab)
-        inverse = tl.where(is_one_hot, 1.0, 1.0 / warmth)
+        q_temperature = tl.load(q_temperature_ptr + i_b).to(tl.float32)
+        is_one_hot = (q_temperature < C_GREEDY_BELOW) | (q_temperature != q_temperature) | (draft < 0) | (draft >= vocab)
+        inverse = tl.where(is_one_hot, 1.0, 1.0 / q_temperature)
     return is_one_hot, inverse
 
 
@@ -48,7 +48,7 @@ def rows_kernel(
     draft_ptr: tl.tensor,
     num_draft_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
-    warmth_ptr: tl.tensor,
+    q_temperature_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     position_ptr: tl.tensor,
     first_row_ptr: tl.tensor,
@@ -83,7 +83,7 @@ def rows_kernel(
         row += tl.load(first_row_ptr + i_b).to(tl.int64) * stride_r
     is_bonus = i_r == limit
     draft = tl.load(draft_ptr + i_b * depth + i_r, mask=i_r < limit, other=-1).to(tl.int64)
-    is_one_hot, warm = _is_one_hot(warmth_ptr, i_b, draft, vocab, 1.0, IS_FULL_Q)
+    is_one_hot, warm = _is_one_hot(q_temperature_ptr, i_b, draft, vocab, 1.0, IS_FULL_Q)
 
     o_v = i_c * CHUNK + tl.arange(0, CHUNK)
     m_v = o_v < vocab
@@ -150,7 +150,7 @@ def residual_kernel(
     draft_ptr: tl.tensor,
     num_draft_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
-    warmth_ptr: tl.tensor,
+    q_temperature_ptr: tl.tensor,
     first_row_ptr: tl.tensor,
     stat_ptr: tl.tensor,
     break_ptr: tl.tensor,
@@ -172,7 +172,7 @@ def residual_kernel(
     limit = tl.minimum(tl.maximum(tl.load(num_draft_ptr + i_b).to(tl.int32), 0), depth)
     i_r = tl.minimum(depth + 1 - tl.load(break_ptr + i_b), limit)
     draft = tl.load(draft_ptr + i_b * depth + i_r, mask=i_r < limit, other=-1).to(tl.int64)
-    is_one_hot, warm = _is_one_hot(warmth_ptr, i_b, draft, vocab, 1.0, True)
+    is_one_hot, warm = _is_one_hot(q_temperature_ptr, i_b, draft, vocab, 1.0, True)
     temperature = tl.load(temperature_ptr + i_b).to(tl.float32)
     if (i_r == limit) | is_one_hot | (temperature < C_GREEDY_BELOW) | (temperature != temperature):
         return
@@ -234,7 +234,7 @@ def emit_kernel(
     draft_ptr: tl.tensor,
     num_draft_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
-    warmth_ptr: tl.tensor,
+    q_temperature_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     position_ptr: tl.tensor,
     first_row_ptr: tl.tensor,
@@ -273,7 +273,7 @@ def emit_kernel(
     b_mass = tl.load(stat_ptr + plane + stat + o_c, mask=o_c < num_chunks, other=0.0)
     if temperature >= C_GREEDY_BELOW:
         seed, position = tl.load(seed_ptr + i_b), tl.load(position_ptr + i_b).to(tl.int64) + i_r
-        is_one_hot, warm = _is_one_hot(warmth_ptr, i_b, draft, vocab, 1.0, IS_FULL_Q)
+        is_one_hot, warm = _is_one_hot(q_temperature_ptr, i_b, draft, vocab, 1.0, IS_FULL_Q)
         base, _ = total_of(b_peak, b_mass)
         b_w = b_mass * tl.exp(b_peak - base)
         has_residual = False

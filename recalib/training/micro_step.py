@@ -240,10 +240,10 @@ class MicroTrainer:
         """Clip, set the learning rate, step, average."""
         norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
         self._progress.updates += 1
-        warmth = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
+        schedule = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
         if self.settings.cooldown_share > 0:
-            warmth *= min(1.0, max(0.0, remaining) / self.settings.cooldown_share)
-        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmth
+            schedule *= min(1.0, max(0.0, remaining) / self.settings.cooldown_share)
+        self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * schedule
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._average is not None:
