@@ -18,16 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kernels import attention as kernel_cases_attention
-from benchmarks.kernels import cache as kernel_cases_cache
-from benchmarks.kernels import training as kernel_cases_training
-from benchmarks.kernels import trees as kernel_cases_trees
-from benchmarks.kernels import verify as kernel_cases_verify
+from benchmarks.kernels import attention, cache, training, trees, verify
 from benchmarks.kernels.case import Case, Goal, Run, Work
 from benchmarks.kernels.timing import Ceilings, captured, measure_ceilings, peak_bytes, take_turns
 from benchmarks.server.measured import commit, hardware
 
-FAMILIES = (kernel_cases_trees, kernel_cases_attention, kernel_cases_verify, kernel_cases_cache, kernel_cases_training)
+FAMILIES = (trees, attention, verify, cache, training)
 NOT_MEASURED = "not measured"
 OP = "op"
 

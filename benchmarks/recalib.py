@@ -1,8 +1,8 @@
 """Gain of one recalibration on a running vLLM, and its cost to the old workload: the tiny pair, drafts of 7.
 
 The drafter was made for domain A. Live traffic of both domains is captured from the engine. Then one recalibration as the
-trainer does it (samples, mixture, training, gate, registry) is swapped into the running engine. vLLM's counters measure held-out
-prompts again, of documents that were in neither the traffic nor any training.
+trainer does it (samples, mixture, training, gate, registry) is swapped into the running engine. vLLM's counters measure
+held-out prompts again, of documents that were in neither the traffic nor any training.
 
     kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request to
                       the version in the registry, gate included; label tokens of the training

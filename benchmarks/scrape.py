@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.server.measured import commit, hardware
 from honed.adapt.protocol import wire
 from honed.daemon.control.live_rounds import MOST_CELLS
-from honed.daemon.metrics import acceptance as metrics_acceptance
+from honed.daemon.metrics import acceptance
 from honed.daemon.metrics.families import MOST_ENGINES
 from honed.daemon.metrics.render import GROUPS, render
-from honed.daemon.page import document as page_document
+from honed.daemon.page import document
 from honed.daemon.page.document import WINDOWS
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
@@ -71,7 +71,7 @@ def measure(engines: int, workloads: int, repeats: int) -> dict[str, Any]:
             "bytes": len(text),
             "scrape_ms": timed(lambda: render(service), repeats),
             "locked_ms": timed(lambda: read_locked(service), repeats),
-            "page_ms": {name: timed(lambda name=name: page_document.document(service, name), repeats) for name in WINDOWS},  # type: ignore[misc]
+            "page_ms": {name: timed(lambda name=name: document.document(service, name), repeats) for name in WINDOWS},  # type: ignore[misc]
         }
 
 
@@ -80,7 +80,7 @@ def read_locked(service: Service) -> None:
     with service.lock:
         for group in GROUPS:
             list(group.families(service))
-        metrics_acceptance.read(service)
+        acceptance.read(service)
 
 
 def timed(work: Callable[[], object], repeats: int) -> list[float]:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.timing import measure_ceilings
-from benchmarks.server import shapes as server_shapes
+from benchmarks.server import shapes
 from benchmarks.server.measured import commit, hardware, percentile
 
 K = 15
@@ -53,8 +53,8 @@ TRAIN_UPDATES, ROWS = 12, 256
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=server_shapes.SHAPES, default="qwen3-8b", help="of the target that is served")
-    parser.add_argument("--also-train", choices=server_shapes.SHAPES, nargs="*", default=["qwen3-32b"])
+    parser.add_argument("--shape", choices=shapes.SHAPES, default="qwen3-8b", help="of the target that is served")
+    parser.add_argument("--also-train", choices=shapes.SHAPES, nargs="*", default=["qwen3-32b"])
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help=f"requests at once, up to {MOST_SEQS}")
     parser.add_argument("--rounds", type=int, default=4, help="turns of either engine at each batch size")
     parser.add_argument("--bursts", type=int, default=12, help="with training, and as many without")
@@ -80,8 +80,8 @@ def main() -> int:
 
     folder = Path(tempfile.mkdtemp(prefix="honed-sizes-"))
     try:
-        target = server_shapes.write_target(folder / "target", arguments.shape)
-        drafters = [server_shapes.write_drafter(folder / f"drafter-{n}", arguments.shape, device, n) for n in range(2)]
+        target = shapes.write_target(folder / "target", arguments.shape)
+        drafters = [shapes.write_drafter(folder / f"drafter-{n}", arguments.shape, device, n) for n in range(2)]
         keep(copy_bytes_per_s=measure_ceilings(device, 10).bytes_per_s)
         torch.cuda.empty_cache()
         about = {"target": target, "drafter": drafters[0], "attention": arguments.attention, "is_small": device.type == "cpu"}
@@ -341,7 +341,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = TrainingSettings()
     shared = compute_dtype(device, settings.precision)
-    drafter = server_shapes.make_drafter(shape, device, shared)
+    drafter = shapes.make_drafter(shape, device, shared)
     config = drafter.config
     trainer, pace = MicroTrainer(drafter, settings), Pace(0.05 if device.type == "cuda" else 0.0)
     generator = torch.Generator().manual_seed(1)

@@ -69,7 +69,7 @@ class EngineHook:
         self._core = weakref.ref(core)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """EngineHook thread: run a method of the worker extension on every rank, between two steps; one result a rank.
+        """Engine thread: run a method of the worker extension on every rank, between two steps; one result a rank.
 
         Raises:
             RuntimeError: the engine is gone.

@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from honed.daemon.calibration import calibrate as calibrating
+from honed.daemon.calibration import calibrate
 from honed.daemon.calibration.calibrate import CalibrationError, Collected
 from honed.daemon.calibration.prompts_file import HELP, PromptsError, read_prompts
 from honed.daemon.calibration.served_target import Sampling, ServedTarget, TargetError, read_key
@@ -83,15 +83,15 @@ def command(
         found = read_prompts(prompts, limit)
         with ServedTarget(url, model=model, key=read_key(api_key_file)) as served:
             served.check()
-            needed = calibrating.look(client, engine, scope)
+            needed = calibrate.look(client, engine, scope)
             with progress("tokenising", len(found), quiet=as_json) as tick:
-                fits = calibrating.fitting(served, found, max_tokens, tick)
+                fits = calibrate.fitting(served, found, max_tokens, tick)
             if fits.too_long:
                 lines = ", ".join(map(str, fits.too_long[:10])) + (", …" if len(fits.too_long) > 10 else "")
                 typer.echo(f"{len(fits.too_long)} prompts don't fit the server's context and are left out: {lines}", err=True)
-            calibrating.check_enough(fits, max_tokens, needed)
+            calibrate.check_enough(fits, max_tokens, needed)
             with progress("collecting completions", len(fits.prompts), quiet=as_json) as tick:
-                collected = calibrating.collect(
+                collected = calibrate.collect(
                     client,
                     served,
                     fits.prompts,
@@ -102,7 +102,7 @@ def command(
                 )
         if collected.lost_records:
             typer.echo(f"{collected.lost_records} records were overwritten before they were read: {RING_CURE}", err=True)
-        operation_id = calibrating.ask(client, collected.engine_id, needed.scope, max_seconds, reason)
+        operation_id = calibrate.ask(client, collected.engine_id, needed.scope, max_seconds, reason)
         document = _train(client, operation_id, collected, promote, reason, as_json)
         emit(document, as_json, _render)
     if not document["version"] or (promote and document["promotion"]["state"] != "succeeded"):
@@ -132,14 +132,14 @@ def _train(
     client: AdminClient, operation_id: str, collected: Collected, wants_promotion: bool, reason: str, as_json: bool
 ) -> dict[str, Any]:
     try:
-        operation = watch(calibrating.until_registered(client, client.follow(operation_id)), quiet=as_json)
+        operation = watch(calibrate.until_registered(client, client.follow(operation_id)), quiet=as_json)
     except KeyboardInterrupt:
         typer.echo(f"it goes on: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
         raise typer.Exit(130) from None
     version = str((operation.get("detail") or {}).get("version") or "")
     promotion = None
     if version and wants_promotion:
-        promotion = follow(client, calibrating.promote(client, version, reason), quiet=as_json)
+        promotion = follow(client, calibrate.promote(client, version, reason), quiet=as_json)
     return {"version": version, "collected": collected.view(), "operation": operation, "promotion": promotion}
 
 

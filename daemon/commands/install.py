@@ -16,7 +16,7 @@ from rich.text import Text
 
 from honed.daemon.client.client import EXIT_USAGE, EXIT_WARNINGS
 from honed.daemon.client.terminal import JsonFlag, fail, print_json
-from honed.daemon.install import units as installing
+from honed.daemon.install import units
 from honed.daemon.install.units import InstallError, Item, Place
 
 SERVICES = ("honed.service", "honed-trainer.service")
@@ -58,13 +58,13 @@ def install(
     """Put units, users, folders and example settings in place; shows what it would do, and does it with --apply."""
     place = _place(root, prefix or Path(sys.prefix), vllm_unit)
     try:
-        items = installing.plan(place)
-        written = installing.apply(place, items, overwrite=overwrite) if apply else []
+        items = units.plan(place)
+        written = units.apply(place, items, overwrite=overwrite) if apply else []
     except InstallError as error:
         fail(str(error), cure=error.cure)
     commands = _commands_after()
     failed = _run(commands) if apply and place.is_live else ""
-    notes = [*installing.obstacles(place), *([failed] if failed else [])]
+    notes = [*units.obstacles(place), *([failed] if failed else [])]
     document: dict[str, Any] = {
         "applied": apply,
         "written": written,
@@ -90,10 +90,10 @@ def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = 
     place = _place(root, Path(sys.prefix), "-")
     stopping = ["systemctl", "disable", "--now", *SERVICES]
     try:
-        items = installing.plan_removal(place)
+        items = units.plan_removal(place)
         if apply and place.is_live and items:
             _run([stopping])
-        deleted = installing.remove(place, items) if apply else []
+        deleted = units.remove(place, items) if apply else []
     except InstallError as error:
         fail(str(error), cure=error.cure.replace("honed install", "honed uninstall"))
     if apply and place.is_live and deleted:
@@ -125,7 +125,7 @@ def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = 
 def _place(root: Path, prefix: Path, vllm_unit: str) -> Place:
     place = Place(root.absolute(), prefix.absolute())
     if not vllm_unit:
-        vllm_unit = "vllm.service" if installing.has_unit(place, "vllm.service") else "-"
+        vllm_unit = "vllm.service" if units.has_unit(place, "vllm.service") else "-"
     if vllm_unit == "-":
         return place
     name = vllm_unit if vllm_unit.endswith(".service") else f"{vllm_unit}.service"

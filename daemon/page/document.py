@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from honed.daemon.page import weights as page_weights
+from honed.daemon.page import weights
 from honed.daemon.service import Service
 from honed.daemon.store.rollups import Counts, from_json
 from honed.daemon.store.store import Store
@@ -115,12 +115,12 @@ def document(service: Service, name: str) -> Document:
         "status": {field: status[field] for field in STATUS_FIELDS} | {"store": {"bytes": status["store"]["bytes"]}},
         "findings": [{"level": one.level, "text": one.text} for one in findings(status)],
         "engines": [{field: engine[field] for field in ENGINE_FIELDS} for engine in engines],
-        "operation": page_weights.progress(status["operation"]),
+        "operation": weights.progress(status["operation"]),
         "overrides": [{field: one[field] for field in ("name", "value", "ttl_s")} for one in status["overrides"]],
         "workloads": views.workloads(service, float(window.span_s), window.resolution_s, believed),
         **series(service.store, window, times),
         "load": [load(service, engine_id, since, beliefs) for engine_id, beliefs in believed.items()],
-        **page_weights.weights(service),
+        **weights.weights(service),
         "marks": marks(service.store, since),
     }
 

@@ -28,7 +28,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from honed.kernels.training import reference as reference_training
+from honed.kernels.training import reference
 from honed.kernels.training.sizes import PART_QUERIES
 
 TILE = 128
@@ -108,7 +108,7 @@ def anchor_attention(
     if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
         return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
     if torch.compiler.is_compiling():  # parts depend on values: trace the whole
-        return reference_training.anchor_attention(q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale)
+        return reference.anchor_attention(q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale)
     return _in_parts(q, own_k, own_v, context_k, context_v, visible, scale)
 
 

@@ -18,7 +18,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
-from honed.dashboards.make import boards as make_dashboards
+from honed.dashboards.make import boards
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
@@ -91,9 +91,9 @@ def promote_another(service: Service, engine: FakeEngine, first: str) -> None:
 
 
 def test_the_committed_dashboards_are_what_the_script_makes() -> None:
-    assert {path.name for path in BOARDS} == set(make_dashboards.BOARDS)
+    assert {path.name for path in BOARDS} == set(boards.BOARDS)
     for path in BOARDS:
-        made = make_dashboards.render(make_dashboards.BOARDS[path.name]())
+        made = boards.render(boards.BOARDS[path.name]())
         assert path.read_text() == made, "run: make dashboards"
 
 

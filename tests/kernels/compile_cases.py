@@ -16,8 +16,7 @@ from triton.runtime import driver
 
 from honed.kernels.capture import context_features
 from honed.kernels.training import block_loss_goal, block_loss_labels
-from honed.kernels.trees import reference as reference_trees
-from honed.kernels.trees import top_candidates, tree_attention, tree_build
+from honed.kernels.trees import reference, top_candidates, tree_attention, tree_build
 from honed.kernels.trees.tree_attention_plan import Device, choose_plan
 
 HALF = torch.bfloat16
@@ -99,7 +98,7 @@ def test_tree_attention(
     masks = torch.zeros(batch, rows, 2, dtype=torch.int32)
     cache = torch.zeros(1, page, 8, head_size, dtype=cache_dtype)
     factor = torch.ones(1) if cache_dtype != dtype else None
-    prefix = reference_trees.PagedPrefix(cache, cache, masks[:, 0], starts[1:], factor, factor)
+    prefix = reference.PagedPrefix(cache, cache, masks[:, 0], starts[1:], factor, factor)
     plan = choose_plan(batch, 8, 4, rows, head_size, 4096, 2, cache.element_size(), Device())
     lse = torch.zeros(q.shape[:2])
     tree_attention.launch(q, k, k, starts, masks, rows, 0.1, prefix, 4096, torch.empty_like(q), lse, plan)
@@ -113,7 +112,7 @@ def test_tree_attention(
 def test_tree_attention_after_another_kernels_pass(compiled: list[Any]) -> None:
     q, starts = torch.zeros(8, 4, 64, dtype=HALF), torch.zeros(3, dtype=torch.int32)
     masks, lse = torch.zeros(2, 4, 1, dtype=torch.int32), torch.zeros(8, 4)
-    attended = reference_trees.AttendedPrefix(q, torch.zeros(4, 8).T)
+    attended = reference.AttendedPrefix(q, torch.zeros(4, 8).T)
     tree_attention.launch(q, q, q, starts, masks, 4, 0.1, attended, 0, torch.empty_like(q), lse)
     assert len(compiled) == 1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.demo import report as demo_report
+from benchmarks.demo import report
 from benchmarks.demo.figures import promises_of
 
 RESULT: dict[str, Any] = {
@@ -69,7 +69,7 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 def test_nothing_comes_from_outside() -> None:
-    page = demo_report.render(record())
+    page = report.render(record())
     assert not re.search(r"(?:src|href)=|https?://|@import|url\(", page)
     assert "prefers-color-scheme: dark" in page
 
@@ -91,12 +91,12 @@ def test_the_page_is_well_formed() -> None:
             pass
 
     checker = Checker()
-    checker.feed(demo_report.render(record()))
+    checker.feed(report.render(record()))
     assert checker.open_tags == []
 
 
 def test_key_figures_gate_and_swap_are_in_it() -> None:
-    page = demo_report.render(record())
+    page = report.render(record())
     for text in ("1.20 → 1.80", "+50.0 %", "12,345 of 12,345", "3.2 ms", "141 s", "+40.0 … +60.0 %", ">swap<", "DIFFERENT"):
         assert text in page
     assert ">override<" not in page
@@ -106,17 +106,17 @@ def test_key_figures_gate_and_swap_are_in_it() -> None:
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_the_headline_follows_the_promises(is_kept: bool) -> None:
     promises = [{"text": "p", "found": "f", "kept": is_kept}]
-    assert ("not every promise kept" in demo_report.render(record(promises=promises))) is not is_kept
+    assert ("not every promise kept" in report.render(record(promises=promises))) is not is_kept
 
 
 def test_a_demo_that_never_trained_still_has_a_report() -> None:
     result = RESULT | {"swap_pause_ms": None, "train_seconds": None}
     empty = {"points": [], "marks": []}
-    page = demo_report.render(record(result=result, operation={}, training=[], timeline=empty, phases=[]))
+    page = report.render(record(result=result, operation={}, training=[], timeline=empty, phases=[]))
     assert page.count("nothing was measured") == 4
 
 
 def test_bins_are_weighted_by_rounds() -> None:
     points = [{"t": 100, "rounds": 30, "accepted_tokens": 30}, {"t": 101, "rounds": 10, "accepted_tokens": 30}]
     points.append({"t": 104, "rounds": 0, "accepted_tokens": 0})
-    assert demo_report.binned(points, "accepted_tokens", "rounds", 1.0, 100.0) == [(1.5, 2.5)]
+    assert report.binned(points, "accepted_tokens", "rounds", 1.0, 100.0) == [(1.5, 2.5)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.kernels.training import reference as reference_training
+from honed.kernels.training import reference
 from honed.recalib.training import losses
 
 
@@ -70,4 +70,4 @@ def test_the_hybrid_on_labels_is_the_hybrid_against_a_certain_target() -> None:
     logits, labels = some_logits(0), torch.arange(12).view(3, 4) % 6
     certain = torch.nn.functional.one_hot(labels, 6).double() * 1000.0
     surprise = -logits.log_softmax(-1).gather(2, labels[:, :, None])[:, :, 0]
-    assert torch.allclose(losses.hybrid_on_labels(surprise), reference_training.kl_tv_hybrid(logits, certain), atol=1e-5)
+    assert torch.allclose(losses.hybrid_on_labels(surprise), reference.kl_tv_hybrid(logits, certain), atol=1e-5)
