@@ -217,7 +217,7 @@ class Engine:
         """Return honed's description of the engine."""
         if self._honed is None:
             return {}
-        hello = self._honed._hello(0)
+        hello = self._honed._hello()
         return {name: getattr(hello, name) for name in ("vllm_version", "runner", "capabilities", "limits", "captured_lengths")}
 
     def share(self, share: float) -> dict[str, float]:

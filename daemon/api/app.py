@@ -188,8 +188,8 @@ def add_reading(app: APIRouter, service: Service) -> None:
         """Who changed what, newest first."""
         return service.store.read("SELECT * FROM audit ORDER BY id DESC LIMIT ?", (limit,))
 
-    @app.get("/v1/events", response_model=list[models.EventRow])
-    def events(after: Annotated[int, Query(ge=0, le=2**62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
+    @app.get("/v1/batches", response_model=list[models.BatchRow])
+    def batches(after: Annotated[int, Query(ge=0, le=2**62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
         """Stored batches after a number, oldest first: a stream to be polled."""
         return service.store.read(
             "SELECT id, engine_id, boot_id, seq, received_unix_ns, drafter_version, rounds, bytes FROM batches "

@@ -42,7 +42,7 @@ def add_follow(router: APIRouter, store: Store) -> None:
     """Add the stream."""
     open_streams = threading.Semaphore(MOST_STREAMS)
 
-    @router.get("/v1/events:follow", response_class=EventStreamResponse)
+    @router.get("/v1/marks:follow", response_class=EventStreamResponse)
     def follow(after: Annotated[int, Query(ge=-1, le=2**62)] = -1, last_event_id: LastEvent = None) -> EventStreamResponse:
         """What happens from now on, or after a number, as server-sent events: drift, swap, promote, rollback, override."""
         if last_event_id is not None and last_event_id.isascii() and last_event_id.isdecimal():

@@ -245,7 +245,7 @@ class AuditRow(BaseModel):
     outcome: str
 
 
-class EventRow(BaseModel):
+class BatchRow(BaseModel):
     id: int
     engine_id: str
     boot_id: str

@@ -111,11 +111,11 @@ class AdminClient:
         """Read something that isn't JSON (`/metrics`)."""
         return self._answer("GET", path).text
 
-    def events(self, after: int = -1) -> Iterator[dict[str, Json]]:
+    def marks(self, after: int = -1) -> Iterator[dict[str, Json]]:
         """Marks as they are made (see follow.py), from now on or after a number. Ends when the daemon does."""
         wait = httpx2.Timeout(self._timeout_s, read=60.0)  # something is sent every 15 s
         try:
-            with self._http.stream("GET", "/v1/events:follow", params={"after": after}, timeout=wait) as answer:
+            with self._http.stream("GET", "/v1/marks:follow", params={"after": after}, timeout=wait) as answer:
                 if answer.is_error:
                     answer.read()
                     raise self._refusal(answer)

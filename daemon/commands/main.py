@@ -50,6 +50,8 @@ app = typer.Typer(
 )
 events = typer.Typer(help="What was logged.", no_args_is_help=True)
 app.add_typer(events, name="events")
+marks = typer.Typer(help="What happened: drift, swaps, promotions, roll-backs, overrides.", no_args_is_help=True)
+app.add_typer(marks, name="marks")
 for name, path, render, text in (
     ("engines", "/v1/engines", show.engines, "Engines that have attached."),
     ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
@@ -197,15 +199,15 @@ def explain(
         emit(found, as_json, _beliefs)
 
 
-@events.command("follow")
-def follow_events(
+@marks.command("follow")
+def follow_marks(
     context: typer.Context,
     after: Annotated[int, typer.Option(min=-1, help="Those after this number, too; 0: all there are; -1: only new ones.")] = -1,
     as_json: JsonFlag = False,
 ) -> None:
     """What happens, as it happens: drift, swaps, promotions, roll-backs, overrides. Until Ctrl-C."""
     with connect(context) as client, suppress(KeyboardInterrupt):
-        for mark in client.events(after):
+        for mark in client.marks(after):
             if as_json:
                 print_json(mark)
             else:

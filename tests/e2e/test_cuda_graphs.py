@@ -64,7 +64,7 @@ def graphed(plain: list[list[int]], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_the_captured_lengths_are_known(graphed: TestEngine) -> None:
     set_policy(graphed)  # the workers have told by then
-    hello = graphed.honed._hello(0)
+    hello = graphed.honed._hello()
     graphs = graphed.honed._workers.graphs
     print(f"graphs: {graphs}")
     assert hello.runner == "v2"

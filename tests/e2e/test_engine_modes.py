@@ -213,8 +213,8 @@ def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> 
     rows = rounds(take_batches(running))
     assert all(row["k"] <= int(row["workload"][1:]) for row in rows)
     assert {row["k"] for row in rows} >= {0, 1, 2}
-    assert set(running.honed._hello(0).capabilities) == {"events", "draft_length"}
-    assert any("ngram" in limit for limit in running.honed._hello(0).limits)
+    assert set(running.honed._hello().capabilities) == {"events", "draft_length"}
+    assert any("ngram" in limit for limit in running.honed._hello().limits)
 
 
 def check_padding(running: TestEngine) -> None:
@@ -357,7 +357,7 @@ def test_without_a_daemon_nothing_changes_and_one_that_comes_late_gets_every_rou
         wait_for(lambda: outbox.lost.rounds == running.counters()["num_drafts"])
         lost, outbox._max_bytes = outbox.lost, room
         answer()
-        status = running.honed._status(0, 0)
+        status = running.honed._status(0)
         assert (status.fallback, status.errors, status.policy_generation) == ("no_policy", 0, 0)
         assert running.counters()["num_drafts"] > lost.rounds > 0
 
@@ -459,10 +459,10 @@ def test_an_unknown_vllm_is_only_observed(
         assert {reason for batch in batches for reason in batch.steps.decision} == {"observe"}
         assert {name: after[name] - before[name] for name in after} == counted(rows)
         assert max(row["k"] for row in rows) == K  # the policy's length cut nothing
-        hello = running.honed._hello(0)
+        hello = running.honed._hello()
         assert hello.capabilities == ["events"]
         assert "vLLM 0.99.0 is outside the range honed was made for" in hello.limits[0]
-        assert running.honed._status(0, 0).fallback == "observe_only"
+        assert running.honed._status(0).fallback == "observe_only"
         refused = swap(running, "other", DRAFTER)
         assert "honed is not attached to this worker" in refused.error
         assert running.honed.errors.count == 0

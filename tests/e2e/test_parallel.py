@@ -160,7 +160,7 @@ def drafts_of(running: TestEngine) -> list[tuple[int, list[int]]]:
 
 
 def test_two_ranks_can_do_all_that_one_can(two_ranks: TestEngine) -> None:
-    hello = two_ranks.honed._hello(0)
+    hello = two_ranks.honed._hello()
     assert set(hello.capabilities) == {"events", "draft_length", "capture", "swap"}
     assert hello.limits == []
 

@@ -35,7 +35,7 @@ def _fresh_log(request: pytest.FixtureRequest) -> None:
 def test_the_runner_under_test_is_the_one_that_runs(attached: TestEngine) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    hello = attached.honed._hello(0)
+    hello = attached.honed._hello()
     assert hello.runner == ("v2" if IS_V2 else "v1")
     assert isinstance(attached.scheduler, AsyncScheduler) == IS_ASYNC
     assert (attached.core.batch_queue_size == 2) == IS_ASYNC

@@ -48,7 +48,7 @@ READING = [
     "/v1/operations",
     "/v1/overrides",
     "/v1/audit",
-    "/v1/events",
+    "/v1/batches",
     "/healthz",
     "/readyz",
     "/metrics",
@@ -107,8 +107,8 @@ def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: F
     points = client.get("/v1/timeline?resolution=1s&since=0&workload=default").json()["points"]
     assert sum(point["rounds"] for point in points) == 8
     assert client.get("/v1/timeline?resolution=1s&since=0&workload=x").json()["points"] == []
-    assert [row["seq"] for row in client.get("/v1/events?after=0").json()] == [1]
-    assert client.get("/v1/events?after=1").json() == []
+    assert [row["seq"] for row in client.get("/v1/batches?after=0").json()] == [1]
+    assert client.get("/v1/batches?after=1").json() == []
     with service.lock:
         service.steering.observe()
     assert client.get("/v1/engines/engine-0/beliefs").json()["workloads"]["default"]["rounds"] >= 0
@@ -122,8 +122,8 @@ def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: F
         ("GET", "/v1/operations/x", None, 404),
         ("GET", "/v1/timeline?resolution=2s", None, 422),
         ("GET", "/v1/workloads?window_s=-1", None, 422),
-        ("GET", "/v1/events?after=99999999999999999999999", None, 422),
-        ("GET", "/v1/events?afer=1", None, 422),
+        ("GET", "/v1/batches?after=99999999999999999999999", None, 422),
+        ("GET", "/v1/batches?afer=1", None, 422),
         ("GET", "/v1/status?x=1", None, 422),
         ("GET", "/v1/status/", None, 404),
         ("OPTIONS", "/v1/status", None, 405),
@@ -166,7 +166,7 @@ def test_errors_are_problem_documents(
         ("POST", "/v1/drafters/v0001-00000000:promote", "'v0001-00000000'; there are none", "honed drafters"),
         ("POST", "/v1/drafters:rollback", "no previous drafter to go back to; active is none", "honed promote VERSION"),
         ("DELETE", "/v1/overrides/policy", "no override 'policy' is in force; there are none", "honed override list"),
-        ("GET", "/v1/events?afer=1", "unknown parameter 'afer'; did you mean after?", "It takes after, limit."),
+        ("GET", "/v1/batches?afer=1", "unknown parameter 'afer'; did you mean after?", "It takes after, limit."),
         ("GET", "/v1/status?x=1", "unknown parameter 'x'", "It takes no parameters."),
     ],
 )

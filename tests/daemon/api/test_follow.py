@@ -42,7 +42,7 @@ class Follower:
     def __init__(self, daemon: DaemonProcess, after: int = -1) -> None:
         self.marks: list[dict[str, Any]] = []
         self.ended_with: Exception | None = None
-        self._stream = AdminClient(daemon.runtime_dir / "admin.sock").events(after)
+        self._stream = AdminClient(daemon.runtime_dir / "admin.sock").marks(after)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -72,7 +72,7 @@ def test_marks_come_as_they_are_made_and_can_be_had_again(shared: DaemonProcess)
 
 def test_without_a_number_only_what_is_new_comes_and_a_browser_goes_on_where_it_was(shared: DaemonProcess) -> None:
     override(shared)
-    with shared.http() as client, client.stream("GET", "/v1/events:follow") as answer:
+    with shared.http() as client, client.stream("GET", "/v1/marks:follow") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
         assert next(lines) == ": honed"
@@ -82,21 +82,21 @@ def test_without_a_number_only_what_is_new_comes_and_a_browser_goes_on_where_it_
         assert f'"{text}"' in next(lines)
     again = override(shared)
     headers = {"Last-Event-ID": number.removeprefix("id: ")}
-    with shared.http() as client, client.stream("GET", "/v1/events:follow", headers=headers) as answer:
+    with shared.http() as client, client.stream("GET", "/v1/marks:follow", headers=headers) as answer:
         assert f'"{again}"' in next(line for line in answer.iter_lines() if line.startswith("data"))
 
 
 def test_streams_are_bounded_and_given_back(shared: DaemonProcess) -> None:
     def is_refused() -> bool:
-        with shared.http() as http, http.stream("GET", "/v1/events:follow") as answer:
+        with shared.http() as http, http.stream("GET", "/v1/marks:follow") as answer:
             return answer.status_code == 409
 
     opened = [shared.http() for _ in range(MOST_STREAMS)]
-    streams = [http.stream("GET", "/v1/events:follow") for http in opened]
+    streams = [http.stream("GET", "/v1/marks:follow") for http in opened]
     for stream in streams:
         stream.__enter__()
     with AdminClient(shared.runtime_dir / "admin.sock") as client, pytest.raises(Refused, match="16 clients follow already"):
-        next(client.events())
+        next(client.marks())
     for http, stream in zip(opened, streams, strict=True):
         stream.__exit__(None, None, None)
         http.close()
@@ -105,7 +105,7 @@ def test_streams_are_bounded_and_given_back(shared: DaemonProcess) -> None:
 
 def test_the_command_prints_a_line_for_each(shared: DaemonProcess) -> None:
     text = override(shared)
-    command = [sys.executable, "-m", "honed.daemon.commands.main", "events", "follow", "--after", "0"]
+    command = [sys.executable, "-m", "honed.daemon.commands.main", "marks", "follow", "--after", "0"]
     process = subprocess.Popen(command, env=shared.env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert next(line for line in process.stdout if line.endswith(f"  override  {text}\n"))

@@ -218,7 +218,7 @@ def test_an_unknown_operation_ends_with_2(run: Run, daemon: None) -> None:
         ("status --socket s --json", "--socket s status --json"),
         ("status --socket=s", "--socket=s status"),
         ("--socket s status", "--socket s status"),
-        ("events follow --url u --engine e", "--url u events follow --engine e"),
+        ("marks follow --url u --engine e", "--url u marks follow --engine e"),
         ("serve --config c --state-dir d", "--config c serve --state-dir d"),
         ("override set draft_tokens 2 --timeout 3", "--timeout 3 override set draft_tokens 2"),
         ("calibrate --url u --prompts p", "calibrate --url u --prompts p"),  # an option of its own: vLLM's address
@@ -497,7 +497,7 @@ def test_every_operation_of_the_api_has_a_command() -> None:
     for path in document["paths"]:
         start, _, end = path.partition("{")
         last = end.rpartition("}")[2]
-        is_for_machines = path in ("/metrics", "/healthz", "/readyz", "/v1/events")
+        is_for_machines = path in ("/metrics", "/healthz", "/readyz", "/v1/batches")
         assert is_for_machines or (f'"{start}' in source and last in source), path
     assert "/v1/status" in document["paths"]
 
