@@ -1,9 +1,9 @@
 """Notices when a workload's drafts are accepted less often than before, or than other workloads' are.
 
-Every workload has a reference curve: its conditional acceptance over a long horizon, less `reference_z` standard errors, so
+Every workload has a reference curve: its conditional acceptance over a long horizon, less `REFERENCE_Z` standard errors, so
 that a young reference promises less. Three tests compare each batch's trials and successes with it:
 
-- An e-process by betting, against "acceptance ≥ (1 − tolerated_loss) · reference at every position". A batch multiplies the
+- An e-process by betting, against "acceptance ≥ (1 − TOLERATED_LOSS) · reference at every position". A batch multiplies the
   wealth by the likelihood ratio Π_j (p₁/p₀)^s_j · ((1−p₁)/(1−p₀))^f_j of a worse p₁ < p₀; its mean is ≤ 1 while acceptance is
   ≥ p₀. As the moment of change is unknown, wealth is summed over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
   R − (batches so far) is a supermartingale. So a false alarm at R ≥ A comes at most once in A batches on average, for any
@@ -11,7 +11,7 @@ that a young reference promises less. Three tests compare each batch's trials an
 - Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound. It makes the state
   "suspect" and stops the reference from learning what may be the new normal.
 - The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload". Its alarm has
-  kind "low_for_new_workload" and is false with probability ≤ `false_low` per workload.
+  kind "low_for_new_workload" and is false with probability ≤ `FALSE_LOW` per workload.
 
 A workload's state is the first of these that holds:
 
@@ -21,8 +21,8 @@ A workload's state is the first of these that holds:
     learning   it had fewer than `min_reference_rounds` rounds
     stable
 
-A busy engine has `reference_rounds` in a second, and its long horizon would be one second: a decline over a minute, or a week,
-would lower the reference too. So horizons are in rounds of *age*, at most `reference_rounds` in `reference_s`. Only the least
+A busy engine has `REFERENCE_ROUNDS` in a second, and its long horizon would be one second: a decline over a minute, or a week,
+would lower the reference too. So horizons are in rounds of *age*, at most `REFERENCE_ROUNDS` in `reference_s`. Only the least
 number of rounds for a test is in actual rounds.
 
 Rounds of one request resemble each other: evidence is divided by the design effect (an e-value's power < 1 is an e-value).
@@ -40,56 +40,53 @@ import numpy as np
 
 from honed.adapt.acceptance.estimate import EDGE, AcceptanceCounts, acceptance_length, chain_estimate, count_trials
 from honed.adapt.protocol.arrays import Floats, IntsLike
-from honed.adapt.protocol.ranges import COUNT, PROBABILITY, Range, Ranges, check_ranges
+from honed.adapt.protocol.ranges import COUNT, Range, Ranges, check_ranges
 
 _LOSSES = np.array([0.1, 0.25, 0.5])
 """Relative losses below the tolerated level, bet on in equal parts."""
 _LOG10 = math.log(10.0)
+TOLERATED_LOSS = 0.03
+"""A relative loss of conditional acceptance that isn't worth an alarm."""
+REFERENCE_ROUNDS = 50_000.0
+"""Horizon of the reference, as exponential forgetting. It is no shorter than `reference_s`."""
+RECENT_ROUNDS = 200.0
+"""Horizon, in rounds, of the recent acceptance in an alarm."""
+REFERENCE_Z = 2.0
+"""Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm. Recent acceptance must
+also be so many above the low level to end state "low"."""
+SUSPECT_SLACK = 0.5
+"""Page–Hinkley's δ, in standard deviations of a batch: the test shows where a loss may have begun."""
+SUSPECT_LEVEL = 15.0
+"""Page–Hinkley's λ, in standard deviations of a batch."""
+FALSE_LOW = 1e-3
+"""Probability of wrongly calling a new workload low."""
+MIN_LOW_ROUNDS = 100
+"""Rounds before a new workload can be called low."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftSettings:
     """Definition of drift, and the required certainty."""
 
-    tolerated_loss: float = 0.03
-    """A relative loss of conditional acceptance that isn't worth an alarm."""
     batches_per_false_alarm: float = 1e6
     """Batches between two false alarms, on average, for each workload."""
     min_reference_rounds: int = 400
     """Before so many rounds a workload only teaches its reference: nothing is tested."""
-    reference_rounds: float = 50_000.0
-    """Horizon of the reference, as exponential forgetting. It is no shorter than `reference_s`."""
     reference_s: float = 86_400.0
-    """Time in which at most `reference_rounds` count as age, for the reference, `rearm_rounds` and `new_workload_rounds`. Else
+    """Time in which at most `REFERENCE_ROUNDS` count as age, for the reference, `rearm_rounds` and `new_workload_rounds`. Else
     a busy engine would forget the normal level within seconds."""
-    recent_rounds: float = 200.0
-    """Horizon, in rounds, of the recent acceptance in an alarm."""
-    reference_z: float = 2.0
-    """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm. Recent acceptance must
-    also be so many above the low level to end state "low"."""
     rearm_rounds: int = 4000
     """Rounds of age after an alarm in which the reference is relearned and no second alarm is raised."""
-    suspect_slack: float = 0.5
-    """Page–Hinkley's δ, in standard deviations of a batch: the test shows where a loss may have begun."""
-    suspect_level: float = 15.0
-    """Page–Hinkley's λ, in standard deviations of a batch."""
     low_gap: float = 0.25
     """A new workload is low when its conditional acceptance is this much (relative) below the best other one's."""
-    false_low: float = 1e-3
-    """Probability of wrongly calling a new workload low."""
-    min_low_rounds: int = 100
-    """Rounds before a new workload can be called low."""
     new_workload_rounds: int = 20_000
     """Rounds of age for which a workload is new, and for which it is called low at most."""
 
     RANGES: ClassVar[Ranges] = {
-        "tolerated_loss": Range(0, 1, excludes_high=True),
         "low_gap": Range(0, 1, excludes_high=True),
-        "false_low": PROBABILITY,
-        **dict.fromkeys(("min_reference_rounds", "rearm_rounds", "min_low_rounds", "new_workload_rounds"), Range(0)),
-        **dict.fromkeys(("batches_per_false_alarm", "reference_rounds", "recent_rounds"), COUNT),
-        **dict.fromkeys(("reference_z", "suspect_slack"), Range(0)),
-        **dict.fromkeys(("suspect_level", "reference_s"), Range(0, excludes_low=True)),
+        **dict.fromkeys(("min_reference_rounds", "rearm_rounds", "new_workload_rounds"), Range(0)),
+        "batches_per_false_alarm": COUNT,
+        "reference_s": Range(0, excludes_low=True),
     }
 
     def __post_init__(self) -> None:
@@ -167,11 +164,11 @@ class _Workload:
 
     def __init__(self, num_spec_tokens: int, settings: DriftSettings) -> None:
         self.reference = AcceptanceCounts(num_spec_tokens, math.inf)
-        self.recent = AcceptanceCounts(num_spec_tokens, settings.recent_rounds)
+        self.recent = AcceptanceCounts(num_spec_tokens, RECENT_ROUNDS)
         self.regressed = Bet(num_spec_tokens, is_restarting=True)
         self.low = Bet(num_spec_tokens, is_restarting=False)
         self._settings = settings
-        self.page_hinkley = PageHinkley(settings.suspect_slack)
+        self.page_hinkley = PageHinkley(SUSPECT_SLACK)
         self.rounds = 0
         self.age = 0.0
         self.alarmed_at = self.suspect_since = self.low_since = -1.0
@@ -186,11 +183,11 @@ class _Workload:
         if now_s is not None:
             elapsed_s = max(now_s - self._last_s, 0.0) if self._last_s is not None else 0.0
             self._last_s = now_s
-            older = min(older, settings.reference_rounds * elapsed_s / settings.reference_s)
+            older = min(older, REFERENCE_ROUNDS * elapsed_s / settings.reference_s)
         self.rounds += num_rounds
         self.age += older
         if self.suspect_since < 0.0:
-            self.reference.scale(math.exp(-older / settings.reference_rounds))
+            self.reference.scale(math.exp(-older / REFERENCE_ROUNDS))
 
     @property
     def state(self) -> str:
@@ -275,9 +272,9 @@ class DriftMonitor:
         self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float
     ) -> list[Alarm]:
         settings = self.settings
-        null = lower_curve(held.reference, settings.reference_z, design_effect) * (1.0 - settings.tolerated_loss)
+        null = lower_curve(held.reference, REFERENCE_Z, design_effect) * (1.0 - TOLERATED_LOSS)
         held.regressed.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
-        curve = chain_estimate(held.reference.trials, held.reference.successes) * (1.0 - settings.tolerated_loss)
+        curve = chain_estimate(held.reference.trials, held.reference.successes) * (1.0 - TOLERATED_LOSS)
         variance = float(trials @ (curve * (1.0 - curve))) * max(design_effect, 1.0)
         held.page_hinkley.observe(float((successes - trials * curve).sum()) / math.sqrt(max(variance, 1e-9)))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
@@ -290,18 +287,18 @@ class DriftMonitor:
             held.reference.trials += held.recent.trials
             held.reference.successes += held.recent.successes
             held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
-            held.page_hinkley = PageHinkley(settings.suspect_slack)
+            held.page_hinkley = PageHinkley(SUSPECT_SLACK)
             return [alarm] if is_armed else []
         if held.is_drifted:  # a reference that is still learning makes nothing suspect afterwards
-            held.page_hinkley = PageHinkley(settings.suspect_slack)
+            held.page_hinkley = PageHinkley(SUSPECT_SLACK)
             return []
-        if held.page_hinkley.statistic <= settings.suspect_level:
+        if held.page_hinkley.statistic <= SUSPECT_LEVEL:
             held.suspect_since = -1.0
         elif held.suspect_since < 0.0:
             held.suspect_since = held.age
         elif held.age - held.suspect_since >= settings.rearm_rounds:
             # Suspicion never became proof: the change is too small for an alarm, and is the new normal.
-            held.page_hinkley, held.suspect_since = PageHinkley(settings.suspect_slack), -1.0
+            held.page_hinkley, held.suspect_since = PageHinkley(SUSPECT_SLACK), -1.0
         return []
 
     def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
@@ -322,10 +319,10 @@ class DriftMonitor:
             if _is_near(held.recent, best, settings, design_effect):
                 held.low_since = -1.0
             return []
-        null = lower_curve(best, settings.reference_z, design_effect) * (1.0 - settings.low_gap)
+        null = lower_curve(best, REFERENCE_Z, design_effect) * (1.0 - settings.low_gap)
         held.low.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
         seen = held.rounds + trials[0]
-        if held.low.log_e < math.log(1.0 / settings.false_low) or seen < settings.min_low_rounds:
+        if held.low.log_e < math.log(1.0 / FALSE_LOW) or seen < MIN_LOW_ROUNDS:
             return []
         held.was_low, held.low_since = True, held.age
         alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best))
@@ -355,7 +352,7 @@ def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSe
     """Whether recent acceptance is above the low level by more than its noise."""
     low = chain_estimate(best.trials, best.successes) * (1.0 - settings.low_gap)
     noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))) * max(design_effect, 1.0))
-    return float(recent.successes.sum() - recent.trials @ low) > settings.reference_z * noise
+    return float(recent.successes.sum() - recent.trials @ low) > REFERENCE_Z * noise
 
 
 def _length(counts: AcceptanceCounts) -> float:

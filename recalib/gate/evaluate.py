@@ -1,8 +1,8 @@
 """Greedy acceptance of a drafter on captured text, without an engine: the figures that the gate compares.
 
 With a greedy target, a draft token is accepted exactly if it equals the emitted token. So one pass over the emitted text gives
-the acceptance length that a drafter would have had. Figures are kept by session, since sessions, not blocks, are independent: the
-gate's paired bootstrap draws sessions.
+the acceptance length that a drafter would have had. Figures are kept by session, since sessions, not blocks, are independent:
+the gate's paired bootstrap draws sessions.
 """
 
 from __future__ import annotations
