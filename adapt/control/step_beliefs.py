@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from honed.adapt.protocol.wire import StepColumns
-from honed.adapt.steps.step_time import PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings, kind_of
+from honed.adapt.steps.step_time import MIN_STEPS, PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings, kind_of
 from honed.adapt.steps.step_watch import StepWatch, UsualSteps
 
 _SMOOTHING = 0.02
@@ -79,7 +79,7 @@ class StepBeliefs:
         return {
             "is_ready": model.is_ready,
             "num_steps": self._learner.num_steps,
-            "least_steps": self._learner.settings.min_steps,
+            "least_steps": MIN_STEPS,
             "lengths_seen": self._learner.lengths_seen,
             "parameters": dict(zip(PARAMETERS, model.parameters, strict=False)),
             "measured_seconds": self.typical.get("step_seconds"),

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.replay.log import Log
-from honed.adapt.steps.step_time import PARAMETERS, StepTimeModel, StepTimeSettings, fit_parameters
+from honed.adapt.steps.step_time import MIN_STEPS, MIN_STEPS_PER_LENGTH, PARAMETERS, StepTimeModel, fit_parameters
 
 KIND_STRENGTH = 8.0
 MOST_SLOWER = 3.0
@@ -101,10 +101,7 @@ class StepRows:
         medians = {k: float(np.median(self.seconds[self.rows[kind[self.rows] == k]])) for k in np.unique(kind[self.rows])}
         self.scale = np.array([medians[k] for k in kind[self.rows]])
         lengths = np.rint(s.drafted[self.rows]).astype(np.int64)
-        settings = StepTimeSettings()
-        self.is_enough = len(self.rows) >= settings.min_steps and bool(
-            (np.bincount(lengths) >= settings.min_steps_per_length).sum() >= 2
-        )
+        self.is_enough = len(self.rows) >= MIN_STEPS and bool((np.bincount(lengths) >= MIN_STEPS_PER_LENGTH).sum() >= 2)
         """As for `StepTimeLearner.is_ready`."""
 
     def matrix(self) -> Floats:

@@ -88,6 +88,14 @@ Step: TypeAlias = tuple[int, int, int, int, int, bool]
 LEAST_SECONDS = 1e-7
 LEAST_LENGTHS = 2
 """Draft lengths that must be seen before a draft's cost can be separated from a step's."""
+MIN_STEPS = 32
+"""Steps before the model is used at all."""
+MIN_STEPS_PER_LENGTH = 3
+"""At least two draft lengths (per request, rounded) must each have been seen this often."""
+YOUNG_STEPS = 256
+"""Steps after a start with more exploring for the model; after a change of step times, at most so many."""
+REFIT_STEPS = 64
+"""New steps before a refit; more when many are kept."""
 
 
 @dataclass(frozen=True)
@@ -279,10 +287,6 @@ def pad_tokens(tokens: Ints, captured_tokens: Sequence[int]) -> Ints:
 class StepTimeSettings:
     """Settings for the learner's samples, its forgetting, and the least data for a model."""
 
-    min_steps: int = 32
-    """Steps before the model is used at all."""
-    min_steps_per_length: int = 3
-    """At least two draft lengths (per request, rounded) must each have been seen this often."""
     steps_per_kind: int = 512
     """Steps of one kind (batch size, prompt tokens, draft tokens, block; each rounded) that are kept: many, since successive
     steps resemble each other. With many kinds, fewer of each are in a fit."""
@@ -290,13 +294,8 @@ class StepTimeSettings:
     """Most kinds that are kept; the one seen longest ago makes room."""
     forgetting_steps: float = 50_000.0
     """A step this old weighs 1/e; never less than 2 %, so that a kind seen only long ago still counts."""
-    young_steps: int = 256
-    """Steps after a start with more exploring for the model; after a change of step times, at most so many."""
-    refit_steps: int = 64
-    """New steps before a refit; more when many are kept."""
 
     RANGES: ClassVar[Ranges] = {
-        **dict.fromkeys(("min_steps", "min_steps_per_length", "young_steps", "refit_steps"), COUNT),
         **dict.fromkeys(("steps_per_kind", "max_kinds"), Range(1, 65536)),
         "forgetting_steps": COUNT,
     }
@@ -393,14 +392,14 @@ class StepTimeLearner:
 
         Not where what steps cost beside each other seems to be as it was.
         """
-        if self.num_steps - self._started_at >= self.settings.young_steps:
+        if self.num_steps - self._started_at >= YOUNG_STEPS:
             return False
         return self._change is None or self._change.difference.variance > _ALIKE**2
 
     @property
     def is_ready(self) -> bool:
         """Whether the cost of drafting can be separated from the cost of the batch."""
-        return self.num_steps >= self.settings.min_steps and len(self.lengths_seen) >= LEAST_LENGTHS
+        return self.num_steps >= MIN_STEPS and len(self.lengths_seen) >= LEAST_LENGTHS
 
     @property
     def lengths_seen(self) -> list[int]:
@@ -408,14 +407,14 @@ class StepTimeLearner:
         seen: dict[int, int] = {}
         for kind, cell in self._kinds.items():
             seen[kind[1]] = seen.get(kind[1], 0) + int(self._filled[cell])
-        return sorted(length for length, count in seen.items() if count >= self.settings.min_steps_per_length)
+        return sorted(length for length, count in seen.items() if count >= MIN_STEPS_PER_LENGTH)
 
     def model(self) -> StepTimeModel:
         """Return the current fit, or the empty model without enough data."""
         if not self.is_ready:
             return StepTimeModel()
         num_new = self.num_steps - self._fitted_at
-        if not self._model.is_ready or num_new >= max(self.settings.refit_steps, int(self._held.sum()) // _REFIT_SHARE):
+        if not self._model.is_ready or num_new >= max(REFIT_STEPS, int(self._held.sum()) // _REFIT_SHARE):
             self._model = self._fit()
             self._fitted_at = self.num_steps
         return self._model
@@ -459,7 +458,7 @@ class StepTimeLearner:
     def _note_scatter(self, residuals: Floats, numbers: Floats) -> None:
         """Note the steps' scatter around the fit."""
         known = np.isfinite(numbers)
-        if known.sum() < self.settings.min_steps:
+        if known.sum() < MIN_STEPS:
             return
         spread = 1.4826 * float(np.median(np.abs(residuals[known])))
         likeness = Spells(numbers).likeness(residuals, max(spread, _LEAST_SCATTER))
