@@ -35,6 +35,8 @@ _DOUBT = math.log(10.0)
 """A workload with so much evidence of a loss blocks a promotion."""
 _LOG10 = math.log(10.0)
 _WORSE, _BETTER = 0, 1
+FALSE_PROMOTION = 0.01
+"""Probability of calling a version better that accepts no more drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,6 @@ class CanarySettings:
 
     false_roll_back: float = 0.01
     """Probability of calling a version worse that accepts no fewer drafts."""
-    false_promotion: float = 0.01
-    """Probability of calling a version better that accepts no more drafts."""
     window_rounds: int = 12
     """Verify rounds after which a window is over, if it has lasted `window_s`. A pair of windows can at most double the
     evidence, so windows should be short."""
@@ -60,7 +60,7 @@ class CanarySettings:
     """Nothing is proven without a verdict after so much time with traffic."""
 
     RANGES: ClassVar[Ranges] = {
-        **dict.fromkeys(("false_roll_back", "false_promotion"), PROBABILITY),
+        "false_roll_back": PROBABILITY,
         **dict.fromkeys(("window_rounds", "max_rounds"), COUNT),
         "window_s": Range(0, 3600),
         **dict.fromkeys(("max_window_s", "reset_window_s", "max_s"), SECONDS),
@@ -74,7 +74,7 @@ class CanarySettings:
 
         The allowances add up to the settings' probability for any number of workloads.
         """
-        allowed = self.false_roll_back if decision == "worse" else self.false_promotion
+        allowed = self.false_roll_back if decision == "worse" else FALSE_PROMOTION
         share = _SHARE_OF_ALL if number == 0 else (1.0 - _SHARE_OF_ALL) / (number * (number + 1))
         return -math.log(allowed * share)
 
