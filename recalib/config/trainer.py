@@ -24,10 +24,6 @@ class SampleSettings:
     """Maximum rows of a stretch; longer requests are split, as context sets the cost of a micro-step."""
     max_session_share: float = 0.05
     """Largest share of the memory for one session: no single client decides what is learnt."""
-    max_loop_period: int = 16
-    """Longest period, in tokens, of the repetitions that are kept out of the samples; 0 keeps all."""
-    min_loop_rows: int = 32
-    """Minimum rows of a repetition; shorter ones are kept."""
     spill_bytes: int = 0
     """Disk, in the state directory, for samples that memory has no room for; 0: none. Prompts can be recovered from them."""
     spill_max_age_s: float = 86400.0
@@ -37,8 +33,8 @@ class SampleSettings:
         "sample_bytes": COUNT,
         "held_out_share": PROBABILITY,
         "max_session_share": Range(0, 1, excludes_low=True),
-        **dict.fromkeys(("min_rows", "max_rows", "min_loop_rows"), COUNT),
-        **dict.fromkeys(("max_loop_period", "spill_bytes"), Range(0)),
+        **dict.fromkeys(("min_rows", "max_rows"), COUNT),
+        "spill_bytes": Range(0),
         "spill_max_age_s": SECONDS,
     }
 
@@ -105,11 +101,6 @@ class TrainerSettings(SampleSettings):
     No effect on a CPU, where the trainer stops before every operation."""
     max_duty: float = 1.0
     """Largest share of the device's idle time that training uses. The trainer rests after each unit for the remainder."""
-    must_gain_share: float = 0.4
-    """Share of the draws for workloads that must gain; the rest goes to the others, against forgetting. A larger share gains
-    more and forgets more. On the tiny pair, with about 90 s of one core, 0.4 multiplied the new workload's acceptance length by
-    1.54 at temperature 0 and kept 0.992 of the old one's. At temperature 0.8 the values were 1.09 and 0.988 (`make
-    bench-recalib`)."""
 
     blends: tuple[float, ...] = (1.0, 0.5)
     """Candidates judged in turn until one passes, as shares of the way from the parent to the trained weights."""
@@ -139,7 +130,7 @@ class TrainerSettings(SampleSettings):
         "ema_decay": Range(0, 1, excludes_high=True),
         "denoising_steps": Range(1, MAX_DENOISING_STEPS),
         **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps", "rows_per_micro_step"), COUNT),
-        **dict.fromkeys(("break_share", "must_gain_share"), SHARE),
+        "break_share": SHARE,
         "blends": Range(0, 1, excludes_low=True),
         "preempt_budget_s": Range(0, 60),
         "max_duty": Range(0, 1, excludes_low=True),

@@ -11,6 +11,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_LOOP_PERIOD = 16
+"""Longest period, in tokens, of a repetition that is kept out of the samples."""
+MIN_LOOP_ROWS = 32
+"""Rows of a repetition from which on it is one."""
+
 
 def loop_rows(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> NDArray[np.bool_]:  # [T] -> [T]
     """Mark rows that repeat, again and again, the token one period earlier."""

@@ -16,7 +16,7 @@ import numpy as np
 from honed.adapt.protocol.workloads import workload_of
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
-from honed.recalib.samples.repetition import longest_varied_stretch
+from honed.recalib.samples.repetition import MAX_LOOP_PERIOD, MIN_LOOP_ROWS, longest_varied_stretch
 from honed.recalib.samples.reservoir import Stratum
 from honed.recalib.samples.spill import Key, Spill
 from honed.recalib.samples.stretch import Stretch
@@ -39,7 +39,7 @@ class SampleStore:
     def add(self, stretch: Stretch) -> bool:
         """Add a stretch without its loops; return False if too little is left of it."""
         settings = self.settings
-        varied = longest_varied_stretch(stretch.token_ids, settings.max_loop_period, settings.min_loop_rows)
+        varied = longest_varied_stretch(stretch.token_ids, MAX_LOOP_PERIOD, MIN_LOOP_ROWS)
         num_varied = varied.stop - varied.start
         self.counts["repetitive"] += stretch.num_rows - num_varied
         if num_varied < settings.min_rows or num_varied * 2 < stretch.num_rows:

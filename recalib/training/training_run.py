@@ -24,7 +24,7 @@ from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
 from honed.recalib.training.device_memory import available_bytes, hold_to
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
-from honed.recalib.training.mixture import WorkloadMix
+from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
 from honed.recalib.training.precision import compute_dtype
 from honed.recalib.training.progress import OperationError, Progress
@@ -115,7 +115,7 @@ class TrainingRun:
             self._feed.store,
             is_usable,
             request.workloads,
-            settings.must_gain_share,
+            MUST_GAIN_SHARE,
             settings.rows_per_micro_step,
             settings.seed,
         )
