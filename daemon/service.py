@@ -80,7 +80,6 @@ class Service:
         self.router = Router(
             settings.paths.engine_socket,
             self.on_frame,
-            max_frame_bytes=settings.events.max_frame_bytes,
             on_odd_frame=self.on_odd_frame,
         )
         self.engines = Engines(self.store, settings.events.engine_lost_s)
@@ -90,7 +89,7 @@ class Service:
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, daemon_id, settings.recalibration.trainer_lost_s, monotonic)
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
-        self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, settings.recalibration, monotonic)
+        self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic)
         self.live = LiveRounds()
         """Rounds taken since the daemon started."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)

@@ -30,6 +30,8 @@ from honed.daemon.views.plain_json import finite
 
 log = structlog.get_logger("honed.api")
 
+MAX_BODY_BYTES = 64 << 10
+"""Longest body of a request."""
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"model": models.Problem, "content": {"application/problem+json": {}}}
     for code in (400, 401, 403, 404, 409, 412, 413, 421, 422, 429, 503)
@@ -58,7 +60,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     finish(app, service.requests, other_routes="`/openapi.json` describes all there is.")
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
-    app.add_middleware(Limits, max_body_bytes=settings.max_body_bytes, bucket=bucket, hosts=hosts)
+    app.add_middleware(Limits, max_body_bytes=MAX_BODY_BYTES, bucket=bucket, hosts=hosts)
 
     def count_stranger(method: str) -> None:
         service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1

@@ -26,6 +26,8 @@ log = structlog.get_logger("honed.router")
 
 MAX_SOCKET_PATH = 107
 FRAMES_PER_TURN = 256
+MAX_FRAME_BYTES = 64 << 20
+"""Longest message taken from an engine or a trainer."""
 MAY_WRITE = "; this user must be able to write to its folder: `chown` that, or choose another --runtime-dir"
 
 
@@ -37,11 +39,9 @@ class Router:
         path: Path,
         on_frame: Callable[[bytes, bytes], None],
         *,
-        max_frame_bytes: int,
         on_odd_frame: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._path, self._on_frame, self._on_odd_frame = path, on_frame, on_odd_frame
-        self._max_frame_bytes = max_frame_bytes
         self._outgoing: deque[tuple[bytes, bytes]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -57,7 +57,7 @@ class Router:
         if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
             raise StartError(f"socket path {self._path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter runtime_dir")
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         # A peer that comes back under the same identity gets its new connection served, not the dead one.
         self._socket.set(zmq.ROUTER_HANDOVER, 1)

@@ -38,6 +38,8 @@ log = structlog.get_logger("honed.recalibrations")
 STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
 _ALARMS = "drift_alarms"
 """In the table of odds and ends."""
+COLLECT_SHARE = 1.0
+"""Of requests, captured while a recalibration is under way."""
 MAX_RESTARTS = 3
 """Of the trainer within one operation."""
 
@@ -256,7 +258,7 @@ class Recalibrations:
         """While a recalibration needs samples, capture from more requests than usual."""
         if self._rollout.training is None or engine_id != self._engine_id:
             return None
-        return Override("capture_share", self._settings.collect_share, now_s + 60.0)
+        return Override("capture_share", COLLECT_SHARE, now_s + 60.0)
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 

@@ -22,11 +22,12 @@ from honed.daemon.errors import HonedError
 from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.rollout import Rollout
-from honed.daemon.settings.sections import RecalibrationSettings
 
 log = structlog.get_logger("honed.swaps")
 
 MAX_PAUSE_S = 60.0
+TIMEOUT_S = 60.0
+"""How long engines may take to swap."""
 _NOT_NOW = {"asleep", "foreign"}
 """Marks of a refusal that says nothing of the version: the engine sleeps, or its drafter is somebody else's."""
 
@@ -80,11 +81,10 @@ class Swaps:
         drafters: Drafters,
         rollout: Rollout,
         send: Callable[[bytes, wire.SwapCommand], None],
-        settings: RecalibrationSettings,
         monotonic: Callable[[], float],
     ) -> None:
         self._engines, self._drafters, self._rollout, self._send = engines, drafters, rollout, send
-        self._settings, self._monotonic = settings, monotonic
+        self._monotonic = monotonic
         self._sent: dict[str, _Sent] = {}
         self._attempts: dict[str, _Attempts] = {}
         self.results: Counter[str] = Counter()
@@ -109,7 +109,7 @@ class Swaps:
                 takes_over=engine.has_foreign_drafter,
                 turns=turns,
             )
-            deadline_s = self._monotonic() + self._settings.swap_timeout_s
+            deadline_s = self._monotonic() + TIMEOUT_S
             self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, deadline_s)
             self._send(engine.peer, command)
         return swap
@@ -164,7 +164,7 @@ class Swaps:
             engine = self._engines.by_id.get(sent.engine_id)
             is_there = engine is not None and self._engines.is_connected(engine, now_s)
             why = "did not answer the swap command" if is_there else "was lost during the swap"
-            self._settle(sent, f"it {why} (waited {self._settings.swap_timeout_s:g} s)")
+            self._settle(sent, f"it {why} (waited {TIMEOUT_S:g} s)")
         self._reconcile(now_s)
 
     def _reconcile(self, now_s: float) -> None:

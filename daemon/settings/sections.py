@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.canary import CanarySettings
-from honed.adapt.protocol.ranges import SECONDS, SHARE, Range, Ranges
+from honed.adapt.protocol.ranges import SECONDS, Range, Ranges
 from honed.daemon.settings.listen import check_address
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
@@ -121,15 +121,12 @@ class StoreSettings(Section):
 class EventSettings(Section):
     """The socket that engines and trainers connect to."""
 
-    max_frame_bytes: int = 64 << 20
-    """Longest message taken from an engine or a trainer."""
     engine_lost_s: float = 5.0
     """Silence after which an engine counts as disconnected."""
     log_token_ids: bool = False
     """Ask engines to log token ids. They are prompts in disguise: off unless the operator says so."""
 
     RANGES: ClassVar[Ranges] = {
-        "max_frame_bytes": Range(1 << 16, 1 << 40),
         "engine_lost_s": SECONDS,
     }
 
@@ -145,12 +142,10 @@ class HttpSettings(Section):
     """File of the token that reads; default: systemd's credential honed-read-token, else nobody only reads."""
     admin_token_file: Path | None = None
     """File of the token that changes things; default: systemd's credential honed-admin-token."""
-    max_body_bytes: int = 64 << 10
-    """Longest body of a request."""
     mutations_per_minute: int = 120
     """Changes over the admin API, on each of its listeners."""
 
-    RANGES: ClassVar[Ranges] = {"max_body_bytes": Range(1024, 1 << 30), "mutations_per_minute": Range(1, 1_000_000)}
+    RANGES: ClassVar[Ranges] = {"mutations_per_minute": Range(1, 1_000_000)}
 
     @field_validator("metrics_listen", "admin_listen")
     @classmethod
@@ -193,18 +188,13 @@ class RecalibrationSettings(Section):
     "kv-frozen" leaves alone what cached keys depend on."""
     trainer_lost_s: float = 30.0
     """Silence after which the trainer counts as gone, and what it was doing as failed."""
-    swap_timeout_s: float = 60.0
-    """How long engines may take to swap."""
-    collect_share: float = 1.0
-    """Share of requests that are captured while a recalibration is under way."""
     on_target_update: Literal["keep", "purge"] = "keep"
     """What becomes of the samples when vLLM is given other weights of the target without a restart. A step of reinforcement
     learning changes little, and they are worth keeping; "purge" for a fine-tuned target that comes that way."""
 
     RANGES: ClassVar[Ranges] = {
         "min_interval_s": Range(0, 1e9),
-        **dict.fromkeys(("max_seconds", "trainer_lost_s", "swap_timeout_s"), SECONDS),
-        "collect_share": SHARE,
+        **dict.fromkeys(("max_seconds", "trainer_lost_s"), SECONDS),
     }
 
 
