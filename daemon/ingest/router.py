@@ -50,7 +50,6 @@ class Router:
         self._thread = threading.Thread(target=self._run, name="honed-router", daemon=True)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
-        self.unsent = 0
 
     def start(self) -> None:
         """Bind and begin to read. Raises StartError."""
@@ -127,5 +126,4 @@ class Router:
             try:
                 self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                self.unsent += 1
                 log.debug("message not sent", error=str(error))

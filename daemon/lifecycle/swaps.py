@@ -126,9 +126,6 @@ class Swaps:
         """Those that are on their way into engines."""
         return {sent.swap.version for sent in self._sent.values()}
 
-    def is_under_way(self, engine_id: str) -> bool:
-        return any(sent.engine_id == engine_id for sent in self._sent.values())
-
     def on_result(self, result: wire.CommandResult) -> None:
         """An engine answered."""
         sent = self._sent.pop(result.command_id, None)

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -281,14 +280,3 @@ def _is_of_the_disk(error: Exception) -> bool:
     """Whether a batch isn't to blame: the disk is full, fails or is locked, or the database is damaged."""
     of_the_batch = sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, sqlite3.NotSupportedError
     return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, of_the_batch)
-
-
-@contextmanager
-def opened(path: Path, settings: StoreSettings, **arguments: Any) -> Iterator[Store]:
-    """A started store, closed at the end."""
-    store = Store(path, settings, **arguments)
-    store.start()
-    try:
-        yield store
-    finally:
-        store.close()

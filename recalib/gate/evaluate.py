@@ -52,16 +52,8 @@ class Evaluation:
 
     def acceptance_length(self, workload: str | None = None) -> float:
         """tau over all rounds of one workload, or of all."""
-        return self._length(workload, "num_round_accepted_tokens", "num_rounds")
-
-    def anchor_acceptance_length(self, workload: str | None = None) -> float:
-        """Mean of accepted + 1 over *every* anchor: less noise, but anchors in easy text count more than in a server."""
-        return self._length(workload, "num_accepted_tokens", "num_anchors")
-
-    def _length(self, workload: str | None, accepted: str, rounds: str) -> float:
         chosen = [s for s in self.sessions if workload in (None, s.workload)]
-        num_rounds = sum(int(getattr(s, rounds)) for s in chosen)
-        return 1.0 + sum(int(getattr(s, accepted)) for s in chosen) / max(1, num_rounds)
+        return 1.0 + sum(s.num_round_accepted_tokens for s in chosen) / max(1, sum(s.num_rounds for s in chosen))
 
 
 def expected_acceptance_length(

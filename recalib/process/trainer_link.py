@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from honed.adapt.protocol import wire
+
+log = structlog.get_logger("honed.trainer")
 
 
 class TrainerLink:
@@ -29,8 +32,6 @@ class TrainerLink:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(endpoint)
-        self.bad_frames = 0
-        """Frames that could not be decoded."""
 
     def receive(self, timeout_s: float) -> list[wire.ToTrainer]:
         """Return all messages that are there, after waiting at most `timeout_s` for the first."""
@@ -47,8 +48,8 @@ class TrainerLink:
                 break
             try:
                 messages.append(wire.decode_to_trainer(frames[-1]))
-            except wire.WireError:
-                self.bad_frames += 1
+            except wire.WireError as error:
+                log.warning("a message of the daemon's can't be read", error=str(error))
         return messages
 
     def send(self, message: wire.ToDaemon) -> bool:

@@ -30,7 +30,6 @@ class TrainingSample:
     num_prompt_tokens: int = 0
     is_fused: bool = True
     target_hidden: Tensor | None = None  # [T, H_target]
-    sample_id: str = ""
 
     def __post_init__(self) -> None:
         """Check the row counts: mismatched rows would train the drafter on nonsense."""
