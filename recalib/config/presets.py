@@ -76,16 +76,6 @@ def even_layer_ids(num_target_layers: int, num_read: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (last - 1) / (num_read - 1)) for i in range(num_read))
 
 
-def find_preset(name: str) -> Preset | None:
-    """Find the preset of a drafter or target by its hub name, or by a folder of that name."""
-    wanted = name.rstrip("/").lower()
-    for preset in PRESETS:
-        for known in (preset.drafter.lower(), preset.target.lower()):
-            if wanted == known or wanted.rpartition("/")[2] == known.rpartition("/")[2]:
-                return preset
-    return None
-
-
 def preset_of(raw: Mapping[str, Any]) -> Preset | None:
     """Find the preset of a flat config's target, if exactly one mask token and block size are possible.
 

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -47,13 +47,6 @@ _CURE = "check the folder's owner and the disk's free space"
 
 class RegistryConflictError(RegistryError):
     """Another process changed an alias first: read it again, then decide again."""
-
-
-class _Any:
-    """Type of the default of `expected`: any target of the alias is accepted."""
-
-
-_ANY: Final = _Any()
 
 
 class Registry:
@@ -199,44 +192,23 @@ class Registry:
         """Number of the latest alias change, 0 before the first."""
         return max(self._read_alias_leniently(name)[1] for name in ALIASES)
 
-    def set_alias(
-        self,
-        name: str,
-        version: str | None,
-        *,
-        expected: str | _Any | None = _ANY,
-        expected_generation: int | None = None,
-    ) -> int:
-        """Point an alias at a version, or with None at nothing; returns the new generation.
-
-        Args:
-            expected: what the alias must point at now.
-            expected_generation: what `generation` must be now.
-
-        Raises:
-            RegistryConflictError: one of them isn't so.
-            RegistryError: an unknown alias, or a missing or damaged version.
-        """
-        before = {} if isinstance(expected, _Any) else {name: expected}
-        return self._change({name: version}, before, expected_generation)
-
     def set_aliases(self, changes: Mapping[str, str | None], *, expected_generation: int | None = None) -> int:
         """Change several aliases under one lock, in the mapping's order; returns the new generation.
 
-        A crash may leave only the first of them done. In the order {"previous": old, "active": new, "candidate": None} the
-        state is sound after each.
-        """
-        return self._change(changes, {}, expected_generation)
+        A crash may leave only the first of them done. In the order {"previous": old, "active": new, "candidate": None}
+        the state is sound after each.
 
-    def _change(
-        self, changes: Mapping[str, str | None], expected: Mapping[str, str | None], expected_generation: int | None
-    ) -> int:
+        Args:
+            changes: alias -> the version that it is to point at; None: at nothing.
+            expected_generation: what `generation` must be now.
+
+        Raises:
+            RegistryConflictError: when it isn't.
+            RegistryError: for an unknown alias, or a version that isn't there or is damaged.
+        """
         for wanted in filter(None, changes.values()):
             self.get(wanted)
         with self._writing():
-            for name, before in expected.items():
-                if (found := self._read_alias_leniently(name)[0]) != before:
-                    raise RegistryConflictError(f"alias {name} points at {found}, not at {before}: it was changed")
             generation = self.generation
             if expected_generation not in (None, generation):
                 raise RegistryConflictError(f"the registry is at generation {generation}, not {expected_generation}")

@@ -33,11 +33,6 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process on the device, 0 if it isn't counted."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
-
-
 def _free_in_machine(path: Path) -> int:
     for line in path.read_text().splitlines():
         if line.startswith("MemAvailable:"):

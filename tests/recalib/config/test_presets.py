@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, find_preset, preset_of
+from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, preset_of
 from honed.recalib.config.speculators import flat, nested
 
 QWEN3_8B: dict[str, Any] = {
@@ -70,11 +70,6 @@ SPECULATORS: dict[str, Any] = {
 def test_every_preset_follows_the_rule_of_the_paper(preset: Preset) -> None:
     assert preset.target_layer_ids == even_layer_ids(preset.num_target_layers, len(preset.target_layer_ids))
     assert preset.decay_tokens in (4.0, 5.0, 7.0)
-
-
-def test_presets_are_found_by_name_and_by_folder() -> None:
-    assert find_preset("Qwen/Qwen3-8B") is find_preset("/models/Qwen3-8B-DFlash-b16/")
-    assert find_preset("somebody/else") is None
 
 
 def test_the_checkpoint_s_own_config_comes_first() -> None:

@@ -127,14 +127,14 @@ def test_create_that_fails_leaves_nothing(registry):
     ["../../etc", "v0001-1a2b3c4d/..", "/etc/passwd", "", ".", "v1-1a2b3c4d", "v0001-XXXXXXXX", "v0001-1a2b3c4d\n"],
 )
 def test_names_that_are_no_versions_are_refused(registry, name):
-    for use in (registry.get, registry.path, registry.verify, lambda n: registry.set_alias("active", n or "x")):
+    for use in (registry.get, registry.path, registry.verify, lambda n: registry.set_aliases({"active": n or "x"})):
         with pytest.raises(RegistryError, match="no version"):
             use(name)
 
 
 def test_unknown_alias_is_refused(registry):
     version = registry.create(checkpoint(1)).version
-    for use in (lambda: registry.alias("../active"), lambda: registry.set_alias("best", version)):
+    for use in (lambda: registry.alias("../active"), lambda: registry.set_aliases({"best": version})):
         with pytest.raises(RegistryError, match="unknown alias"):
             use()
 
@@ -144,8 +144,8 @@ def test_aliases_move_and_generation_grows(registry):
     assert registry.aliases() == dict.fromkeys(("active", "candidate", "previous", "floor"))
     assert registry.generation == 0
     generations = [
-        registry.set_alias("active", a),
-        registry.set_alias("candidate", b),
+        registry.set_aliases({"active": a}),
+        registry.set_aliases({"candidate": b}),
         registry.set_aliases({"previous": a, "active": b, "candidate": None}),
     ]
     assert generations == [1, 2, 5]
@@ -155,13 +155,11 @@ def test_aliases_move_and_generation_grows(registry):
 
 def test_compare_and_set_notices_a_race(registry):
     a, b = (registry.create(checkpoint(i)).version for i in (1, 2))
-    registry.set_alias("active", a, expected=None, expected_generation=0)
-    with pytest.raises(RegistryConflictError, match="points at"):
-        registry.set_alias("active", b, expected=None)
+    registry.set_aliases({"active": a}, expected_generation=0)
     with pytest.raises(RegistryConflictError, match="generation 1"):
         registry.set_aliases({"active": b}, expected_generation=0)
     assert registry.alias("active") == a
-    registry.set_alias("active", b, expected=a, expected_generation=1)
+    registry.set_aliases({"active": b}, expected_generation=1)
     assert registry.alias("active") == b
 
 
@@ -170,7 +168,7 @@ def test_concurrent_changes_all_count(registry):
 
     def change():
         for _ in range(10):
-            Registry(registry.root).set_alias("candidate", version)
+            Registry(registry.root).set_aliases({"candidate": version})
 
     threads = [threading.Thread(target=change) for _ in range(4)]
     for thread in threads:
@@ -198,11 +196,11 @@ def test_a_damaged_version_is_listed_as_corrupt_and_harms_no_other(registry, fil
     with pytest.raises(RegistryError, match=reason):
         registry.get(bad.version)
     with pytest.raises(RegistryError, match=reason):
-        registry.set_alias("active", bad.version)
+        registry.set_aliases({"active": bad.version})
     listed = Registry(registry.root).versions()
     assert [(m.version, m.state) for m in listed] == [(bad.version, "corrupt"), (good.version, "ready")]
     assert "\n" not in listed[0].error
-    assert registry.set_alias("active", good.version) == 1
+    assert registry.set_aliases({"active": good.version}) == 1
 
 
 def test_verify_finds_changed_bytes_of_equal_length(registry):
@@ -221,12 +219,12 @@ def test_verify_finds_changed_bytes_of_equal_length(registry):
 
 def test_damaged_alias_file_points_nowhere_and_can_be_set_anew(registry):
     version = registry.create(checkpoint(1)).version
-    registry.set_alias("active", version)
+    registry.set_aliases({"active": version})
     (registry.root / "aliases" / "active").write_text("../../evil 7")
     assert registry.aliases()["active"] is None
     with pytest.raises(RegistryError, match="damaged"):
         registry.alias("active")
-    registry.set_alias("active", version)
+    registry.set_aliases({"active": version})
     assert registry.alias("active") == version
 
 
