@@ -68,7 +68,8 @@ CREATE TABLE rollups (
 CREATE TABLE operations (
   operation_id TEXT PRIMARY KEY, kind TEXT NOT NULL, state TEXT NOT NULL, stage TEXT NOT NULL,
   created_unix_s REAL NOT NULL, finished_unix_s REAL, reason TEXT NOT NULL, actor TEXT NOT NULL,
-  idempotency_key TEXT UNIQUE, detail TEXT NOT NULL, error TEXT NOT NULL
+  idempotency_key TEXT UNIQUE, detail TEXT NOT NULL, error TEXT NOT NULL,
+  request_hash TEXT NOT NULL DEFAULT ''      -- what the idempotency key stood for: it is refused for anything else
 );
 
 CREATE TABLE overrides (
@@ -87,10 +88,7 @@ CREATE TABLE marks (
   id INTEGER PRIMARY KEY AUTOINCREMENT, t REAL NOT NULL, engine_id TEXT NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
 );
 CREATE INDEX marks_t ON marks (t);
-"""
 
-
-SCHEMA_2 = """
 CREATE TABLE canaries (                      -- trials of a drafter version against another on live traffic
   operation_id TEXT PRIMARY KEY,
   kind TEXT NOT NULL,                        -- canary: the new version was not active yet; watch: it was
@@ -117,19 +115,6 @@ def m001_initial(db: Any) -> None:
     """The first layout. Statements run one by one: executescript would commit the surrounding transaction."""
     for statement in split_statements(SCHEMA_1):
         db.conn.execute(statement)
-
-
-@migrations()  # type: ignore[untyped-decorator]
-def m002_canaries(db: Any) -> None:
-    """Trials of drafter versions on live traffic."""
-    for statement in split_statements(SCHEMA_2):
-        db.conn.execute(statement)
-
-
-@migrations()  # type: ignore[untyped-decorator]
-def m003_request_hash(db: Any) -> None:
-    """What an idempotency key stood for, so that it is refused for anything else."""
-    db.conn.execute("ALTER TABLE operations ADD COLUMN request_hash TEXT NOT NULL DEFAULT ''")
 
 
 def check_known(db: Any, path: Path) -> None:
