@@ -68,7 +68,7 @@ class EngineHello(_Message, frozen=True):
     capture_path: str = ""
     """File of the shared-memory sample ring, "" when capture is off."""
     features: str = ""
-    """Content of a captured row: "fused" or "layers"; "": unknown, from an older attachment."""
+    """Content of a captured row: "fused" or "layers"."""
     captured_tokens: list[int] = []
     """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
     captured_lengths: list[int] = []

@@ -190,14 +190,6 @@ def _together(parts: Sequence[ClassFigures]) -> ClassFigures:
     return whole
 
 
-def named_alike(base: Document, tuned: Document) -> Document:
-    """The base's figures by the names of today: in older files the row of prompts without a class has the name of all."""
-    rows = base["classes"]
-    if NONE in tuned["classes"] and NONE not in rows:
-        rows = {name or NONE: row for name, row in rows.items()}
-    return base | {"classes": rows}
-
-
 def compare(base: Document, tuned: Document) -> list[Document]:
     """What of the base's figures is left on the tuned target, class by class; None where the base has none.
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from honed.daemon.calibration.compare_targets import ALL, Document, Measurement, Servers, compare, length_note, named_alike
+from honed.daemon.calibration.compare_targets import ALL, Document, Measurement, Servers, compare, length_note
 from honed.daemon.calibration.prompts_file import HELP, read_prompts
 from honed.daemon.calibration.served_target import Sampling, ServedTarget, TargetError, read_key
 from honed.daemon.client.client import EXIT_USAGE
@@ -98,7 +98,6 @@ def command(
 
 
 def _document(base: Document | None, tuned: Document, notes: list[str]) -> Document:
-    base = named_alike(base, tuned) if base is not None else None
     retained = compare(base, tuned) if base is not None else []
     differing = length_note(base, tuned) if base is not None else ""
     return {BASE: base, TUNED: tuned, "retained": retained, "notes": [*notes, *filter(None, [differing])]}

@@ -107,7 +107,7 @@ class Drafters:
     def shares_cache(self, one: str, other: str) -> bool:
         """Whether context keys and values that were cached by one version are right for the other.
 
-        Versions of unknown digest (an older honed registered them, or the engine didn't say what it runs) go by their scope.
+        Versions of unknown digest (the engine didn't say what it runs) go by their scope.
         """
         try:
             manifests = [self.manifest(version) for version in (one, other) if version]

@@ -46,7 +46,7 @@ class EngineView:
     captured_lengths: list[int]
     """Draft lengths that these graphs are for; empty: any mix."""
     captures: str
-    """"fused" or "layers": what training from this engine's samples can learn; "": it captures none, or doesn't say."""
+    """"fused" or "layers": what training from this engine's samples can learn; "": it captures none."""
     drafter_version: str
     drafter_generation: int
     target_updates: int

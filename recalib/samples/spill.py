@@ -170,7 +170,7 @@ def _fields(stretch: Stretch) -> dict[str, Any]:
 def _open(path: Path) -> SpilledStretch:
     with safe_open(path, framework="np") as file:
         labels = json.loads((file.metadata() or {})["labels"])
-        labels["breaks"] = tuple(labels.get("breaks", ()))  # written differently by an earlier version
+        labels["breaks"] = tuple(labels["breaks"])
         token_ids = file.get_tensor("token_ids")
         if file.get_slice("features").get_shape()[0] != len(token_ids):
             raise ValueError(f"{path} has rows for other tokens")
