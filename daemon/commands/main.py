@@ -263,13 +263,13 @@ def vllm_args(
     as_json: JsonFlag = False,
 ) -> None:
     """Print what to add to a vLLM command so that honed attaches. Doesn't need the daemon."""
-    from honed.daemon.install import vllm_args as args
+    from honed.daemon.install import vllm_args
 
     if format not in ("shell", "systemd", "json"):
         raise typer.BadParameter(f"{format!r}: use shell, systemd or json", param_hint="--format")
     runtime_dir = load_settings(context.obj.config).paths.runtime_dir
     try:
-        made = args.make(
+        made = vllm_args.make(
             runtime_dir,
             model=model,
             drafter=drafter,

@@ -10,16 +10,11 @@ from collections.abc import Iterator
 import prometheus_client
 from prometheus_client.core import Metric
 
-from honed.daemon.metrics import acceptance as metrics_acceptance
-from honed.daemon.metrics import control as metrics_control
-from honed.daemon.metrics import ingest as metrics_ingest
-from honed.daemon.metrics import process as metrics_self
-from honed.daemon.metrics import training as metrics_training
-from honed.daemon.metrics import weights as metrics_weights
+from honed.daemon.metrics import acceptance, control, ingest, process, training, weights
 from honed.daemon.service import Service
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
-GROUPS = (metrics_ingest, metrics_control, metrics_training, metrics_weights, metrics_self)
+GROUPS = (ingest, control, training, weights, process)
 
 
 def render(service: Service) -> bytes:
@@ -44,7 +39,7 @@ class LiveCollector:
         # Read in full under the lock, so that a scrape shows one moment; the many samples of acceptance are made after it.
         with service.lock:
             families = [family for group in GROUPS for family in group.families(service)]
-            rounds = metrics_acceptance.read(service.engines, service.live)
+            rounds = acceptance.read(service.engines, service.live)
         yield from families
-        yield from metrics_acceptance.families(rounds)
-        yield from metrics_self.process_families()
+        yield from acceptance.families(rounds)
+        yield from process.process_families()
