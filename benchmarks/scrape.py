@@ -80,7 +80,7 @@ def read_locked(service: Service) -> None:
     with service.lock:
         for group in GROUPS:
             list(group.families(service))
-        acceptance.read(service)
+        acceptance.read(service.engines, service.live)
 
 
 def timed(work: Callable[[], object], repeats: int) -> list[float]:
