@@ -1,15 +1,15 @@
-"""What can go wrong in the daemon, as a few nouns; each is also a standard exception, so callers needn't know ours."""
+"""Errors of the daemon. Each is also a standard exception, so callers needn't know ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
-"""Cure where no trainer is connected."""
+"""Cure if no trainer is connected."""
 
 
 class HonedError(Exception):
-    """Base of the daemon's own errors; the text is one clear line for an operator, `cure` says what to do about it."""
+    """Base of the daemon's own errors; the text is one clear line for an operator, `cure` says what to do."""
 
     def __init__(self, message: str = "", *, cure: str = "") -> None:
         super().__init__(message)
@@ -33,31 +33,31 @@ class UnknownError(HonedError, LookupError):
 
 
 class ConflictError(HonedError, RuntimeError):
-    """The request is fine but the present state forbids it: something else is running, nobody is connected."""
+    """The present state forbids a valid request: another operation runs, nothing is connected."""
 
 
 class PreconditionError(HonedError, RuntimeError):
-    """`If-Match` named another generation than the present one."""
+    """`If-Match` differs from the present generation."""
 
 
 class RequestError(HonedError, ValueError):
-    """The caller asked for something that makes no sense whatever the state."""
+    """The request is invalid in every state."""
 
 
 class ReusedKeyError(RequestError):
-    """An `Idempotency-Key` that stood for another request."""
+    """An `Idempotency-Key` used before for another request."""
 
 
 class UnauthorizedError(HonedError, PermissionError):
-    """Nobody showed a token."""
+    """The request has no valid token."""
 
 
 class ForbiddenError(HonedError, PermissionError):
-    """The token isn't enough for what was asked."""
+    """The token doesn't allow the request."""
 
 
 def there_are(names: Iterable[str], most: int = 5) -> str:
-    """What exists, as the end of a sentence about something that doesn't; the last ones where there are many."""
+    """Existing names, as the end of a sentence about an unknown one; the last `most` if there are more."""
     known = list(names)
     if not known:
         return "there are none"

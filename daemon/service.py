@@ -1,8 +1,8 @@
-"""The daemon as one object: what it owns, who calls whom, and in which order it starts and stops.
+"""The daemon as one object: its parts, their calls, and the order of start and stop.
 
 Threads: the router's reads frames and calls `Ingest`; the store's commits and calls `on_commit`; the ticking one steers,
-watches deadlines and learns; the HTTP server's answer requests. All live state is guarded by one lock. Whoever holds it never
-waits for the writer, so the writer may take it.
+checks deadlines and learns; the HTTP server's answer requests. One lock guards all live state. Its holder never waits for
+the writer, so the writer may take it.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from honed.recalib.registry.shared import SharedRegistry
 log = structlog.get_logger("honed.service")
 
 DRAIN_S = 30.0
-"""A disk that is being flooded by others may take many seconds for one fsync; the unit allows a stop 60."""
+"""On a disk under heavy load one fsync may take many seconds; the unit allows 60 for a stop."""
 TICK_S = 1.0
 LEARN_S = 0.05
 _PAUSED = "training_paused"
-"""In the table of odds and ends."""
+"""Key in the table `meta`."""
 
 
 class Service:
-    """Everything but the HTTP server and the process itself."""
+    """All parts except the HTTP server and the process itself."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Service:
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic)
         self.live = LiveRounds()
-        """Rounds taken since the daemon started."""
+        """Rounds since the daemon started."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
         self._make_lifecycle()
         self._make_ingest()
@@ -230,7 +230,7 @@ class Service:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to write, then to listen. Raises StartError."""
+        """Start writing, then listening. Raises StartError."""
         self.store.start()
         self.lifecycle.load()
         self.recalibrations.load()
@@ -241,11 +241,11 @@ class Service:
         self.in_background(self.old_versions.remove)
 
     def stop(self) -> None:
-        """In the order in which work flows: no new frames, no new decisions, then commit what is left."""
+        """Stop in the order of the data flow: no new frames, no new decisions, then commit the rest."""
         self._stop.set()
         if self._ticker.is_alive():
             self._ticker.join()
-        # Committed first, so that the last acknowledgements still find the socket open.
+        # Commit first, so that the last acknowledgements are sent before the socket closes.
         self.store.drain(DRAIN_S)
         self.router.stop()
         self._background.shutdown(wait=True, cancel_futures=True)
@@ -254,7 +254,7 @@ class Service:
 
     @property
     def problems(self) -> list[str]:
-        """Why the daemon isn't fit to work right now; empty when it is."""
+        """Reasons why the daemon can't work now; empty if it can."""
         found = []
         for name, part in (("writer", self.store), ("router", self.router)):
             if not part.is_alive:
@@ -264,12 +264,12 @@ class Service:
         return found
 
     def pause_training(self, is_paused: bool) -> None:
-        """Stop training between two micro-steps, or let it go on; so it stays, whoever is restarted."""
+        """Pause or resume training between two micro-steps. The state survives restarts of daemon and trainer."""
         self.trainer.pause(is_paused)
         self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, replace=True)
 
     def in_background(self, job: Callable[[], None]) -> None:
-        """Do what takes long, and takes the lock only when it needs it."""
+        """Run a long job, which takes the lock only when needed."""
         self._background.submit(job)
 
     def _on_move(self) -> None:
@@ -290,7 +290,7 @@ class Service:
             self.last_tick_s = self.monotonic()
 
     def tick(self, now_s: float) -> None:
-        """Once a second: deadlines, policies, who is gone."""
+        """Once a second: handle deadlines, policies and lost peers."""
         self.overrides.expire()
         self.swaps.tick(now_s)
         self.canaries.tick(now_s)
@@ -303,12 +303,12 @@ class Service:
         self.steer(now_s)
 
     def steer(self, now_s: float) -> None:
-        """Send the policies that changed or are due."""
+        """Send changed and due policies."""
         for engine in self.engines.connected(now_s):
             extra = self.recalibrations.capture_override(engine.engine_id, now_s)
             self.steering.steer([engine], self.overrides.active(extra), now_s)
 
-    # --- what engines and trainers say (router's thread) ----------------------------------------------------------------
+    # --- messages of engines and trainers (router's thread) -------------------------------------------------------------
 
     def on_frame(self, peer: bytes, frame: bytes) -> None:
         with self.lock:
@@ -319,7 +319,7 @@ class Service:
             self.ingest.reject(why)
 
     def _on_target_update(self, engine: Engine) -> None:
-        """Mark the moment; what was captured of the old weights is forgotten where that is wanted."""
+        """Mark the moment; delete samples of the old weights if the settings say so."""
         self.journal.mark("target", "vLLM was given other weights of the target", engine.engine_id)
         log.info("the target's weights were updated", engine_id=engine.engine_id)
         if self.settings.recalibration.on_target_update == "purge":
@@ -359,7 +359,7 @@ class Service:
         self.lifecycle.on_trial_end(trial, decision, text)
         self.recalibrations.on_trial_end(trial, decision)
 
-    # --- what the store says (writer's thread) --------------------------------------------------------------------------
+    # --- calls of the store (writer's thread) ---------------------------------------------------------------------------
 
     def on_commit(self, group: list[StoredBatch]) -> None:
         with self.lock:

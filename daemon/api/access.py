@@ -1,8 +1,8 @@
-"""Who may do what with the admin API: the unix socket's users everything, over TCP whoever shows a token what it is for.
+"""Access to the admin API: users of the unix socket may do everything; over TCP the token decides.
 
-Two steps, so that a forgotten one refuses rather than allows. `Authenticate` (outermost on its listener) finds out who asks
-and answers 401 to anybody unknown, before a body is read or a route looked up. `needs` is the dependency of every router: it
-refuses a request that nobody authenticated, and one whose token isn't enough (403). `Actor` is who the audit table says it was.
+There are two steps, so that a forgotten one refuses instead of allowing. `Authenticate` (outermost on its listener) identifies
+the caller and answers 401 to unknown ones, before reading a body or a route. `needs` is the dependency of every router: it
+refuses unauthenticated requests and tokens without the right (403). `Actor` is the name for the audit table.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from honed.daemon.errors import ForbiddenError, StartError, UnauthorizedError
 
 Role = Literal["read", "admin"]
 USER_ID = "honed.user_id"
-"""Key of a connection's state: whose process is at the other end of the unix socket."""
+"""Key of a connection's state: user of the unix socket's peer process."""
 CREDENTIALS: dict[Role, str] = {"read": "honed-read-token", "admin": "honed-admin-token"}
-"""Files in $CREDENTIALS_DIRECTORY, where systemd's LoadCredential puts them."""
+"""Files in $CREDENTIALS_DIRECTORY, written by systemd's LoadCredential."""
 MIN_LENGTH = 32
 CHALLENGE = 'Bearer realm="honed"'
 _TOKEN = re.compile(r"[\x21-\x7e]+")
@@ -38,12 +38,12 @@ bearer = HTTPBearer(auto_error=False, description="Over TCP only: the read or th
 
 @dataclass(frozen=True, repr=False)
 class Tokens:
-    """SHA-256 of the two secrets: comparing digests takes the same time however much of a guess is right."""
+    """SHA-256 of the two secrets: comparing digests takes the same time for every guess."""
 
     by_role: Mapping[Role, bytes]
 
     def role_of(self, authorization: bytes) -> Role | None:
-        """Whose the header `Authorization: Bearer …` is. Both are always compared."""
+        """Role for the header `Authorization: Bearer …`. Always compares both tokens."""
         scheme, _, token = authorization.partition(b" ")
         digest = hashlib.sha256(token.strip()).digest()
         found: Role | None = None
@@ -54,10 +54,10 @@ class Tokens:
 
 
 def load_tokens(read_file: Path | None, admin_file: Path | None, env: Mapping[str, str] = os.environ) -> Tokens:
-    """The tokens of the settings' files, or else of systemd's credentials. The read token may be missing.
+    """The tokens from the settings' files, else from systemd's credentials. The read token may be missing.
 
     Raises:
-        StartError: no admin token, one that can't be read, or one that is too weak; names the place and the cure.
+        StartError: admin token missing, unreadable or too weak; names the place and the cure.
     """
     given: dict[Role, Path | None] = {"read": read_file, "admin": admin_file}
     found: dict[Role, bytes] = {}
@@ -71,17 +71,17 @@ def load_tokens(read_file: Path | None, admin_file: Path | None, env: Mapping[st
             "or name its file with http.admin_token_file"
         )
     if found.get("read") == found["admin"]:
-        raise StartError("the read token and the admin token are the same: whoever may read could change everything")
+        raise StartError("the read token and the admin token are the same: every reader could change everything")
     return Tokens(found)
 
 
 class Authenticate:
-    """ASGI middleware that notes the role of who asks.
+    """ASGI middleware that notes the caller's role.
 
     Args:
-        app: what it protects.
-        tokens: None for a listener whose users its file's permissions have chosen: they have every right.
-        on_refused: told the method of each request that was refused.
+        app: the protected application.
+        tokens: None for a unix socket: its file's permissions select the users, who have every right.
+        on_refused: called with the method of each refused request.
     """
 
     def __init__(self, app: App, tokens: Tokens | None, on_refused: Callable[[str], None] = lambda method: None) -> None:
@@ -97,7 +97,7 @@ class Authenticate:
             if role is None:
                 self._on_refused(scope["method"])
                 headers = [(b"www-authenticate", CHALLENGE.encode())]
-                why = "the token isn't one of this daemon's" if shown else "no token was shown"
+                why = "the token isn't one of this daemon's" if shown else "no token was given"
                 await answer(send, 401, "Unauthorized", why, headers)
                 return
             scope[ROLE] = role
@@ -105,29 +105,29 @@ class Authenticate:
 
 
 def needs(role: Role) -> Any:
-    """A router's dependency: whoever asks must have this role; an admin has that of a reader, too."""
+    """A router's dependency: the caller must have this role; an admin may also read."""
 
     def check(
         request: Request,
-        shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],  # says in the OpenAPI document what is needed
+        shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],  # documents the token in OpenAPI
     ) -> None:
         has = request.scope.get(ROLE)
         if has not in ("read", "admin"):
-            raise UnauthorizedError("nobody has looked at who asks")
+            raise UnauthorizedError("the request was not authenticated")
         if role == "admin" and has != "admin":
-            raise ForbiddenError("the read token doesn't change anything", cure="Use the admin token (--token-file).")
+            raise ForbiddenError("the read token can't change anything", cure="Use the admin token (--token-file).")
 
     return Depends(check)
 
 
 def actor_of(request: Request) -> str:
-    """Who asks, for the audit table: a user of this machine, or over TCP whoever has the admin token."""
+    """The caller for the audit table: a user of this machine or, over TCP, the admin token."""
     user_id = request.scope.get("state", {}).get(USER_ID)
     if user_id is None:
         return "admin token"
     try:
         return pwd.getpwuid(user_id).pw_name
-    except KeyError:  # of a container, say
+    except KeyError:  # e.g. a container's user
         return f"user {user_id}"
 
 
@@ -135,7 +135,7 @@ Actor = Annotated[str, Depends(actor_of)]
 
 
 def _read(role: Role, path: Path | None, env: Mapping[str, str]) -> str:
-    """A secret; "" where none was given."""
+    """A secret; "" if none is set."""
     folder = env.get("CREDENTIALS_DIRECTORY", "")
     place = path or (Path(folder) / CREDENTIALS[role] if folder else None)
     if place is None:
@@ -145,7 +145,7 @@ def _read(role: Role, path: Path | None, env: Mapping[str, str]) -> str:
     except FileNotFoundError as error:
         if path is None:
             return ""
-        raise StartError(f"the {role} token's file {place} isn't there") from error
+        raise StartError(f"the {role} token's file {place} doesn't exist") from error
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"the {role} token's file {place} can't be read: {error}") from error
     if len(secret) < MIN_LENGTH or not _TOKEN.fullmatch(secret):

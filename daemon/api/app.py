@@ -1,7 +1,7 @@
-"""The admin API: what operators and the command line may see and change. See models.py for the documents.
+"""The admin API for operators and the command line. See models.py for the documents.
 
-This file has the applications and what they show; api_changes.py has what they change; access.py who may. Errors are problem
-documents (RFC 9457).
+This file has the applications and the reading routes; changes.py has the changing routes; access.py has the rights. Errors are
+problem documents (RFC 9457).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     """The whole API.
 
     Args:
-        tokens: who may ask over TCP; None for the unix socket, whose file's permissions decide.
+        tokens: tokens for TCP; None for the unix socket, whose file permissions decide.
     """
     settings = service.settings.http
     app = FastAPI(
@@ -57,7 +57,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     add_changes(changing, service)
     app.include_router(reading)
     app.include_router(changing)
-    finish(app, service.requests, other_routes="`/openapi.json` describes all there is.")
+    finish(app, service.requests, other_routes="`/openapi.json` describes all routes.")
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=MAX_BODY_BYTES, bucket=bucket, hosts=hosts)
@@ -65,7 +65,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     def count_stranger(method: str) -> None:
         service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
 
-    # The last added is the first asked: strangers use up no rate.
+    # The last added runs first, so unauthenticated requests use up no rate.
     app.add_middleware(Authenticate, tokens=tokens, on_refused=count_stranger)
     return app
 
@@ -91,14 +91,14 @@ def make_read_only_app(service: Service) -> FastAPI:
 def add_health(app: APIRouter, service: Service) -> None:
     @app.get("/healthz")
     def healthz(response: Response) -> models.Health:
-        """Whether the process works: 503 when one of its threads has ended or hangs."""
+        """Liveness: 503 if a thread has ended or hangs."""
         problems = service.problems
         response.status_code = 503 if problems else 200
         return models.Health(status="failing" if problems else "ok", problems=problems)
 
     @app.get("/readyz")
     def readyz(response: Response) -> models.Health:
-        """Whether it is of use: also 503 while the database refuses."""
+        """Readiness: also 503 while the database refuses writes."""
         problems = list(service.problems)
         if service.store.is_failing:
             problems.append(f"database: {service.store.last_error}")
@@ -107,31 +107,31 @@ def add_health(app: APIRouter, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
-        """Everything that Prometheus scrapes."""
+        """Metrics for Prometheus."""
         return Response(render(service), media_type=CONTENT_TYPE)
 
 
 def add_reading(app: APIRouter, service: Service) -> None:
     @app.get("/v1/status", response_model=models.StatusView)
     def status() -> Any:
-        """The whole service at a glance."""
+        """Overview of the service."""
         return views.status(service)
 
     @app.get("/v1/config")
     def config() -> dict[str, Any]:
-        """The settings in force, but for the credentials in `registry.url`."""
+        """The settings in force, without the credentials in `registry.url`."""
         found = service.settings.model_dump(mode="json")
         found["registry"]["url"] = without_credentials(found["registry"]["url"])
         return found
 
     @app.get("/v1/engines", response_model=list[EngineView])
     def engines() -> Any:
-        """Engines that have attached since the daemon started."""
+        """Engines attached since the daemon started."""
         return views.engines(service)
 
     @app.get("/v1/engines/{engine_id}/beliefs")
     def beliefs(engine_id: Name) -> dict[str, Any]:
-        """What the controller believes of an engine, and the draft lengths that follow."""
+        """The controller's estimates for an engine, and the resulting draft lengths."""
         with service.lock:
             engine = service.engines.get(engine_id)
             found: dict[str, Any] = finite(service.steering.beliefs(engine))
@@ -148,13 +148,13 @@ def add_reading(app: APIRouter, service: Service) -> None:
         since: Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)] = None,
         workload: models.Label = "",
     ) -> Any:
-        """Sums over time, and the marks beside them: swaps, drift, overrides."""
+        """Sums over time, with marks: swaps, drift, overrides."""
         span = 600 * views.RESOLUTIONS[resolution]
         return views.timeline(service.store, resolution, service.clock() - span if since is None else since, workload)
 
     @app.get("/v1/drafters", response_model=models.Drafters)
     def drafters() -> Any:
-        """Versions in the registry, and what is active."""
+        """Versions in the registry, and the active one."""
         return finite(service.drafters.listing())
 
     @app.get("/v1/operations", response_model=list[models.OperationView])
@@ -165,7 +165,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
 
     @app.get("/v1/operations/{operation_id}", response_model=models.OperationView)
     def operation(operation_id: Name) -> Any:
-        """One of them in full."""
+        """One operation in full."""
         with service.lock:
             return finite(service.operations.get(operation_id).view())
 
@@ -181,13 +181,13 @@ def add_reading(app: APIRouter, service: Service) -> None:
 
     @app.get("/v1/overrides", response_model=list[models.OverrideView])
     def overrides() -> Any:
-        """What operators have taken out of the controller's hands."""
+        """Overrides in force."""
         with service.lock:
             return service.overrides.listing()
 
     @app.get("/v1/audit", response_model=list[models.AuditRow])
     def audit(limit: Annotated[int, Query(ge=1, le=10_000)] = 200) -> Any:
-        """Who changed what, newest first."""
+        """Changes and who made them, newest first."""
         return service.store.read("SELECT * FROM audit ORDER BY id DESC LIMIT ?", (limit,))
 
     @app.get("/v1/batches", response_model=list[models.BatchRow])

@@ -1,8 +1,8 @@
-"""The half of the admin API that changes something.
+"""The changing routes of the admin API.
 
-Each change takes an `Idempotency-Key` (see replies.py), an optional `If-Match` (the registry's generation; 412 when it has
-moved on) and a reason; it is answered when it is on disk, and lands in the audit table. Nothing loads a path that a request
-names: only versions of the registry.
+Each change takes an `Idempotency-Key` (see replies.py), an optional `If-Match` (the registry's generation; 412 if it has
+changed) and a reason. The answer is sent when the change is on disk and in the audit table. A request can't name a path to
+load, only a version of the registry.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def expected_generation(
         ),
     ] = None,
 ) -> int | None:
-    """The registry's generation that the caller has seen. Raises RequestError when that isn't a number."""
+    """The registry's generation known to the caller. Raises RequestError if it isn't a number."""
     if if_match is None or if_match.strip() == "*":
         return None
     text = if_match.strip().removeprefix("W/").strip('"')
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise RequestError(
-            f"If-Match takes the registry's generation, not {if_match!r}", cure="`honed drafters --json` has the present one."
+            f"If-Match takes the registry's generation, not {if_match!r}", cure="`honed drafters --json` shows the present one."
         )
     return int(text)
 
@@ -63,7 +63,7 @@ class Changes:
         self._replies = Replies(service.monotonic)
 
     def operation(self, generation: int | None, key: str | None, asked: str, act: Callable[[], Operation]) -> dict[str, Any]:
-        """Begin an operation, or show the one that this key began."""
+        """Begin an operation, or return the one that this key began."""
         service = self._service
         with service.lock:
             operation = self._earlier(key, asked)
@@ -78,7 +78,7 @@ class Changes:
             return view
 
     def done(self, generation: int | None, key: str | None, asked: str, act: Callable[[], Any]) -> Any:
-        """A change that is over when it is made; `act` gives the answer."""
+        """Make a change that ends at once; `act` returns the answer."""
         service = self._service
         with service.lock:
             reply = self._earlier(key, asked)
@@ -90,7 +90,7 @@ class Changes:
         return reply
 
     def _earlier(self, key: str | None, asked: str) -> Any:
-        """What this key stands for already. Raises ReusedKeyError."""
+        """The earlier result for this key. Raises ReusedKeyError."""
         operation = self._service.operations.by_key(key)
         if operation is not None and key is not None:
             check_same(key, operation.request_hash, asked)
@@ -105,7 +105,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/recalibrations", status_code=202, response_model=models.OperationView)
     def recalibrate(body: models.RecalibrationRequest, generation: Generation, actor: Actor, key: Key = None) -> Any:
-        """Train a candidate on what was captured, judge it, and swap it in if it is better."""
+        """Train a candidate on captured samples, compare it, and swap it in if it is better."""
         arguments = body.model_dump()
         asked = fingerprint("recalibrate", arguments)
         return changes.operation(generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=actor, key=key))
@@ -114,7 +114,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
     def cancel(
         operation_id: Name, generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None
     ) -> Any:
-        """Give up a recalibration, its canary included: the active version stays, what was trained is kept as a version."""
+        """Cancel a recalibration, including its canary. The active version stays; the trained version is kept."""
         reason = body.reason if body else ""
 
         def act() -> dict[str, Any]:
@@ -127,7 +127,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
     def promote(
         version: Name, generation: Generation, actor: Actor, body: models.PromoteRequest | None = None, key: Key = None
     ) -> Any:
-        """Make a version of the registry the active one: swap it into the engines."""
+        """Make a registry version active: swap it into the engines."""
         asked = body or models.PromoteRequest()
         service.drafters.read_ahead(version)
         arguments = {"reason": asked.reason, "force": asked.force, "dry_run": asked.dry_run}
@@ -155,7 +155,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
     def verify(
         engine_id: Name, generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None
     ) -> Any:
-        """Hold the checksum of an engine's live weights against the registry's file."""
+        """Compare the checksum of an engine's live weights with the registry's file."""
         reason = body.reason if body else ""
         return changes.operation(
             generation,
@@ -183,12 +183,12 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/training:resume", status_code=202, response_model=models.Accepted)
     def resume(generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
-        """Let training go on."""
+        """Resume training."""
         return accept(generation, actor, key, "training.resume", body, lambda: service.pause_training(False))
 
     @router.post("/v1/samples:purge", status_code=202, response_model=models.OperationView)
     def purge(generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None) -> Any:
-        """Forget every captured sample: in the engines' rings, the trainer's memory and on disk."""
+        """Delete every captured sample: in the engines' rings, the trainer's memory and on disk."""
         reason = body.reason if body else ""
         return changes.operation(
             generation,
@@ -199,7 +199,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.put("/v1/overrides/{name}", response_model=models.OverrideView)
     def set_override(name: Name, body: models.OverrideRequest, generation: Generation, actor: Actor, key: Key = None) -> Any:
-        """Take a decision out of the controller's hands for a time: draft_tokens, capture_share or policy."""
+        """Replace a decision of the controller for a time: draft_tokens, capture_share or policy."""
 
         def act() -> dict[str, Any]:
             now_s = service.monotonic()
@@ -212,7 +212,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.delete("/v1/overrides/{name}", status_code=204)
     def clear_override(name: Name, generation: Generation, actor: Actor, key: Key = None) -> None:
-        """Hand a decision back to the controller."""
+        """Return a decision to the controller."""
 
         def act() -> bool:
             service.overrides.clear(name, "", actor)
@@ -223,6 +223,6 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
 
 def settle(store: Store) -> None:
-    """Wait until what was written under the lock is on disk. A disk that refuses doesn't undo what was decided."""
+    """Wait until writes made under the lock are on disk. A disk error doesn't undo the change."""
     with contextlib.suppress(StoreError):
         store.write(lambda db: None, timeout_s=5.0)

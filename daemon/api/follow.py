@@ -1,6 +1,6 @@
-"""What happens, as it happens: drift, swaps, roll-backs and overrides as server-sent events.
+"""Live events: drift, swaps, roll-backs and overrides as server-sent events.
 
-Every mark that is on disk is sent once, in order; a client that lost its connection names the last one it had and misses none.
+Each mark on disk is sent once, in order. A client that lost its connection names its last mark and misses none.
 Source: WHATWG HTML, section 9.2 (server-sent events).
 """
 
@@ -22,18 +22,18 @@ from honed.daemon.store.store import Store
 
 POLL_S = 0.5
 SILENCE_S = 15.0
-"""After so long without a mark something is sent all the same, so that both sides notice a dead connection."""
+"""Time without a mark after which a comment is sent, so that both sides notice a dead connection."""
 MOST_STREAMS = 16
 AT_ONCE = 500
 
 LastEvent = Annotated[
     str | SkipJsonSchema[None],
-    Header(alias="Last-Event-ID", max_length=20, description="As `after`.", json_schema_extra={"pattern": "^[0-9]{1,18}$"}),
+    Header(alias="Last-Event-ID", max_length=20, description="Like `after`.", json_schema_extra={"pattern": "^[0-9]{1,18}$"}),
 ]
 
 
 class EventStreamResponse(StreamingResponse):
-    """A body without end."""
+    """An endless body."""
 
     media_type = "text/event-stream"
 
@@ -44,7 +44,7 @@ def add_follow(router: APIRouter, store: Store) -> None:
 
     @router.get("/v1/marks:follow", response_class=EventStreamResponse)
     def follow(after: Annotated[int, Query(ge=-1, le=2**62)] = -1, last_event_id: LastEvent = None) -> EventStreamResponse:
-        """What happens from now on, or after a number, as server-sent events: drift, swap, promote, rollback, override."""
+        """Stream server-sent events from now on, or after a number: drift, swap, promote, rollback, override."""
         if last_event_id is not None and last_event_id.isascii() and last_event_id.isdecimal():
             after = int(last_event_id)
         start = after if after >= 0 else newest(store)
@@ -54,12 +54,12 @@ def add_follow(router: APIRouter, store: Store) -> None:
 
 
 def newest(store: Store) -> int:
-    """Number of the last mark there is; 0 before the first."""
+    """Number of the last mark; 0 without any."""
     return int(store.read("SELECT coalesce(max(id), 0) AS id FROM marks")[0]["id"])
 
 
 async def marks(store: Store, after: int, open_streams: threading.Semaphore) -> AsyncIterator[bytes]:
-    """The body: marks beyond `after`, for as long as the client listens."""
+    """The body: marks after `after`, while the client listens."""
     try:
         yield b": honed\n\n"
         silent_s = 0.0

@@ -1,4 +1,4 @@
-"""What every request must obey before it is looked at: a known host, a bounded body, not too many changes a minute."""
+"""Checks of each request before its handling: a known host, a bounded body, a limited rate of changes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 ROLE = "honed.role"
-"""Key of the ASGI scope under which the authenticated role is handed on."""
+"""Key of the authenticated role in the ASGI scope."""
 
 
 class TokenBucket:
-    """At most `per_minute` in a burst, and as many a minute in the long run."""
+    """Rate limit: `per_minute` in a burst and on average."""
 
     def __init__(self, per_minute: int, monotonic: Callable[[], float]) -> None:
         self._rate, self._size, self._monotonic = per_minute / 60.0, float(per_minute), monotonic
@@ -39,11 +39,11 @@ class Limits:
     """ASGI middleware.
 
     Args:
-        app: what it protects.
-        max_body_bytes: larger bodies are refused (413), also those that don't say how large they are.
-        bucket: refuses an admin's changes beyond its rate (429); nobody else's are allowed anyway, and they use up none of it.
-        hosts: names under which the listener may be addressed (421); empty: any, for a unix socket. Without it a web page
-            could reach a loopback port through a name of its own (DNS rebinding).
+        app: the protected application.
+        max_body_bytes: larger bodies are refused (413), also without a Content-Length.
+        bucket: refuses an admin's changes above its rate (429). Others' changes are refused anyway and don't count.
+        hosts: allowed host names of the listener (421); empty: any, for a unix socket. Without this check a web page
+            could reach a loopback port through its own name (DNS rebinding).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Limits:
         if refusal is not None:
             await answer(send, *refusal)
             return
-        # Read here in full, since a framework that parses while it reads would make a failure of it its own.
+        # Read in full here; the framework would turn this refusal into its own error if it read while parsing.
         messages, size = [], 0
         while True:
             message = await receive()

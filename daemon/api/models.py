@@ -1,4 +1,4 @@
-"""What the admin API takes and answers. Requests refuse unknown fields and other types; answers may grow new ones."""
+"""Requests and answers of the admin API. Requests refuse unknown fields and wrong types; answers may get new fields."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class RecalibrationRequest(ReasonRequest):
     workloads: Annotated[list[Label], Field(max_length=100)] = []
     scope: Literal["", "kv-frozen", "full"] = ""
     max_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 0.0
-    """0: as in the settings."""
+    """0: from the settings."""
     dry_run: bool = False
 
 
 class PromoteRequest(ReasonRequest):
     force: bool = False
-    """Also when no engine is connected to take it, it is active already or it failed before; and it isn't watched."""
+    """Promote even if no engine is connected, it is active already or it failed before; without a trial."""
     dry_run: bool = False
-    """Only check whether it would be done."""
+    """Only check whether it would succeed."""
 
 
 class RollbackRequest(ReasonRequest):
@@ -51,7 +51,7 @@ class Health(BaseModel):
 
 
 class Accepted(BaseModel):
-    """A change that is done already."""
+    """A completed change."""
 
     status: str = "accepted"
     generation: int
@@ -70,7 +70,7 @@ class TrainerView(BaseModel):
     trainer_id: str
     device: str
     yields_to: list[str]
-    """Engines, as patterns of their ids, whose work it waits for."""
+    """Id patterns of the engines that it yields to."""
     state: str
     operation_id: str
     samples: int
@@ -78,7 +78,7 @@ class TrainerView(BaseModel):
     spilled_bytes: int
     """Samples on disk."""
     lost_records: int
-    """Samples that the ring overwrote before they were read, since the trainer started: HONED_RING_BYTES is too small."""
+    """Samples overwritten in the ring before being read, since the trainer's start: HONED_RING_BYTES is too small."""
     sessions: int
     steps: int
     max_steps: int
@@ -86,16 +86,16 @@ class TrainerView(BaseModel):
     loss: float
     train_seconds: float
     preemptions: int
-    """In its present operation."""
+    """Pre-emptions in its present operation."""
     preemption_s_p50: float
-    """Of the last 1000 since the daemon started, from work's arrival until the trainer had stopped; p99 as well."""
+    """Time from work's arrival until the trainer stopped, of the last 1000 since the daemon's start; p99 too."""
     preemption_s_p99: float
     preemption_computing_s_p99: float
-    """Of what the trainer still computed in these, which is what they take from users."""
+    """Compute time of the trainer within these, which delays users."""
     preemption_delays_s: list[float]
-    """Of the last 100 one by one, the latest last."""
+    """Each of the last 100, the latest last."""
     preemption_computing_s: list[float]
-    """What the trainer computed at most in each of these: on cores that it shares, the rest it waited for one of them."""
+    """Most compute time of the trainer within each of these; on shared cores it waited the rest for a core."""
     idle_ratio: float
 
 
@@ -123,16 +123,16 @@ class OverrideView(BaseModel):
 
 
 class DriftAlarmView(BaseModel):
-    """Drift that no recalibration has answered yet."""
+    """Drift without a successful recalibration so far."""
 
     engine_id: str
     workload: str
     text: str
     failed_attempts: int
     due_in_s: float | None
-    """0: as soon as nothing is in the way; none: it was given up."""
+    """Seconds to the next attempt; 0: as soon as possible; null: given up."""
     hindrance: str
-    """Why the latest attempt couldn't begin, or what it failed of."""
+    """Reason why the latest attempt failed."""
 
 
 class StatusView(BaseModel):
@@ -144,18 +144,18 @@ class StatusView(BaseModel):
     generation: int
     engines: list[EngineView]
     runtime: dict[str, str]
-    """The runtime directory, and the type of the filesystem that it is on."""
+    """The runtime directory and its filesystem's type."""
     trainer: TrainerView | None
     training_paused: bool
     drafters: dict[str, str | None]
     shared_registry: dict[str, int | float | str] | None
-    """Traffic with `registry.url` since the daemon started, and its latest error; null when nothing is shared."""
+    """Traffic with `registry.url` since the daemon's start, and its latest error; null without sharing."""
     acceptance: dict[str, Acceptance]
     events: dict[str, int | float]
     store: dict[str, int | float | str]
     operation: OperationView | None
     canary: dict[str, Any] | None
-    """The trial of a drafter version that is under way: who serves, the evidence so far."""
+    """The running trial of a drafter version: serving version, evidence so far."""
     drift_alarms: list[DriftAlarmView]
     overrides: list[OverrideView]
 
@@ -166,7 +166,7 @@ class WorkloadView(Acceptance):
     drafter_version: str
     window_s: float
     by_position: list[float]
-    """P(draft j accepted | drafts before it accepted), from the rounds that verified it."""
+    """P(draft j accepted | drafts before it accepted), over rounds that verified it."""
     drafted_by_position: list[int]
     accepted_by_position: list[int]
     drift: dict[str, Any]
@@ -202,7 +202,7 @@ class Drafters(BaseModel):
 
 
 class CanaryRow(BaseModel):
-    """A trial of a drafter version against another on live traffic."""
+    """A trial of one drafter version against another on live traffic."""
 
     operation_id: str
     kind: str
@@ -212,7 +212,7 @@ class CanaryRow(BaseModel):
     began_unix_s: float
     ended_unix_s: float | None
     decision: str
-    """"" while it goes on; better, worse, unproven, withdrawn or stopped."""
+    """"" while running; better, worse, unproven, withdrawn or stopped."""
     text: str
 
 
@@ -257,7 +257,7 @@ class BatchRow(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457, and what to do about it."""
+    """A problem document (RFC 9457), with what to do."""
 
     type: str = "about:blank"
     title: str

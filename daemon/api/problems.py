@@ -1,4 +1,4 @@
-"""Errors as problem documents (RFC 9457), and the count of requests; the same for every listener."""
+"""Errors as problem documents (RFC 9457), and the count of requests, for every listener."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
 
 
 def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_routes: str = "") -> None:
-    """Errors and counting, the same for both listeners.
+    """Add error handling and counting to a listener.
 
     Args:
         requests: counts them by method, route and status.
-        other_routes: says where to go from a route that isn't here.
+        other_routes: hint for an unknown route.
     """
 
     def problem(status: int, title: str, detail: str, cure: str = "") -> JSONResponse:
@@ -67,17 +67,17 @@ def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_route
     def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         asked, cure = f"{request.method} {request.url.path}", ""
         if error.status_code == 404:
-            asked, cure = f"{asked} is nothing that {request.url.netloc} has", other_routes
+            asked, cure = f"{asked} isn't a route of {request.url.netloc}", other_routes
         answer = problem(error.status_code, str(error.detail), asked, cure)
         answer.headers.update(error.headers or {})
-        if error.status_code == 405:  # Starlette names the methods of the first route that fits the path, not of all
+        if error.status_code == 405:  # Starlette lists only the first matching route's methods
             answer.headers["allow"] = ", ".join(sorted(methods_of(app, request)))
         return answer
 
     @app.exception_handler(Exception)
     def on_failure(request: Request, error: Exception) -> JSONResponse:
         log.exception("a request failed", path=request.url.path, error=str(error))
-        return problem(500, "Internal error", "a bug, or a broken machine", "`journalctl -u honed` says more.")
+        return problem(500, "Internal error", "a bug, or a machine fault", "See `journalctl -u honed`.")
 
     @app.middleware("http")
     async def count(request: Request, call_next: Any) -> Response:
@@ -89,7 +89,7 @@ def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_route
 
 
 def methods_of(app: FastAPI, request: Request) -> set[str]:
-    """All methods that a path takes. Of two templates that fit ({id} and {id}:cancel), the longer one is meant."""
+    """All methods of a path. If two templates match ({id} and {id}:cancel), the longer one counts."""
     fitting = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]
     meant = max((route.path for route in fitting), key=len, default="")
     return {method for route in fitting if route.path == meant for method in route.methods or ()}

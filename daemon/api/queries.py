@@ -1,4 +1,4 @@
-"""Query parameters that a route doesn't have are refused, as unknown fields of bodies are: a slip mustn't pass unseen."""
+"""Refusal of unknown query parameters, like unknown body fields, so that typos are noticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from honed.daemon.settings.variables import did_you_mean
 
 
 def only_known_parameters(request: Request) -> None:
-    """A router's dependency. Raises RequestError that names the first unknown parameter, and the nearest known one."""
+    """A router's dependency. Raises RequestError with the first unknown parameter and the nearest known one."""
     route = request.scope["route"]
     assert isinstance(route, APIRoute)
     known = [parameter.alias for parameter in get_flat_dependant(route.dependant).query_params]

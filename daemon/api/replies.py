@@ -1,7 +1,7 @@
-"""Idempotency keys: the same request twice, under one key, is one change; another request under that key is refused.
+"""Idempotency keys: the same request twice under one key is one change; another request under that key is refused.
 
-Kept in memory for a day, at most `MOST` of them. Keys of operations outlive a restart, since operations are stored with them;
-the other changes (pausing, overrides) give the same state when they are made again.
+At most `MOST` keys are kept in memory, for a day. Operations are stored with their keys, which therefore survive a restart. The
+other changes (pausing, overrides) give the same state when repeated.
 
 Source: draft-ietf-httpapi-idempotency-key-header, sections 2.4 to 2.7.
 """
@@ -21,22 +21,22 @@ KEPT_S = 86_400.0
 
 
 def fingerprint(*parts: Any) -> str:
-    """What tells one request from another: its route, its path's names, its body."""
+    """Identity of a request: its route, its path's names, its body."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Replies:
-    """What was answered under which key. Guarded by the service's lock."""
+    """Answers by key. Guarded by the service's lock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._by_key: OrderedDict[str, tuple[float, str, Any]] = OrderedDict()
 
     def find(self, key: str | None, asked: str) -> Any | None:
-        """The earlier answer to this request; None when the key is new.
+        """The earlier answer to this request; None if the key is new.
 
         Raises:
-            ReusedKeyError: the key stood for another request.
+            ReusedKeyError: the key was used for another request.
         """
         self._forget()
         if key is None or key not in self._by_key:
@@ -46,7 +46,7 @@ class Replies:
         return reply
 
     def keep(self, key: str | None, asked: str, reply: Any) -> None:
-        """Note an answer."""
+        """Store an answer."""
         if key is not None:
             self._by_key[key] = (self._clock(), asked, reply)
 
@@ -60,5 +60,5 @@ def check_same(key: str, before: str, asked: str) -> None:
     """Raises ReusedKeyError when a key's earlier request was another one. One of which nothing is known counts as the same."""
     if before and before != asked:
         raise ReusedKeyError(
-            f"the idempotency key {key!r} stood for another request", cure="Use a fresh key for each change (a UUID)."
+            f"the idempotency key {key!r} was used for another request", cure="Use a fresh key for each change (a UUID)."
         )

@@ -1,12 +1,12 @@
-"""Calibrating a drafter from nothing: an operator's prompts stand in for the traffic that hasn't come yet.
+"""Calibrates a drafter from nothing: an operator's prompts replace traffic that hasn't come yet.
 
-    tokenise     each prompt by the server's own /tokenize: what doesn't fit is left out, too little is refused beforehand
-    collect      the prompts are played with every request captured (an override that ends by itself); the hidden states come
+    tokenise     each prompt by the server's own /tokenize; too long prompts are left out, too little text is refused
+    collect      the prompts are sent with every request captured (an override that ends by itself); the hidden states come
                  from the serving engine, through the same ring as live traffic's
-    recalibrate  the trainer learns, judges on held-out sessions and registers; then the version is on trial like any other
+    recalibrate  the trainer trains, compares on held-out sessions and registers; then the version has a trial like any other
 
-The prompts are played before the recalibration is asked for: its time is for training. Nothing here trains; this is the
-conversation between a served target and the daemon, and what each step needs is looked at before the first prompt is sent.
+The prompts are sent before the recalibration starts, so its time limit covers training only. This module only talks to the
+served target and the daemon; it trains nothing. It checks what each step needs before sending the first prompt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REGISTERED = ("canary", "swapping", "watching", "done")
 """Stages of an operation whose version is in the registry."""
 MAX_FAILED_SHARE = 0.1
 STUCK_S = 60.0
-"""Collecting for so long after everything was played: it won't become more."""
+"""Collecting for this long after all prompts were answered: no more will come."""
 STEADY_S, STEADY_TIMES = 1.2, 25
-"""Engines tell once a second how many rows they have captured."""
+"""Engines report their captured rows once a second."""
 
 
 class CalibrationError(RuntimeError):
-    """Calibrating can't go on; `cure` says what to do."""
+    """Calibrating failed; `cure` says what to do."""
 
     def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class CalibrationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Needed:
-    """What the daemon's settings say a training needs, and what the engine captures."""
+    """A training's needs by the daemon's settings, and the engine's kind of captures."""
 
     scope: str
     min_rows: int
@@ -56,26 +56,26 @@ class Needed:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The prompts that the server can answer, and how many tokens they have."""
+    """The prompts that the server can answer, with their token counts."""
 
     prompts: list[Prompt]
     tokens: int
     too_long: list[int] = field(default_factory=list)
-    """Lines of those that it can't."""
+    """Line numbers of the others."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What was played and captured."""
+    """Sent prompts and captured samples."""
 
     engine_id: str
     captured_rows: int
     lost_records: int
-    """Of samples that the ring overwrote before the trainer had read them."""
+    """Samples that the ring overwrote before the trainer read them."""
     played: Played
 
     def view(self) -> View:
-        """As JSON."""
+        """JSON."""
         played = self.played
         return {
             "engine_id": self.engine_id,
@@ -90,7 +90,7 @@ class Collected:
 
 
 def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
-    """See whether a recalibration would be possible at all. Raises CalibrationError, AdminError."""
+    """Check that a recalibration is possible at all. Raises CalibrationError, AdminError."""
     status, config = client.get("/v1/status"), client.get("/v1/config")
     engines = [one for one in status["engines"] if one["connected"] and engine_id in ("", one["engine_id"])]
     capturing = [one for one in engines if "capture" in one["capabilities"]]
@@ -98,7 +98,7 @@ def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
         which = f"engine {engine_id!r}" if engine_id else "an engine"
         raise CalibrationError(
             f"{which} that captures samples must be connected" + "".join(f"; {one}" for e in engines for one in e["limits"]),
-            cure="Start vLLM with what `honed vllm-args` prints; `honed engines` and `honed doctor` say what is wrong.",
+            cure="Start vLLM with what `honed vllm-args` prints; `honed engines` and `honed doctor` show the problem.",
         )
     if status["trainer"] is None:
         raise CalibrationError("no trainer is connected", cure=START_TRAINER)
@@ -107,12 +107,12 @@ def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
     running = status["operation"] or status["canary"]
     if running:
         named = running["operation_id"]
-        raise CalibrationError(f"operation {named} is under way", cure=f"Wait for its end, or `honed cancel {named}`.")
+        raise CalibrationError(f"operation {named} is running", cure=f"Wait for its end, or `honed cancel {named}`.")
     captures = {one["captures"] for one in capturing}
     if scope == "full" and captures == {"fused"}:
         raise CalibrationError(
-            "the engine captures fused features, of which scope 'full' can't learn",
-            cure="Start vLLM with HONED_FEATURES=layers in its environment, or take --scope kv-frozen.",
+            "the engine captures fused features, which scope 'full' can't train on",
+            cure="Start vLLM with HONED_FEATURES=layers in its environment, or use --scope kv-frozen.",
         )
     return Needed(
         scope or ("full" if captures == {"layers"} else "kv-frozen"),
@@ -137,34 +137,34 @@ def fitting(
         on_prompt()
     if not kept:
         raise CalibrationError(
-            f"no prompt fits the server's {longest:,} tokens with {max_tokens:,} to be generated",
-            cure="Take fewer with --max-tokens, or shorter prompts.",
+            f"no prompt fits the server's {longest:,} tokens with {max_tokens:,} to generate",
+            cure="Lower --max-tokens, or use shorter prompts.",
             exit_code=EXIT_USAGE,
         )
     return Fitting(kept, tokens, too_long)
 
 
 def check_enough(found: Fitting, max_tokens: int, needed: Needed) -> None:
-    """Refuse what can't be enough to train on and to judge by. Raises CalibrationError."""
+    """Refuse too few prompts for training and comparison. Raises CalibrationError."""
     sessions = len({prompt.session for prompt in found.prompts})
     rows = int((found.tokens + len(found.prompts) * max_tokens) * (1.0 - needed.held_out_share))
     if rows < needed.min_rows:
         raise CalibrationError(
-            f"{len(found.prompts)} prompts give {rows:,} tokens to learn from at most, {needed.min_rows:,} are needed",
-            cure="Give more prompts, or a larger --max-tokens; trainer.min_training_rows is what is needed.",
+            f"{len(found.prompts)} prompts give at most {rows:,} tokens for training, {needed.min_rows:,} are needed",
+            cure="Give more prompts, or a larger --max-tokens; trainer.min_training_rows is the minimum.",
             exit_code=EXIT_USAGE,
         )
     if sessions * needed.held_out_share < needed.min_sessions:
         least = int(needed.min_sessions / needed.held_out_share) + 1 if needed.held_out_share else 0
         raise CalibrationError(
-            f"of {sessions} sessions {needed.held_out_share:.0%} are held out, and {needed.min_sessions} must be to judge by",
-            cure=f"Give prompts of at least {least} sessions; a prompt is one of its own unless its line has a session.",
+            f"of {sessions} sessions {needed.held_out_share:.0%} are held out; a comparison needs {needed.min_sessions}",
+            cure=f"Give prompts of at least {least} sessions; each prompt is a session unless its line names one.",
             exit_code=EXIT_USAGE,
         )
 
 
 def labels(prompt: Prompt) -> Mapping[str, str | int]:
-    """What a request tells honed of itself."""
+    """A request's labels for honed."""
     return {"honed_workload": prompt.name or WORKLOAD, "honed_session": prompt.session}
 
 
@@ -178,7 +178,7 @@ def collect(
     engine_id: str = "",
     on_reply: Callable[[Reply], None] = lambda reply: None,
 ) -> Collected:
-    """Play the prompts while every request is captured. Raises CalibrationError, TargetError, AdminError."""
+    """Send the prompts while every request is captured. Raises CalibrationError, TargetError, AdminError."""
     before, lost_before = captured_rows(client), _lost_records(client)
     with Held(client, "capture_share", 1.0, f"calibrate: {len(prompts)} prompts") as held:
 
@@ -195,13 +195,13 @@ def collect(
     if not best or grown[best] <= 0:
         raise CalibrationError(
             f"nothing was captured while {target.url} answered {len(prompts) - len(errors)} prompts",
-            cure="Is it the server that honed is attached to (`honed engines`)? HONED_CAPTURE=0 switches capturing off.",
+            cure="Check that honed is attached to it (`honed engines`) and that HONED_CAPTURE isn't 0.",
         )
     return Collected(best, grown[best], _lost_records(client) - lost_before, played)
 
 
 def captured_rows(client: AdminClient) -> dict[str, int]:
-    """Rows that each connected engine has captured since it started."""
+    """Rows captured by each connected engine since its start."""
     return {one["engine_id"]: one["captured_rows"] for one in client.get("/v1/engines") if one["connected"]}
 
 
@@ -221,7 +221,7 @@ def _steady_rows(client: AdminClient) -> dict[str, int]:
 
 
 def ask(client: AdminClient, engine_id: str, scope: str, max_seconds: float | None, reason: str) -> str:
-    """Ask for the recalibration; its operation's id. All sessions together must gain, and no class may lose."""
+    """Start the recalibration; return its operation's id. All sessions together must gain, and no class may lose."""
     body: View = {"engine_id": engine_id, "scope": scope, "reason": reason or "calibrate"}
     view = client.post("/v1/recalibrations", body if max_seconds is None else body | {"max_seconds": max_seconds})
     return str(view["operation_id"])
@@ -230,10 +230,10 @@ def ask(client: AdminClient, engine_id: str, scope: str, max_seconds: float | No
 def until_registered(
     client: AdminClient, views: Iterable[View], monotonic: Callable[[], float] = time.monotonic
 ) -> Iterator[View]:
-    """Views of the operation until its version is in the registry, or it has ended without one.
+    """Yield the operation's views until its version is in the registry, or it has ended without one.
 
     Raises:
-        CalibrationError: it collects and collects; it is cancelled then.
+        CalibrationError: collecting doesn't end; the operation is cancelled.
     """
     since_s: float | None = None
     for view in views:
@@ -250,12 +250,12 @@ def until_registered(
             named = view["operation_id"]
             client.post(f"/v1/operations/{part(named)}:cancel", {"reason": "calibrate: too little was captured"})
             raise CalibrationError(
-                "too little was captured to learn from and to judge by",
+                "too little was captured for training and comparison",
                 cure="Give more prompts or a larger --max-tokens. Loops and texts under trainer.min_rows tokens don't count.",
             )
 
 
 def promote(client: AdminClient, version: str, reason: str) -> str:
-    """Swap a version in at once, without a trial and unwatched; the operation's id. Raises AdminError."""
+    """Swap a version in at once, without trial or monitoring; return the operation's id. Raises AdminError."""
     view = client.post(f"/v1/drafters/{part(version)}:promote", {"reason": reason or "calibrate", "force": True})
     return str(view["operation_id"])

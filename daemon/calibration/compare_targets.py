@@ -1,14 +1,14 @@
-"""How much of a drafter's use is left on another target: base and fine-tuned target, served with the same drafter.
+"""Compares a drafter's gain on two targets, base and fine-tuned, served with the same drafter.
 
-Each class of prompts is played by itself, with drafts and without, in turns and several times over:
+Each class of prompts is sent by itself, with and without drafts in turns, several times:
 
     acceptance length   tau = 1 + accepted / rounds, by vLLM's own counters before and after
     speed-up            tokens per second with drafts / without, of the same repetition
     retained            the tuned target's figure / the base's
 
-Without drafts means requests that ask honed for none (`honed_max_draft_tokens` 0), or else a server of the same target that
-was started without speculation. vLLM's V2 model runner drafts although nothing is verified, so there only such a server tells
-the speed without. Nobody else may use the servers meanwhile: counters are of all requests; it is seen, and said.
+The baseline without drafts uses requests that ask honed for none (`honed_max_draft_tokens` 0), or a server of the same target
+started without speculation. vLLM's V2 model runner drafts even if nothing is verified, so its baseline needs such a server.
+The servers must have no other load meanwhile, since counters cover all requests; other load is detected and reported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Document = dict[str, Any]
 
 WORKLOAD = "retention"
 ALL = ""
-"""Name of the row of all classes together."""
+"""Name of the row for all classes together."""
 NONE = "(none)"
-"""Of those prompts that have no class where others have one."""
+"""Class of unclassified prompts if others have a class."""
 SAME_SHARE = 0.05
-"""Draft lengths that differ by more make acceptance lengths incomparable."""
+"""Acceptance lengths are incomparable if draft lengths differ by more."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """One target: where it is served, and, where there is one, the server of it that doesn't speculate."""
+    """One target: its server and, if there is one, its server without speculation."""
 
     name: str
     target: ServedTarget
@@ -44,7 +44,7 @@ class Servers:
 
 @dataclass
 class ClassFigures:
-    """What was counted and timed of one class on one target; a run is (tokens, seconds)."""
+    """Counts and times of one class on one target; a run is (tokens, seconds)."""
 
     num_prompts: int = 0
     counters: Counters = field(default_factory=Counters)
@@ -52,9 +52,9 @@ class ClassFigures:
     plain: list[tuple[int, float]] = field(default_factory=list)
 
     def view(self) -> Document:
-        """As JSON; what isn't known is None."""
+        """JSON form; unknown values: None."""
         rounds, drafted = self.counters.rounds, _speeds(self.drafted)
-        # A repetition without its counterpart can't be compared with another's.
+        # A speed-up needs both runs of the same repetition.
         plain = _speeds(self.plain) if len(self.plain) == len(self.drafted) else []
         pairs = zip(drafted, plain, strict=True) if plain else ()
         return {
@@ -77,12 +77,12 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def spread(values: Sequence[float]) -> Document | None:
-    """Median, lowest and highest; None of nothing."""
+    """Median, lowest and highest; None without values."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)} if values else None
 
 
 class Measurement:
-    """Plays prompts against targets and keeps the figures."""
+    """Sends prompts to targets and keeps the figures."""
 
     def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, concurrency: int) -> None:
         self._sampling, self._concurrency = sampling, concurrency
@@ -96,18 +96,18 @@ class Measurement:
 
     @property
     def num_prompts(self) -> int:
-        """Of one pass."""
+        """Prompts of one pass."""
         return sum(map(len, self._classes.values()))
 
     def run(self, servers: Sequence[Servers], repeats: int, on_reply: Callable[[], None] = lambda: None) -> dict[str, Document]:
-        """Measure all targets, each as often, in turns; documents by name. Raises TargetError."""
+        """Measure all targets in turns, equally often; documents by name. Raises TargetError."""
         for one in servers:
             self._figures[one.name] = {name: ClassFigures(len(found)) for name, found in self._classes.items()}
             for server in (one.target, one.plain):
-                if server is not None:  # what is compiled or loaded at the first request counts for nobody
+                if server is not None:  # warm-up: compiling and loading must not be timed
                     self._play(server, self._first(), 0, lambda: None)
         for repetition in range(repeats):
-            # Whoever comes first finds a cooler machine: nobody always does.
+            # The first run finds a cooler machine, so the order alternates.
             for one in servers if repetition % 2 == 0 else servers[::-1]:
                 for name, found in self._classes.items():
                     for is_drafted in (True, False) if repetition % 2 == 0 else (False, True):
@@ -127,14 +127,14 @@ class Measurement:
             figures.drafted.append((played.completion_tokens, played.seconds))
             if not counted.draft_tokens:
                 self._note(
-                    f"{one.target.url} drafted nothing, so there is no speed-up to tell: is it started with "
-                    "--speculative-config, and does an override forbid drafts (`honed override list`)?"
+                    f"{one.target.url} drafted nothing, so there is no speed-up: check its --speculative-config, "
+                    "and that no override forbids drafts (`honed override list`)"
                 )
             return
         played, counted = self._counted(one.plain or one.target, prompts, 0, on_reply)
         if counted.rounds:
             where = (one.plain or one.target).url
-            self._note(f"{where} drafts whatever is asked of it, so the speed without isn't known: is honed attached to it?")
+            self._note(f"{where} ignores draft limits, so the speed without drafts is unknown: is honed attached to it?")
         else:
             figures.plain.append((played.completion_tokens, played.seconds))
 
@@ -145,7 +145,7 @@ class Measurement:
         played = self._play(server, prompts, draft_tokens, on_reply)
         counted = server.counters() - before
         if counted.generated_tokens != played.completion_tokens:
-            self._note(f"{server.url} served others meanwhile: its counters, and the times, aren't of these prompts alone")
+            self._note(f"{server.url} served others meanwhile: its counters and times include their requests")
         return played, counted
 
     def _play(self, server: ServedTarget, prompts: Sequence[Prompt], draft_tokens: int, on_reply: Callable[[], None]) -> Played:
@@ -178,7 +178,7 @@ class Measurement:
 
 
 def _together(parts: Sequence[ClassFigures]) -> ClassFigures:
-    """All classes as one: counts are added, and so are the runs of each repetition."""
+    """All classes as one: adds the counts and the runs of each repetition."""
     whole = ClassFigures()
     for part in parts:
         whole.num_prompts += part.num_prompts
@@ -191,10 +191,10 @@ def _together(parts: Sequence[ClassFigures]) -> ClassFigures:
 
 
 def compare(base: Document, tuned: Document) -> list[Document]:
-    """What of the base's figures is left on the tuned target, class by class; None where the base has none.
+    """Share of the base's figures that the tuned target keeps, by class; None if the base has none.
 
     Raises:
-        TargetError: they weren't measured on the same prompts, drawn alike.
+        TargetError: they were measured with different prompts or sampling.
     """
     for name in ("prompts", "sampling", "concurrency"):
         if base.get(name) != tuned[name]:
@@ -218,12 +218,12 @@ def compare(base: Document, tuned: Document) -> list[Document]:
 
 
 def length_note(base: Document, tuned: Document) -> str:
-    """Says so when the two drafted so differently that their acceptance lengths can't be compared."""
+    """Note if draft lengths differ too much to compare acceptance lengths; else ""."""
     for name, now in tuned["classes"].items():
         was = base["classes"].get(name, ClassFigures().view())
         ratio = _ratio(now["draft_tokens_per_round"], was["draft_tokens_per_round"])
         if ratio is not None and abs(ratio - 1.0) > SAME_SHARE:
-            return "draft lengths differ, and acceptance lengths with them: --draft-tokens fixes the length while this measures"
+            return "draft lengths differ, so acceptance lengths can't be compared: --draft-tokens fixes the length meanwhile"
     return ""
 
 

@@ -1,10 +1,10 @@
-"""Prompts of an operator's file: what `honed calibrate` and `honed retention` play against a server.
+"""Prompts of an operator's file, which `honed calibrate` and `honed retention` send to a server.
 
     JSON lines    {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}, and if wanted "class" and "session"
-    plain text    a prompt a line
+    plain text    one prompt per line
 
-A file whose first line begins with `{` is JSON lines. Empty lines don't count. Whatever else is wrong is a PromptsError that
-names file and line: a prompt that is left out silently would be missing from what the figures say.
+A file whose first line begins with `{` is JSON lines. Empty lines don't count. Any other fault is a PromptsError that names
+file and line: silently skipped prompts would falsify the figures.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from honed.daemon.client.client import EXIT_USAGE
 
-HELP = 'JSON lines with "prompt" or "messages", "class" and "session"; or a prompt a line.'
-"""Of the commands that take such a file."""
+HELP = 'JSON lines with "prompt" or "messages", "class" and "session"; or one prompt per line.'
+"""Help text of commands that take such a file."""
 MAX_CLASS_CHARS = 64
-"""As long as a workload's label may be: classes become labels."""
+"""Longest workload label: classes become labels."""
 MAX_CLASSES = 32
 CURE = (
     'A line is {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}, with "class" and "session" if wanted; or '
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 
 class PromptsError(ValueError):
-    """A prompts file that can't be used; the text names the line, `cure` what a line looks like."""
+    """An unusable prompts file; the text names the line, `cure` shows a correct one."""
 
     exit_code = EXIT_USAGE
 
@@ -43,24 +43,24 @@ class PromptsError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line: a text to be continued, or a conversation to be answered."""
+    """One line: a text to continue, or a conversation to answer."""
 
     line: int
     text: str = ""
     messages: list[Message] = field(default_factory=list)
     name: str = ""
-    """Its class, "" where the file has none."""
+    """Its class; "" if the file has none."""
     session: str = ""
-    """What belongs together; prompts of one session are held out together, or not at all."""
+    """Its session. Prompts of one session are held out together or not at all."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation."""
+        """True for a conversation."""
         return bool(self.messages)
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
-    """The first `limit` prompts of a file, all of them with 0. Raises PromptsError."""
+    """The first `limit` prompts of a file; 0: all. Raises PromptsError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +72,7 @@ def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
     prompts = [_parse(path, number, line) if is_json else _prompt(number, line.strip()) for number, line in lines]
     prompts = prompts[:limit] if limit else prompts
     if len(classes(prompts)) > MAX_CLASSES:
-        raise PromptsError(f"{path} has {len(classes(prompts))} classes, at most {MAX_CLASSES} are kept apart")
+        raise PromptsError(f"{path} has {len(classes(prompts))} classes, at most {MAX_CLASSES} are allowed")
     return prompts
 
 
@@ -82,7 +82,7 @@ def classes(prompts: Iterable[Prompt]) -> list[str]:
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """Tells whether two figures are of the same prompts."""
+    """Digest that shows whether two figures are for the same prompts."""
     texts = [[prompt.name, prompt.text, prompt.messages] for prompt in prompts]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
@@ -91,9 +91,9 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise PromptsError(f"{path}, line {number} is no JSON: {error}") from error
+        raise PromptsError(f"{path}, line {number} isn't JSON: {error}") from error
     if not isinstance(found, dict):
-        raise PromptsError(f"{path}, line {number} is no JSON object")
+        raise PromptsError(f"{path}, line {number} isn't a JSON object")
     text, messages = found.get("prompt"), found.get("messages")
     if (text is None) == (messages is None):
         raise PromptsError(f'{path}, line {number} must have either "prompt" or "messages"')
@@ -106,7 +106,7 @@ def _parse(path: Path, number: int, line: str) -> Prompt:
             raise PromptsError(f'{path}, line {number}: "{name}" must be a text')
     name = found.get("class", "")
     if len(name) > MAX_CLASS_CHARS:
-        raise PromptsError(f'{path}, line {number}: "class" has {len(name)} characters, at most {MAX_CLASS_CHARS} are taken')
+        raise PromptsError(f'{path}, line {number}: "class" has {len(name)} characters, at most {MAX_CLASS_CHARS} are allowed')
     return _prompt(number, text or "", messages or [], name, found.get("session", ""))
 
 
@@ -119,6 +119,6 @@ def _are_messages(messages: Any) -> bool:
 
 
 def _prompt(line: int, text: str, messages: list[Message] | None = None, name: str = "", session: str = "") -> Prompt:
-    # The same prompt is on the same side of the hold-out in every run: judged by what was learnt, a drafter would flatter.
+    # A prompt is on the same side of the hold-out in every run: a drafter tested on its training data looks too good.
     own = session or hashlib.sha256(json.dumps([text, messages or []]).encode()).hexdigest()[:16]
     return Prompt(line, text, messages or [], name, own)

@@ -1,10 +1,10 @@
-"""A target as it is served: vLLM's OpenAI-compatible server, asked by `honed calibrate` and `honed retention`.
+"""Client of a served target, vLLM's OpenAI-compatible server, for `honed calibrate` and `honed retention`.
 
-Plain requests, so many at a time, each under a `cache_salt` of its own: a prompt that is answered from the prefix cache
-computes no hidden states that could be captured, and costs nothing that could be timed. honed's labels travel in vLLM's own
-`vllm_xargs`; a server without honed takes no notice of them.
+It sends plain requests, a set number concurrently, each with its own `cache_salt`: a prompt answered from the prefix cache
+computes no hidden states to capture and takes no time to measure. honed's labels travel in vLLM's own `vllm_xargs`; a
+server without honed ignores them.
 
-What goes wrong with one prompt is in its reply; what goes wrong with the server is a TargetError.
+An error of one prompt is in its reply; an error of the server is a TargetError.
 
 Source: vLLM 0.32 `entrypoints/openai/{completion,chat_completion}/protocol.py`, `entrypoints/serve/tokenize`, `v1/metrics`.
 """
@@ -28,11 +28,11 @@ from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE
 
 CONNECT_S, ANSWER_S = 10.0, 30.0
 SETTLE_S, SETTLE_TIMES = 0.25, 40
-"""A step's counters are there a moment after its tokens."""
+"""A step's counters appear shortly after its tokens."""
 
 
 class TargetError(RuntimeError):
-    """The server can't do what is asked; `cure` says what to do."""
+    """The server can't do the request; `cure` says what to do."""
 
     def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class TargetError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn; None leaves it to the server."""
+    """Sampling of completions; None: the server's default."""
 
     max_tokens: int
     temperature: float | None = None
@@ -50,13 +50,13 @@ class Sampling:
     seed: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """As a request says it."""
+        """Fields of a request."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass
 class Reply:
-    """What became of a prompt; `error` is empty when it was answered."""
+    """Result of a prompt; `error` is empty if it was answered."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -65,30 +65,30 @@ class Reply:
 
 @dataclass(frozen=True)
 class Played:
-    """A number of prompts: their replies, in order, and how long all of it took."""
+    """Replies to several prompts, in order, and the total time."""
 
     replies: list[Reply] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong, a text for each prompt that wasn't answered."""
+        """Error of each prompt that wasn't answered."""
         return [reply.error for reply in self.replies if reply.error]
 
     @property
     def completion_tokens(self) -> int:
-        """All that were generated."""
+        """All generated tokens."""
         return sum(reply.completion_tokens for reply in self.replies)
 
     @property
     def prompt_tokens(self) -> int:
-        """All that were read."""
+        """All prompt tokens."""
         return sum(reply.prompt_tokens for reply in self.replies)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's own counters, summed over its engines; `-` gives what was counted between two readings."""
+    """vLLM's own counters, summed over its engines; `-` gives the increase between two readings."""
 
     generated_tokens: int = 0
     rounds: int = 0
@@ -107,7 +107,7 @@ def _values(counters: Counters) -> tuple[int, ...]:
 
 
 def _address(text: str) -> str:
-    """What was probably meant by an address without http://."""
+    """Probable URL for an address without http://."""
     return f"http://{text.rpartition('//')[2]}" if text.rpartition("//")[2] else "http://host:port"
 
 
@@ -120,7 +120,7 @@ COUNTERS = {
 
 
 def parse_counters(text: str) -> Counters:
-    """Read vLLM's /metrics; what isn't there is 0, as with a server that doesn't speculate. Raises ValueError."""
+    """Parse vLLM's /metrics; absent counters are 0, as without speculation. Raises ValueError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     sums = dict.fromkeys(COUNTERS.values(), 0)
@@ -132,24 +132,24 @@ def parse_counters(text: str) -> Counters:
 
 
 class ServedTarget:
-    """One server, as a context manager; nothing is sent before it is asked for something.
+    """One server, as a context manager; entering it sends nothing.
 
     Args:
         url: http://host:port.
-        model: the name it serves the target under; "": the first that it lists.
+        model: its name for the target; "": the first that it lists.
         key: bearer token of its `--api-key`.
         timeout_s: longest wait for one completion.
 
     Raises:
-        TargetError: that is no address.
+        TargetError: `url` isn't an address.
     """
 
     def __init__(self, url: str, *, model: str = "", key: str = "", timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise TargetError(f"{url!r} is no address of a server", cure=f"Write {_address(url)}.", exit_code=EXIT_USAGE)
+            raise TargetError(f"{url!r} isn't a server's address", cure=f"Write {_address(url)}.", exit_code=EXIT_USAGE)
         self.url, self.model, self._timeout_s = url.rstrip("/").removesuffix("/v1"), model, timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # Made once: reading the certificates takes longer than a short prompt.
+        # Made once: loading certificates takes longer than a short prompt.
         self._tls = ssl.create_default_context() if self.url.startswith("https:") else False
         self._http = httpx2.Client(
             base_url=self.url, headers=self._headers, timeout=ANSWER_S, verify=self._tls, trust_env=False
@@ -162,7 +162,7 @@ class ServedTarget:
         self._http.close()
 
     def check(self) -> None:
-        """Make sure that it is there and serves the model. Raises TargetError."""
+        """Check that it answers and serves the model. Raises TargetError."""
         answer = self._ask("GET", "/v1/models")
         names = [str(one["id"]) for one in answer.get("data") or ()]
         if self.model and self.model not in names:
@@ -172,11 +172,11 @@ class ServedTarget:
                 exit_code=EXIT_USAGE,
             )
         if not names:
-            raise TargetError(f"{self.url} serves no model", cure="Is it an OpenAI-compatible server, such as vLLM's?")
+            raise TargetError(f"{self.url} serves no model", cure="It must be an OpenAI-compatible server, such as vLLM's.")
         self.model = self.model or names[0]
 
     def count_tokens(self, prompt: Prompt) -> tuple[int, int]:
-        """How many tokens a prompt has, its template included, and the longest context that the server takes.
+        """Tokens of a prompt, including its template, and the server's longest context.
 
         Raises:
             TargetError: the server has no /tokenize, or refuses the prompt.
@@ -186,8 +186,8 @@ class ServedTarget:
         try:
             return int(answer["count"]), int(answer["max_model_len"])
         except (KeyError, TypeError, ValueError) as error:
-            why = f"{self.url}/tokenize doesn't say what vLLM's does ({answer})"
-            raise TargetError(why, cure="Is this vLLM's own server? Another in between must pass /tokenize on.") from error
+            why = f"{self.url}/tokenize doesn't answer like vLLM's ({answer})"
+            raise TargetError(why, cure="Use vLLM's own server; a proxy in between must forward /tokenize.") from error
 
     def counters(self) -> Counters:
         """vLLM's counters, once two readings are the same. Raises TargetError."""
@@ -208,7 +208,7 @@ class ServedTarget:
         concurrency: int,
         on_reply: Callable[[Reply], None] | None = None,
     ) -> Played:
-        """Have all prompts answered, `concurrency` at a time; `labels` are honed's for each request."""
+        """Send all prompts, `concurrency` at a time; `labels` are honed's for each request."""
         return asyncio.run(self._play(prompts, sampling, labels, concurrency, on_reply or (lambda reply: None)))
 
     async def _play(
@@ -241,14 +241,14 @@ class ServedTarget:
         try:
             return parse_counters(self._send("GET", "/metrics").text)
         except ValueError as error:
-            raise TargetError(f"{self.url}/metrics can't be read: {error}", cure="Is this vLLM's own server?") from error
+            raise TargetError(f"{self.url}/metrics can't be read: {error}", cure="Use vLLM's own server.") from error
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, about: str = "") -> Any:
         answer = self._send(method, path, body, about)
         try:
             return answer.json()
         except ValueError as error:
-            cure = "Is it an OpenAI-compatible server, such as vLLM's?"
+            cure = "It must be an OpenAI-compatible server, such as vLLM's."
             raise TargetError(f"{self.url}{path} answered with something that isn't JSON", cure=cure) from error
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None, about: str = "") -> httpx2.Response:
@@ -256,17 +256,17 @@ class ServedTarget:
             answer = self._http.request(method, path, json=body)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise TargetError(
-                f"{self.url} doesn't answer ({error})", cure="Is the server up, and is the address http://host:port?"
+                f"{self.url} doesn't answer ({error})", cure="Check that the server runs, and the address: http://host:port."
             ) from error
         if answer.is_error:
-            cures = {401: "Give its key with --api-key-file.", 404: "Is this vLLM's own server, at http://host:port?"}
+            cures = {401: "Give its key with --api-key-file.", 404: "Use vLLM's own server, http://host:port."}
             text = f"{about}{self.url}{path} answered {answer.status_code}: {_reason(answer)}"
             raise TargetError(text, cure=cures.get(answer.status_code, ""))
         return answer
 
 
 async def _complete(client: httpx2.AsyncClient, prompt: Prompt, body: Mapping[str, Any]) -> Reply:
-    """One completion, whole."""
+    """Get one completion."""
     path, asked = "/v1/completions", {"prompt": prompt.text}
     if prompt.is_chat:
         path, asked = "/v1/chat/completions", {"messages": prompt.messages}  # type: ignore[dict-item]
@@ -281,7 +281,7 @@ async def _complete(client: httpx2.AsyncClient, prompt: Prompt, body: Mapping[st
 
 
 def _reason(answer: httpx2.Response) -> str:
-    """What an error's body says, in one line."""
+    """Message of an error's body in one line."""
     try:
         found = answer.json()
         found = found.get("error", found)
@@ -292,7 +292,7 @@ def _reason(answer: httpx2.Response) -> str:
 
 
 def read_key(path: Path | None) -> str:
-    """The key in a file, "" without one. Raises TargetError."""
+    """The key in a file; "" without one. Raises TargetError."""
     if path is None:
         return ""
     try:

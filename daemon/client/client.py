@@ -1,8 +1,8 @@
-"""The caller's side of the admin API: one daemon, one connection, one boundary that names every failure.
+"""The client side of the admin API: one daemon, one connection, one boundary that names every failure.
 
-`AdminClient` is what the command line and the benchmarks talk through. It reaches the daemon over the unix socket
-(`admin.sock`) or, when asked, over loopback TCP. Every failure that can happen on the way becomes an `AdminError`: one
-line that says what happened, one that says what to do about it, and the exit code that the command line ends with.
+The command line and the benchmarks use `AdminClient`. It reaches the daemon over the unix socket (`admin.sock`) or, on
+request, over loopback TCP. Every failure on the way becomes an `AdminError`: one line says what happened, one says
+what to do, and an exit code for the command line.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_WARNINGS = 4
-"""`honed status --check`: nothing is broken, but something should be looked at."""
+"""`honed status --check` found warnings but no errors."""
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
-"""States that an operation doesn't leave any more."""
+"""Final states of an operation."""
 
 Json = Any
-"""What the API answers: decoded JSON."""
+"""Decoded JSON of an API answer."""
 
 
 class AdminError(RuntimeError):
-    """A request to the daemon failed; `cure` says what to do and `exit_code` how the command line ends."""
+    """A request to the daemon failed; `cure` says what to do, `exit_code` is the command line's."""
 
     exit_code = EXIT_FAILED
 
@@ -47,13 +47,13 @@ class AdminError(RuntimeError):
 
 
 class Unreachable(AdminError, ConnectionError):
-    """Nobody answers: not running, not allowed, hung, or gone in the middle of a request."""
+    """No answer: not running, not allowed, hung, or gone during a request."""
 
     exit_code = EXIT_UNREACHABLE
 
 
 class Refused(AdminError, ValueError):
-    """The daemon answered, and the answer is no. `status` is the HTTP status, `problem` the RFC 9457 document."""
+    """The daemon refused the request. `status` is the HTTP status, `problem` the RFC 9457 document."""
 
     def __init__(self, message: str, *, status: int, problem: Mapping[str, Json], cure: str = "") -> None:
         super().__init__(message, cure=cure)
@@ -63,7 +63,7 @@ class Refused(AdminError, ValueError):
 
 
 def exit_code_of(error: HonedError) -> int:
-    """How a command ends that failed without asking the daemon: as it would by the daemon's refusal."""
+    """Exit code of a command that failed without the daemon: the same as for the daemon's refusal."""
     return EXIT_USAGE if isinstance(error, RequestError | UnknownError) else EXIT_FAILED
 
 
@@ -134,13 +134,13 @@ class AdminClient:
         return self._mutate("PUT", path, body, None)
 
     def delete(self, path: str) -> Json:
-        """Take something back."""
+        """Remove something."""
         return self._mutate("DELETE", path, None, None)
 
     def follow(self, operation_id: str, *, poll_s: float = 0.5, patience_s: float = 15.0) -> Iterator[dict[str, Json]]:
-        """Yield the operation's view again and again until it is finished (the last one yielded is).
+        """Yield the operation's view repeatedly until it is finished (included).
 
-        A daemon that restarts meanwhile is waited for, `patience_s` at most; then Unreachable is raised.
+        Wait for a daemon that restarts meanwhile for at most `patience_s`, then raise Unreachable.
         """
         heard_s = time.monotonic()
         while True:
@@ -175,7 +175,7 @@ class AdminClient:
             ) from error
 
     def _answer(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
-        """The boundary: send, and turn whatever goes wrong into one of the errors above."""
+        """Send, and turn every failure into one of the errors above. This is the boundary."""
         try:
             answer = self._http.request(method, path, **arguments)
         except (httpx2.TransportError, httpx2.InvalidURL, OSError) as error:
@@ -185,7 +185,7 @@ class AdminClient:
         return answer
 
     def _refusal(self, answer: httpx2.Response) -> AdminError:
-        """A 404 that is no problem document isn't honed's."""
+        """Error for a refusal. A 404 without a problem document isn't honed's."""
         if answer.status_code == 404 and "problem+json" not in answer.headers.get("content-type", ""):
             return AdminError(
                 f"{self.where} answered {answer.request.method} {answer.request.url.path} with 404, and not as honed does",
@@ -203,8 +203,8 @@ class AdminClient:
             )
         if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
             return Unreachable(
-                f"the daemon at {self.where} went away in the middle of the request",
-                cure="It was stopped or crashed: see `systemctl status honed` and try again.",
+                f"the daemon at {self.where} went away during the request",
+                cure="It stopped or crashed: see `systemctl status honed` and try again.",
             )
         return Unreachable(
             f"no daemon answers at {self.where} ({error})",
@@ -212,13 +212,13 @@ class AdminClient:
         )
 
     def _no_connection(self, path: Path) -> Unreachable:
-        """Tell apart, by the socket file, why a connection couldn't be made."""
+        """Find from the socket file why a connection failed."""
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
             return Unreachable(
                 f"no daemon is running: {path} does not exist",
-                cure="Start it with `systemctl start honed` or `honed serve`; for another one set --socket.",
+                cure="Start it with `systemctl start honed` or `honed serve`; for another daemon set --socket.",
             )
         except PermissionError:
             pass
@@ -227,7 +227,7 @@ class AdminClient:
         else:
             if not stat.S_ISSOCK(mode):
                 return Unreachable(
-                    f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a file'}, no socket",
+                    f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a file'}, not a socket",
                     cure="Check --socket: the daemon's is admin.sock in its runtime directory.",
                 )
         if not os.access(path, os.W_OK):
@@ -236,18 +236,18 @@ class AdminClient:
                 cure="Join its group (`usermod -aG honed $USER`, then log in again) or use sudo.",
             )
         return Unreachable(
-            f"no daemon is listening on {path}: the file was left behind",
+            f"no daemon is listening on {path}: a stopped daemon left the file",
             cure="It crashed or was killed: `systemctl restart honed` or `honed serve`.",
         )
 
 
 def part(text: str) -> str:
-    """A name as one segment of a path, so that `../` or `?` in it can't mean anything."""
+    """A name quoted as one path segment, so that `../` or `?` in it has no effect."""
     return quote(text, safe="")
 
 
 def refusal(answer: httpx2.Response) -> Refused:
-    """The error for an answer ≥ 400, from its problem document where it has one."""
+    """The error for an answer ≥ 400, from its problem document if it has one."""
     try:
         problem = answer.json()
     except ValueError:
@@ -261,14 +261,14 @@ def refusal(answer: httpx2.Response) -> Refused:
     cure = problem.get("cure")
     cures = {
         401: (
-            "The file of --token-file must hold what the daemon read at its start: restart it after a change of its tokens."
+            "The --token-file must match the token the daemon read at its start: restart it after changing its tokens."
             if "authorization" in answer.request.headers
             else "Give a token with --token-file."
         ),
-        403: "This needs the admin token, not the reading one.",
-        404: "See what there is with `honed drafters`, `honed operations` or `honed engines`.",
+        403: "This needs the admin token, not the read token.",
+        404: "List what exists with `honed drafters`, `honed operations` or `honed engines`.",
         409: "See what is running with `honed operations`.",
-        412: "Something changed meanwhile: look again with `honed drafters`, then repeat.",
+        412: "Something changed meanwhile: check `honed drafters`, then repeat.",
         429: "Too many changes at once: wait a moment.",
         500: "See `journalctl -u honed` for the cause.",
         503: "The daemon is starting or stopping: try again in a moment.",

@@ -1,6 +1,6 @@
-"""An override that a command holds while it works: what was in force before is in force again afterwards.
+"""An override that a command holds while it works; afterwards the earlier override is in force again.
 
-A command that is killed leaves it behind for `TTL_S` at most.
+A killed command leaves it in force for at most `TTL_S`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from honed.daemon.client.client import AdminClient, Refused, Unreachable, part
 
 TTL_S = 600.0
 ARRIVES_S, POLL_S = 5.0, 0.25
-"""The daemon sends a policy at once, and engines say once a second which one they follow."""
+"""The daemon sends a policy at once; engines report once a second which one they follow."""
 
 
 class Held:
-    """An override in force inside a `with`; raises AdminError where the daemon refuses it."""
+    """An override in force inside a `with`; raises AdminError if the daemon refuses it."""
 
     def __init__(self, client: AdminClient, name: str, value: float, reason: str) -> None:
         self._client, self._name, self._value, self._reason = client, name, value, reason
@@ -47,9 +47,9 @@ class Held:
                 self._client.delete(path)
 
     def renew(self) -> None:
-        """To be called now and then: keeps it in force for as long as the command lives."""
+        """Keep it in force; call this regularly while the command runs."""
         if time.monotonic() - self._put_s > TTL_S / 3:
-            with contextlib.suppress(Unreachable):  # a daemon that is started again still has it, for a while
+            with contextlib.suppress(Unreachable):  # a restarted daemon keeps it for a while
                 self._put()
 
     def _put(self) -> None:

@@ -1,8 +1,8 @@
-"""What all commands share: how to reach the daemon, how to print an answer, and how a failure ends the process.
+"""Shared code of all commands: reach the daemon, print an answer, end the process on failure.
 
-`connect` is the boundary: whatever goes wrong between a command and the daemon ends here as one line that says what
-happened, one that says what to do, and an exit code (0 done, 1 failed, 2 usage or configuration, 3 daemon unreachable;
-4, of `status --check` only, that there are warnings).
+`connect` is the boundary: every failure between a command and the daemon ends here. It prints one line that says what
+happened and one that says what to do. Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 daemon unreachable,
+4 warnings (`status --check` only).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0
 
 @dataclass(frozen=True)
 class Connection:
-    """How the daemon is to be reached, from the options before the command's name."""
+    """Connection to the daemon, from the options of `honed` itself."""
 
     config: Path | None = None
     socket: Path | None = None
@@ -52,9 +52,9 @@ class Connection:
     timeout_s: float = 10.0
 
     def open(self) -> AdminClient:
-        """A client; nothing is sent yet."""
+        """Make a client; send nothing yet."""
         if self.url and not self.url.startswith(("http://", "https://")):
-            fail(f"--url {self.url} is no address", cure="Write it like http://127.0.0.1:9465.", exit_code=EXIT_USAGE)
+            fail(f"--url {self.url} isn't an address", cure="Write it like http://127.0.0.1:9465.", exit_code=EXIT_USAGE)
         token = ""
         if self.token_file is not None:
             try:
@@ -68,7 +68,7 @@ class Connection:
 
 
 def socket_of(paths: PathSettings) -> Path:
-    """The daemon's socket; the service's, where a user who set no other folder has no daemon of its own."""
+    """The daemon's socket. The service's, if the user set no other folder and runs no daemon."""
     from honed.daemon.settings.sections import default_runtime_dir
 
     own = paths.admin_socket
@@ -78,7 +78,7 @@ def socket_of(paths: PathSettings) -> Path:
 
 
 def load_settings(config: Path | None, **paths: Path | None) -> Settings:
-    """The daemon's settings, or the end of the process with what is wrong in them. Paths that are None don't count."""
+    """The daemon's settings; ends the process with the errors if they are invalid. Paths of None are ignored."""
     from honed.daemon.errors import SettingsError
     from honed.daemon.settings.settings import load
 
@@ -91,7 +91,7 @@ def load_settings(config: Path | None, **paths: Path | None) -> Settings:
 
 @contextmanager
 def connect(context: typer.Context) -> Iterator[AdminClient]:
-    """A client for the body of a command; an AdminError in it ends the process as described above."""
+    """Yield a client for a command's body; an AdminError ends the process as described above."""
     connection = context.obj if isinstance(context.obj, Connection) else Connection()
     with connection.open() as client:
         try:
@@ -101,7 +101,7 @@ def connect(context: typer.Context) -> Iterator[AdminClient]:
 
 
 def fail(message: str, *, cure: str = "", exit_code: int = 1) -> NoReturn:
-    """Say what happened and what to do about it, on stderr, and end."""
+    """Print what happened and what to do on stderr, and exit."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("honed: ", "red"), message))
     if cure:
@@ -110,7 +110,7 @@ def fail(message: str, *, cure: str = "", exit_code: int = 1) -> NoReturn:
 
 
 def emit(document: Any, as_json: bool, render: Callable[[Any], RenderableType]) -> None:
-    """Print an answer: as JSON, or the way `render` shows it."""
+    """Print an answer as JSON or with `render`."""
     if as_json:
         print_json(document)
     else:
@@ -118,7 +118,7 @@ def emit(document: Any, as_json: bool, render: Callable[[Any], RenderableType]) 
 
 
 def put(renderable: RenderableType) -> None:
-    """Print what a command answers. A pipe or a file has no width: there nothing is folded, unless COLUMNS gives it one."""
+    """Print a command's answer. Lines wrap only on a terminal, or in a pipe or file if COLUMNS sets a width."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         wide = console.options.update(width=UNBOUNDED, max_width=UNBOUNDED)
@@ -127,7 +127,7 @@ def put(renderable: RenderableType) -> None:
 
 
 def listing(path: str, render: Callable[[Any], RenderableType]) -> Callable[[typer.Context, bool], None]:
-    """A command that shows what the admin API has at `path`."""
+    """Make a command that shows the admin API's answer at `path`."""
 
     def show(context: typer.Context, as_json: JsonFlag = False) -> None:
         with connect(context) as client:
@@ -137,7 +137,7 @@ def listing(path: str, render: Callable[[Any], RenderableType]) -> Callable[[typ
 
 
 def print_json(document: Any) -> None:
-    """Indented for people, one line for pipes."""
+    """Print JSON: indented on a terminal, one line in pipes."""
     json.dump(document, sys.stdout, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False)
     sys.stdout.write("\n")
 
@@ -151,7 +151,7 @@ def duration_s(text: str) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """As it would be written for `duration_s`, in the largest unit of which it is a whole number."""
+    """Text for `duration_s`, in the largest unit that gives a whole number."""
     unit = next((unit for unit in ("d", "h", "m") if seconds and not seconds % _UNITS_S[unit]), "s")
     return f"{seconds / _UNITS_S[unit]:.10g}{unit}"
 
@@ -167,4 +167,4 @@ def moment_s(text: str, now_s: float) -> float:
     try:
         return now_s - duration_s(text)
     except typer.BadParameter:
-        raise typer.BadParameter(f"{text!r} is no time: write 2026-11-20T12:00, unix seconds, or 2h (ago)") from None
+        raise typer.BadParameter(f"{text!r} isn't a time: write 2026-11-20T12:00, unix seconds, or 2h (ago)") from None

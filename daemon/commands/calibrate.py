@@ -1,4 +1,4 @@
-"""`honed calibrate`: a drafter for a served target that has none, or that was fine-tuned away from its own."""
+"""`honed calibrate`: a drafter for a served target that has none or was fine-tuned since."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from honed.daemon.commands.watching import follow, watch
 
 Url = Annotated[str, typer.Option(help="vLLM's address, http://host:port.")]
 Prompts = Annotated[Path | None, typer.Option(help=HELP)]
-Limit = Annotated[int, typer.Option(min=0, help="Only the first so many prompts; 0: all.")]
-Model = Annotated[str, typer.Option(help="Name it is served under; may be left out where there is one.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens to be generated for a prompt, at most.")]
-Temperature = Annotated[float | None, typer.Option(min=0, help="Left out: the server's own.")]
-TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Left out: the server's own.")]
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
+Limit = Annotated[int, typer.Option(min=0, help="Only the first N prompts; 0: all.")]
+Model = Annotated[str, typer.Option(help="Served model name; optional if there is only one.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")]
+Temperature = Annotated[float | None, typer.Option(min=0, help="Unset: the server's.")]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Unset: the server's.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Concurrent requests.")]
 KeyFile = Annotated[Path | None, typer.Option(help="File with the server's API key.")]
 
 RING_CURE = "raise HONED_RING_BYTES in vLLM's environment, or lower --concurrency"
 MODULE = "honed.recalib.drafter.new_drafter"
-"""A program of its own, since it needs torch."""
+"""Module run as a separate program because it needs torch."""
 
 
 def register(app: typer.Typer) -> None:
@@ -56,26 +56,26 @@ def command(
     top_p: TopP = None,
     concurrency: Concurrency = 16,
     api_key_file: KeyFile = None,
-    engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
-    scope: Annotated[str, typer.Option(help="full or kv-frozen; left out: full where the engine captures layers.")] = "",
+    engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",
+    scope: Annotated[str, typer.Option(help="full or kv-frozen; default: full if the engine captures layers.")] = "",
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Longest time to train.")] = None,
-    promote: Annotated[bool, typer.Option("--promote", help="Swap it in at once and unwatched, without a trial.")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="Swap it in at once, without a trial or monitoring.")] = False,
     new_drafter: Annotated[
-        Path | None, typer.Option(help="Only write an untrained drafter for --target here, to serve the target with.")
+        Path | None, typer.Option(help="Only write an untrained drafter for --target here, for serving the target.")
     ] = None,
     target: Annotated[Path | None, typer.Option(help="Checkpoint of the target, for --new-drafter.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the new drafter; default 5.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=2, help="Of the new drafter; default: its family's, or 16.")] = None,
-    mask_token_id: Annotated[int | None, typer.Option(min=0, help="Of the new drafter; default: an unused token.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the new drafter; default: 5.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=2, help="New drafter's; default: its family's, or 16.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(min=0, help="New drafter's; default: an unused token.")] = None,
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a drafter on prompts of your own, played against a served target that honed is attached to."""
+    """Train a drafter on your own prompts, sent to a served target that honed is attached to."""
     if new_drafter is not None:
         _write_new(new_drafter, target, layers, block_size, mask_token_id, as_json)
         return
     if not url or prompts is None:
-        raise typer.BadParameter("--url and --prompts say what is to be played where (or --new-drafter and --target)")
+        raise typer.BadParameter("give --url and --prompts (or --new-drafter and --target)")
     if scope not in ("", "full", "kv-frozen"):
         raise typer.BadParameter(f"{scope!r}: use full or kv-frozen", param_hint="--scope")
     sampling = Sampling(max_tokens, temperature, top_p)
@@ -111,7 +111,7 @@ def command(
 
 @contextmanager
 def told() -> Iterator[None]:
-    """End the command with what was wrong with prompts, server or captures."""
+    """End the command with the error in prompts, server or captures."""
     try:
         yield
     except (PromptsError, TargetError, CalibrationError) as error:
@@ -120,7 +120,7 @@ def told() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
-    """A bar on stderr; the function that moves it on."""
+    """Show a bar on stderr; yield the function that advances it."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
@@ -134,7 +134,7 @@ def _train(
     try:
         operation = watch(calibrate.until_registered(client, client.follow(operation_id)), quiet=as_json)
     except KeyboardInterrupt:
-        typer.echo(f"it goes on: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
+        typer.echo(f"it still runs: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
         raise typer.Exit(130) from None
     version = str((operation.get("detail") or {}).get("version") or "")
     promotion = None
@@ -154,7 +154,7 @@ def _render(document: dict[str, Any]) -> RenderableType:
     if promotion is not None:
         lines.append(show.operation(promotion))
     elif version and document["operation"]["state"] not in FINISHED:
-        lines.append(Text(f"{version} is registered and on trial on live traffic: `honed canary`, `honed promote {version}`"))
+        lines.append(Text(f"{version} is registered and in a trial on live traffic: `honed canary`, `honed promote {version}`"))
     return Group(*lines)
 
 
@@ -167,13 +167,13 @@ def _write_new(
     as_json: bool,
 ) -> None:
     if target is None:
-        raise typer.BadParameter("--target says which checkpoint the new drafter is for", param_hint="--new-drafter")
+        raise typer.BadParameter("give --target, the checkpoint that the new drafter is for", param_hint="--new-drafter")
     given = {"--num-layers": layers, "--block-size": block_size, "--mask-token-id": mask_token_id}
     options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
     asked = [sys.executable, "-m", MODULE, str(folder), "--target", str(target), *options]
     made = subprocess.run(asked, capture_output=True, text=True, check=False)
     if made.returncode:
-        said = made.stderr.strip().splitlines() or ["it said nothing"]
+        said = made.stderr.strip().splitlines() or ["no error message"]
         if "No module named 'torch'" in said[-1]:
             fail("making a drafter needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_USAGE)
         fail(f"no drafter was written: {said[-1]}", exit_code=EXIT_FAILED if made.returncode == 1 else EXIT_USAGE)

@@ -1,4 +1,4 @@
-"""The commands that change something: each one request to the admin API, each with a reason for the audit table."""
+"""The commands that change something. Each sends one request to the admin API, with a reason for the audit table."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from honed.daemon.client.terminal import (
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.watching import follow
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would be done.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it's over, showing how it gets on.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only check whether it would succeed.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it's over, showing progress.")]
 
 PLANNED = "planned"
-"""Stage of an operation that a dry run asked for."""
+"""Stage of a dry run's operation."""
 
-overrides = typer.Typer(help="Take a decision out of the controller's hands, for a time.", no_args_is_help=True)
+overrides = typer.Typer(help="Replace a decision of the controller for a time.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 def recalibrate(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
+    engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",
     workload: Annotated[list[str] | None, typer.Option(help="Workload that must gain; can be repeated.")] = None,
     scope: Annotated[str, typer.Option(help="kv-frozen (swap without flush) or full.")] = "",
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Longest time to train.")] = None,
@@ -49,7 +49,7 @@ def recalibrate(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a new drafter version on what was captured, compare it, and swap it in if it is better."""
+    """Train a new drafter version on captured samples, compare it, and swap it in if it is better."""
     body = {
         "engine_id": engine or None,
         "workloads": workload or None,
@@ -66,7 +66,7 @@ def promote(
     context: typer.Context,
     version: Annotated[str, typer.Argument(help="Version in the registry.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Though no engine is there, it is active already, or it failed before; unwatched.")
+        bool, typer.Option("--force", help="Even if no engine is connected, it is active already, or it failed; unwatched.")
     ] = False,
     dry_run: DryRun = False,
     wait: Wait = True,
@@ -74,7 +74,7 @@ def promote(
     if_match: IfMatch = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a version the active one: swap it into the running engines, and watch it against the previous one."""
+    """Make a version active: swap it into the running engines and compare it with the previous one."""
     with connect(context) as client:
         body = _given({"reason": reason or None, "force": force or None, "dry_run": dry_run or None})
         _finish(client, client.post(f"/v1/drafters/{part(version)}:promote", body, if_match=if_match), wait, as_json)
@@ -101,7 +101,7 @@ def verify(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Have an engine read its drafter's weights back, and compare them with the registry's."""
+    """Read an engine's drafter weights back and compare them with the registry's."""
     with connect(context) as client:
         body = _given({"reason": reason or None})
         _finish(client, client.post(f"/v1/engines/{part(engine)}:verify", body), wait, as_json)
@@ -113,7 +113,7 @@ def cancel(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Give up a recalibration, its canary included: the active version stays."""
+    """Cancel a recalibration, including its canary. The active version stays."""
     with connect(context) as client:
         answer = client.post(f"/v1/operations/{part(operation_id)}:cancel", _given({"reason": reason or None}))
         _say(answer, as_json, f"{operation_id} is being cancelled")
@@ -126,9 +126,9 @@ def pause(context: typer.Context, reason: Reason = "", as_json: JsonFlag = False
 
 
 def resume(context: typer.Context, reason: Reason = "", as_json: JsonFlag = False) -> None:
-    """Let training go on."""
+    """Resume training."""
     with connect(context) as client:
-        _say(client.post("/v1/training:resume", _given({"reason": reason or None})), as_json, "training goes on")
+        _say(client.post("/v1/training:resume", _given({"reason": reason or None})), as_json, "training resumed")
 
 
 def purge(
@@ -138,14 +138,14 @@ def purge(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Forget every sample captured for training: in the engines' rings, the trainer's memory and on disk."""
+    """Delete every sample captured for training: in the engines' rings, the trainer's memory and on disk."""
     with connect(context) as client:
-        if not yes and not _agrees("Forget all captured samples, of every engine?"):
+        if not yes and not _agrees("Delete all captured samples of every engine?"):
             raise typer.Abort
         _finish(client, client.post("/v1/samples:purge", _given({"reason": reason or None})), wait, as_json)
 
 
-overrides.command("list", help="What is in force.")(listing("/v1/overrides", show.overrides))
+overrides.command("list", help="Overrides in force.")(listing("/v1/overrides", show.overrides))
 
 
 @overrides.command("set")
@@ -168,13 +168,13 @@ def set_override(
 def clear_override(
     context: typer.Context, name: Annotated[str, typer.Argument(help="Override.")], as_json: JsonFlag = False
 ) -> None:
-    """Hand the decision back to the controller."""
+    """Return the decision to the controller."""
     with connect(context) as client:
-        _say(client.delete(f"/v1/overrides/{part(name)}"), as_json, f"{name} is the controller's again")
+        _say(client.delete(f"/v1/overrides/{part(name)}"), as_json, f"{name}: the controller decides again")
 
 
 def number_or_text(text: str) -> int | float | str:
-    """The value as the API wants it: a number where it is one."""
+    """The value for the API: a number if it is one."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -184,7 +184,7 @@ def number_or_text(text: str) -> int | float | str:
 
 
 def _given(body: dict[str, Any]) -> dict[str, Any]:
-    """Without what the caller left out, so that the daemon's defaults count."""
+    """The body without omitted fields, so that the daemon's defaults apply."""
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -199,21 +199,21 @@ def _agrees(question: str) -> bool:
     try:
         return typer.confirm(question)
     except typer.Abort:
-        fail("nobody answers here, so nothing was done", cure="--yes doesn't ask.", exit_code=EXIT_USAGE)
+        fail("no terminal to ask on, so nothing was done", cure="Give --yes.", exit_code=EXIT_USAGE)
 
 
 def _finish(client: AdminClient, view: dict[str, Any], wait: bool, as_json: bool) -> None:
-    """Print an accepted operation, or wait for it; one that doesn't succeed ends the command with 1."""
+    """Print an accepted operation, or wait for it. Exit with 1 if it doesn't succeed."""
     operation_id = str(view["operation_id"])
     if view.get("stage") == PLANNED:
         takers = ", ".join(view["detail"]["engines"]) or "no engine yet"
-        _say(view, as_json, f"would go to {view['detail']['version']} in {takers}")
+        _say(view, as_json, f"would swap to {view['detail']['version']} in {takers}")
         return
     if wait:
         try:
             view = follow(client, operation_id, quiet=as_json)
         except KeyboardInterrupt:
-            typer.echo(f"it goes on: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
+            typer.echo(f"it still runs: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
             raise typer.Exit(130) from None
     if as_json:
         print_json(view)

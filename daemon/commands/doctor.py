@@ -1,4 +1,4 @@
-"""`honed doctor`: what is wrong with the set-up, why, and what to do about it."""
+"""`honed doctor`: problems of the set-up, their causes and their cures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def register(app: typer.Typer) -> None:
 def doctor(
     context: typer.Context,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- VLLM COMMAND]", help="A vLLM command to judge before it is run.")
+        list[str] | None, typer.Argument(metavar="[-- VLLM COMMAND]", help="A vLLM command to check before it is run.")
     ] = None,
     prometheus: Annotated[str, typer.Option(help="Prometheus server that should scrape honed.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Look for what is wrong with the set-up; names each cause and its cure. Ends with 0, 1 (errors) or 4 (only warnings)."""
+    """Check the set-up; print each problem with its cause and cure. Exits with 0, 1 (errors) or 4 (only warnings)."""
     from honed.daemon.doctor.diagnose import Asked, diagnose
 
     connection = context.obj if isinstance(context.obj, Connection) else Connection()
@@ -44,7 +44,7 @@ def doctor(
 
 
 def view(checks: Sequence[Check]) -> RenderableType:
-    """A line for each check, the cure below it, a count at the end."""
+    """A line for each check with the cure below it; a count at the end."""
     lines: list[Any] = []
     for check in checks:
         sign, style = SIGNS[check.level]
@@ -55,7 +55,7 @@ def view(checks: Sequence[Check]) -> RenderableType:
     words = (
         ("error", "error", "errors"),
         ("warning", "warning", "warnings"),
-        ("unknown", "not looked at", "not looked at"),
+        ("unknown", "not checked", "not checked"),
         ("ok", "fine", "fine"),
     )
     said = (f"{counts[level]} {one if counts[level] == 1 else several}" for level, one, several in words if counts[level])

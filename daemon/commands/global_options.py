@@ -12,13 +12,13 @@ class GlobalOptionsGroup(TyperGroup):
     """The commands of an app whose own options may be given on either side of a command's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as ever, with its own options first."""
+        """Parse with the app's own options moved first."""
         rest: list[str] = super().parse_args(ctx, moved(self, args))
         return rest
 
 
 def moved(group: Any, args: Sequence[str]) -> list[str]:
-    """Arguments with the group's own options at the front. What a command has under the same name stays with the command."""
+    """Arguments with the group's own options at the front. An option that the command also has stays with the command."""
     own = {name for option in group.params for name in option.opts if not option.is_flag}
     front: list[str] = []
     back: list[str] = []
@@ -30,7 +30,7 @@ def moved(group: Any, args: Sequence[str]) -> list[str]:
         name, has_value, _ = token.partition("=")
         if name in own and (command is group or not any(name in option.opts for option in command.params)):
             if not has_value and not left:
-                return [token]  # for the message that it needs a value
+                return [token]  # click then reports the missing value
             front += [token] if has_value else [token, left.pop(0)]
         else:
             command = getattr(command, "commands", {}).get(token, command)

@@ -1,4 +1,4 @@
-"""`honed install` and `honed uninstall`: what `install` plans, shown first and done only with --apply."""
+"""`honed install` and `honed uninstall`: show the plan of `install`; carry it out only with --apply."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from honed.daemon.install.units import InstallError, Item, Place
 SERVICES = ("honed.service", "honed-trainer.service")
 SAYS = {
     "new": ("+", "green", "new"),
-    "same": ("=", "dim", "as it should be"),
-    "update": ("~", "cyan", "an older one of honed's, brought up to date"),
-    "changed": ("!", "yellow", "changed by somebody else: left alone (`install --overwrite` replaces it, keeping a copy)"),
+    "same": ("=", "dim", "up to date"),
+    "update": ("~", "cyan", "from an older honed: --apply updates it"),
+    "changed": ("!", "yellow", "changed by someone else: left alone (`install --overwrite` replaces it and keeps a copy)"),
     "settings": ("=", "dim", "yours: left alone"),
-    "replaced": ("~", "cyan", "replaced; what was there is beside it as {path}.before-honed"),
+    "replaced": ("~", "cyan", "replaced; the old file is kept as {path}.before-honed"),
     "ours": ("-", "red", "to be removed"),
     "removed": ("-", "red", "removed"),
-    "gone": ("=", "dim", "isn't there"),
-    "kept": ("=", "dim", "what was there before `honed install --overwrite`: left alone"),
+    "gone": ("=", "dim", "absent"),
+    "kept": ("=", "dim", "the file from before `honed install --overwrite`: left alone"),
 }
 
-Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this nothing is written.")]
-Root = Annotated[Path, typer.Option(help="Folder that stands for /, for images and for trying out.")]
+Apply = Annotated[bool, typer.Option("--apply", help="Carry it out; without this nothing is written.")]
+Root = Annotated[Path, typer.Option(help="Folder used as /, for images and for tests.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -46,16 +46,16 @@ def register(app: typer.Typer) -> None:
 def install(
     apply: Apply = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Also replace files that were changed; keeps them as NAME.before-honed.")
+        bool, typer.Option("--overwrite", help="Also replace changed files; keeps them as NAME.before-honed.")
     ] = False,
     prefix: Annotated[Path | None, typer.Option(help="Environment whose bin/honed the units start; default: this one.")] = None,
     vllm_unit: Annotated[
-        str, typer.Option(help="vLLM's unit, for its drop-in; default: vllm.service where there is one; - for none.")
+        str, typer.Option(help="vLLM's unit, for its drop-in; default: vllm.service if it exists; -: none.")
     ] = "",
     root: Root = Path("/"),
     as_json: JsonFlag = False,
 ) -> None:
-    """Put units, users, folders and example settings in place; shows what it would do, and does it with --apply."""
+    """Install units, users, folders and example settings. Shows the plan; carries it out with --apply."""
     place = _place(root, prefix or Path(sys.prefix), vllm_unit)
     try:
         items = units.plan(place)
@@ -86,7 +86,7 @@ def install(
 
 
 def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = False) -> None:
-    """Stop honed and take its units away; settings, state and files that were changed stay, and are named."""
+    """Stop honed and remove its units. Settings, state and changed files stay and are listed."""
     place = _place(root, Path(sys.prefix), "-")
     stopping = ["systemctl", "disable", "--now", *SERVICES]
     try:
@@ -110,13 +110,13 @@ def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = 
         print_json(document)
         return
     lines: list[RenderableType] = [_line(file["path"], file["state"]) for file in document["files"]]
-    lines = lines or [Text("honed install has put nothing here")]
+    lines = lines or [Text("honed has installed nothing here")]
     if items:
         verb = "ran" if apply and place.is_live else "to be run"
         lines += ["", Text(f"{verb}: {'; '.join(document['commands'])}")]
         lines += ["", Text("Left in place (settings, drafters, log; `rm -r` what you don't want):")]
         lines.append(Text("  " + "  ".join(left)))
-        lines.append(Text("vLLM: take honed's two flags and HONED_RUNTIME_DIR out of its unit, at its next restart."))
+        lines.append(Text("vLLM: remove honed's two flags and HONED_RUNTIME_DIR from its unit, at its next restart."))
         again = _again(["uninstall"], root=root)
         lines += [] if apply else ["", Text(f"Nothing was changed. To do it: {again}", "bold")]
     Console(markup=False, highlight=False, soft_wrap=True).print(Group(*lines))
@@ -130,7 +130,7 @@ def _place(root: Path, prefix: Path, vllm_unit: str) -> Place:
         return place
     name = vllm_unit if vllm_unit.endswith(".service") else f"{vllm_unit}.service"
     if not re.fullmatch(r"[A-Za-z0-9:_.@\\-]+\.service", name):
-        fail(f"{vllm_unit!r} is no name of a unit", cure="Give it as vllm.service.", exit_code=EXIT_USAGE)
+        fail(f"{vllm_unit!r} isn't a unit's name", cure="Give it as vllm.service.", exit_code=EXIT_USAGE)
     return Place(place.root, place.prefix, name)
 
 
@@ -153,7 +153,7 @@ def _next_steps(place: Place) -> list[str]:
 
 
 def _run(commands: list[list[str]]) -> str:
-    """Run them in order; what went wrong with the first that failed."""
+    """Run commands in order up to the first failure; return its message."""
     for command in commands:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=_quiet())
@@ -189,7 +189,7 @@ def _state(item: Item, written: list[str]) -> str:
 
 
 def _again(words: list[str], *, root: Path, prefix: Path | None = None, vllm_unit: str = "") -> str:
-    """The command as it was given, with --apply."""
+    """The given command with --apply."""
     given = {"--root": root if root != Path("/") else None, "--prefix": prefix, "--vllm-unit": vllm_unit}
     options = [f"{name}={value}" for name, value in given.items() if value]
     return shlex.join(["honed", *words, "--apply", *options])

@@ -1,6 +1,6 @@
-"""The `honed` command: starts the daemon and the trainer, and covers the admin API one to one.
+"""The `honed` command: starts the daemon and the trainer; each admin API call has its own command.
 
-Nothing heavy is imported before it's needed: `honed status` must be quick also on a machine that is in trouble.
+Heavy modules are imported only when needed: `honed status` must be quick even on an overloaded machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from honed.daemon.commands.show.explain import explain as explain_engine
 from honed.daemon.errors import HonedError
 from honed.daemon.views.findings import findings
 
-HELP = "Keeps the drafter of a vLLM server sharp: logs, tunes, retrains and hot-swaps while it serves."
+HELP = "Keeps a vLLM server's drafter up to date: logs, tunes, retrains and hot-swaps while it serves."
 
 app = typer.Typer(
     cls=GlobalOptionsGroup, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -53,10 +53,10 @@ app.add_typer(events, name="events")
 marks = typer.Typer(help="What happened: drift, swaps, promotions, roll-backs, overrides.", no_args_is_help=True)
 app.add_typer(marks, name="marks")
 for name, path, render, text in (
-    ("engines", "/v1/engines", show.engines, "Engines that have attached."),
-    ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and which one is active."),
-    ("audit", "/v1/audit", show.audit, "Who changed what, and why."),
-    ("config", "/v1/config", show_config.config, "The settings that the daemon runs with."),
+    ("engines", "/v1/engines", show.engines, "Attached engines."),
+    ("drafters", "/v1/drafters", show.drafters, "Versions in the registry, and the active one."),
+    ("audit", "/v1/audit", show.audit, "Changes, with who and why."),
+    ("config", "/v1/config", show_config.config, "The daemon's settings in force."),
 ):
     app.command(name, help=text)(listing(path, render))
 for module in (changes, calibrate_command, retention_command, replay, doctor_command, top, install_commands):
@@ -72,7 +72,7 @@ def options(
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token for --url.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 10.0,
 ) -> None:
-    """Options that say which daemon is meant."""
+    """Options that select the daemon."""
     context.obj = Connection(config, socket, url, token_file, timeout)
 
 
@@ -83,7 +83,7 @@ def serve(
     state_dir: Annotated[Path | None, typer.Option(help="Folder of the database and the drafters.")] = None,
 ) -> None:
     """Run the daemon in the foreground."""
-    # Before numpy is imported: its fits are small, and cores that somebody else needs would keep the others waiting for them.
+    # Before numpy is imported. Its fits are small, and BLAS threads wait for each other when cores are busy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
     from honed.daemon.process.serve import run
@@ -97,7 +97,7 @@ def train(
     runtime_dir: Annotated[Path | None, typer.Option(help="Folder of the daemon's sockets.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Folder of the drafters.")] = None,
 ) -> None:
-    """Run the trainer in the foreground: it works when the engine is idle and the daemon asks."""
+    """Run the trainer in the foreground. It trains when the daemon asks and the engine is idle."""
     settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
     try:
         from honed.recalib.process.trainer import check_device, run
@@ -131,7 +131,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 0: all is well; 1: errors; 4: only warnings.")] = False,
 ) -> None:
-    """What is going on: what is wrong first, then engines, acceptance, drafter, trainer, store."""
+    """Show problems first, then engines, acceptance, drafter, trainer and store."""
     with connect(context) as client:
         document = client.get("/v1/status")
         if watch and not as_json:
@@ -152,7 +152,7 @@ def workloads(
     window: Annotated[str, typer.Option(help="How far back: 90s, 10m, 2h; 0 for all time.")] = "5m",
     as_json: JsonFlag = False,
 ) -> None:
-    """Acceptance by workload and drafter version."""
+    """Show acceptance by workload and drafter version."""
     window_s = duration_s(window)
     with connect(context) as client:
         emit(client.get("/v1/workloads", window_s=window_s), as_json, show.workloads)
@@ -164,7 +164,7 @@ def operations(
     operation_id: Annotated[str, typer.Argument(help="One operation in full.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Recalibrations, promotions and roll-backs: running and past."""
+    """List running and past recalibrations, promotions and roll-backs."""
     with connect(context) as client:
         if operation_id:
             emit(client.get(f"/v1/operations/{part(operation_id)}"), as_json, show.operation)
@@ -178,7 +178,7 @@ def canary(
     operation_id: Annotated[str, typer.Argument(help="One trial, with its evidence over time.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Trials of a drafter version against another on live traffic: running and past."""
+    """List running and past trials of one drafter version against another on live traffic."""
     with connect(context) as client:
         if operation_id:
             emit(client.get(f"/v1/canaries/{part(operation_id)}"), as_json, show.canary)
@@ -189,10 +189,10 @@ def canary(
 @app.command()
 def explain(
     context: typer.Context,
-    engine_id: Annotated[str, typer.Argument(help="Engine; all of them when left out.")] = "",
+    engine_id: Annotated[str, typer.Argument(help="Engine; default: all.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Why an engine drafts as many tokens as it does: the controller's beliefs."""
+    """Show the controller's estimates, which set how many tokens an engine drafts."""
     with connect(context) as client:
         names = [engine_id] if engine_id else [e["engine_id"] for e in client.get("/v1/engines")]
         found = {name: client.get(f"/v1/engines/{part(name)}/beliefs") for name in names}
@@ -202,10 +202,10 @@ def explain(
 @marks.command("follow")
 def follow_marks(
     context: typer.Context,
-    after: Annotated[int, typer.Option(min=-1, help="Those after this number, too; 0: all there are; -1: only new ones.")] = -1,
+    after: Annotated[int, typer.Option(min=-1, help="Start after this event number; 0: all; -1: only new ones.")] = -1,
     as_json: JsonFlag = False,
 ) -> None:
-    """What happens, as it happens: drift, swaps, promotions, roll-backs, overrides. Until Ctrl-C."""
+    """Print events live until Ctrl-C: drift, swaps, promotions, roll-backs, overrides."""
     with connect(context) as client, suppress(KeyboardInterrupt):
         for mark in client.marks(after):
             if as_json:
@@ -223,11 +223,11 @@ def export_events(
     engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
     workload: Annotated[str, typer.Option(help="Only this workload.")] = "",
     since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
-    until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
+    until: Annotated[str, typer.Option(help="Up to; same formats.")] = "",
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Every stored verify round, one a row. Reads the database itself: the daemon may run, or not."""
+    """Export each stored verify round as a row. Reads the database itself; needs no daemon."""
     from honed.daemon.store import export
 
     now_s = time.time()
@@ -256,9 +256,9 @@ def vllm_args(
     model: Annotated[str, typer.Option(help="Target model.")] = "",
     drafter: Annotated[str, typer.Option(help="Drafter checkpoint (DFlash).")] = "",
     draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: block size - 1.")] = 0,
-    engine_id: Annotated[str, typer.Option(help="Name of this engine, where a host has several.")] = "",
-    graphs: Annotated[str, typer.Option(help="Draft lengths to capture CUDA graphs for, like 0,3,7 (the largest is).")] = "",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests of a step, for --graphs.")] = 256,
+    engine_id: Annotated[str, typer.Option(help="Name of this engine if a host has several.")] = "",
+    graphs: Annotated[str, typer.Option(help="Draft lengths to capture CUDA graphs for: 0,3,7 (largest always is).")] = "",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests a step, for --graphs.")] = 256,
     format: Annotated[str, typer.Option(help="shell, systemd or json.")] = "shell",
     as_json: JsonFlag = False,
 ) -> None:
@@ -287,12 +287,12 @@ def _lengths(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")] if text else []
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: whole numbers with commas between them", param_hint="--graphs") from None
+        raise typer.BadParameter(f"{text!r}: write whole numbers separated by commas", param_hint="--graphs") from None
 
 
 @app.command()
 def version(context: typer.Context, as_json: JsonFlag = False) -> None:
-    """honed's version, and those of what it works with here."""
+    """Print the versions of honed and its companion packages."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
@@ -317,7 +317,7 @@ def main() -> None:
     """Entry point of the `honed` command."""
     try:
         app()
-    except BrokenPipeError:  # `honed audit | head`: nobody wants the rest
+    except BrokenPipeError:  # `honed audit | head` closed the pipe
         raise SystemExit(0) from None
 
 

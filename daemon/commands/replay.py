@@ -1,7 +1,7 @@
-"""`honed replay`: what would other rules for draft lengths have given on the stored log?
+"""`honed replay`: predicts the result of other draft-length rules on the stored log.
 
-Reads the database itself, read-only and a page at a time, so it works beside a running daemon and without one. The answer is
-`adapt.replay.replay`'s; here are only the question, the batches and the table.
+It reads the database itself, read-only and a page at a time, so it works with or without a running daemon.
+`adapt.replay.replay` computes the answer; this module holds the question, the batches and the table.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 DEFAULT_ROUNDS = 200_000
-"""Where no span is given, the latest so many rounds: a few seconds for each policy."""
+"""Latest rounds replayed if no span is given: a few seconds for each policy."""
 MOST_ROUNDS = 1_000_000
-"""A span may have so many: with long drafts and short requests a minute for each policy, and 2 GB."""
+"""Most rounds of a span: with long drafts and short requests, a minute for each policy and 2 GB."""
 _LATEST_S = 60.0
-"""A batch that was sent so long after a span has no steps of it, unless the clock was set back; nor have those behind it."""
+"""Batches sent this long after a span, and all later ones, have no steps of it, unless the clock was set back."""
 
 
 class ReplayError(RuntimeError):
-    """There is no answer; `cure` says what to do."""
+    """The replay is impossible; `cure` says what to do."""
 
     def __init__(self, message: str, *, cure: str = "", exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
@@ -50,9 +50,9 @@ class ReplayError(RuntimeError):
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked; empty and None choose all. `since_s` is included, `until_s` is not.
+    """Selection to replay; empty and None select all. `since_s` is included, `until_s` is not.
 
-    Without `since_s`, of what is before `until_s` the latest `DEFAULT_ROUNDS`.
+    Without `since_s`: the latest `DEFAULT_ROUNDS` before `until_s`.
     """
 
     policies: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Question:
     until_s: float | None = None
     seed: int = 0
     settings: ControllerSettings | None = None
-    """The daemon's; None: the defaults. What they say nothing of, the engine's hello does."""
+    """The daemon's; None: the defaults. The engine's hello fills in unset ones."""
 
 
 def register(app: typer.Typer) -> None:
@@ -77,34 +77,34 @@ def command(
         typer.Argument(
             metavar="[POLICY]...",
             show_default=False,
-            help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), table (the settings' own), "
+            help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), table (from the settings), "
             "goodput, latency, threshold, kelly, tide, ema. Without any: static and goodput. With --trees: none, chain:K, "
             "tree:B, calibrated:B, caddtree, shared, honed.",
         ),
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine; may be left out where there is one.")] = "",
+    engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",
     workload: Annotated[str, typer.Option(help="Figures of this workload only.")] = "",
     since: Annotated[str, typer.Option(help="From: 2026-11-20T12:00, unix seconds, or 2h (ago).")] = "",
-    until: Annotated[str, typer.Option(help="Up to, written alike.")] = "",
+    until: Annotated[str, typer.Option(help="Up to; same formats.")] = "",
     last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d. Without a span: the latest 200,000 rounds.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random draws.")] = 0,
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
-    trees: Annotated[Path | None, typer.Option(help="Draft trees instead, on this log of candidates (JSON lines).")] = None,
-    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu (the default), or a step-time model's figures.")] = "",
+    trees: Annotated[Path | None, typer.Option(help="Replay draft trees instead, on this candidate log (JSON lines).")] = None,
+    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu (the default), or a step-time model's coefficients.")] = "",
     batch: Annotated[
-        list[int] | None, typer.Option(help="With --trees: requests at a time (1 by default); may be repeated.")
+        list[int] | None, typer.Option(help="With --trees: concurrent requests (default: 1); may be repeated.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """What other rules for draft lengths would have given on the stored log. The daemon may run, or not."""
+    """Predict the result of other draft-length rules on the stored log. Needs no daemon."""
     if trees is not None:
         if engine or since or until or last or state_dir:
-            text = "the file is the log: --engine, --since, --until, --last and --state-dir choose nothing in it"
+            text = "the file is the log: --engine, --since, --until, --last and --state-dir don't apply to it"
             raise typer.BadParameter(text, param_hint="--trees")
         _command_trees(trees, tuple(policies or ()), workload, cost or "gpu", tuple(batch or (1,)), seed, as_json)
         return
     if cost or batch:
-        raise typer.BadParameter("it is about draft trees: give --trees too", param_hint="--cost" if cost else "--batch")
+        raise typer.BadParameter("it applies to draft trees: give --trees too", param_hint="--cost" if cost else "--batch")
     if last and since:
         raise typer.BadParameter("give either --last or --since", param_hint="--last")
     now_s = time.time()
@@ -140,8 +140,8 @@ def replay(database: Path, question: Question) -> Document:
     """Answer a question from a database.
 
     Raises:
-        ReplayError: no database, one that can't be read, nothing logged in that time or more than `MOST_ROUNDS`, an unknown
-            policy, engine or workload.
+        ReplayError: missing or unreadable database, no rounds or more than `MOST_ROUNDS` in the span, unknown policy, engine
+            or workload.
     """
     from honed.adapt.control.settings import ControllerSettings
     from honed.adapt.replay.replay import Replay
@@ -189,7 +189,7 @@ def replay(database: Path, question: Question) -> Document:
 
 
 def render(document: Document) -> RenderableType:
-    """A line for what was logged and one for each policy; the fastest is bold."""
+    """A line for the log and one for each policy; the fastest is bold."""
     logged, policies = document["logged"], document["policies"]
     table = Rows.of("policy", "tokens/s", "95 %", "ratio", "ms/token", "p95", "τ", "k", "exact", "seen")
     table.add_row(
@@ -225,15 +225,15 @@ def render(document: Document) -> RenderableType:
         f"{cells.moment(document['first_unix_s'])} to {cells.moment(document['last_unix_s'])}"
     )
     notes = [
-        "ms/token: time per output token, mean over requests; p95: that of the slow ones, to whom latency is kinder.",
-        "τ: tokens a round; k: draft tokens a round. The text and the load are those of the log.",
-        "exact: tokens of rounds that the log determines; seen: time that logged steps price. The rest is modelled.",
+        "ms/token: mean time per output token over requests; p95: 95th percentile, which the latency rule lowers.",
+        "τ: tokens per round; k: draft tokens per round. Text and load are those of the log.",
+        "exact: tokens of rounds that the log determines; seen: time measured on logged steps. The rest is modelled.",
     ]
     notes += _about_rules(document)
     if len(known) < len(policies):
         notes.append("No speed: only one draft length was logged. Let the engine explore (controller.explore_share).")
     if any(policy["tokens_per_s"] and policy["tokens_per_s"]["low"] is None for policy in policies):
-        notes.append("No interval: so few requests don't tell how requests differ.")
+        notes.append("No interval: too few requests to estimate their variance.")
     if document["older_rounds_left_out"]:
         left_out = f"{cells.count(document['older_rounds_left_out'])} older rounds are left out"
         notes.append(f"{left_out}: a span (--last, --since) may have up to {MOST_ROUNDS:,}.")
@@ -243,7 +243,7 @@ def render(document: Document) -> RenderableType:
 
 
 def _about_rules(document: Document) -> list[str]:
-    """Say what bound the rules that choose, and where what they choose has no CUDA graph."""
+    """Limits of the adaptive rules, and policies whose lengths have no CUDA graph."""
     by, policies = document["steered_by"], document["policies"]
     lengths = " or ".join(map(str, by["captured_lengths"]))
     notes = []
@@ -253,11 +253,11 @@ def _about_rules(document: Document) -> list[str]:
             kind = f"one length a step ({lengths}, or none)" if lengths else "one length a step"
         notes.append(
             f"goodput, latency: {kind}, at most {by['max_k']}; {cells.percent(by['explore_share'])} of the steps explore, "
-            "more where it is even."
+            "more if predicted speeds are close."
         )
         if not by["is_hello_known"] and not by["equal_lengths"]:
             notes.append(
-                "What CUDA graphs the engine has isn't known. Where they are for one length a step, say so in "
+                "The engine's CUDA graphs are unknown. If they are for one length a step, set "
                 "controller.equal_lengths and controller.captured_lengths."
             )
     lost = [
@@ -268,7 +268,7 @@ def _about_rules(document: Document) -> list[str]:
     if lost:
         graphs = f"one length a step{f', {lengths}' if lengths else ''}"
         notes.append(f"CUDA graphs are for {graphs}. Steps without prefill that lose the graph: {', '.join(lost)}.")
-        notes.append("Such a step costs more than is shown here, unless the log has ones like it.")
+        notes.append("Such a step costs more than shown, unless the log has similar ones.")
     return notes
 
 
@@ -297,7 +297,7 @@ def _named(policies: tuple[str, ...], num_spec_tokens: int) -> list[str]:
 
 
 def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
-    """Find the engine that is meant, and what it said of itself."""
+    """Find the selected engine and its hello message."""
     import msgspec
 
     from honed.adapt.protocol.wire import EngineHello
@@ -320,7 +320,7 @@ def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
 
 @contextmanager
 def _opened(database: Path) -> Iterator[Any]:
-    """Yield a read-only connection; what SQLite raises becomes a ReplayError."""
+    """Yield a read-only connection; SQLite errors become ReplayError."""
     import pysqlite3
 
     from honed.daemon.store.database import connect
@@ -335,15 +335,15 @@ def _opened(database: Path) -> Iterator[Any]:
         finally:
             connection.close()
     except pysqlite3.Error as error:
-        cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
+        cure = "You may lack the right to read it: try as the daemon's user, or sudo."
         raise ReplayError(f"{database} can't be read: {error}", cure=cure) from error
 
 
 def _start(database: Path, engine_id: str, question: Question) -> tuple[float | None, int]:
-    """Find where the replay begins, None: with the first round; and how many older rounds are left out for that.
+    """Start of the replay (None: the first round), and the number of older rounds left out.
 
     Raises:
-        ReplayError: the span that was asked for has too many rounds.
+        ReplayError: the requested span has too many rounds.
     """
     with _opened(database) as conn:
         rounds = _rounds_by_time(conn, engine_id, question.since_s, question.until_s)
@@ -368,7 +368,7 @@ def _too_many(rounds: str, shorter: str) -> ReplayError:
 
 
 def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: float | None) -> list[tuple[int, int]]:
-    """Unix second and number of the verify rounds of a span, the latest first: by second, before those sums by minute."""
+    """Unix second and number of a span's verify rounds, latest first: by second; older ones by minute."""
     oldest = conn.execute("SELECT sent_unix_ns FROM batches WHERE engine_id = ? ORDER BY id LIMIT 1", (engine_id,)).fetchone()
     first_s = max(since_s or 0.0, oldest[0] / 1e9 - 1.0 if oldest else 0.0)  # sums are kept for longer than batches
     by_second = conn.execute("SELECT min(bucket_s) FROM rollups WHERE resolution_s = 1").fetchone()[0]
@@ -382,7 +382,7 @@ def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: f
             " AND engine_id = ? GROUP BY bucket_s ORDER BY bucket_s DESC",
             (resolution_s, max(low_s, int(first_s) // resolution_s * resolution_s), min(high_s, until_s or high_s), engine_id),
         ).fetchall()
-    # The minute that the edge is in has its latter seconds among those by second.
+    # The minute at the boundary has its last seconds in the sums by second.
     counted = conn.execute(
         "SELECT coalesce(sum(rounds + plain_rounds), 0) FROM rollups WHERE resolution_s = 1 AND bucket_s < ? AND engine_id = ?",
         (-(-edge_s // 60) * 60, engine_id),
@@ -392,7 +392,7 @@ def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: f
 
 
 def _start_of_latest(rounds: list[tuple[int, int]], most: int) -> int:
-    """Unix second from which on there are no more rounds than `most`, unless the latest bucket alone has more."""
+    """Earliest Unix second with at most `most` rounds after it, unless the latest bucket alone has more."""
     start_s, total = rounds[0][0], 0
     for bucket_s, count in rounds:
         total += count
@@ -403,7 +403,7 @@ def _start_of_latest(rounds: list[tuple[int, int]], most: int) -> int:
 
 
 def _read(database: Path, engine_id: str, since_s: float | None, until_s: float | None) -> tuple[Log, tuple[int, int], int]:
-    """Read the batches of the span: log, ends of its first and last step, and how many batches could not be read.
+    """Read the span's batches: log, ends of its first and last step, and number of unreadable batches.
 
     Raises:
         ReplayError: there are too many rounds, or none.
@@ -424,7 +424,7 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
                 builder.add(batch)
             except ValueError:
                 tally.unreadable_batches += 1
-            if builder.num_rounds > MOST_ROUNDS:  # where sums are kept for less long than batches, nobody has counted them
+            if builder.num_rounds > MOST_ROUNDS:  # not checked before if sums are kept for less time than batches
                 until = dt.datetime.fromtimestamp(last_ns // 10**9).isoformat()
                 raise _too_many(f"{builder.num_rounds:,} and more", f"--until {until}")
             last_ns = builder.last_unix_ns
@@ -438,7 +438,7 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
 
 
 def _mask(log: Log, workload: str) -> Any:
-    """Rounds of a workload; None for all."""
+    """Mask of a workload's rounds; None for all."""
     import numpy as np
 
     if not workload:

@@ -1,7 +1,7 @@
-"""`honed replay --trees FILE`: what draft trees would give on a log of candidates. `adapt.trees.replay` has the answer.
+"""`honed replay --trees FILE`: predicts draft trees' results on a candidate log. `adapt.trees.replay` computes the answer.
 
-No engine verifies trees yet, so nothing in the daemon's database tells; the file does (`adapt.trees.candidate_log` has its
-format).
+No engine verifies trees yet, so the daemon's database has no data on them. `adapt.trees.candidate_log` defines the file's
+format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICIES = ("none", "chain", "tree:8", "tree:16", "tree:32", "tree:64", "caddtre
 
 @dataclass(frozen=True)
 class TreeQuestion:
-    """What is asked of a file; empty policies and workload choose all."""
+    """Selection from a file; empty policies and workload select all."""
 
     policies: tuple[str, ...] = ()
     workload: str = ""
@@ -40,7 +40,7 @@ def replay_trees(path: Path, question: TreeQuestion) -> Document:
     """Answer a question from a file of candidates.
 
     Raises:
-        ReplayError: no such file, one that isn't a log of candidates, an unknown policy, cost or workload.
+        ReplayError: missing file, not a candidate log, unknown policy, cost or workload.
     """
     from honed.adapt.trees.costs import parse_cost
     from honed.adapt.trees.policies import parse_tree_policy
@@ -102,12 +102,12 @@ def render(document: Document) -> RenderableType:
         f"{document['num_depths']} depths, {document['num_candidates']} candidates each; cost {document['cost']}"
     )
     notes: tuple[str, ...] = (
-        "Predicted: no engine here verifies trees yet. τ: tokens a round; nodes: verified a round, root excluded.",
-        "calibration: mean |predicted − seen| of the verified nodes; before: by the drafter's own probabilities.",
+        "Predicted: no engine here verifies trees yet. τ: tokens per round; nodes: verified per round, without root.",
+        "calibration: mean |predicted − seen| of the verified nodes; before: with the drafter's own probabilities.",
         "exact: rounds that begin where candidates were logged.",
     )
     if any(row["tokens_per_s"]["low"] is None for row in rows):
-        notes = (*notes, "No interval: so few requests don't tell how requests differ.")
+        notes = (*notes, "No interval: too few requests to estimate their variance.")
     said = (Text(f"! {note}", "yellow") for note in document["notes"])
     return Group(Text(head), table, *said, *(Text(note, "dim") for note in notes))
 
@@ -122,7 +122,7 @@ def _read(path: Path, notes: list[str]) -> list[CandidateRequest]:
         cure = "--trees takes a log of candidates, JSON lines; benchmarks/tiny_candidates.py writes one."
         raise ReplayError(f"there is no file {path}", cure=cure, exit_code=EXIT_USAGE) from error
     except (OSError, EOFError) as error:
-        raise ReplayError(f"{path} can't be read: {error}", cure="Is it a file, whole, and yours to read?") from error
+        raise ReplayError(f"{path} can't be read: {error}", cure="Check that it is a complete, readable file.") from error
     except CandidateLogError as error:
         cure = "A log of candidates has one JSON object a line, as honed/adapt/candidate_log.py describes."
         raise ReplayError(f"{path}: {error}", cure=cure) from error

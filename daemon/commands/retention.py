@@ -1,4 +1,4 @@
-"""`honed retention`: what a fine-tuned target leaves of its base's drafter, class by class."""
+"""`honed retention`: how much of a drafter's gain a fine-tuned target keeps, by class."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def command(
     url: Url,
     prompts: Prompts,
     base_url: Annotated[str, typer.Option(help="vLLM's address with the base target.")] = "",
-    base: Annotated[Path | None, typer.Option(help="Or what this command printed with --json of the base target.")] = None,
-    plain_url: Annotated[str, typer.Option(help="Server of the target that doesn't speculate, to time against.")] = "",
-    plain_base_url: Annotated[str, typer.Option(help="The same of the base target.")] = "",
+    base: Annotated[Path | None, typer.Option(help="Or this command's --json output for the base target.")] = None,
+    plain_url: Annotated[str, typer.Option(help="Server of the same target without speculation, as baseline.")] = "",
+    plain_base_url: Annotated[str, typer.Option(help="The same for the base target.")] = "",
     limit: Limit = 0,
     model: Model = "",
     base_model: Annotated[str, typer.Option(help="Name the base target is served under.")] = "",
@@ -56,15 +56,15 @@ def command(
     temperature: Temperature = 0.0,
     top_p: TopP = None,
     concurrency: Concurrency = 8,
-    repeat: Annotated[int, typer.Option(min=1, help="How often all of it is measured; figures are medians.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="Repetitions of the whole measurement; figures are medians.")] = 3,
     draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Fix the draft length meanwhile, by an override; needs the daemon.")
+        int | None, typer.Option(min=1, help="Fix the draft length meanwhile by an override; needs the daemon.")
     ] = None,
     api_key_file: KeyFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare a target with the base it was fine-tuned from, under the same drafter: acceptance length, speed with drafts and
-    without, and what is left of both. Without a base: the figures of one target. Nobody else may use the servers meanwhile."""
+    """Compare a fine-tuned target with its base under the same drafter: acceptance length, speed with and without drafts, and
+    the shares kept. Without a base: one target's figures. The servers must have no other load meanwhile."""
     if base_url and base is not None:
         raise typer.BadParameter("give either --base-url or --base", param_hint="--base")
     with told(), ExitStack() as stack:
@@ -104,13 +104,13 @@ def _document(base: Document | None, tuned: Document, notes: list[str]) -> Docum
 
 
 def _read_base(path: Path) -> Document:
-    """The target's figures of an earlier run. Raises TargetError."""
+    """The target's figures from an earlier run. Raises TargetError."""
     try:
         found = json.loads(path.read_text())[TUNED]
         assert isinstance(found["classes"], dict)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise TargetError(
-            f"{path} is no result of this command ({type(error).__name__}: {error})",
+            f"{path} isn't output of this command ({type(error).__name__}: {error})",
             cure="Make it with `honed retention --url BASE --prompts FILE --json > base.json`.",
             exit_code=EXIT_USAGE,
         ) from error
@@ -118,7 +118,7 @@ def _read_base(path: Path) -> Document:
 
 
 def render(document: Document) -> RenderableType:
-    """A line for each class and target, and below them what is left."""
+    """A line for each class and target; below them the shares kept."""
     table = Rows.of(
         "class", "target", "prompts", "k", "τ", "tokens/s", "without", "speed-up", "τ retained", "speed-up retained"
     )

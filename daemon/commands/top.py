@@ -1,4 +1,4 @@
-"""`honed top`: the whole service on one screen, live. A daemon that goes away is waited for."""
+"""`honed top`: the whole service live on one screen. It waits for a daemon that goes away."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ QUIT = frozenset("qQ\x03\x04\x1b")
 
 @dataclass
 class Frame:
-    """What one turn has read; what is `late` is from an earlier one."""
+    """Data of one refresh; if `late`, of an earlier one."""
 
     status: dict[str, Any] = field(default_factory=dict)
     workloads: list[dict[str, Any]] = field(default_factory=list)
     timeline: dict[str, Any] = field(default_factory=dict)
     operations: list[dict[str, Any]] = field(default_factory=list)
     trouble: str = ""
-    """Why nothing could be read this time; "" when all is fresh."""
+    """Reason why this refresh failed; "" if it succeeded."""
 
 
 def register(app: typer.Typer) -> None:
@@ -49,13 +49,13 @@ def register(app: typer.Typer) -> None:
 
 def top(
     context: typer.Context,
-    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
-    count: Annotated[int, typer.Option(min=0, help="End after so many looks; 0: when q is pressed.")] = 0,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between refreshes.")] = 1.0,
+    count: Annotated[int, typer.Option(min=0, help="Stop after this many refreshes; 0: at q.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Everything live on one screen; q ends it. With --json a line each time; without a terminal one look, as text."""
+    """Show everything live on one screen; q ends it. --json prints a line each time. Without a terminal: once, as text."""
     with connect(context) as client:
-        frame = read(client)  # a daemon that isn't there at the start is an error as elsewhere
+        frame = read(client)  # no daemon at the start is an error, as in other commands
         if as_json:
             for shown in _frames(client, frame, interval, count):
                 print_json({"status": shown.status, "workloads": shown.workloads, "trouble": shown.trouble})
@@ -67,7 +67,7 @@ def top(
 
 
 def read(client: AdminClient) -> Frame:
-    """Look once. Raises AdminError."""
+    """Fetch once. Raises AdminError."""
     status = client.get("/v1/status")
     since = time.time() - SECONDS_BACK
     return Frame(
@@ -79,12 +79,12 @@ def read(client: AdminClient) -> Frame:
 
 
 def view(frame: Frame) -> RenderableType:
-    """All parts, one below the other: for pipes and small screens."""
+    """All parts stacked, for pipes and small screens."""
     return Group(_verdict(frame), _engines(frame), _curves(frame), _workloads(frame), _bottom(frame))
 
 
 def screen(frame: Frame) -> Layout:
-    """The same parts, fitted to a terminal's height: what is wrong is never what is cut off."""
+    """The same parts fitted to a terminal's height; problems are never cut off."""
     found = findings(frame.status)
     layout = Layout()
     layout.split_column(
@@ -98,14 +98,14 @@ def screen(frame: Frame) -> Layout:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars from 0 to their greatest."""
+    """The last `width` values as bars from 0 to their maximum."""
     shown = list(values)[-width:]
     most = max(shown, default=0.0)
     return "".join(BARS[round((len(BARS) - 1) * value / most)] if most > 0 else BARS[0] for value in shown)
 
 
 def per_second(points: Sequence[dict[str, Any]], now_s: int, seconds: int = SECONDS_BACK) -> dict[str, list[float]]:
-    """Tokens emitted, acceptance length and draft tokens a round, second by second up to the last whole one; 0 where idle."""
+    """Tokens emitted, acceptance length and draft tokens a round for each complete second; 0 when idle."""
     sums: dict[int, list[int]] = {}
     for point in points:
         row = sums.setdefault(int(point["t"]), [0, 0, 0, 0])
@@ -122,7 +122,7 @@ def per_second(points: Sequence[dict[str, Any]], now_s: int, seconds: int = SECO
 def _verdict(frame: Frame) -> RenderableType:
     found: list[Finding] = findings(frame.status)
     if frame.trouble:
-        found = [Finding("error", f"{frame.trouble}; what is shown is old"), *found]
+        found = [Finding("error", f"{frame.trouble}; the data shown is old"), *found]
     status = frame.status
     up = cells.seconds(status.get("uptime_s"))
     title = Text(f"honed {cells.text(status.get('version'))}, {cells.text(status.get('state'))}, up {up}")
@@ -143,7 +143,7 @@ def _engines(frame: Frame) -> RenderableType:
 
 
 def _curves(frame: Frame) -> RenderableType:
-    # The clock of the figures is the daemon's, which may be another machine's.
+    # The figures use the daemon's clock, which may be another machine's.
     points = frame.timeline.get("points") or []
     latest_s = max((int(point["t"]) for point in points), default=0)
     grid = Rows.of(show_header=False)
@@ -172,11 +172,11 @@ def _bottom(frame: Frame) -> RenderableType:
         stage = operation.get("stage") if operation.get("state") == "running" else operation.get("state")
         text = f"{operation.get('kind')}: {stage} {operation.get('error') or ''}".strip()
         grid.add_row(Text(cells.text(operation.get("operation_id")), "dim"), Text(text))
-    return Panel(grid, title="drafter, training, what happened", title_align="left", border_style="dim")
+    return Panel(grid, title="drafter, training, events", title_align="left", border_style="dim")
 
 
 def _frames(client: AdminClient, first: Frame, interval_s: float, count: int) -> Iterator[Frame]:
-    """One frame after another; a daemon that doesn't answer gives the last one again, with the trouble."""
+    """Yield frames. If the daemon doesn't answer, repeat the last one with the error."""
     frame, number = first, 0
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -209,7 +209,7 @@ def _live(client: AdminClient, frame: Frame, interval_s: float, count: int) -> N
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], frozenset[str]]]:
-    """A function that waits and returns the keys pressed meanwhile; without a keyboard it only waits."""
+    """Yield a function that waits and returns the keys pressed; without a keyboard it only waits."""
     if not sys.stdin.isatty():
         yield _wait_only
         return

@@ -1,4 +1,4 @@
-"""Following an operation to its end in a terminal: a progress bar that says what is being done."""
+"""Follow an operation to its end in a terminal: a progress bar that names the current stage."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ STAGES = {
     "watching": "watching live acceptance",
     "done": "done",
 }
-SAYS = {"waiting": "yielding to the engine, which has work or sleeps", "paused": "paused by an operator"}
+SAYS = {"waiting": "waiting: the engine is busy or asleep", "paused": "paused by an operator"}
 
 
 def follow(client: AdminClient, operation_id: str, *, quiet: bool = False) -> View:
-    """Wait for an operation, showing how it gets on (on stderr), and return its last view."""
+    """Wait for an operation, showing its progress on stderr, and return its last view."""
     return watch(client.follow(operation_id), quiet=quiet)
 
 
 def watch(views: Iterable[View], *, quiet: bool = False) -> View:
-    """Show an operation's views as they come, and return the last one."""
+    """Show an operation's views as they arrive, and return the last one."""
     if quiet:
         return _last(views)
     console = Console(stderr=True, highlight=False)
@@ -41,7 +41,7 @@ def watch(views: Iterable[View], *, quiet: bool = False) -> View:
 
 
 def headline(view: View) -> str:
-    """What is being done right now, in words."""
+    """The current stage in words."""
     detail = view.get("detail") or {}
     stage, trainer_state = str(view.get("stage") or ""), str(detail.get("state") or "")
     if stage in ("collecting", "training") and trainer_state in SAYS:
@@ -50,12 +50,12 @@ def headline(view: View) -> str:
 
 
 def progress(view: View) -> str:
-    """How far its training is; "" for an operation that doesn't train."""
+    """Training progress; "" for an operation that doesn't train."""
     return show.progress_line(view.get("detail") or {}) if view.get("kind") == "recalibrate" else ""
 
 
 def share_done(view: View) -> float | None:
-    """How much of the training is over, 0 … 1, by steps or by time; None while nobody can know."""
+    """Share of the training that is done, 0 … 1, by steps or by time; None if unknown."""
     detail = view.get("detail") or {}
     if view.get("stage") in ("gating", "canary", "swapping", "watching", "done"):
         return 1.0
@@ -69,13 +69,13 @@ def share_done(view: View) -> float | None:
 
 def _last(views: Iterable[View]) -> View:
     last: View = {}
-    for last in views:  # noqa: B007 - the last one is what is wanted
+    for last in views:  # noqa: B007 - only the last one is used
         pass
     return last
 
 
 def _lines(views: Iterable[View], console: Console) -> View:
-    """Without a terminal: a line at each change of stage."""
+    """Print a line at each change of stage, for output without a terminal."""
     said, view = "", {}
     for view in views:
         if (text := headline(view)) != said:

@@ -1,7 +1,7 @@
-"""Rounds taken since the daemon started, by engine, workload and drafter version: what the acceptance metrics show.
+"""Rounds since the daemon started, by engine, workload and drafter version, for the acceptance metrics.
 
-Every combination costs a scrape some thirty samples, and versions come and go, so at most `limit` are kept: the one that had
-rounds least recently goes first. Comes it back, its counters start anew, which `rate()` takes for what it is: a reset.
+Each combination adds about thirty samples to a scrape, and versions come and go, so at most `limit` are kept. The one whose
+rounds are oldest is dropped first. If it returns, its counters start at 0, which `rate()` handles as a reset.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LiveRounds:
         self._limit = limit
         self._cells: dict[Cell, Counts] = {}
         self.dropped = 0
-        """Cells that made room for others."""
+        """Cells dropped for others."""
 
     def add(self, cell: Cell, counts: Counts) -> None:
         """Add rounds to a cell."""
@@ -37,10 +37,10 @@ class LiveRounds:
         self._cells[cell] = held
 
     def snapshot(self) -> list[tuple[Cell, Counts]]:
-        """The cells in order of their names, copied, so that they can be rendered without the lock."""
+        """Copy of the cells, sorted by name, for rendering without the lock."""
         # Arrays aren't copied: adding replaces them.
         return sorted(((cell, replace(counts)) for cell, counts in self._cells.items()), key=lambda pair: pair[0])
 
     def workloads(self) -> set[tuple[str, str]]:
-        """Engine id and workload of every cell."""
+        """Engine id and workload of each cell."""
         return {(engine_id, workload) for engine_id, workload, _ in self._cells}

@@ -1,6 +1,6 @@
-"""The last hour of each engine's load beside what was drafted under it, in memory: slots of a few seconds.
+"""Load and draft lengths of each engine in the last hour, in memory, in slots of a few seconds.
 
-A slot sums the engine steps that fell into it; means are by step (requests) or by request (draft tokens).
+A slot sums the engine steps within it. Means are per step (requests) or per request (draft tokens).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Slot:
     """Sums over the steps of `SLOT_S` seconds."""
 
     t: int
-    """Wall second at which it begins."""
+    """Wall second of its start."""
     steps: int = 0
     requests: int = 0
     draft_tokens: int = 0
     budget: int = 0
-    """Most nodes (draft tokens, for a chain) that the policy in force allowed a request; the largest of the slot."""
+    """Most nodes (for a chain: draft tokens) that the policy allowed a request; the slot's maximum."""
 
     @property
     def requests_per_step(self) -> float:
@@ -43,7 +43,7 @@ class LoadHistory:
         self._slots: dict[str, deque[Slot]] = {}
 
     def add(self, engine_id: str, steps: StepColumns, budget: int, now_s: float) -> None:
-        """Add a batch's steps, placed at their arrival: batches are a fraction of a slot long."""
+        """Add a batch's steps at their arrival time: a batch is much shorter than a slot."""
         slot = self._slot(engine_id, now_s)
         if slot is None:
             return
@@ -53,7 +53,7 @@ class LoadHistory:
         slot.budget = max(slot.budget, budget)
 
     def slots(self, engine_id: str, since_s: float) -> list[Slot]:
-        """Slots that began at or after a moment, oldest first; seconds without steps have none."""
+        """Slots that began at or after a moment, oldest first; times without steps have none."""
         return [slot for slot in self._slots.get(engine_id, ()) if slot.t >= since_s]
 
     def _slot(self, engine_id: str, now_s: float) -> Slot | None:
@@ -63,7 +63,7 @@ class LoadHistory:
                 return None
             slots = self._slots[engine_id] = deque(maxlen=HELD_S // SLOT_S)
         t = int(now_s) // SLOT_S * SLOT_S
-        # A clock that was set back goes on in the slot that is there.
+        # If the clock was set back, the present slot continues.
         if not slots or t > slots[-1].t:
             slots.append(Slot(t))
         return slots[-1]

@@ -1,6 +1,6 @@
-"""The operator's overrides: each with a time to live, kept across restarts, gone when it is over.
+"""The operator's overrides. Each has a time to live, survives restarts and ends when its time is over.
 
-While the daemon runs that time is measured by the monotonic clock: whoever sets the wall clock ends and prolongs none.
+While the daemon runs, the monotonic clock measures that time, so setting the wall clock changes none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("draft_tokens", "capture_share", "policy")
 
 @dataclass(frozen=True, slots=True)
 class SetOverride:
-    """An override as it was set."""
+    """An override as set."""
 
     name: str
     value: Any
@@ -38,7 +38,7 @@ class SetOverride:
 
 
 class Overrides:
-    """Those in force. Guarded by the service's lock."""
+    """Overrides in force. Guarded by the service's lock."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Overrides:
         self._clock, self._monotonic = clock, monotonic
         self._by_name: dict[str, SetOverride] = {}
         self._ends_s: dict[str, float] = {}
-        """By the monotonic clock."""
+        """Ends, by the monotonic clock."""
         self.changes: Counter[tuple[str, str]] = Counter()
-        """(name, "set", "cleared" or "expired") -> how often since the daemon started."""
+        """(name, "set", "cleared" or "expired") -> count since the daemon started."""
 
     def load(self) -> None:
-        """Take up those that were in force when the daemon stopped, except what the settings don't allow any more."""
+        """Load those in force when the daemon stopped, except values that the settings no longer allow."""
         for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ?", (self._clock(),)):
             row["value"] = json.loads(row["value"])
             name = row["name"]
@@ -77,8 +77,8 @@ class Overrides:
         """Put an override in force.
 
         Args:
-            drafts_most: connected engine -> draft tokens that it is configured for. A number that none of them can draft is
-                a slip of the hand, and refused; one that only some can is taken, and the others draft what they can.
+            drafts_most: connected engine -> its configured draft tokens. A number that none of them can draft is refused
+                as a mistake. If only some can, it is accepted, and the others draft their most.
 
         Raises:
             RequestError, UnknownError
@@ -97,7 +97,7 @@ class Overrides:
         return made
 
     def clear(self, name: str, reason: str, actor: str) -> None:
-        """End an override. Raises UnknownError when it isn't in force."""
+        """End an override. Raises UnknownError if it isn't in force."""
         if name not in self._by_name:
             why = f"no override {name!r} is in force; {there_are(self._by_name)}"
             raise UnknownError(why, cure="`honed override list` shows them.")
@@ -107,7 +107,7 @@ class Overrides:
         self._journal.mark("override", f"{name} cleared")
 
     def expire(self) -> None:
-        """Drop those whose time is over."""
+        """Drop expired overrides."""
         now_s = self._monotonic()
         for name in [name for name, end_s in self._ends_s.items() if end_s <= now_s]:
             self._remove(name)
@@ -116,9 +116,9 @@ class Overrides:
             self._journal.mark("override", f"{name} expired")
 
     def active(self, extra: Override | None = None) -> list[Override]:
-        """As the controllers take them, on their clock; `extra` yields to an operator's one of the same name.
+        """Overrides for the controllers, on their clock; an operator's override replaces an `extra` of the same name.
 
-        In the order in which they were set: of `draft_tokens` and `policy` the later one counts.
+        They are in the order of setting: of `draft_tokens` and `policy` the later one counts.
         """
         found = [Override(o.name, o.value, self._ends_s[o.name]) for o in self._in_order()]
         if extra is not None and extra.name not in self._by_name:
@@ -126,7 +126,7 @@ class Overrides:
         return found
 
     def listing(self) -> list[dict[str, Any]]:
-        """As the API shows them."""
+        """Documents for the API."""
         now, now_s = self._clock(), self._monotonic()
         left_s = {name: max(0.0, end_s - now_s) for name, end_s in self._ends_s.items()}
         return [
@@ -144,7 +144,7 @@ class Overrides:
 
 
 def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapping[str, int] | None = None) -> None:
-    """Raises UnknownError for a name, RequestError for a value that can't be."""
+    """Raise UnknownError for an unknown name, RequestError for an invalid value."""
     if name not in NAMES:
         raise UnknownError(f"no override {name!r}; there are {', '.join(NAMES)}", cure="`honed override set --help`")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -155,7 +155,7 @@ def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapp
         if value > most:
             able = ", ".join(f"{engine_id} {k}" for engine_id, k in sorted((drafts_most or {}).items()))
             raise RequestError(
-                f"draft_tokens {value:g} is more than any connected engine drafts ({able})",
+                f"draft_tokens {value:g} is more than any connected engine can draft ({able})",
                 cure=f"Give 0 to {most}; more needs num_speculative_tokens in vLLM's --speculative-config, and a restart.",
             )
     if name == "capture_share" and not (is_number and 0 <= value <= 1):
@@ -165,5 +165,5 @@ def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapp
     if name == "policy" and value == "table" and not settings.table:
         raise RequestError(
             'policy "table" needs a table, and the settings have none',
-            cure="Set controller.table, as `table = [[4, 5], [16, 2]]`, and restart the daemon; `honed replay` tries tables.",
+            cure="Set controller.table, e.g. `table = [[4, 5], [16, 2]]`, and restart the daemon; `honed replay` tests tables.",
         )

@@ -1,8 +1,7 @@
-"""A new controller learns from the end of the stored log: so a daemon or an engine that was started again still knows it.
+"""Warm start after a restart of daemon or engine: a new controller learns from the end of the stored log.
 
-Without it every restart would explore anew, with fixed lengths until step times are known. Only boots count in which the same
-target, drafter and engine settings ran under the same engine id; what has changed in the meantime (another GPU, other clocks)
-is noticed as it is while running.
+Without it every restart would explore anew, with fixed lengths until step times are known. It only uses boots with the same
+target, drafter, engine settings and engine id. Other changes (another GPU, other clocks) are detected while running, as usual.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from honed.daemon.store.database import connect
 log = structlog.get_logger("honed.warm_start")
 
 MOST_BATCHES = 400
-"""A busy engine fills four in a second."""
+"""A busy engine fills four per second."""
 ALIKE = ("model_name", "target_path", "drafter_path", "method", "runner", "vllm_version", "num_spec_tokens", "max_num_seqs")
-"""What has to be as it was, of that which an engine says of itself."""
+"""Fields of an engine's hello that must be unchanged."""
 
 _BOOTS = "SELECT boot_id, hello FROM boots WHERE engine_id = ? AND hello IS NOT NULL"
 _NEWEST = """
@@ -39,8 +38,8 @@ class WarmStart:
     """Makes the controllers of engines that say hello. Guarded by the service's lock, which the background takes itself.
 
     Args:
-        tell_of_trial: tells a controller which versions take turns; called before it learns and once more after it.
-        on_ready: called when an engine has its controller.
+        tell_of_trial: tells a controller which versions take turns; called before and after it learns.
+        on_ready: called once an engine has its controller.
     """
 
     def __init__(
@@ -58,9 +57,9 @@ class WarmStart:
         self._tell_of_trial, self._on_ready = tell_of_trial, on_ready
 
     def prepare(self, engine: Engine, hello: EngineHello) -> None:
-        """Have a controller made that fits what the engine says of itself.
+        """Make a controller that fits the engine's hello.
 
-        An engine tells of its CUDA graphs in a second hello: then it gets another one.
+        A second hello reports its CUDA graphs; then it gets another controller.
         """
         if engine.controller is not None and not self._steering.fits(engine.controller, hello):
             engine.controller = None
@@ -77,10 +76,10 @@ class WarmStart:
             learned = learn_from_log(self._database, hello, controller) if controller is not None else 0
             log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
         except Exception as error:
-            log.exception("nothing could be learned from the stored log", error=str(error))
+            log.exception("learning from the stored log failed", error=str(error))
         with self._lock:
             if controller is not None:
-                self._tell_of_trial(controller)  # another one, or none, since then
+                self._tell_of_trial(controller)  # the trial may have changed or ended
             engine.controller, engine.awaits_controller = controller, False
             if engine.hello is not None and engine.hello != hello:
                 self.prepare(engine, engine.hello)
@@ -88,9 +87,9 @@ class WarmStart:
 
 
 def learn_from_log(database: Path, hello: EngineHello, controller: EngineController) -> int:
-    """Let a new controller learn from what is stored of its engine. Returns from how many batches it could.
+    """Let a new controller learn from its engine's stored batches. Returns their number.
 
-    Raises pysqlite3.Error when the database can't be read.
+    Raises pysqlite3.Error if the database can't be read.
     """
     learned = 0
     connection = connect(database, read_only=True)
@@ -105,7 +104,7 @@ def learn_from_log(database: Path, hello: EngineHello, controller: EngineControl
         if batch is None:
             continue
         try:
-            controller.observe(batch)  # its alarms stand already, see `drift_alarms`
+            controller.observe(batch)  # its alarms are stored already, see `drift_alarms`
         except ValueError:
             continue
         learned += 1

@@ -1,7 +1,7 @@
-"""What `honed doctor` finds: one `Check` for each thing looked at, with the cause of what is wrong and the cure.
+"""Results of `honed doctor`: one `Check` for each item, with the cause of a problem and its cure.
 
-The checks are functions of values that others gathered (settings, processes, answers), so each can be shown to fail. `level`
-is "ok", "warning", "error", or "unknown" where it could not be looked at.
+The checks are functions of values gathered elsewhere (settings, processes, answers), so tests can make each fail. `level`
+is "ok", "warning", "error", or "unknown" if the check was impossible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ORDER: tuple[Level, ...] = ("error", "warning", "unknown", "ok")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of checking one item."""
 
     subject: str
     level: Level
@@ -25,11 +25,11 @@ class Check:
 
 
 def worst_first(checks: Iterable[Check]) -> list[Check]:
-    """Errors, warnings, what couldn't be seen, and what is well; each in the order it was found."""
+    """Errors, warnings, unknowns, then passed checks; each group in the order found."""
     return sorted(checks, key=lambda check: ORDER.index(check.level))
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """0: nothing is wrong; 1: something is; 4: only warnings. What couldn't be seen counts as neither."""
+    """Exit code. 0: no problem; 1: errors; 4: only warnings. Unknowns don't count."""
     levels = {check.level for check in checks}
     return 1 if "error" in levels else 4 if "warning" in levels else 0

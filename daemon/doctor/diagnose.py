@@ -1,4 +1,4 @@
-"""Gathers what `honed doctor` judges: settings, folders, the daemon's answer, vLLM's processes, memory, Prometheus."""
+"""Gathers the inputs of `honed doctor`: settings, folders, the daemon's answer, vLLM's processes, memory, Prometheus."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ HTTP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What the operator said."""
+    """The operator's options."""
 
     config: Path | None = None
     command: tuple[str, ...] = ()
-    """A vLLM command to judge, instead of what runs."""
+    """A vLLM command to check instead of running servers."""
     prometheus: str = ""
 
 
 def diagnose(asked: Asked, connection: Connection) -> list[Check]:
-    """Everything that there is to say, of the services where they are meant; see `service_environment`."""
+    """Run all checks, with the services' settings if `service_environment` applies."""
     config = asked.config
     try:
         env = service_environment(config)
@@ -60,7 +60,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
             if socket_of(settings.paths) != settings.paths.admin_socket:
                 settings = load(config, {"paths": {"state_dir": STATE_DIR, "runtime_dir": SERVICE_DIR}})
     except SettingsError as error:
-        wrong = Check("settings", "error", str(error), "Correct it: the daemon doesn't start with it.")
+        wrong = Check("settings", "error", str(error), "Correct it: the daemon can't start with it.")
         return [*checks, wrong, *_command(asked.command)]
     read_from = f"{config} and {ENVIRONMENT}" if env is not None and ENVIRONMENT.is_file() else config
     checks.append(Check("settings", "ok", f"read from {read_from or 'the environment and defaults'}"))
@@ -70,7 +70,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
     checks += (host := list(doctor_host.check_host(settings)))
     status, answer = _status(open_client, settings.paths.runtime_dir)
     if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):
-        checks += answer  # else the socket has said it
+        checks += answer  # otherwise the socket's check already reported it
     checks += _command(asked.command) if asked.command else _running(settings, status)
     checks += _memory(settings, status, asked.command)
     if status is not None:
@@ -81,7 +81,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """A checkpoint's config.json; None where there is none to be read."""
+    """A checkpoint's config.json; None if it can't be read."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def fetch(url: str) -> tuple[int, str]:
-    """Status and body of a GET; 0 and the reason where nobody answers."""
+    """Status and body of a GET; 0 and the reason without an answer."""
     try:
         answer = httpx2.get(url, timeout=HTTP_TIMEOUT_S, trust_env=False)
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
@@ -103,7 +103,7 @@ def _config_of(process: vllm_processes.VllmProcess, name: str) -> dict[str, Any]
 
 
 def own_version() -> str:
-    """Of the honed that this command belongs to."""
+    """Version of the honed of this command."""
     try:
         return version("honed")
     except PackageNotFoundError:
@@ -111,7 +111,7 @@ def own_version() -> str:
 
 
 def _status(open_client: Callable[[], AdminClient], runtime_dir: Path) -> tuple[dict[str, Any] | None, list[Check]]:
-    """The daemon's status, and what there is to say of it; `runtime_dir` has been looked at."""
+    """The daemon's status and its checks; `runtime_dir` is already checked."""
     try:
         with open_client() as client:
             status: dict[str, Any] = client.get("/v1/status")
@@ -131,23 +131,23 @@ def _command(words: Sequence[str]) -> list[Check]:
             return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]
         except PackageNotFoundError:
             continue
-    return [Check("vLLM here", "unknown", "which release it is: none is installed in this environment"), *checks]
+    return [Check("vLLM here", "unknown", "release unknown: none is installed in this environment"), *checks]
 
 
 def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Check]:
-    """The servers on this machine, unless an engine that attached from elsewhere shows that they are in a container."""
+    """Check servers on this machine. An engine attached from elsewhere shows that they run in a container."""
     found = vllm_processes.running()
     runtime_dir = settings.paths.runtime_dir
     for process in found:
         group, registry = _group_of(runtime_dir), settings.paths.registry
         yield from doctor_vllm.check_process(process, str(runtime_dir), group, registry, partial(_config_of, process))
     if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):
-        cure = "Start it with what `honed vllm-args` prints. `honed doctor -- COMMAND …` judges a command before it is run."
+        cure = "Start it with the flags `honed vllm-args` prints. `honed doctor -- COMMAND …` checks a command first."
         yield Check("vLLM", "warning", "no vLLM server runs here", cure)
 
 
 def _group_of(folder: Path) -> int | None:
-    """The group that may use the sockets, where that isn't everybody's own affair."""
+    """Group that may use the sockets; None if honed runs for a single user."""
     try:
         found = folder.stat()
     except OSError:
@@ -176,7 +176,7 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
 
 
 def _named(command: Sequence[str]) -> DrafterConfig | None:
-    """The shape of the drafter that a vLLM command names; None where it can't be read here."""
+    """Shape of the drafter in a vLLM command; None if it can't be read here."""
     found = read_config(Path(parse(command).drafter))
     try:
         return DrafterConfig.from_json(found) if found is not None else None
@@ -185,7 +185,7 @@ def _named(command: Sequence[str]) -> DrafterConfig | None:
 
 
 def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[DrafterConfig | None, str]:
-    """The active drafter's shape; None and the reason where it can't be known."""
+    """Shape of the active drafter; None and the reason if unknown."""
     if status is None:
         return None, "no daemon says which version is active"
     active = (status.get("drafters") or {}).get("active") or ""

@@ -1,4 +1,4 @@
-"""Whether this machine suits: SQLite, folders and their rights, sockets, room on the disk, the trainer's needs."""
+"""Checks of this machine: SQLite, folders and their modes, sockets, disk space, the trainer's needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from honed.daemon.settings.filesystem import IN_MEMORY, filesystem_of, folder_in
 from honed.daemon.settings.settings import Settings
 
 FREE_BYTES = 1 << 30
-"""Beside what the store may still grow by: versions of the drafter, the WAL."""
+"""Free space required beside the store's growth: drafter versions, the WAL."""
 
 
 def check_host(settings: Settings) -> Iterator[Check]:
-    """Everything that can be seen without asking anybody."""
+    """Run all checks that need no other process."""
     yield from check_sqlite()
     paths = settings.paths
     yield from check_folder("state directory", paths.state_dir)
@@ -34,7 +34,7 @@ def check_host(settings: Settings) -> Iterator[Check]:
 
 
 def check_sqlite() -> Iterator[Check]:
-    """Whether the SQLite that the daemon opens its database with is sound."""
+    """Check that the daemon's SQLite has no known corruption bug."""
     from honed.daemon.errors import StartError
     from honed.daemon.store.database import check_sqlite_version
 
@@ -52,50 +52,50 @@ def check_sqlite() -> Iterator[Check]:
 
 
 def check_folder(subject: str, path: Path) -> Iterator[Check]:
-    """Whether a folder is there, and nobody but its owner and group can get in."""
+    """Check that a folder exists and only its owner and group may enter."""
     try:
         found = path.stat()
     except FileNotFoundError:
-        yield Check(subject, "warning", f"{path} isn't there", "`honed serve`, or the service, makes it at its first start.")
+        yield Check(subject, "warning", f"{path} doesn't exist", "`honed serve`, or the service, makes it at the first start.")
         return
     except OSError as error:
         yield Check(subject, "unknown", f"{path}: {error.strerror}", "Run `sudo honed doctor`, or join the group honed.")
         return
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISDIR(found.st_mode):
-        yield Check(subject, "error", f"{path} is no folder", f"Move {path} away; honed makes the folder.")
+        yield Check(subject, "error", f"{path} isn't a folder", f"Move {path} away; honed makes the folder.")
     elif mode & 0o007:
-        text = f"{path} has mode {mode:04o}: everybody on this machine gets at prompts in disguise"
+        text = f"{path} has mode {mode:04o}: any user of this machine can read prompts from samples"
         yield Check(subject, "error", text, f"chmod o= {path}")
     else:
         yield Check(subject, "ok", f"{path}, mode {mode:04o}")
 
 
 def check_in_memory(runtime_dir: Path) -> Iterator[Check]:
-    """Whether samples stay off the disk."""
+    """Check that samples stay off the disk."""
     filesystem = filesystem_of(runtime_dir)
     if filesystem and filesystem not in IN_MEMORY:
-        text = f"{runtime_dir} is on {filesystem}: samples, which are prompts in disguise, reach the disk"
+        text = f"{runtime_dir} is on {filesystem}: samples, which reveal prompts, reach the disk"
         cure = f"Set HONED_RUNTIME_DIR to {folder_in_memory()}, for the daemon, the trainer and vLLM."
         yield Check("runtime directory", "warning", text, cure)
 
 
 def check_engines_folder(path: Path) -> Iterator[Check]:
-    """Where vLLM's user makes its engines' folders: as a service only with the group's right to write, and setgid."""
+    """Check the folder in which vLLM's user makes its engines' folders: a service needs it group-writable and setgid."""
     try:
         found = path.stat()
     except OSError:
-        return  # made by the first engine where daemon and vLLM are one user
+        return  # the first engine makes it if daemon and vLLM share a user
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o020 and not mode & stat.S_ISGID:
-        text = f"{path} has mode {mode:04o}: what vLLM makes there isn't the group's, so the trainer can't read it"
+        text = f"{path} has mode {mode:04o}: folders that vLLM makes there lack the group, so the trainer can't read them"
         yield Check("engines' folders", "error", text, f"chmod g+s {path}, then restart vLLM; or `systemd-tmpfiles --create`.")
     else:
         yield Check("engines' folders", "ok", f"{path}, mode {mode:04o}")
 
 
 def check_room(state_dir: Path, max_raw_bytes: int, used_bytes: int) -> Iterator[Check]:
-    """Whether the disk holds what the settings let the store grow to."""
+    """Check that the disk has space for the store's size limit."""
     try:
         free = shutil.disk_usage(state_dir).free
     except OSError:
@@ -103,42 +103,42 @@ def check_room(state_dir: Path, max_raw_bytes: int, used_bytes: int) -> Iterator
     wanted = max(0, max_raw_bytes - used_bytes) + FREE_BYTES
     gib = f"{free / 2**30:.1f} GiB are free on the disk of {state_dir}"
     if free < FREE_BYTES:
-        cure = "Make room; until then nothing is stored and engines keep what they have in memory."
+        cure = "Free disk space; until then nothing is stored and engines keep events in memory."
         yield Check("disk", "error", gib, cure)
     elif free < wanted:
         text = f"{gib}, the store may still take {wanted / 2**30:.1f} GiB"
-        yield Check("disk", "warning", text, "Make room, or lower store.max_raw_bytes.")
+        yield Check("disk", "warning", text, "Free disk space, or lower store.max_raw_bytes.")
     else:
         yield Check("disk", "ok", gib)
 
 
 def check_socket(subject: str, path: Path) -> Iterator[Check]:
-    """Whether somebody listens on a socket, and who may connect."""
+    """Check that a daemon listens on a socket, and who may connect."""
     try:
         found = path.stat().st_mode
     except FileNotFoundError:
         cure = "Start the daemon: `systemctl start honed` or `honed serve`."
-        yield Check(subject, "error", f"{path} isn't there: no daemon is running", cure)
+        yield Check(subject, "error", f"{path} doesn't exist: no daemon is running", cure)
         return
     except OSError as error:
         yield Check(subject, "unknown", f"{path}: {error.strerror}", "Run `sudo honed doctor`, or join the group honed.")
         return
     mode = stat.S_IMODE(found)
     if not stat.S_ISSOCK(found):
-        yield Check(subject, "error", f"{path} is no socket", f"Move {path} away, then start the daemon: it makes its own.")
+        yield Check(subject, "error", f"{path} isn't a socket", f"Move {path} away, then start the daemon; it makes one.")
         return
     if mode & 0o007:
-        yield Check(subject, "error", f"{path} has mode {mode:04o}: everybody may use it", f"chmod 0660 {path}")
+        yield Check(subject, "error", f"{path} has mode {mode:04o}: every user may use it", f"chmod 0660 {path}")
         return
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(2.0)
             probe.connect(str(path))
     except PermissionError:
-        yield Check(subject, "unknown", f"{path} may not be used by this user", "usermod -aG honed USER, then log in again.")
+        yield Check(subject, "unknown", f"this user may not use {path}", "usermod -aG honed USER, then log in again.")
     except ConnectionRefusedError:
-        text = f"nobody listens on {path}: a daemon left it behind"
-        yield Check(subject, "error", text, "It was killed: `systemctl restart honed` or `honed serve`.")
+        text = f"nobody listens on {path}: a killed daemon left it"
+        yield Check(subject, "error", text, "Start it again: `systemctl restart honed` or `honed serve`.")
     except OSError as error:
         yield Check(subject, "error", f"{path}: {error}", "See `journalctl -u honed`.")
     else:
@@ -146,7 +146,7 @@ def check_socket(subject: str, path: Path) -> Iterator[Check]:
 
 
 def check_torch(device: str) -> Iterator[Check]:
-    """Whether the trainer has what it runs on. Looks for PyTorch without loading it."""
+    """Check the trainer's device and PyTorch, without loading PyTorch."""
     if find_spec("torch") is None:
         cure = "pip install '/path/to/honed[train]'"
         yield Check("trainer", "warning", "PyTorch isn't installed here: nothing is retrained", cure)
@@ -160,11 +160,11 @@ def check_torch(device: str) -> Iterator[Check]:
 
 
 def check_compiler(named: str, headers: Path) -> Iterator[Check]:
-    """Whether kernels can be compiled on the way: Triton makes a Python module of each, in C.
+    """Check that kernels can be compiled: Triton builds a Python module in C for each.
 
     Args:
-        named: the variable CC, which Triton follows.
-        headers: where Python.h is looked for.
+        named: the variable CC, which Triton uses.
+        headers: folder of Python.h.
     """
     compilers = (named,) if named else ("gcc", "clang")
     found = next((path for name in compilers if (path := shutil.which(name))), None)
@@ -174,8 +174,8 @@ def check_compiler(named: str, headers: Path) -> Iterator[Check]:
     if not (headers / "Python.h").is_file():
         missing.append(f"no {headers / 'Python.h'}")
     if missing:
-        text = f"there is {' and '.join(missing)}: training on CUDA compiles kernels, and fails without"
-        cure = f"Debian: `apt install gcc python{sysconfig.get_python_version()}-dev`; other systems name them alike."
+        text = f"there is {' and '.join(missing)}: training on CUDA must compile kernels and fails"
+        cure = f"Debian: `apt install gcc python{sysconfig.get_python_version()}-dev`; other systems have similar names."
         yield Check("trainer's compiler", "error", text, cure)
     else:
         yield Check("trainer's compiler", "ok", f"{found}, and Python's headers")

@@ -1,7 +1,6 @@
-"""Whether training fits into the memory that vLLM leaves: the trainer's own estimate, held against what is free.
+"""Checks that training fits into the memory that vLLM leaves free: compares the trainer's estimate with free memory.
 
-The trainer makes the same estimate when it begins, of the same arithmetic (`recalib/config/memory.py`), and refuses what
-doesn't fit.
+The trainer makes the same estimate at its start (`recalib/config/memory.py`) and refuses a training that doesn't fit.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ TYPICAL = DrafterConfig(
     target_layer_ids=(1, 9, 17, 25, 33),
     target_hidden_size=4096,
 )
-"""The drafter of an 8B target, where none is known. Source: config.json of z-lab/Qwen3-8B-DFlash-b16."""
+"""An 8B target's drafter, used if none is known. Source: config.json of z-lab/Qwen3-8B-DFlash-b16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one training takes."""
+    """Memory that one training needs."""
 
     estimate: MemoryEstimate
     cures: list[tuple[str, MemoryEstimate]]
-    """Changes of settings, and what is needed then; those first that cost least."""
+    """Changes of settings and the estimate with each; cheapest first."""
     limit_bytes: int = 0
     """`trainer.memory_bytes`."""
     guess: str = ""
-    """Why the drafter had to be guessed; empty when it is known."""
+    """Reason for guessing the drafter; empty if it is known."""
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Total."""
         return self.estimate.total_bytes
 
     def __str__(self) -> str:
@@ -62,18 +61,18 @@ class Need:
         return f"training takes about {in_words(self.total_bytes)}{guessed}"
 
     def cure(self, usable: int) -> str:
-        """The change of settings that costs least and makes it fit; "" where none does."""
+        """Cheapest change of settings that makes it fit; "" if none does."""
         usable = min(usable, self.limit_bytes or usable)
         able = [text for text, less in self.cures if less.total_bytes <= usable]
         return able[0] if able else ""
 
 
 def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, *, is_fused: bool, guess: str = "") -> Need:
-    """What training a drafter takes, as the trainer will say it.
+    """Memory for training a drafter, by the trainer's own estimate.
 
     Args:
-        config: of the drafter; None: of a typical one, and `guess` says why.
-        is_fused: whether engines capture fused features, rather than the target's layers side by side.
+        config: the drafter's; None: a typical one, and `guess` says why.
+        is_fused: whether engines capture fused features instead of the target's separate layers.
     """
     config = config or TYPICAL
     shared_bytes, compute_bytes = value_bytes(settings.device, settings.precision)
@@ -89,14 +88,14 @@ def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, 
 
 
 def check_gpu(listing: str | None, device: str, needed: Need) -> Iterator[Check]:
-    """Whether the device that the trainer is set to has room.
+    """Check that the trainer's device has enough free memory.
 
     Args:
-        listing: what `SMI` printed; None when it couldn't be run.
+        listing: output of `SMI`; None if it couldn't be run.
         device: "cuda" or "cuda:N"
     """
     if listing is None:
-        yield Check("GPU memory", "unknown", "nvidia-smi can't be run", "Install the driver's tools to have this checked.")
+        yield Check("GPU memory", "unknown", "nvidia-smi can't be run", "Install the driver's tools for this check.")
         return
     index = int(device.partition(":")[2] or 0)
     rows = {int(row[0]): (int(row[1]) << 20, int(row[2]) << 20) for row in _rows(listing)}
@@ -119,10 +118,10 @@ def check_gpu(listing: str | None, device: str, needed: Need) -> Iterator[Check]
 
 
 def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator[Check]:
-    """Whether the machine's memory has room for the samples, and for training where that is on the CPU.
+    """Check that free memory holds the samples, and the training if it is on the CPU.
 
     Args:
-        needed: None where training is on a GPU.
+        needed: None if training is on a GPU.
     """
     match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     if match is None:
@@ -134,7 +133,7 @@ def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator
         usable = _usable(usable)
         text += f", which leaves {in_words(usable)} for training; {needed}"
     if usable < (needed.total_bytes if needed else 0):
-        more = "give the machine more memory: the trainer is the first to be killed"
+        more = "add memory: the kernel kills the trainer first"
         able = needed.cure(usable) if needed else ""
         cure = f"Lower trainer.sample_bytes, or {more}" + (f"; or {able}." if able else ".")
         yield Check("memory", "warning", text, cure)
@@ -160,7 +159,7 @@ def _usable(free: int) -> int:
 
 
 def gpu_listing() -> str | None:
-    """What nvidia-smi says; None where there is none."""
+    """Output of nvidia-smi; None without it."""
     try:
         done = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

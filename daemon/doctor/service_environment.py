@@ -1,4 +1,4 @@
-"""The environment that systemd gives the services: the units' own, and /etc/honed/honed.env, which is stronger."""
+"""The environment that systemd gives the services: the units' variables, overridden by /etc/honed/honed.env."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ OF_THE_UNITS = {"HONED_STATE_DIR": str(STATE_DIR), "HONED_RUNTIME_DIR": str(SERV
 
 
 def service_environment(config: Path | None, env: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """What the services' settings come from; None where this isn't about them.
+    """The services' environment; None if this call isn't about the services.
 
-    It is where the services' settings file is named, or none is and the user's own environment sets nothing of honed's.
+    It is about them if `config` is their settings file, or is None and the user's environment sets no honed variable.
 
     Raises:
         OSError: honed.env can't be read.
@@ -41,13 +41,13 @@ def service_environment(config: Path | None, env: Mapping[str, str] = os.environ
 
 
 def check_paths(config: Path, env: Mapping[str, str]) -> Iterator[Check]:
-    """Whether folders are set where nobody looks: the units' variables are stronger than the settings file."""
+    """Check for folders set in the settings file: the units' variables override it."""
     try:
         given = tomllib.loads(config.read_text()).get("paths") or {}
     except (OSError, ValueError):
         return
     for variable, field in PATHS.items():
         if field in given and str(given[field]) != env.get(variable, given[field]):
-            text = f"paths.{field} = {str(given[field])!r} in {config} isn't in force: the services' {variable} is stronger"
-            cure = f"Take it out, and set {variable} in {ENVIRONMENT}, with ReadWritePaths= in a drop-in of both units."
+            text = f"paths.{field} = {str(given[field])!r} in {config} has no effect: the services' {variable} overrides it"
+            cure = f"Remove it and set {variable} in {ENVIRONMENT}, with ReadWritePaths= in a drop-in of both units."
             yield Check("settings", "warning", text, cure)

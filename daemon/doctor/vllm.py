@@ -1,7 +1,7 @@
-"""Whether a vLLM server is started so that honed attaches, and its drafter belongs to its target.
+"""Checks that honed attaches to a vLLM server as started, and that its drafter belongs to its target.
 
-Pure but for `read_config`, which is given, and for a look at the registry. It looks at commands as well as at running
-processes, so that a command can be judged before it is run.
+Pure except for the argument `read_config` and reads of the registry. It checks commands as well as running processes, so that
+a command can be checked before it is run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from honed.daemon.doctor.vllm_processes import VllmProcess
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
 
 SUPPORTED = ((0, 32), (0, 34))
-"""vLLM releases from the first, up to but not including the second; a test holds it to what the attachment checks."""
+"""vLLM releases from the first up to, not including, the second. A test compares them with the attachment's check."""
 PRINT_ARGS = "`honed vllm-args` prints what to add to vLLM's command; restart vLLM once."
 
 ReadConfig = Callable[[str], dict[str, Any] | None]
-"""A checkpoint's config.json; None where it is no folder on this machine."""
+"""A checkpoint's config.json; None if it isn't a folder on this machine."""
 
 
 def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -> Iterator[Check]:
-    """A command's flags, and the drafter that it names."""
+    """Check a command's flags and its drafter."""
     found = [*_attaches(command, subject), *_speculates(command, subject)]
     yield from found
     for text in command.unreadable:
@@ -37,7 +37,7 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -
         target, drafter = read_config(command.model), read_config(command.drafter)
         if target is None or drafter is None:
             unseen = command.model if target is None else command.drafter
-            yield Check(subject, "unknown", f"whether drafter and target fit: {unseen} is no folder on this machine")
+            yield Check(subject, "unknown", f"drafter and target not compared: {unseen} isn't a folder on this machine")
         else:
             yield from check_pair(target, drafter, subject, command.drafter)
 
@@ -45,7 +45,7 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -
 def check_process(
     process: VllmProcess, runtime_dir: str, group: int | None, registry: Path, read_config: ReadConfig
 ) -> Iterator[Check]:
-    """A running server: its versions, its environment, its rights, its command."""
+    """Check a running server: versions, environment, rights, command."""
     subject = f"vLLM (process {process.pid})"
     yield from check_version(process.vllm_version, subject)
     if process.site_packages is not None and not process.honed_version:
@@ -56,43 +56,43 @@ def check_process(
             f"{process.site_packages.parents[2]}/bin/python -m pip install --no-deps /path/to/honed, then restart vLLM.",
         )
     if process.environment is None:
-        yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` looks at it, too.")
+        yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` checks it too.")
     else:
         yield from _finds_daemon(process.environment, subject, runtime_dir)
     if group is not None and process.uid != 0 and group not in process.groups:
         yield Check(
             subject,
             "error",
-            f"runs as user {process.uid}, which is not in the group of {runtime_dir}",
-            f"{_join(group)}, then restart vLLM: groups are read at the start.",
+            f"runs as user {process.uid}, who is not in the group of {runtime_dir}",
+            f"{_join(group)}, then restart vLLM: it reads groups at its start.",
         )
     yield from check_registry(process, registry, subject)
     yield from check_command(process.command, subject, read_config)
 
 
 def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterator[Check]:
-    """Whether a server can open new weights, by the path that the daemon tells it. Rights are those of modes alone."""
+    """Check that a server can open new weights at the daemon's path. Only file modes are checked."""
     if process.environment is None:
-        return  # then it isn't seen either what "/" is for it
-    cure = f"Mount the daemon's there, as in `-v {registry}:{registry}:ro`, and restart vLLM."
+        return  # its "/" can't be read either
+    cure = f"Mount the daemon's there, e.g. `-v {registry}:{registry}:ro`, and restart vLLM."
     try:
         ours = registry.stat()
     except OSError:
-        return  # no daemon has made it yet, or it isn't for us to see
+        return  # no daemon has made it yet, or we may not see it
     try:
         theirs = process.at(registry).stat()
     except PermissionError:
         return
     except OSError:
-        yield Check(subject, "error", f"doesn't see {registry}, from which it reads new weights: every swap fails", cure)
+        yield Check(subject, "error", f"can't see {registry}, where it reads new weights: every swap fails", cure)
         return
     if not os.path.samestat(ours, theirs):
-        text = f"sees another {registry} than the daemon's, from which it reads new weights: every swap fails"
+        text = f"sees another {registry} than the daemon's, where it reads new weights: every swap fails"
         yield Check(subject, "error", text, cure)
         return
     for folder in (registry, *registry.parents):
         if not _may_enter(process, folder):
-            text = f"runs as user {process.uid}, which may not enter {folder}: it reads new weights there, so every swap fails"
+            text = f"runs as user {process.uid}, who may not enter {folder}: it reads new weights there, so every swap fails"
             cure = (
                 f"Put that user into the folder's group (`stat -c %G {folder}`) and restart vLLM; or set HONED_STATE_DIR, for"
             )
@@ -103,7 +103,7 @@ def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterat
 def _join(group: int) -> str:
     try:
         return f"usermod -aG {grp.getgrgid(group).gr_name} USER"
-    except KeyError:  # nobody has named it
+    except KeyError:  # the group has no name
         return f"groupadd -g {group} honed, usermod -aG honed USER"
 
 
@@ -111,37 +111,37 @@ def _may_enter(process: VllmProcess, folder: Path) -> bool:
     try:
         found = process.at(folder).stat()
     except OSError:
-        return True  # not for us to see
+        return True  # we may not see it
     bit = 0o100 if found.st_uid == process.uid else 0o010 if found.st_gid in process.groups else 0o001
     return process.uid == 0 or bool(found.st_mode & bit)
 
 
 def check_version(version: str, subject: str) -> Iterator[Check]:
-    """Whether honed knows this release of vLLM."""
+    """Check that honed supports this release of vLLM."""
     low, high = (".".join(map(str, v)) for v in SUPPORTED)
     release = _release(version)
     if release is None:
-        yield Check(subject, "unknown", "which release of vLLM it is")
+        yield Check(subject, "unknown", "its vLLM release can't be read")
     elif release < SUPPORTED[0]:
         yield Check(
             subject,
             "error",
-            f"vLLM {version} is older than what honed was made for (>={low},<{high}): it only observes there",
+            f"vLLM {version} is older than honed supports (>={low},<{high}): honed only logs events there",
             f"pip install 'vllm>={low},<{high}' in vLLM's environment, then restart vLLM.",
         )
     elif release >= SUPPORTED[1]:
         yield Check(
             subject,
             "warning",
-            f"vLLM {version} is newer than what honed was made for (>={low},<{high}): it only observes there",
+            f"vLLM {version} is newer than honed supports (>={low},<{high}): honed only logs events there",
             f"Install a newer honed, or vllm<{high}.",
         )
     else:
-        yield Check(subject, "ok", f"vLLM {version} is one that honed knows")
+        yield Check(subject, "ok", f"vLLM {version} is supported")
 
 
 def check_pair(target: dict[str, Any], drafter: dict[str, Any], subject: str, name: str) -> Iterator[Check]:
-    """Whether a drafter was trained for this target, as far as their config.json tell."""
+    """Compare a drafter's config.json with its target's, to see that it was trained for it."""
     target = target.get("text_config") or target
     layers = target.get("num_hidden_layers")
     ids = (drafter.get("dflash_config") or {}).get("target_layer_ids") or []
@@ -155,7 +155,7 @@ def check_pair(target: dict[str, Any], drafter: dict[str, Any], subject: str, na
     if layers and ids and max(ids) >= layers:
         wrong.append(f"it reads target layer {max(ids)}, the target's last is {layers - 1}")
     if wrong:
-        cure = "Serve the drafter that was trained for this target, or train one for it; no recalibration mends this."
+        cure = "Serve the drafter that was trained for this target, or train one for it; recalibration can't fix this."
         yield Check(subject, "error", f"drafter {name} was trained for another target: {'; '.join(wrong)}", cure)
     else:
         yield Check(subject, "ok", f"drafter {name} has its target's shapes")
@@ -164,14 +164,14 @@ def check_pair(target: dict[str, Any], drafter: dict[str, Any], subject: str, na
 def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
     scheduler, extension = command.scheduler_cls, command.worker_extension_cls
     if command.config_file and not (scheduler and extension):
-        text = f"flags that are missing may be in {command.config_file}, which isn't looked at"
-        yield Check(subject, "unknown", text, "`honed engines` shows whether it has attached.")
+        text = f"missing flags may be in {command.config_file}, which isn't read"
+        yield Check(subject, "unknown", text, "`honed engines` shows whether honed is attached.")
     elif not scheduler and not extension:
         text = f"has none of honed's flags (--scheduler-cls {SCHEDULER}, --worker-extension-cls {WORKER_EXTENSION})"
         yield Check(subject, "error", text, PRINT_ARGS)
     elif scheduler != SCHEDULER:
         text = f"has --scheduler-cls {scheduler}, not honed's" if scheduler else "has no --scheduler-cls"
-        cure = f"Use --scheduler-cls {SCHEDULER}: vLLM's own scheduler with honed in it. One of your own can't be combined."
+        cure = f"Use --scheduler-cls {SCHEDULER}: vLLM's own scheduler with honed in it. It can't be combined with another."
         yield Check(subject, "error", f"{text}: no events, no draft lengths", cure)
     elif extension != WORKER_EXTENSION:
         text = f"has --worker-extension-cls {extension}, not honed's" if extension else "has no --worker-extension-cls"
@@ -182,7 +182,7 @@ def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
 def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:
     if not command.speculative:
         if not command.config_file and not command.unreadable:
-            cure = "`honed vllm-args --model … --drafter …` prints a command with one."
+            cure = "`honed vllm-args --model … --drafter …` prints a command with it."
             yield Check(subject, "error", "has no --speculative-config: there is nothing to tune", cure)
         return
     if command.method != "dflash":
@@ -195,21 +195,21 @@ def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:
         text = "asks for adaptive verification together with LoRA: vLLM refuses to start"
         yield Check(subject, "error", text, f"{cure}, with LoRA as without.")
     elif is_adaptive:
-        text = "vLLM's own adaptive verification is on: honed neither cuts drafts nor captures, so nothing is retrained"
+        text = "vLLM's own adaptive verification is on: honed neither sets draft lengths nor captures, so nothing is retrained"
         yield Check(subject, "warning", text, f"{cure}.")
     if command.pipeline_parallel_size > 1:
         text = "pipeline parallelism: hidden states are spread over processes, so nothing is captured, retrained or swapped"
-        yield Check(subject, "warning", text, "Use tensor parallelism where the model fits.")
+        yield Check(subject, "warning", text, "Use tensor parallelism if the model fits.")
 
 
 def _finds_daemon(environment: dict[str, str], subject: str, runtime_dir: str) -> Iterator[Check]:
     theirs = environment.get("HONED_RUNTIME_DIR", "").strip()
     if not theirs:
         cure = f"Set HONED_RUNTIME_DIR={runtime_dir} for vLLM (`honed vllm-args`), and restart it."
-        yield Check(subject, "error", "HONED_RUNTIME_DIR isn't set for it: nothing of honed is loaded", cure)
+        yield Check(subject, "error", "HONED_RUNTIME_DIR isn't set for it: honed isn't loaded", cure)
     elif theirs.rstrip("/") != runtime_dir.rstrip("/"):
         cure = f"Set both to the same folder: HONED_RUNTIME_DIR={runtime_dir} for vLLM, or --runtime-dir {theirs} for honed."
-        yield Check(subject, "error", f"looks for the daemon in {theirs}, the daemon is in {runtime_dir}", cure)
+        yield Check(subject, "error", f"looks for the daemon in {theirs}, but it is in {runtime_dir}", cure)
 
 
 def _release(version: str) -> tuple[int, int] | None:

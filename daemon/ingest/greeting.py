@@ -1,7 +1,7 @@
-"""How the daemon answers an engine's hello: what is committed, and which registered version the engine runs.
+"""Answers an engine's hello with the committed number and the engine's registered version.
 
-An engine sends nothing before it is welcome, and it isn't before its version is known. Reading an unknown checkpoint takes
-long, so that happens in the background.
+An engine sends nothing before its welcome, which needs its version. Reading an unknown checkpoint takes long, so it happens
+in the background.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from honed.recalib.registry.registry import RegistryError
 
 log = structlog.get_logger("honed.greeting")
 
-READABLE = "daemon and trainer read it where vLLM does, and their units see nothing below /home and /root"
+READABLE = "daemon and trainer read it at vLLM's path, and their units can't see /home and /root"
 
 
 class Greeting:
     """Welcomes engines. Guarded by the service's lock, which the background takes itself.
 
     Args:
-        identify: gives the registry's version of the checkpoint that an engine loaded, "" without one; reads all of it.
+        identify: returns the registry's version of an engine's checkpoint, "" without one; reads all of it.
         on_hello: called before the version is known.
-        on_welcome: called once the engine is welcome.
+        on_welcome: called after the welcome.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Greeting:
         self._identify, self._on_hello, self._on_welcome = identify, on_hello, on_welcome
 
     def greet(self, engine: Engine) -> None:
-        """Keep what the engine says of itself and welcome it, at once when its version is known."""
+        """Store the engine's hello and welcome it, at once if its version is known."""
         hello = engine.hello
         assert hello is not None
         text = msgspec.json.encode(hello).decode()

@@ -1,7 +1,7 @@
-"""From frames to what they mean: decode, put batches in order, hand everything else to whom it concerns.
+"""Handling of frames: decodes them, puts batches in order, passes other messages on.
 
-Runs on the router's thread and under the service's lock. Nothing here waits: a batch for which the store has no room is
-simply not acknowledged, and its engine sends it again.
+Runs on the router's thread under the service's lock. Nothing here waits: a batch refused by a full store is not
+acknowledged, so its engine sends it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger("honed.ingest")
 
 @dataclass(slots=True)
 class IngestFigures:
-    """What the socket has seen since the daemon started."""
+    """Counts of the socket since the daemon started."""
 
     frames: int = 0
     batches: int = 0
@@ -44,9 +44,9 @@ class Ingest:
     """Handles the frames of engines and trainers.
 
     Args:
-        on_hello: called when a new boot of an engine, or one that came back, said hello.
-        on_batch: called when a batch was taken, for the first and only time.
-        on_target_update: called when an engine's vLLM was given other weights of the target.
+        on_hello: called after the hello of a new or returning boot of an engine.
+        on_batch: called once for each batch, when it is taken.
+        on_target_update: called after an engine's vLLM got other target weights.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Ingest:
         self.figures = IngestFigures()
 
     def handle(self, peer: bytes, frame: bytes) -> None:
-        """Act on one frame. Whatever is wrong with it is counted, never raised."""
+        """Handle one frame. Faults in it are counted, never raised."""
         self.figures.frames += 1
         try:
             message = wire.decode_to_daemon(frame)
@@ -82,16 +82,16 @@ class Ingest:
         try:
             self._dispatch(peer, message, frame)
         except StoreError as error:
-            # Without the database we can't say what is committed; the engine asks again.
+            # Without the database the committed number is unknown; the engine asks again.
             self.reject("store_unavailable")
             log.warning("message dropped", error=str(error))
 
     def reject(self, why: str) -> None:
-        """Count a frame that was dropped."""
+        """Count a dropped frame."""
         self.figures.rejected[why] += 1
 
     def on_commit(self, group: list[StoredBatch]) -> None:
-        """Count what is on disk and acknowledge it."""
+        """Count and acknowledge committed batches."""
         touched = {}
         for item in group:
             boot = self._engines.boot(item.batch.engine_id, item.batch.boot_id)
@@ -130,7 +130,7 @@ class Ingest:
         engine, _ = self._engines.seen(batch.engine_id, batch.boot_id, peer, self._monotonic())
         boot, figures = engine.boot, self.figures
         if boot.hello is not None and boot.hello.wire_version > wire.WIRE_VERSION:
-            self.reject("wire_version")  # a newer engine raised its version because we would misread it
+            self.reject("wire_version")  # a newer engine's version means that we would misread it
             return
         offer, missing = boot.sequence.offer(batch.first_seq, batch.seq, peer)
         if offer is not Offer.TAKE:
@@ -154,7 +154,7 @@ class Ingest:
         try:
             return count_batch(batch, now_ns, self.workloads)
         except MalformedBatchError as error:
-            # It is stored all the same: unacknowledged it would block everything behind it.
+            # Stored anyway: unacknowledged, it would block all later batches.
             self.figures.malformed += 1
             log.warning("malformed batch", engine_id=batch.engine_id, seq=batch.seq, error=str(error))
             return BatchCounts(malformed=str(error))

@@ -1,8 +1,8 @@
-"""The ZeroMQ socket that engines and trainers connect to, and the thread that owns it.
+"""The ZeroMQ socket for engines and trainers, and the thread that owns it.
 
 One thread reads and writes the socket (ZeroMQ sockets aren't shared between threads). Others call `send`, which never
-blocks: messages wait in a list and a byte in a socket pair wakes the thread. A peer that is gone or doesn't read costs the
-message, never time.
+blocks: messages wait in a list, and a byte in a socket pair wakes the thread. If a peer is gone or doesn't read, its
+message is dropped; nothing waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAY_WRITE = "; this user must be able to write to its folder: `chown` that, or c
 
 
 class Router:
-    """ROUTER socket on a file, `on_frame(peer, frame)` for every frame that comes in."""
+    """ROUTER socket on a file; calls `on_frame(peer, frame)` for each received frame."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Router:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        # A peer that comes back under the same identity gets its new connection served, not the dead one.
+        # For a peer that reconnects under the same identity, the new connection is served, not the dead one.
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         try:
             self._socket.bind(f"ipc://{self._path}")
@@ -68,14 +68,14 @@ class Router:
         self._thread.start()
 
     def send(self, peer: bytes, message: Any) -> None:
-        """Queue a message for a peer; from any thread."""
+        """Queue a message for a peer. Thread-safe."""
         self._outgoing.append((peer, wire.encode(message)))
-        # A full pair means that a wake-up is already under way; a closed one, that nobody listens any more.
+        # A full pair means that a wake-up is pending; a closed one, that the thread has stopped.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_write.send(b"!")
 
     def stop(self) -> None:
-        """Send what is queued, close the socket, remove its file."""
+        """Send queued messages, close the socket, remove its file."""
         self._is_stopping = True
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_write.send(b"!")
@@ -116,7 +116,7 @@ class Router:
             try:
                 self._on_frame(peer, frames[0])
             except Exception as error:
-                # The last line of defence: one message may fail, the thread may not.
+                # One message may fail; the thread must not.
                 log.exception("a message could not be handled", error=str(error))
                 self._on_odd_frame("internal error")
 

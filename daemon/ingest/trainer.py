@@ -1,4 +1,4 @@
-"""What the daemon knows of the trainer process: one at a time, the one that was heard last."""
+"""The daemon's view of the trainer process: only one, the one heard last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from honed.daemon.store.histogram import Histogram
 
 DELAY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RECENT, SHOWN = 1000, 100
-"""Pre-emptions that the quantiles are of; the last of them, which are shown one by one."""
+"""Numbers of latest pre-emptions: for the quantiles, and shown one by one."""
 
 log = structlog.get_logger("honed.trainer")
 
@@ -34,9 +34,9 @@ class Trainer:
         self.sums: Counter[str] = Counter()
         """Steps, tokens and preemptions of all operations since the daemon started."""
         self.delays = Histogram(DELAY_BOUNDS_S)
-        """Of its pre-emptions since the daemon started, in seconds."""
+        """Its pre-emptions since the daemon started, in seconds."""
         self.computing = Histogram(DELAY_BOUNDS_S)
-        """What it still computed in these."""
+        """Its compute time in these."""
         self._recent_delays_s: deque[float] = deque(maxlen=RECENT)
         self._recent_computing_s: deque[float] = deque(maxlen=RECENT)
 
@@ -54,7 +54,7 @@ class Trainer:
         if isinstance(message, wire.TrainerHello):
             log.info("trainer says hello", trainer_id=message.trainer_id, device=message.device)
             self.hello, self.status = message, None
-            # Also that it isn't: it may have been when one of the two was gone.
+            # Also "not paused": that may have changed while one was gone.
             self.tell(wire.TrainPause(paused=self.is_paused))
             self.tell(wire.Welcome(daemon_id=self._daemon_id, boot_id="", committed_seq=0))
         elif isinstance(message, wire.TrainerStatus):
@@ -62,7 +62,7 @@ class Trainer:
             self.status = message
 
     def _add_up(self, status: wire.TrainerStatus) -> None:
-        """Its figures begin anew with each operation; ours only grow."""
+        """Add to our sums; its own figures restart with each operation."""
         before = self.status
         is_same = before is not None and before.operation_id == status.operation_id and before.steps <= status.steps
         for name in ("steps", "tokens", "preemptions"):
@@ -79,13 +79,13 @@ class Trainer:
         self._send(self._peer, message)
 
     def pause(self, paused: bool) -> None:
-        """Stop, or go on, between two micro-steps; remembered across reconnections."""
+        """Pause or resume between two micro-steps; kept across reconnections."""
         self.is_paused = paused
         if self.is_connected:
             self.tell(wire.TrainPause(paused=paused))
 
     def view(self) -> dict[str, Any] | None:
-        """As the API shows it; None when there is none."""
+        """Document for the API; None without a trainer."""
         if not self.is_connected:
             return None
         status = self.status
@@ -116,6 +116,6 @@ class Trainer:
 
 
 def _quantile(values: Iterable[float], share: float) -> float:
-    """0 when there are none."""
+    """Quantile; 0 without values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0

@@ -1,8 +1,8 @@
-"""Putting the units in place, bringing them up to date, and taking them away again.
+"""Installs, updates and removes the units.
 
-Guarantee: a file that somebody else wrote or changed is neither replaced nor removed unless that is asked for, and is always
-named. What was written by us is known by its SHA-256, kept in `RECORD`. Nothing here starts or stops a service but
-`uninstall`, which stops them before their units go.
+Guarantee: a file that someone else wrote or changed is always listed, and replaced or removed only on request. `RECORD` keeps
+the SHA-256 of the files we wrote. Nothing here starts or stops a service; only the command `uninstall` stops them before it
+removes their units.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ SOURCES = files("honed") / "systemd"
 RECORD = "/etc/honed/installed.json"
 DEFAULT_PREFIX = Path("/opt/honed")
 COPY = ".before-honed"
-"""Ends the name of what a file held before it was replaced."""
+"""Suffix of the copy of a replaced file."""
 UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system", "/lib/systemd/system")
 HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/tmp"), Path("/var/tmp"))
-"""ProtectHome and PrivateTmp: a program below these doesn't exist for the service."""
+"""Folders hidden from the services by ProtectHome and PrivateTmp."""
 
 State = Literal["new", "same", "update", "changed", "settings", "ours", "gone", "kept"]
-"""new: isn't there yet; same: nothing to do; update: as we wrote it, but older; changed: somebody else's hand was in it;
-settings: there already, and yours; ours, gone: for removal; kept: the copy of a file that was replaced."""
+"""new: absent so far; same: nothing to do; update: our own older file; changed: changed by someone else; settings: the
+operator's existing settings; ours, gone: for removal; kept: the copy of a replaced file."""
 
 
 class InstallError(HonedError, OSError):
-    """The files can't be put in place."""
+    """The files can't be installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One file: where it is going, what it would hold, and what is there now."""
+    """One file: its path, its new content and its present content."""
 
     path: str
     state: State
@@ -49,7 +49,7 @@ class Item:
 
     @property
     def diff(self) -> str:
-        """What would change; "" for a file that isn't there yet."""
+        """Diff of the change; "" for a new file."""
         if self.state not in ("update", "changed", "settings") or self.present == self.text:
             return ""
         lines = (self.present.splitlines(True), self.text.splitlines(True))
@@ -58,12 +58,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to install.
+    """Target place.
 
     Args:
-        root: stands for "/"; another one is for trying out and for images.
+        root: folder used as "/"; differs for tests and images.
         prefix: the environment whose `bin/honed` the units start.
-        vllm_unit: the unit that gets the drop-in; "" for none.
+        vllm_unit: the unit that gets the drop-in; "": none.
     """
 
     root: Path = Path("/")
@@ -75,12 +75,12 @@ class Place:
 
     @property
     def is_live(self) -> bool:
-        """Whether this is the running system."""
+        """True for the running system."""
         return self.root == Path("/")
 
 
 def texts(place: Place) -> dict[str, tuple[str, bool]]:
-    """Path -> (what belongs there, whether it is the operator's from the first day on)."""
+    """Path -> (content, whether the operator owns the file after its creation)."""
     units = "/etc/systemd/system"
     wanted = {
         "/etc/sysusers.d/honed.conf": ("honed.sysusers.conf", False),
@@ -100,7 +100,7 @@ def texts(place: Place) -> dict[str, tuple[str, bool]]:
 
 
 def plan(place: Place) -> list[Item]:
-    """What an installation would do, file by file. Raises InstallError."""
+    """Plan of an installation, file by file. Raises InstallError."""
     written = read_record(place)
     items = []
     for path, (text, is_theirs) in texts(place).items():
@@ -119,10 +119,10 @@ def plan(place: Place) -> list[Item]:
 
 
 def apply(place: Place, items: list[Item], *, overwrite: bool = False) -> list[str]:
-    """Write what `plan` found; the paths written. `overwrite` replaces changed files, too, and keeps them as NAME.before-honed.
+    """Write the files of `plan`; return their paths. `overwrite` also replaces changed files, kept as NAME.before-honed.
 
     Raises:
-        InstallError: no right to write, no room.
+        InstallError: no right to write, no space.
     """
     written, record = [], read_record(place)
     try:
@@ -143,7 +143,7 @@ def apply(place: Place, items: list[Item], *, overwrite: bool = False) -> list[s
 
 
 def plan_removal(place: Place) -> list[Item]:
-    """What a removal would do: `ours` goes; `changed`, `settings` and `kept`, the copies of what was replaced, stay."""
+    """Plan of a removal: `ours` is removed; `changed`, `settings` and `kept` (copies of replaced files) stay."""
     items = []
     for path, sha256 in sorted(read_record(place).items()):
         present = _read(place.at(path))
@@ -161,7 +161,7 @@ def plan_removal(place: Place) -> list[Item]:
 
 
 def remove(place: Place, items: list[Item]) -> list[str]:
-    """Delete what is ours and unchanged; the paths deleted. Raises InstallError."""
+    """Delete our unchanged files; return their paths. Raises InstallError."""
     deleted = []
     try:
         for item in items:
@@ -182,14 +182,14 @@ def remove(place: Place, items: list[Item]) -> list[str]:
 
 
 def has_unit(place: Place, name: str) -> bool:
-    """Whether a unit of that name is installed."""
+    """True if a unit of that name is installed."""
     return any(place.at(f"{folder}/{name}").exists() for folder in UNIT_FOLDERS)
 
 
 def obstacles(place: Place) -> Iterator[str]:
-    """Why services would not start once the files are in place."""
+    """Yield reasons why services would not start after the installation."""
     if place.vllm_unit and not has_unit(place, place.vllm_unit):
-        yield f"there is no {place.vllm_unit}: its drop-in waits for one (--vllm-unit names another, - none)"
+        yield f"there is no {place.vllm_unit}: its drop-in has no effect yet (--vllm-unit names another, - none)"
     command = place.prefix / "bin" / "honed"
     python = (place.at(str(place.prefix)) / "bin" / "python").resolve()
     if is_hidden(place.prefix):
@@ -204,12 +204,12 @@ def obstacles(place: Place) -> Iterator[str]:
 
 
 def is_hidden(path: Path) -> bool:
-    """Whether a service that is set up as ours can't see a path."""
+    """True if a service set up like ours can't see a path."""
     return any(path.is_relative_to(folder) for folder in HIDDEN_FROM_UNITS)
 
 
 def read_record(place: Place) -> dict[str, str]:
-    """Path -> SHA-256 of what we wrote there. Raises InstallError for a record that can't be read."""
+    """Path -> SHA-256 of our content. Raises InstallError for an unreadable record."""
     text = _read(place.at(RECORD))
     if text is None:
         return {}
@@ -217,7 +217,7 @@ def read_record(place: Place) -> dict[str, str]:
         found = json.loads(text)
         return {str(path): str(sha256) for path, sha256 in found.items()}
     except (ValueError, AttributeError) as error:
-        cure = "Move it away: files that are already there then count as changed by you."
+        cure = "Move it away: existing files then count as changed by you."
         raise InstallError(f"{place.at(RECORD)} is damaged ({error})", cure=cure) from error
 
 
@@ -227,12 +227,12 @@ def _read(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it isn't text"
         raise InstallError(f"{path} can't be read: {why}", cure="Move it away, or run this as root.") from error
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing: a unit file that was cut short must never be loaded."""
+    """Write all or nothing: a truncated unit file must never be loaded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

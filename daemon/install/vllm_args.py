@@ -1,6 +1,6 @@
-"""What to add to a vLLM command so that honed attaches: environment, flags, and the limits that go with them.
+"""Additions to a vLLM command so that honed attaches: environment, flags and their limits.
 
-Pure: names in, texts out. The same list is rendered as shell lines to paste, as a systemd drop-in, or as JSON.
+Pure: names in, texts out. The list is rendered as shell lines to paste, as a systemd drop-in or as JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WORKER_EXTENSION = "honed.attach.worker.HonedWorkerExtension"
 SERVER = "python -m vllm.entrypoints.openai.api_server"
 
 LIMITS = (
-    "vLLM 0.32 and 0.33 are known; with others honed only observes, and says so in `honed engines`",
-    "capture and swap are for speculative method dflash; draft lengths and events work with every method",
+    "vLLM 0.32 and 0.33 are supported; on others honed only logs events, and `honed engines` says so",
+    "capture and swap need speculative method dflash; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
-    "with enable_adaptive_verification vLLM's own rule cuts drafts: honed logs what was verified, and captures nothing",
+    "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",
     "a --scheduler-cls or --worker-extension-cls of your own can't be combined with honed's",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )
@@ -53,32 +53,32 @@ def make(
     graphs: Sequence[int] = (),
     max_num_seqs: int = 256,
 ) -> VllmArgs:
-    """Name what a vLLM server needs to find this daemon.
+    """Make the arguments that a vLLM server needs to find this daemon.
 
     Args:
         runtime_dir: the daemon's runtime folder, where its sockets are.
-        model: target model; left out when empty.
+        model: target model; omitted if empty.
         drafter: drafter checkpoint; without it no --speculative-config is printed (keep your own).
-        num_draft_tokens: K; 0 leaves it to the block size of the drafter's own config.json.
-        engine_id: tells engines of one host apart; vLLM's data-parallel rank is appended.
-        graphs: draft lengths beside K that vLLM is to capture full CUDA graphs for; needs `drafter`.
-        max_num_seqs: most requests of a step that the server is started with, for `graphs`.
+        num_draft_tokens: K; 0: from the block size in the drafter's config.json.
+        engine_id: distinguishes engines of one host; vLLM's data-parallel rank is appended.
+        graphs: draft lengths besides K for which vLLM captures full CUDA graphs; needs `drafter`.
+        max_num_seqs: the server's most requests a step, for `graphs`.
 
     Raises:
-        ValueError: K isn't given and the drafter's config.json doesn't tell it; graphs don't fit.
+        ValueError: K is neither given nor in the drafter's config.json; graphs don't fit.
     """
     environment = {"HONED_RUNTIME_DIR": str(runtime_dir)}
     if engine_id:
         environment["HONED_ENGINE_ID"] = engine_id
     flags = ["--model", model] if model else []
     if graphs and not drafter:
-        raise ValueError("graphs are part of --speculative-config: name the --drafter too")
+        raise ValueError("graphs are part of --speculative-config: give --drafter too")
     if drafter:
         k = num_draft_tokens or block_size_of(drafter) - 1
         speculative: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": k}
         if graphs:
             if max(graphs) > k:
-                raise ValueError(f"a graph for {max(graphs)} draft tokens, where at most {k} are drafted")
+                raise ValueError(f"a graph for {max(graphs)} draft tokens, but at most {k} are drafted")
             speculative["num_speculative_tokens_per_batch_size"] = table_for([*{*graphs, k}], max_num_seqs)
             flags += ["--max-num-seqs", str(max_num_seqs)]
         flags += ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
@@ -87,13 +87,13 @@ def make(
 
 
 def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int]]:
-    """A `num_speculative_tokens_per_batch_size` that has all these lengths, the longest for the smallest batches.
+    """A `num_speculative_tokens_per_batch_size` with all these lengths, the longest for the smallest batches.
 
-    vLLM's V2 runner captures full graphs for the lengths in it. It goes by the table itself only while honed doesn't decide;
-    batch sizes double from one length to the next.
+    vLLM's V2 runner captures full graphs for its lengths. The runner follows the table only while honed doesn't decide. Batch
+    sizes double from one length to the next.
 
     Raises:
-        ValueError: there are more lengths than batch sizes, or they aren't different.
+        ValueError: there are more lengths than batch sizes, or equal or negative lengths.
     """
     chosen = sorted(set(lengths), reverse=True)
     if len(chosen) != len(lengths) or not chosen or chosen[-1] < 0:
@@ -110,19 +110,19 @@ def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int
 
 
 def block_size_of(drafter: str) -> int:
-    """Block length (anchor included) that a drafter checkpoint was trained for."""
+    """Block length (anchor included) of a drafter checkpoint's training."""
     path = Path(drafter) / "config.json"
     try:
         block_size = json.loads(path.read_text()).get("block_size")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
-            f"there is no {path}: {drafter!r} is misspelt, or no folder on this machine (names of a hub aren't looked up); "
-            "for one that vLLM will find, say how many tokens to draft with --draft-tokens"
+            f"there is no {path}: {drafter!r} is misspelt, or not a folder on this machine (hub names aren't looked up); "
+            "if vLLM will find it, set the draft length with --draft-tokens"
         ) from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read ({error}): say how many tokens to draft with --draft-tokens") from error
+        raise ValueError(f"{path} can't be read ({error}): set the draft length with --draft-tokens") from error
     if not isinstance(block_size, int) or block_size < 2:
-        raise ValueError(f"{path} has no block_size: say how many tokens to draft with --draft-tokens")
+        raise ValueError(f"{path} has no block_size: set the draft length with --draft-tokens")
     return block_size
 
 
@@ -139,7 +139,7 @@ def _shell(args: VllmArgs) -> str:
 
 
 def _systemd(args: VllmArgs) -> str:
-    """A drop-in for vLLM's unit: it wants honed, but runs without it."""
+    """A drop-in for vLLM's unit, which wants honed but runs without it."""
     lines = ["[Unit]", "Wants=honed.service", "After=honed.service", "", "[Service]"]
     lines += [f'Environment="{name}={_unit_text(value)}"' for name, value in args.environment.items()]
     words = " ".join(_pairs(args.flags)).replace("%", "%%").replace("$", "$$")

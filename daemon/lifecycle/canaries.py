@@ -1,14 +1,14 @@
-"""Trials of a drafter version against another on live traffic: who serves when, and when that is over.
+"""Trials of one drafter version against another on live traffic: whose turn it is, and when a trial ends.
 
-    canary: the new version was made by a recalibration; `active` is the old one until the new one has proven better
+    canary: a recalibration made the new version; `active` is the old one until the new one has proven better
     watch:  the new version is active (an operator promoted it, or it lately regressed); the old one is `previous`
 
-The two take turns in short windows in every engine that can run both (`adapt.monitor.canary` says when and what follows from
-it; both are staged there, so that a turn costs milliseconds). Engines go back to `active` by themselves when they hear nothing
-for LEASE_S. After each pair of windows the evidence is written down: a daemon that is started again goes on from there.
-Weights that were found worse are remembered by their SHA-256.
+The two take turns in short windows in every engine that can run both. `adapt.monitor.canary` decides the turns and the verdict.
+Both versions are staged there, so a turn costs milliseconds. Engines return to `active` by themselves after LEASE_S without a
+message. After each pair of windows the evidence is stored, and a restarted daemon continues from it. Weights found worse are
+remembered by their SHA-256.
 
-What a verdict means for aliases and operations is the lifecycle's business.
+The lifecycle applies a verdict to aliases and operations.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ log = structlog.get_logger("honed.canaries")
 
 LEASE_S = 90.0
 PAUSE_S = 2.0
-"""Silence beyond this is not time in which anything could have been found out: a trial outlasts a night without traffic."""
+"""Longer silence doesn't count as trial time, so a trial outlasts a night without traffic."""
 
 
 class Canaries:
-    """Begins, runs and ends the rollout's trial; knows what failed. Guarded by the service's lock.
+    """Begins, runs and ends the rollout's trial; knows failed versions. Guarded by the service's lock.
 
     Args:
         on_end: called with (trial, decision, text); the rollout has no trial by then.
@@ -77,7 +77,7 @@ class Canaries:
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
     def begin(self, operation: Operation, kind: Kind, old: str, new: str, max_rounds: int = 0) -> None:
-        """Let two versions take turns from now on. Raises UnknownError for a version that isn't there."""
+        """Let two versions take turns from now on. Raises UnknownError for a version that doesn't exist."""
         assert self._rollout.trial is None
         settings = self._settings
         if not self._drafters.shares_cache(old, new):
@@ -104,25 +104,25 @@ class Canaries:
             self._end(self._rollout.trial, "stopped", text)
 
     def withdraw(self, text: str) -> None:
-        """End the trial because somebody went back: whatever the evidence is, the new version isn't to come again."""
+        """End the trial after an operator's roll-back. The new version isn't tried again, whatever the evidence."""
         if self._rollout.trial is not None:
             self._end(self._rollout.trial, "withdrawn", text)
 
     def why_failed(self, version: str) -> str:
-        """Why the version's weights aren't offered again; "" when they are. Raises UnknownError."""
+        """Reason why the version's weights aren't tried again; "" if they may be. Raises UnknownError."""
         return self._failed.get(self._drafters.manifest(version).sha256, "")
 
     def tell_of_trial(self, controller: EngineController) -> None:
-        """Tell an engine's new controller which versions take turns, if any do."""
+        """Tell a new controller which versions take turns, if any."""
         if self._rollout.trial is not None:
             controller.take_turns(self._rollout.trial.versions)
         else:
             controller.end_turns()
 
     def load(self) -> set[str]:
-        """Go on where the daemon was stopped or killed. Returns the operations that go on.
+        """Resume trials after the daemon was stopped or killed. Returns the resumed operations.
 
-        Aliases move before the verdict is written, so they, and the evidence, say what a lost verdict was.
+        Aliases move before the verdict is written, so aliases and evidence show a lost verdict.
         """
         self._failed = canary_tables.failed(self._store)
         rows = canary_tables.unfinished(self._store)
@@ -144,7 +144,7 @@ class Canaries:
         return set()
 
     def _restored(self, row: dict[str, Any]) -> Canary:
-        """Raises HonedError, KeyError, TypeError, ValueError for a row that makes no canary."""
+        """Canary of a row. Raises HonedError, KeyError, TypeError or ValueError for an invalid one."""
         settings, state = self._settings, row["state"]
         if not self._drafters.shares_cache(row["old"], row["new"]):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
@@ -152,7 +152,7 @@ class Canaries:
         return Canary.restored(settings, state["canary"], old_begins=self._toss_coin())
 
     def _decision_of(self, row: dict[str, Any]) -> str:
-        """What the evidence that was written down amounts to."""
+        """Decision by the stored evidence."""
         try:
             return self._restored(row).verdict.decision
         except (HonedError, KeyError, TypeError, ValueError):
@@ -163,7 +163,7 @@ class Canaries:
         try:
             canary = self._restored(row)
         except (HonedError, KeyError, TypeError, ValueError) as error:
-            self._write_end(row, "failed", f"it can't be taken up again: {error}")
+            self._write_end(row, "failed", f"it can't be resumed: {error}")
             return set()
         self._rollout.trial = Trial(
             row["operation_id"],
@@ -174,7 +174,7 @@ class Canaries:
             self._monotonic(),
             float(state["active_s"]),
         )
-        log.info("trial goes on", old=canary.old, new=canary.new, pairs=canary.pairs)
+        log.info("trial resumed", old=canary.old, new=canary.new, pairs=canary.pairs)
         return {row["operation_id"]}
 
     # --- turns --------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Canaries:
         self._end_window_if_over(trial, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Deadlines, and engines that came or went."""
+        """Handle deadlines, and engines that came or went."""
         trial = self._rollout.trial
         if trial is None:
             return
@@ -222,7 +222,7 @@ class Canaries:
             self._serve_turn(trial, now_s)
 
     def _serve_turn(self, trial: Trial, now_s: float) -> None:
-        """Have the engines run the version whose turn it is, and renew their leases."""
+        """Swap the engines to the version whose turn it is, and renew their leases."""
         serving = trial.canary.serving
         engines = self._engines_of(trial)
         for engine in engines:
@@ -248,7 +248,7 @@ class Canaries:
             self._end(trial, "failed", swaps.failure_text(swap))
 
     def _engines_of(self, trial: Trial) -> list[Engine]:
-        """Connected ones that can run both versions."""
+        """Connected engines that can run both versions."""
         fits = self._swaps.fits
         found = self._engines.connected(self._monotonic())
         return [engine for engine in found if fits(engine, trial.canary.old) and fits(engine, trial.canary.new)]
@@ -263,7 +263,7 @@ class Canaries:
                 controller.end_turns()
         log.info("trial is over", old=trial.canary.old, new=trial.canary.new, decision=decision, text=text)
         self._journal.mark("canary", f"{trial.canary.new}: {decision}: {text}")
-        # Aliases first, here and in `load`: they are what engines follow.
+        # Aliases first, here and in `load`: engines follow them.
         if why := canary_tables.why_failed(decision, text):
             self._failed[trial.new_sha256] = why
         try:
@@ -279,7 +279,7 @@ class Canaries:
         self._submit(lambda db: canary_tables.save(db, row | ended | {"state": state}))
 
     def _note(self, trial: Trial) -> None:
-        """Write down what a pair of windows has shown."""
+        """Store the evidence of a pair of windows."""
         canary, now = trial.canary, self._clock()
         self._save(trial)
         if canary_tables.is_kept(canary.pairs):

@@ -1,7 +1,7 @@
-"""Does an engine run the weights that it says it runs? Its checksum of the live weights, compared with the registry's file.
+"""Compares the checksum of an engine's live weights with the registry's file.
 
-The engine reads all of the drafter's weights back for it, between two steps: it is done when somebody asks, not at each swap
-(staging checks the file, and a swap copies what was staged).
+The engine reads all drafter weights back between two steps, so this runs on request only. A swap needs none: staging
+checks the file, and a swap copies the staged weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Asked:
 
 
 class Checksums:
-    """Checks under way. Guarded by the service's lock, which the background takes itself."""
+    """Running checks. Guarded by the service's lock, which the background takes itself."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Checksums:
         self._asked: dict[str, _Asked] = {}
 
     def verify(self, engine_id: str, *, reason: str, actor: str, key: str | None = None) -> Operation:
-        """Ask an engine what it runs. Raises UnknownError, ConflictError."""
+        """Ask an engine for its checksum. Raises UnknownError, ConflictError."""
         engine = self._engines.get(engine_id)
         if not self._engines.is_connected(engine, self._monotonic()) or not engine.can_swap:
             raise ConflictError(
@@ -79,14 +79,14 @@ class Checksums:
         return operation
 
     def on_result(self, result: wire.CommandResult) -> None:
-        """An engine answered."""
+        """Handle an engine's answer."""
         asked = self._asked.pop(result.command_id, None)
         if asked is None:
             return
         if not result.ok:
             self._finish(asked, result.error or "the engine gave no reason")
             return
-        if len(set(result.detail.values())) > 1:  # each rank has put together the whole
+        if len(set(result.detail.values())) > 1:  # each rank's checksum covers all weights
             self._finish(asked, f"its ranks run different weights: promote {asked.version} anew (--force)")
             return
         self._in_background(lambda: self._compare(asked, result.detail.get("sha256", "")))
@@ -97,7 +97,7 @@ class Checksums:
             self._finish(self._asked.pop(command_id), f"it did not answer in {TIMEOUT_S:g} s")
 
     def _compare(self, asked: _Asked, reported: str) -> None:
-        """Reads the whole file: not under the lock."""
+        """Compare with the file. Reads all of it, so call it without the lock."""
         try:
             expected = weights_digests(self._drafters.path(asked.version) / "model.safetensors")
             error = "" if reported in expected else f"it does not run the weights of {asked.version}: promote it anew (--force)"

@@ -1,4 +1,4 @@
-"""The daemon's dealings with the registry of drafter versions: which is whose, and which name points where."""
+"""The daemon's access to the registry of drafter versions: versions of engines, and aliases."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from honed.recalib.registry.registry import ALIASES, Manifest, Registry, Registr
 
 LISTED = "`honed drafters` lists the versions"
 READ_S = 600.0
-"""A version that was read so lately, and whose files haven't changed since, needn't be read again."""
+"""A version read within this time, with unchanged files, isn't read again."""
 
 
 class Drafters:
-    """Versions and aliases, with failures named in the daemon's own terms.
+    """Versions and aliases; failures are the daemon's own errors.
 
     Args:
-        on_move: called after aliases were moved.
+        on_move: called after aliases moved.
     """
 
     def __init__(self, registry: Registry, *, on_move: Callable[[], None]) -> None:
         self.registry, self._on_move = registry, on_move
         self._read: dict[str, tuple[float, object]] = {}
-        """Versions whose files were whole: when they were read, and what the file system said of them."""
+        """Versions with intact files -> time of reading, and state of the files then."""
 
     def identify(self, hello: EngineHello) -> str:
-        """The registry version of the checkpoint that an engine has loaded, imported if need be; "" when it has none.
+        """The registry version of an engine's checkpoint, imported if needed; "" if it has none.
 
-        Reads the whole checkpoint: not for the router's thread. The first checkpoint ever seen becomes `active` and the
-        `floor`, the version that is never pruned and to which one can always go back.
+        Reads the whole checkpoint, so don't call it on the router's thread. The first checkpoint ever becomes `active` and
+        `floor`, the version that is never pruned and always available for a roll-back.
 
         Raises:
-            RegistryError: when it can't be read from here, or can't be registered.
+            RegistryError: it can't be read here or can't be registered.
         """
         if not hello.drafter_path:
             return ""
@@ -58,7 +58,7 @@ class Drafters:
         return self.registry.generation
 
     def alias(self, name: str) -> str:
-        # Leniently: one damaged alias file must not stop the others from being read.
+        # Lenient: one damaged alias file must not block the others.
         return self.registry.aliases().get(name) or ""
 
     def aliases(self) -> dict[str, str | None]:
@@ -66,7 +66,7 @@ class Drafters:
         return {name: known.get(name) for name in ALIASES}
 
     def manifest(self, version: str) -> Manifest:
-        """Raises UnknownError for a version that doesn't exist or is damaged."""
+        """Manifest of a version. Raises UnknownError if it is missing or damaged."""
         self.path(version)
         try:
             return self.registry.get(version)
@@ -74,9 +74,9 @@ class Drafters:
             raise UnknownError(str(error), cure=f"{LISTED}; `honed promote` takes any that is whole.") from error
 
     def verified(self, version: str) -> Manifest:
-        """The manifest of a version whose files were read and compared. Raises ConflictError when they are damaged.
+        """The manifest of a version after reading and checking its files. Raises ConflictError if they are damaged.
 
-        Reads them unless `read_ahead` has just done so: call that first where nobody should be kept waiting.
+        Reads them unless `read_ahead` has just done so. Call that first if the caller must not block.
         """
         manifest = self.manifest(version)
         read_s, stamp = self._read.get(version, (float("-inf"), None))
@@ -88,7 +88,7 @@ class Drafters:
         return manifest
 
     def read_ahead(self, version: str) -> None:
-        """Any thread, without the service's lock: read a version's files for `verified`, which says what is wrong with them."""
+        """Read a version's files for `verified`, which reports their faults. Thread-safe; don't hold the service's lock."""
         with contextlib.suppress(RegistryError):
             self._verify(version)
 
@@ -105,7 +105,7 @@ class Drafters:
             raise UnknownError(f"no drafter version {version!r}; {known}", cure=f"{LISTED}.") from error
 
     def shares_cache(self, one: str, other: str) -> bool:
-        """Whether context keys and values that were cached by one version are right for the other.
+        """True if context keys and values cached by one version are right for the other.
 
         Versions of unknown digest (the engine didn't say what it runs) go by their scope.
         """
@@ -118,7 +118,7 @@ class Drafters:
         return all(manifest.scope != "full" for manifest in manifests)
 
     def check_generation(self, expected: int | None) -> None:
-        """Raises PreconditionError when somebody changed an alias since `expected` was read."""
+        """Raise PreconditionError if an alias changed since `expected` was read."""
         if expected is not None and expected != self.generation:
             raise PreconditionError(
                 f"the registry is at generation {self.generation}, not {expected}",
@@ -126,7 +126,7 @@ class Drafters:
             )
 
     def move(self, changes: dict[str, str | None]) -> None:
-        """Move aliases, in order. Raises StoreError when the disk refuses."""
+        """Move aliases, in order. Raises StoreError if the disk refuses."""
         try:
             self.registry.set_aliases(changes)
         except RegistryConflictError as error:
@@ -136,6 +136,6 @@ class Drafters:
         self._on_move()
 
     def listing(self) -> dict[str, Any]:
-        """Everything, as the API shows it."""
+        """Versions and aliases for the API."""
         versions = [msgspec.to_builtins(manifest) for manifest in self.registry.versions()]
         return {"generation": self.generation, "aliases": self.aliases(), "versions": versions}

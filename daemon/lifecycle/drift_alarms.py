@@ -1,12 +1,12 @@
-"""Drift that waits for a recalibration to answer it.
+"""Drift alarms that wait for a recalibration.
 
-An alarm is raised once (the detector learns a new reference after it), so it stands here until a version that learned from the
-traffic is active: where an attempt fails, another follows, each after a pause twice as long as the one before. After
-MAX_ATTEMPTS it is given up, and stands until an operator recalibrates or a newer alarm takes its place.
+The detector raises an alarm once and then learns a new reference. The alarm stays here until a version trained on the traffic
+is active. A failed attempt is repeated, each time after twice the pause. After MAX_ATTEMPTS the alarm is given up, and stays
+until an operator recalibrates or a newer alarm replaces it.
 
-While two versions take turns an alarm is about both. It waits for what comes of that, and falls only if one was worse.
+While two versions take turns, an alarm concerns both. It waits for the trial's end and is dropped only if one was worse.
 
-All of it is kept on disk: the detector, which has a new reference, wouldn't raise the alarm again after a restart.
+Alarms are kept on disk, because after a restart the detector has its new reference and wouldn't raise them again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from honed.daemon.store.operations import Operation
 log = structlog.get_logger("honed.recalibrations")
 
 MAX_ATTEMPTS = 6
-"""At one alarm; with the default pause the last comes some eight hours after the first."""
+"""Attempts per alarm; with the default pause the last starts about eight hours after the first."""
 
 
 @dataclass(slots=True)
 class Standing:
-    """An alarm, and what was tried."""
+    """An alarm and its attempts."""
 
     engine_id: str
     alarm: Alarm
@@ -37,14 +37,14 @@ class Standing:
     due_s: float = 0.0
     """Monotonic time of the next attempt; 0: at once."""
     hindrance: str = ""
-    """Why the latest attempt couldn't begin, or what it failed of."""
+    """Reason why the latest attempt failed."""
 
     @property
     def is_given_up(self) -> bool:
         return self.num_failed >= MAX_ATTEMPTS
 
     def view(self, now_s: float) -> dict[str, Any]:
-        """As the API shows it."""
+        """Document for the API."""
         return {
             "engine_id": self.engine_id,
             "workload": self.alarm.workload,
@@ -57,22 +57,22 @@ class Standing:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is on disk; `due_s` is a time of the calendar there, since the monotonic clock ends with the machine."""
+    """Stored form; `due_s` is Unix time, since the monotonic clock doesn't survive a reboot."""
 
     standing: list[Standing]
     held: list[Standing]
     answered: list[Standing]
     operation_id: str
-    """Of the recalibration that answers the latter."""
+    """Recalibration that answers the latter."""
 
 
 class DriftAlarms:
-    """The alarms of all workloads, the oldest first. Guarded by the service's lock.
+    """The alarms of all workloads, oldest first. Guarded by the service's lock.
 
     Args:
-        pause_s: before the second attempt.
-        save: takes what is to be kept, as JSON, whenever it has changed.
-        unix_ahead_s: seconds by which the calendar's clock is ahead of the monotonic one.
+        pause_s: pause before the second attempt.
+        save: called with the alarms as JSON after each change.
+        unix_ahead_s: Unix time minus monotonic time.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class DriftAlarms:
         self._answer: tuple[Operation, list[Standing]] | None = None
 
     def load(self, text: str, find_operation: Callable[[str], Operation | None], now_s: float) -> None:
-        """Take up what was kept, as JSON; what answers alarms is waited for, if it has gone on as well.
+        """Load the stored alarms from JSON. Wait for the recalibration that answers them if it was resumed too.
 
-        Raises msgspec.DecodeError for a text that can't be read.
+        Raises msgspec.DecodeError for an unreadable text.
         """
         kept = msgspec.json.decode(text, type=_Kept)
         ahead_s = self._unix_ahead_s()
@@ -103,18 +103,18 @@ class DriftAlarms:
         self._held = {(one.engine_id, one.alarm.workload): one for one in held}
 
     def note(self, engine_id: str, alarm: Alarm) -> None:
-        """Drift was found: a newer alarm of a workload takes the place of the older one."""
+        """Add an alarm, which replaces an older one of its workload."""
         self._standing.pop((engine_id, alarm.workload), None)
         self._standing[engine_id, alarm.workload] = Standing(engine_id, alarm)
         self._keep()
 
     def hold(self, engine_id: str, alarm: Alarm) -> None:
-        """Drift was found while two versions take turns."""
+        """Add an alarm raised while two versions take turns."""
         self._held[engine_id, alarm.workload] = Standing(engine_id, alarm)
         self._keep()
 
     def release(self, *, is_explained: bool) -> None:
-        """One version is left; `is_explained`: the other was worse, and that may be all that was found."""
+        """Handle a trial's end; `is_explained`: the dropped version was worse, which may explain the alarms."""
         held, self._held = self._held, {}
         if not is_explained:
             for one in held.values():
@@ -123,11 +123,11 @@ class DriftAlarms:
             self._keep()
 
     def due(self, now_s: float) -> list[Standing]:
-        """The alarms that may be answered now."""
+        """Alarms that are due for an attempt."""
         return [one for one in self._standing.values() if now_s >= one.due_s and not one.is_given_up]
 
     def answered_by(self, operation: Operation, engine_id: str, workloads: Sequence[str], now_s: float) -> None:
-        """A recalibration begins, of these workloads, or, where none is named, of all."""
+        """Note that a recalibration of these workloads (none named: all) begins."""
         self.tick(now_s)
         keys = [key for key in self._standing if key[0] == engine_id and (not workloads or key[1] in workloads)]
         self._answer = operation, [self._standing.pop(key) for key in keys]
@@ -135,9 +135,9 @@ class DriftAlarms:
             self._keep()
 
     def tick(self, now_s: float) -> None:
-        """See whether the recalibration that answers alarms has ended, its canary included; if it failed, they stand again.
+        """Check if the alarms' recalibration, canary included, has ended; if it failed, they become due again.
 
-        They don't if it was cancelled: then somebody has taken the matter in hand.
+        If it was cancelled, they don't: an operator has taken over.
         """
         if self._answer is None or not self._answer[0].is_finished:
             return
@@ -168,5 +168,5 @@ class DriftAlarms:
         return self._pause_s * 2.0 ** max(num_failed - 1, 0)
 
     def view(self, now_s: float) -> list[dict[str, Any]]:
-        """As the API shows them."""
+        """Documents for the API."""
         return [one.view(now_s) for one in (*self._standing.values(), *self._held.values())]

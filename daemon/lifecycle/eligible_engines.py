@@ -1,4 +1,4 @@
-"""Which connected engines can do what is asked, and why none can."""
+"""Connected engines that can do a request, or the reason why none can."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.store.store import Store
 
-ATTACH = "`honed engines` lists them; a vLLM attaches when it is started with what `honed vllm-args` prints."
+ATTACH = "`honed engines` lists them; a vLLM attaches if it is started with what `honed vllm-args` prints."
 
-TAKE_BACK = "`honed promote VERSION --force` makes it honed's again; until then honed only watches."
+TAKE_BACK = "`honed promote VERSION --force` lets honed swap it again; until then honed only watches."
 
 
 class EligibleEngines:
     """Picks engines, and says why there is none. Guarded by the service's lock.
 
     Args:
-        live_workloads: gives engine id and workload of what had rounds since the daemon started.
+        live_workloads: returns engine id and workload pairs with rounds since the daemon started.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class EligibleEngines:
         self._live_workloads, self._monotonic = live_workloads, monotonic
 
     def connected(self) -> list[Engine]:
-        """Those that were heard lately."""
+        """Connected engines."""
         return self._engines.connected(self._monotonic())
 
     def swappable(self, version: str, *, takes_over: bool = False) -> list[Engine]:
-        """Those that can take a version, see `Swaps.fits`."""
+        """Engines that can take a version, see `Swaps.fits`."""
         return [engine for engine in self.connected() if self._swaps.fits(engine, version, takes_over=takes_over)]
 
     def capturing(self, engine_id: str = "") -> Engine:
-        """The engine that is named, or else the one with the most samples. Raises UnknownError, ConflictError."""
+        """The named engine, else the one with most samples. Raises UnknownError, ConflictError."""
         found = self.connected()
         if engine_id:
             self._engines.get(engine_id)
@@ -53,14 +53,14 @@ class EligibleEngines:
         if not able:
             raise ConflictError(
                 "; ".join(["no connected engine captures samples", *limits(found)]),
-                cure="`honed engines` says what each can do; HONED_CAPTURE=0 in vLLM's environment switches capturing off.",
+                cure="`honed engines` shows what each can do; HONED_CAPTURE=0 in vLLM's environment disables capturing.",
             )
         if not (able := [engine for engine in able if not engine.has_foreign_drafter]):
             raise ConflictError("; ".join(["no drafter to start from", *limits(found)]), cure=TAKE_BACK)
         return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
 
     def check_workloads(self, engine: Engine, workloads: Iterable[str]) -> None:
-        """Raise UnknownError when the engine has never had a round of one of them: samples of it would be awaited in vain."""
+        """Raise UnknownError if the engine never had a round of one of them: waiting for its samples would be useless."""
         seen = {workload for engine_id, workload in self._live_workloads() if engine_id == engine.engine_id}
         for workload in workloads:
             stored = "SELECT DISTINCT workload FROM rollups WHERE engine_id = ?"
@@ -69,11 +69,11 @@ class EligibleEngines:
             if workload not in seen:
                 raise UnknownError(
                     f"engine {engine.engine_id} has never had a round of workload {workload!r}; {there_are(sorted(seen))}",
-                    cure="`honed workloads` lists them; requests carry theirs as `honed_workload` in vllm_xargs.",
+                    cure="`honed workloads` lists them; requests set it as `honed_workload` in vllm_xargs.",
                 )
 
     def why_none(self, version: str) -> str:
-        """Why no engine can take a version."""
+        """Reason why no engine can take a version."""
         found = self.connected()
         if not found:
             return "no engine is connected"
@@ -81,12 +81,12 @@ class EligibleEngines:
 
 
 def limits(engines: list[Engine]) -> list[str]:
-    """What the engines themselves say they can't do."""
+    """Limits reported by the engines themselves."""
     said = [limit for engine in engines if engine.hello is not None for limit in engine.hello.limits]
     said += [f"engine {engine.engine_id} sleeps (vLLM's sleep mode)" for engine in engines if engine.is_asleep]
     return said + [foreign(engine) for engine in engines if engine.has_foreign_drafter]
 
 
 def foreign(engine: Engine) -> str:
-    """Say why an engine's drafter isn't honed's to change."""
+    """Reason why honed may not change an engine's drafter."""
     return f"the drafter of engine {engine.engine_id} got its weights through vLLM's own endpoint, not from honed"

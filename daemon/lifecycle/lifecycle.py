@@ -1,13 +1,13 @@
-"""The life of a drafter version once it is made: tried out, promoted or taken back; and what operators ask for.
+"""The lifecycle of a drafter version after its training: trial, promotion, roll-back, and operators' requests.
 
     recalibrate: see recalibrations.py; alias candidate -> canary -> aliases active, previous -> swap; or candidate is dropped
     promote:     swap -> aliases active, previous -> watched against the previous one
-    rollback:    aliases first, then swap: whatever happens to the command, engines converge to what `active` says
-    drift:       when the active version does worse than it did, it is watched against the previous one
+    rollback:    aliases first, then swap: engines converge to `active` even if the command is lost
+    drift:       if the active version gets worse, it is watched against the previous one
 
-A canary and a watch are the same trial (canaries.py); they differ in which version is active meanwhile. A promotion or a
-roll-back has succeeded when the engines run the version; a watch goes on behind it. At most one swap and one trial are under
-way; everything that stands in the way of a request is a ConflictError that says what.
+A canary and a watch are the same trial (canaries.py); they differ in the active version. A promotion or a roll-back has
+succeeded when the engines run the version; a watch may still continue. At most one swap and one trial run at a time. If
+something blocks a request, a ConflictError names it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from honed.daemon.store.operations import Operation, Operations
 log = structlog.get_logger("honed.lifecycle")
 
 CHALLENGE_ROUNDS = 5000
-"""A version that regressed is compared with the previous one for so many rounds; then it is time to recalibrate."""
+"""Rounds for which a regressed version is compared with the previous one; then it is recalibrated."""
 _ROLLBACK_RETRY_S = 30.0
-"""After a version that was found worse couldn't be taken back."""
+"""Pause after a failed roll-back of a worse version."""
 
 
 class Lifecycle:
-    """Swaps, trials and what follows from them. Guarded by the service's lock."""
+    """Swaps, trials and their consequences. Guarded by the service's lock."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Lifecycle:
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
         self._rollback_due: tuple[str, str] | None = None
-        """Version that was found worse and is active still, since its aliases couldn't be moved, and what was found."""
+        """Worse version that is still active because its aliases couldn't be moved, and the verdict's text."""
         self._rollback_due_s = 0.0
         self.promotions: Counter[str] = Counter()
         """Versions made active, by the kind of operation."""
 
     def load(self) -> None:
-        """Take up what the daemon was doing when it ended, as far as that can be gone on with."""
+        """Resume the daemon's earlier work as far as possible."""
         resumed = self._canaries.load()
         self._operations.load(resumed)
         drafters = self._drafters
@@ -76,28 +76,28 @@ class Lifecycle:
             try:
                 drafters.move({"candidate": None})
             except HonedError as error:
-                log.error("a candidate that nobody tries out keeps its alias", error=str(error))
+                log.error("the alias of a candidate without a trial wasn't removed", error=str(error))
 
-    # --- what operators, recalibrations and drift ask for -----------------------------------------------------------------
+    # --- requests of operators, recalibrations and drift ------------------------------------------------------------------
 
     def promote(
         self, version: str, *, reason: str, actor: str, force: bool = False, key: str | None = None, dry_run: bool = False
     ) -> Operation:
-        """Make a version the active one. `force` does so also while no engine is there to take it, when it failed before, and
-        without watching it; `dry_run` only checks.
+        """Make a version active. `force` does so even if no engine is connected or it failed before, and without watching it;
+        `dry_run` only checks.
 
         Raises:
             UnknownError, ConflictError
         """
-        engines = self._eligible.swappable(version, takes_over=True)  # before the file is read: nobody is heard meanwhile
+        engines = self._eligible.swappable(version, takes_over=True)  # before reading the file: no messages meanwhile
         self._drafters.verified(version)
         if version == self._drafters.active and not force:
             raise ConflictError(
                 f"{version} is active already",
-                cure="Nothing needs to be done; --force swaps it in again. `honed drafters` shows what is active.",
+                cure="No action is needed; --force swaps it in again. `honed drafters` shows the active version.",
             )
         if (why := self._canaries.why_failed(version)) and not force:
-            raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active all the same.")
+            raise ConflictError(f"{version} isn't offered again: {why}", cure="--force makes it active anyway.")
         self._rollout.check_no_swap()
         if not engines and not force:
             raise ConflictError(
@@ -109,7 +109,7 @@ class Lifecycle:
             return self._operations.planned("promote", reason, actor, version=version, engines=takers)
         operation = self._operations.create("promote", "swapping", reason, actor, key, version=version, force=force)
         self._journal.audit(actor, "promote", version, reason, operation.operation_id)
-        self._rollout.swapping = operation  # the engines aren't sent home first
+        self._rollout.swapping = operation  # don't send the engines home first
         self._canaries.stop(f"{version} was promoted by {actor}")
         if engines:
             self._swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
@@ -123,7 +123,7 @@ class Lifecycle:
     def roll_back(
         self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
     ) -> Operation:
-        """Go back to the previous version, or end the canary of a candidate. Raises ConflictError when there is neither."""
+        """Go back to the previous version, or end a candidate's canary. Raises ConflictError if there is neither."""
         trial = self._rollout.trial
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
@@ -148,7 +148,7 @@ class Lifecycle:
             return self._operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
         operation = self._operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
         self._journal.audit(actor, "rollback", active, reason, operation.operation_id)
-        # Aliases first: from here on every engine is brought to the old version, even if we are killed now.
+        # Aliases first: from here on every engine gets the old version, even if we are killed now.
         with self._failing(operation):
             self._drafters.move({"active": target, "previous": None, "candidate": None})
         self.rollbacks[cause] += 1
@@ -162,10 +162,10 @@ class Lifecycle:
         """Let a candidate take turns with the active version.
 
         Raises:
-            ConflictError: the same weights failed before, a swap or trial is under way, or no engine can take it.
+            ConflictError: the same weights failed before, a swap or trial is running, or no engine can take it.
             UnknownError, StoreError
         """
-        engines = self._eligible.swappable(version)  # before the file is read: nobody is heard meanwhile
+        engines = self._eligible.swappable(version)  # before reading the file: no messages meanwhile
         self._drafters.verified(version)
         if why := self._canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
@@ -180,7 +180,7 @@ class Lifecycle:
         self._canaries.begin(operation, "canary", self._drafters.active, version)
 
     def challenge(self, alarm: Alarm) -> None:
-        """The active version does worse than it did: see whether the previous one does better, if there is one."""
+        """Compare the active version, which got worse, with the previous one, if there is one."""
         now_s = self._monotonic()
         aliases = self._drafters.aliases()
         active, previous = aliases["active"], aliases["previous"]
@@ -201,10 +201,10 @@ class Lifecycle:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def _promoted(self, operation: Operation, swap: Swap) -> None:
-        """The engines have answered an operator's promotion."""
+        """Handle the engines' answers to an operator's promotion."""
         self._rollout.swapping = None
         if swap.failures:
-            # Engines that did take it are brought back to `active`, which hasn't moved, by the next tick.
+            # The next tick brings engines that took it back to `active`, which hasn't moved.
             self._operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
             self._journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
             return
@@ -223,7 +223,7 @@ class Lifecycle:
             self._canaries.begin(operation, "watch", old, swap.version)
 
     def on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
-        """Act on a verdict; `decision` is better, worse, unproven, or, without one, withdrawn, stopped (both by an operator) or
+        """Act on a trial's end. `decision`: better, worse, unproven; without one: withdrawn, stopped (both by an operator) or
         failed.
         """
         operation = self._operations.find(trial.operation_id)
@@ -263,7 +263,7 @@ class Lifecycle:
             self._send_home(self._drafters.active, operation)
 
     def tick(self, now_s: float) -> None:
-        """Once a second: go back from a version that was found worse when the aliases couldn't be moved, if they can now."""
+        """Once a second: retry the roll-back of a worse version whose aliases couldn't be moved."""
         if self._rollback_due is None or now_s < self._rollback_due_s or not self._rollout.is_quiet:
             return
         (version, text), self._rollback_due = self._rollback_due, None
@@ -279,7 +279,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _failing(self, operation: Operation) -> Iterator[None]:
-        """What keeps the aliases from moving ends the operation."""
+        """Fail the operation if the aliases can't be moved."""
         try:
             yield
         except HonedError as error:
@@ -287,7 +287,7 @@ class Lifecycle:
             raise
 
     def _send_home(self, version: str, operation: Operation | None = None) -> None:
-        """Have all engines run a version that is `active` by now, and let go of what they hold for turns."""
+        """Swap all engines to a version that is `active` by now, and release what they hold for turns."""
         engines: list[Engine] = self._eligible.swappable(version)
         if not engines:
             self._rollout.swapping = None
@@ -303,7 +303,7 @@ class Lifecycle:
         if self._rollout.swapping is operation:
             self._rollout.swapping = None
         if swap.failures:
-            why = f"{swaps.failure_text(swap)}; it is tried again until they run {swap.version}"
+            why = f"{swaps.failure_text(swap)}; it is retried until they run {swap.version}"
             self._operations.finish(operation, "failed", error=why)
         else:
             figures = swaps.figures(swap) | {"version": swap.version}

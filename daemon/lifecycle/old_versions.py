@@ -1,4 +1,4 @@
-"""Old drafter versions are removed from the registry, but for those that somebody uses or may go back to."""
+"""Removal of old drafter versions from the registry, except those in use or needed for a roll-back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OldVersions:
     """Removes them, in the background.
 
     Args:
-        keep: how many of the newest stay; 0: all.
+        keep: number of newest versions to keep; 0: all.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class OldVersions:
         self._drafters, self._engines, self._swaps, self._lock = drafters, engines, swaps, lock
 
     def remove(self) -> None:
-        """Prune under the lock, so that nobody begins to use a version meanwhile; remove the files without it."""
+        """Prune under the lock, so that no use of a version begins meanwhile; remove the files without it."""
         try:
             if self._keep:
                 with self._lock:
@@ -41,6 +41,6 @@ class OldVersions:
             log.error("old drafter versions can't be removed", error=str(error))
 
     def _in_use(self) -> set[str]:
-        """Versions that engines run or are about to, and those that operations under way are about."""
+        """Versions that engines run or are about to run, and versions of running operations."""
         running = {engine.live_version for engine in self._engines.by_id.values()}
         return (running | self._swaps.versions | self._rollout.versions) - {""}

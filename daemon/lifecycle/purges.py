@@ -1,8 +1,8 @@
-"""Samples are forgotten: those in the trainer's memory, on its disk, and in the engines' rings.
+"""Purges: deletion of samples in the trainer's memory, on its disk, and in the engines' rings.
 
-A trainer that is connected does all of that, and says so. Where there is none (it may hold the most of them: a host without
-`[train]` fills its ring too), or it falls silent, the files are erased here: a trainer that hangs finds, when it goes on, that
-its rings were purged, and forgets what it had read of them. A purge has succeeded when nothing is left, and not before.
+A connected trainer does all of it and reports it. Without one (a host without `[train]` fills its ring too), or if it falls
+silent, the daemon erases the files. A trainer that hangs finds later that its rings were purged, and deletes what it had read
+from them. A purge succeeds only when nothing is left.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = structlog.get_logger("honed.purges")
 
 
 class Purges:
-    """The purge that is under way, if any. Guarded by the service's lock, which the background takes itself.
+    """The running purge, if any. Guarded by the service's lock, which the background takes itself.
 
     Args:
-        engines_dir: has the engines' rings.
-        spill_dir: has the samples that the trainer keeps on disk.
+        engines_dir: folder of the engines' rings.
+        spill_dir: folder of the trainer's samples on disk.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Purges:
         self._is_due_again = False
 
     def purge(self, *, reason: str, actor: str, key: str | None = None) -> Operation:
-        """Forget every sample. Raises ConflictError while an earlier purge is under way."""
+        """Delete every sample. Raises ConflictError while an earlier purge is running."""
         if self._operation is not None:
             running = self._operation.operation_id
-            raise ConflictError(f"purge {running} is under way", cure=f"Wait for its end: `honed operations {running}`.")
+            raise ConflictError(f"purge {running} is running", cure=f"Wait for its end: `honed operations {running}`.")
         self._operation = operation = self._operations.create("purge", "erasing", reason, actor, key)
         self._journal.audit(actor, "samples.purge", "", reason, operation.operation_id)
         if self._trainer.is_connected:
@@ -64,14 +64,14 @@ class Purges:
         return operation
 
     def purge_after_update(self, engine_id: str) -> None:
-        """The target's weights are others: what was captured of the old ones goes. Once more where that is under way."""
+        """Delete samples of the target's old weights; if a purge is running, purge again afterwards."""
         if self._operation is None:
             self.purge(reason=f"the target of engine {engine_id} was updated", actor="honed")
         else:
             self._is_due_again = True
 
     def on_trainer(self, message: wire.TrainerHello | wire.Purged) -> None:
-        """It has purged; or it was restarted meanwhile, and may not have heard."""
+        """Handle the trainer's report, or its restart, after which it may have missed the request."""
         operation = self._operation
         if operation is None or self._is_erasing:
             return
@@ -81,7 +81,7 @@ class Purges:
             self._finish(message.problems)
 
     def tick(self) -> None:
-        """Notice a trainer that is gone."""
+        """Detect a trainer that is gone."""
         if self._operation is not None and not self._is_erasing and not self._trainer.is_connected:
             self._erase()
 
@@ -113,7 +113,7 @@ class Purges:
 
 
 def erase_files(engines_dir: Path, spill_dir: Path) -> list[str]:
-    """Overwrite the rings of all engines, and remove what lies on disk. Returns why something is left."""
+    """Overwrite the rings of all engines, and remove samples on disk. Returns reasons why some are left."""
     problems = [why for path in sorted(engines_dir.glob("*/ring")) if (why := RingReader(path).erase())]
     try:
         shutil.rmtree(spill_dir)

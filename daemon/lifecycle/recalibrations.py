@@ -1,9 +1,9 @@
-"""Recalibrations: a candidate is asked of the trainer, followed while it is made, and handed on to be tried out.
+"""Recalibrations: request a candidate from the trainer, follow its training, and start its trial.
 
     TrainRequest -> TrainResult(version) -> a canary on live traffic (lifecycle.py) -> promoted, or not
 
-At most one is under way. Operators ask for one, and so does drift, when that is allowed; what stands in the way is a
-ConflictError that says what.
+At most one runs at a time. Operators request it; so does drift, if the settings allow it. If something blocks it, a
+ConflictError names it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _ALARMS = "drift_alarms"
 COLLECT_SHARE = 1.0
 """Of requests, captured while a recalibration is under way."""
 MAX_RESTARTS = 3
-"""Of the trainer within one operation."""
+"""Trainer restarts within one operation."""
 
 
 class Recalibrations:
-    """The training that is under way, and the alarms that ask for the next one. Guarded by the service's lock."""
+    """The running training, and the alarms that request the next one. Guarded by the service's lock."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class Recalibrations:
         self._ended_s = float("-inf")
 
     def load(self) -> None:
-        """Take up the drift that nothing had answered when the daemon ended and the pause; operations and trials are loaded."""
+        """Load unanswered drift alarms and the pause; call it after loading operations and trials."""
         ends = [one.finished_unix_s or 0.0 for one in self._operations.listing() if one.kind == "recalibrate"]
         self._ended_s = self._monotonic() - max(self._clock() - max(ends, default=0.0), 0.0)
         for row in self._store.read(f"SELECT value FROM meta WHERE key = '{_ALARMS}'"):
             try:
                 self.alarms.load(row["value"], self._operations.find, self._monotonic())
             except msgspec.DecodeError as error:
-                log.error("the drift that waited for an answer can't be read", error=str(error))
+                log.error("the stored drift alarms can't be read", error=str(error))
         if self._rollout.trial is None:
             self.alarms.release(is_explained=False)
 
@@ -100,18 +100,18 @@ class Recalibrations:
         dry_run: bool = False,
         key: str | None = None,
     ) -> Operation:
-        """Ask the trainer for a candidate. Raises ConflictError, UnknownError."""
+        """Request a candidate from the trainer. Raises ConflictError, UnknownError."""
         if self._rollout.training is not None:
             running = self._rollout.training.operation_id
             raise ConflictError(
-                f"recalibration {running} is under way, in stage {self._rollout.training.stage!r}",
-                cure=f"`honed operations {running}` shows how it gets on, `honed cancel {running}` gives it up.",
+                f"recalibration {running} is running, in stage {self._rollout.training.stage!r}",
+                cure=f"`honed operations {running}` shows its progress, `honed cancel {running}` cancels it.",
             )
         if (trial := self._rollout.trial) is not None:
             tried = trial.operation_id
             raise ConflictError(
                 f"{trial.canary.new} is on trial against {trial.canary.old}",
-                cure=f"`honed canary` shows how it gets on, `honed cancel {tried}` or `honed rollback` ends it.",
+                cure=f"`honed canary` shows its progress, `honed cancel {tried}` or `honed rollback` ends it.",
             )
         if not self._trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
@@ -124,13 +124,13 @@ class Recalibrations:
             known = there_are(manifest.version for manifest in self._drafters.registry.versions())
             raise ConflictError(
                 f"no drafter version is active, so there is none to start from ({known} in the registry)",
-                cure="`honed promote VERSION` makes one active; the first that an engine loads becomes it by itself.",
+                cure="`honed promote VERSION` makes one active; the first that an engine loads becomes active automatically.",
             )
         scope = scope or self._settings.scope
         if scope == "full" and hello.features == "fused":
             raise ConflictError(
-                f"engine {engine.engine_id} captures fused features, of which scope 'full' can't learn",
-                cure="Start vLLM with HONED_FEATURES=layers in its environment, or take scope kv-frozen.",
+                f"engine {engine.engine_id} captures fused features, which scope 'full' can't train on",
+                cure="Start vLLM with HONED_FEATURES=layers in its environment, or use scope kv-frozen.",
             )
         seconds = max_seconds or self._settings.max_seconds
         operation = self._operations.create(
@@ -165,12 +165,12 @@ class Recalibrations:
         return operation
 
     def cancel(self, operation_id: str, *, reason: str, actor: str) -> Operation:
-        """Give up a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
+        """Cancel a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
         operation = self._operations.get(operation_id)
         if operation.is_finished:
             raise ConflictError(
                 f"operation {operation_id} has ended: {operation.state}",
-                cure=f"`honed operations {operation_id}` shows it; `honed rollback` takes back what was swapped in.",
+                cure=f"`honed operations {operation_id}` shows it; `honed rollback` undoes its swap.",
             )
         trial = self._rollout.trial
         if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
@@ -187,7 +187,7 @@ class Recalibrations:
         self._end_training("cancelled", reason and f"cancelled: {reason}")
         return operation
 
-    # --- what engines and the trainer say -------------------------------------------------------------------------------
+    # --- messages of engines and the trainer ----------------------------------------------------------------------------
 
     def on_trainer(self, message: wire.TrainerHello | wire.TrainerStatus | wire.TrainResult) -> None:
         """Follow the training."""
@@ -209,13 +209,13 @@ class Recalibrations:
             self._on_result(operation, message)
 
     def _end_what_nobody_waits_for(self, operation_id: str) -> None:
-        """What the trainer works at is over for this daemon: it was restarted meanwhile, or the trainer was silent for long."""
+        """Cancel a training that this daemon no longer follows, after its restart or a long silence of the trainer."""
         if self._rollout.training is None or self._rollout.training.operation_id != operation_id:
-            reason = "the daemon doesn't wait for it any more"
+            reason = "the daemon no longer waits for it"
             self._trainer.tell(wire.TrainCancel(operation_id=operation_id, reason=reason))
 
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
-        """Acceptance drifted: note it, to recalibrate when that is allowed and possible."""
+        """Store a drift alarm, to recalibrate once that is allowed and possible."""
         self._journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
         if self._rollout.trial is not None:
@@ -225,13 +225,13 @@ class Recalibrations:
         self._lifecycle.challenge(alarm)
 
     def on_trial_end(self, trial: Trial, decision: str) -> None:
-        """A canary is the end of its recalibration; drift that was found meanwhile was maybe the worse version's."""
+        """End the canary's recalibration. Drift found meanwhile may have come from the worse version."""
         if trial.kind == "canary":
             self._ended_s = self._monotonic()
         self.alarms.release(is_explained=decision == "worse")
 
     def tick(self, now_s: float) -> None:
-        """Notice a trainer that is gone (its deadline it keeps itself); answer drift."""
+        """Detect a trainer that is gone (it keeps its deadline itself); answer drift."""
         if self._rollout.training is not None and not self._trainer.is_connected:
             self._end_training("failed", f"the trainer has been silent for {self._trainer.silent_s:.0f} s")
         self.alarms.tick(now_s)
@@ -242,7 +242,7 @@ class Recalibrations:
                     break
 
     def _answer(self, standing: Standing) -> bool:
-        """Whether a recalibration has begun; while nobody is there to do it the alarm stands."""
+        """Try to begin a recalibration; True if begun. The alarm stays while no trainer or engine can do it."""
         engine_id, alarm = standing.engine_id, standing.alarm
         try:
             self.recalibrate(engine_id=engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
@@ -275,14 +275,14 @@ class Recalibrations:
         self._in_background(lambda: self._offer(operation, result.version, detail))
 
     def _offer(self, operation: Operation, version: str, detail: dict[str, Any]) -> None:
-        """Have a candidate tried out, unless the operation has ended while its files were read."""
+        """Start a candidate's trial, unless the operation ended while its files were read."""
         self._drafters.read_ahead(version)
         with self._lock:
             if self._rollout.training is not operation:
                 return
             try:
                 if (active := self._drafters.active) != self._parent:
-                    raise ConflictError(f"{active} became active meanwhile; the candidate was made of {self._parent}")
+                    raise ConflictError(f"{active} became active meanwhile; the candidate was made from {self._parent}")
                 self._operations.move(operation, **detail)
                 self._lifecycle.try_out(operation, version)
             except HonedError as error:
@@ -291,7 +291,7 @@ class Recalibrations:
             self._rollout.training, self._ended_s = None, self._monotonic()
 
     def _ask_again(self, operation: Operation) -> None:
-        """The trainer was restarted: it goes on from the state that it saved, unless that is what kills it."""
+        """Ask the restarted trainer again. It resumes from its saved state, which may be what kills it."""
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             self._end_training("failed", f"the trainer was restarted {self._restarts} times")

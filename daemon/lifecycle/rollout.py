@@ -1,4 +1,4 @@
-"""What is under way with drafter versions: at most one swap, one trial and one training."""
+"""Running work on drafter versions: at most one swap, one trial and one training."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from honed.daemon.store.operations import Operation, Operations
 
 @dataclass(slots=True)
 class Rollout:
-    """Who is swapping, on trial and training. Guarded by the service's lock."""
+    """The running swap, trial and training. Guarded by the service's lock."""
 
     operations: Operations
     swapping: Operation | None = None
-    """Brings the engines to its version."""
+    """The operation that swaps engines."""
     trial: Trial | None = None
     training: Operation | None = None
     """The recalibration that waits for its candidate."""
 
     @property
     def current(self) -> Operation | None:
-        """The operation that is under way: a swap before a canary before a training. A watch is nobody's: it may be ended."""
-        trial = self.trial  # read once: whoever only looks on holds no lock
+        """The running operation: a swap before a canary before a training. A watch doesn't count: it may be ended."""
+        trial = self.trial  # read once: readers hold no lock
         tried = self.operations.find(trial.operation_id) if trial is not None else None
         is_running = tried is not None and not tried.is_finished
         return self.swapping or (tried if is_running else None) or self.training
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is running."""
         return self.current is None and self.trial is None
 
     @property
     def versions(self) -> set[str]:
-        """The versions that it is about."""
+        """Versions in use by it."""
         found = set(self.trial.versions) if self.trial is not None else set()
         for operation in (self.swapping, self.training):
             if operation is not None:
@@ -43,7 +43,7 @@ class Rollout:
         return found - {""}
 
     def check_no_swap(self) -> None:
-        """Raise ConflictError while a swap is under way."""
+        """Raise ConflictError while a swap is running."""
         if self.swapping is not None:
             running = self.swapping.operation_id
             raise ConflictError(

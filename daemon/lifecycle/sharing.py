@@ -1,9 +1,9 @@
-"""Drafter versions on their way between hosts: what proved itself here is offered to the others, and theirs is tried out here.
+"""Sharing of drafter versions between hosts: active versions made here are offered; others' versions are tried here.
 
     active, and made here   -> pushed to `registry.url`
     newer there than here   -> fetched -> (`registry.try_fetched`) a canary on live traffic -> promoted, or not
 
-A place that can't be reached is tried again; nothing else waits for it.
+An unreachable registry is retried; nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _CREDENTIALS = re.compile(r"//\S*@")
 
 
 def without_credentials(text: str) -> str:
-    """A URL, or a text with one in it, as anybody may see it."""
+    """A URL, or a text with one, without its credentials."""
     return _CREDENTIALS.sub("//", text)
 
 
 class Sharing:
-    """The shared registry, if there is one, as a daemon uses it. Guarded by the service's lock but for its thread's work."""
+    """The daemon's use of the shared registry, if any. Guarded by the service's lock, except for its thread's work."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Sharing:
         self._is_exchanging = False
         self._next_s = float("-inf")
         self._seen: set[str] = set()
-        """Weights fetched or pushed since the daemon started: what was removed here meanwhile isn't wanted again."""
+        """Weights fetched or pushed since the daemon started; those removed here aren't fetched again."""
         self._untried = ""
         self._is_loaded = False
         self.moved: Counter[str] = Counter()
-        """Versions "pushed" and "fetched"."""
+        """Counts of versions "pushed" and "fetched"."""
         self.errors = 0
         self.last_error = ""
         self.last_success_unix_s = 0.0
 
     def tick(self, now_s: float) -> None:
-        """Once a second: look there when it is time, and try out what came."""
+        """Once a second: check the registry if due, and try a fetched version."""
         if self._shared is None:
             return
         if not self._is_loaded:
@@ -91,15 +91,15 @@ class Sharing:
             self._try_out(self._untried)
 
     def soon(self) -> None:
-        """Aliases have moved: don't wait for the next time."""
+        """Make a check due now, since aliases moved."""
         self._next_s = float("-inf")
 
     def close(self) -> None:
-        """Let what is being copied end."""
+        """Wait for a running copy."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def view(self) -> dict[str, Any] | None:
-        """As the status shows it; None when nothing is shared."""
+        """Document for the status; None without sharing."""
         if self._shared is None:
             return None
         return {
@@ -134,7 +134,7 @@ class Sharing:
             log.warning("versions can't be shared", error=str(error))
             with self._lock:
                 self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
-        except Exception as error:  # the boundary: the next look is to take place
+        except Exception as error:  # the boundary: the next check must run
             log.exception("versions can't be shared", error=str(error))
         finally:
             self._is_exchanging = False
@@ -158,12 +158,12 @@ class Sharing:
     # --- on the ticking thread --------------------------------------------------------------------------------------------
 
     def _left_untried(self) -> str:
-        """The newest version fetched before the daemon was restarted, if it is news and was never on trial; else ""."""
+        """The newest version fetched before the daemon's restart, if it is news and never had a trial; else ""."""
         active = self._manifest_of_active()
         try:
             tried = canary_tables.tried(self._store)
         except StoreError as error:
-            log.warning("fetched versions aren't looked through", error=str(error))
+            log.warning("fetched versions can't be checked", error=str(error))
             return ""
         fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
         if not fetched or fetched[-1].sha256 in tried or not _is_news(fetched[-1], active):
@@ -171,7 +171,7 @@ class Sharing:
         return fetched[-1].version if active is None or fetched[-1].version != active.version else ""
 
     def _try_out(self, version: str) -> None:
-        """When nothing else is under way, and an engine is there to try it on."""
+        """Start its trial if nothing else runs and an engine can take it."""
         if not self._rollout.is_quiet or not self._eligible.swappable(version):
             return
         self._untried = ""
@@ -206,5 +206,5 @@ def _is_news(manifest: Manifest, active: Manifest | None) -> bool:
 
 
 def _is_made_here(manifest: Manifest) -> bool:
-    """Trained on this host: what engines brought along, every host has."""
+    """True if trained on this host. Every host has the versions that engines loaded."""
     return manifest.scope != "imported" and not manifest.origin

@@ -1,10 +1,10 @@
-"""Getting a drafter version into running engines, and keeping every engine at the active one.
+"""Swaps a drafter version into running engines, and keeps every engine at the active one.
 
-A swap is a command to each engine concerned, and their answers. An engine that goes away meanwhile is asked again when it
-comes back; what it then says it runs settles the matter. Apart from that, an engine that runs another version than
-`active` (it was restarted, the daemon was, a swap half failed) is brought to it, with growing pauses between attempts. While
-two versions take turns (canaries.py), which one an engine is to run isn't decided here. An engine whose drafter got its weights
-through vLLM's own endpoints is left alone until an operator promotes a version.
+A swap is a command to each engine, and its answer. If an engine goes away meanwhile, its reported version after its return
+decides whether to ask again. An engine that runs another version than `active` (after its restart, the daemon's restart or a
+half-failed swap) is swapped to it, with growing pauses between attempts. While two versions take turns, canaries.py decides
+which one an engine runs. An engine whose drafter got weights through vLLM's own endpoints is left alone until an operator
+promotes a version.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ MAX_PAUSE_S = 60.0
 TIMEOUT_S = 60.0
 """How long engines may take to swap."""
 _NOT_NOW = {"asleep", "foreign"}
-"""Marks of a refusal that says nothing of the version: the engine sleeps, or its drafter is somebody else's."""
+"""Refusals that don't concern the version: the engine sleeps, or its drafter isn't honed's."""
 
 
 class Beside(NamedTuple):
-    """The version that another one takes turns with: both stay staged, and without further word the engine goes home."""
+    """The version that another one takes turns with. Both stay staged; without messages the engine returns to `home`."""
 
     version: str
     home: str
-    """The one of the two that is active."""
+    """The active one of the two."""
     lease_s: float
 
 
 @dataclass(slots=True)
 class Swap:
-    """One version on its way into some engines."""
+    """A swap of one version into some engines."""
 
     version: str
     engine_ids: list[str]
     on_done: Callable[[Swap], None]
     failures: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
-    """Engines that answered with a failure, rather than not at all."""
+    """Engines that answered with a failure instead of not answering."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Worst of the engines: pause_ms, stage_ms."""
+    """Maximum over the engines: pause_ms, stage_ms."""
     waiting: set[str] = field(default_factory=set)
     is_turn: bool = False
-    """One of many, while two versions take turns."""
+    """True for a turn in a trial."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _Attempts:
 
 
 class Swaps:
-    """All swaps under way. Guarded by the service's lock."""
+    """All running swaps. Guarded by the service's lock."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Swaps:
         self.last_pause_s = 0.0
 
     def begin(self, version: str, engines: list[Engine], on_done: Callable[[Swap], None], beside: Beside | None = None) -> Swap:
-        """Send a version to engines; `on_done` is called once all have answered or their time is over.
+        """Send a version to engines; call `on_done` once all have answered or timed out.
 
         Raises:
             HonedError: the version doesn't exist.
@@ -123,11 +123,11 @@ class Swaps:
 
     @property
     def versions(self) -> set[str]:
-        """Those that are on their way into engines."""
+        """Versions being swapped into engines."""
         return {sent.swap.version for sent in self._sent.values()}
 
     def on_result(self, result: wire.CommandResult) -> None:
-        """An engine answered."""
+        """Handle an engine's answer."""
         sent = self._sent.pop(result.command_id, None)
         if sent is None:
             return
@@ -145,7 +145,7 @@ class Swaps:
         self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
 
     def on_engine(self, engine: Engine, now_s: float) -> None:
-        """An engine came back: what it runs says whether the swap happened; if not, ask again."""
+        """Handle an engine's return: its version shows whether the swap happened; if not, ask again."""
         self._attempts.pop(engine.engine_id, None)
         for sent in [s for s in self._sent.values() if s.engine_id == engine.engine_id]:
             if engine.live_version == sent.swap.version:
@@ -155,7 +155,7 @@ class Swaps:
                 self._send(engine.peer, sent.command)
 
     def tick(self, now_s: float) -> None:
-        """Give up what takes too long; bring stray engines to the active version."""
+        """Give up overdue swaps; swap stray engines to the active version."""
         for sent in [s for s in self._sent.values() if now_s > s.deadline_s]:
             del self._sent[sent.command.command_id]
             engine = self._engines.by_id.get(sent.engine_id)
@@ -184,9 +184,9 @@ class Swaps:
                     log.error("the active version can't be used", version=active, error=str(error))
 
     def fits(self, engine: Engine, version: str, *, takes_over: bool = False) -> bool:
-        """Whether an engine can take a version now: it can swap, is awake, and serves the target that the version is for.
+        """True if an engine can take a version now: it can swap, is awake, and serves the version's target.
 
-        `takes_over`: also where somebody else has put weights in the drafter's place.
+        `takes_over`: also if its drafter's weights aren't from honed.
         """
         if not engine.can_swap or engine.is_asleep or engine.hello is None:
             return False
@@ -211,7 +211,7 @@ class Swaps:
             swap.on_done(swap)
 
     def _drop(self, engine_id: str) -> None:
-        """A newer swap of the same engine replaces an older one."""
+        """End an older swap of an engine that gets a newer one."""
         for sent in [s for s in self._sent.values() if s.engine_id == engine_id]:
             del self._sent[sent.command.command_id]
             self._settle(sent, "another swap took its place", is_replaced=True)
@@ -223,10 +223,10 @@ class Swaps:
 
 
 def failure_text(swap: Swap) -> str:
-    """What went wrong, engine by engine."""
+    """Failures, engine by engine."""
     return "; ".join(f"engine {engine_id}: {why}" for engine_id, why in sorted(swap.failures.items()))
 
 
 def figures(swap: Swap) -> dict[str, Any]:
-    """What the operation shows of it."""
+    """The swap's part in an operation."""
     return dict(swap.figures)

@@ -1,4 +1,4 @@
-"""A trial of two drafter versions that is under way."""
+"""A running trial of two drafter versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["canary", "watch"]
 
 @dataclass(slots=True)
 class Trial:
-    """Two versions take turns: the new one is the candidate (canary), or it is active already (watch)."""
+    """Two versions taking turns: the new one is the candidate (canary) or already active (watch)."""
 
     operation_id: str
     kind: Kind
@@ -21,19 +21,19 @@ class Trial:
     began_unix_s: float
     window_began_s: float
     active_s: float = 0.0
-    """How long there was traffic to compare on."""
+    """Time with traffic to compare."""
     heard_s: float = float("-inf")
     sent_s: float = float("-inf")
     is_swapping: bool = False
 
     @property
     def home(self) -> str:
-        """The version that is `active` meanwhile."""
+        """The version that is `active` during it."""
         return self.canary.old if self.kind == "canary" else self.canary.new
 
     @property
     def other(self) -> str:
-        """The version whose turn it isn't."""
+        """The version not serving now."""
         canary = self.canary
         return canary.new if canary.serving == canary.old else canary.old
 
@@ -42,7 +42,7 @@ class Trial:
         return frozenset((self.canary.old, self.canary.new))
 
     def view(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """Document for the API."""
         canary, verdict = self.canary, self.canary.verdict
         return {
             "operation_id": self.operation_id,

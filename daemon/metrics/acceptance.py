@@ -1,4 +1,4 @@
-"""Metrics of verify rounds: drafted, accepted, by position, and how long what was accepted is."""
+"""Metrics of verify rounds: drafted and accepted tokens, by position too, and acceptance lengths."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from honed.daemon.store.rollups import Counts
 
 ROUND_LABELS = [*ENGINE_LABELS, "workload", "drafter_version"]
 Rounds = list[tuple[list[str], Counts]]
-"""Values of ROUND_LABELS, and what was counted under them."""
+"""Values of ROUND_LABELS, with their counts."""
 
 
 def read(engines: Engines, live: LiveRounds) -> Rounds:
-    """What the group needs, under the service's lock."""
+    """Data of the group; call under the service's lock."""
     known = {engine.engine_id: labels_of(engine) for engine in engines_shown(engines)}
     return [
         ([*known[engine_id], workload, version], counts)
@@ -27,11 +27,11 @@ def read(engines: Engines, live: LiveRounds) -> Rounds:
 
 
 def families(rounds: Rounds) -> Iterator[Metric]:
-    """The group, out of what `read` gave."""
+    """The group, from the result of `read`."""
     yield from _totals(rounds)
     yield from _by_position(rounds)
     length = HistogramMetricFamily(
-        "honed_acceptance_length", "Tokens a round emitted, bonus token included.", labels=ROUND_LABELS
+        "honed_acceptance_length", "Tokens emitted per round, bonus token included.", labels=ROUND_LABELS
     )
     for labels, counts in rounds:
         length.add_metric(labels, _buckets(counts), counts.rounds + counts.accepted_tokens)
@@ -43,7 +43,7 @@ def _totals(rounds: Rounds) -> Iterator[Metric]:
         ("honed_verify_rounds", "Verify rounds with at least one draft token.", "rounds"),
         ("honed_draft_tokens", "Draft tokens verified.", "draft_tokens"),
         ("honed_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
-        ("honed_emitted_tokens", "Tokens emitted, also by plain steps.", "emitted_tokens"),
+        ("honed_emitted_tokens", "Tokens emitted, including plain steps.", "emitted_tokens"),
     ):
         family = CounterMetricFamily(name, text, labels=ROUND_LABELS)
         for labels, counts in rounds:
@@ -65,7 +65,7 @@ def _by_position(rounds: Rounds) -> Iterator[Metric]:
 
 
 def _buckets(counts: Counts) -> list[tuple[str, float]]:
-    """Cumulative, one for every length up to MOST_POSITIONS."""
+    """Cumulative buckets, one for each length up to MOST_POSITIONS."""
     cumulative, buckets = 0, []
     for num_accepted, value in enumerate(counts.accepted_histogram()[:MOST_POSITIONS].tolist()):
         cumulative += value

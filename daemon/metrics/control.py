@@ -1,4 +1,4 @@
-"""Metrics of deciding: load, policy, draft lengths, and what was predicted beside what was measured."""
+"""Metrics of decisions: load, policy, draft lengths, predicted and measured values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
 DECISIONS = frozenset(
     {*MODES, "policy", "override", "cold", "explore", "no_policy", "stale_policy", "observe", "error", "unplanned"}
 )
-"""What an engine may give as the reason of a step's lengths; see the table in `adapt.lengths.decider`."""
+"""An engine's reasons for a step's lengths; see the table in `adapt.lengths.decider`."""
 
 
 def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
     errors = service.steering.errors
-    yield counter("honed_controller_errors", "Batches that taught nothing, policies that couldn't be made.", errors)
+    yield counter("honed_controller_errors", "Errors while learning from a batch or making a policy.", errors)
     yield from _load(service.engines, service.monotonic())
     yield from _policy(service.engines)
     yield from _decisions(service)
@@ -34,10 +34,10 @@ def families(service: Service) -> Iterator[Metric]:
 
 
 def _load(engines: Engines, now_s: float) -> Iterator[Metric]:
-    connected = engine_gauge("honed_engine_connected", "1 while the engine is heard.")
+    connected = engine_gauge("honed_engine_connected", "1 while the engine is connected.")
     running = engine_gauge("honed_engine_requests_running", "Requests in the engine's batch.")
-    waiting = engine_gauge("honed_engine_requests_waiting", "Requests that wait for the engine.")
-    lengths = engine_gauge("honed_draft_tokens_per_round", "Draft tokens a round, in the latest batch that had rounds.")
+    waiting = engine_gauge("honed_engine_requests_waiting", "Requests waiting for the engine.")
+    lengths = engine_gauge("honed_draft_tokens_per_round", "Draft tokens per round, in the latest batch with rounds.")
     for engine in engines_shown(engines):
         labels, status = labels_of(engine), engine.status
         connected.add_metric(labels, engines.is_connected(engine, now_s))
@@ -52,9 +52,9 @@ def _load(engines: Engines, now_s: float) -> Iterator[Metric]:
 def _policy(engines: Engines) -> Iterator[Metric]:
     budget = engine_gauge(
         "honed_tree_budget_nodes",
-        "Most nodes that the policy sent lets a request verify, root excluded; for a chain, its draft tokens.",
+        "Most nodes that a request may verify under the sent policy, root excluded; for a chain: draft tokens.",
     )
-    age = engine_gauge("honed_policy_age_seconds", "Age of the engine's policy; negative: it has none.")
+    age = engine_gauge("honed_policy_age_seconds", "Age of the engine's policy; negative: none.")
     fallback = engine_gauge("honed_fallback_active", "1 while the engine decides without a policy.", "reason")
     log_p99 = engine_gauge("honed_engine_log_seconds", "p99 of logging a step in vLLM.")
     decide_p99 = engine_gauge("honed_engine_decide_seconds", "p99 of deciding a step in vLLM.")
@@ -74,12 +74,12 @@ def _policy(engines: Engines) -> Iterator[Metric]:
 
 
 def _decisions(service: Service) -> Iterator[Metric]:
-    decisions = engine_counter("honed_decisions", "Engine steps by what decided the draft lengths.", "reason")
+    decisions = engine_counter("honed_decisions", "Engine steps by the reason of their draft lengths.", "reason")
     drift = engine_counter("honed_drift_detections", "Drift alarms.", "workload")
     counted: dict[str, Counter[str]] = {}
     for (engine_id, reason), value in service.decisions.items():
         counted.setdefault(engine_id, Counter())[reason] += value
-    # Zeros, too: a counter that first appears with its first event has no increase.
+    # Zeros too: Prometheus sees no increase if a counter first appears with its first event.
     alarms: Counter[tuple[str, str]] = Counter(dict.fromkeys(service.live.workloads(), 0))
     for (engine_id, workload), value in service.steering.alarms.items():
         alarms[engine_id, service.ingest.workloads.look_up(workload)] += value
@@ -96,9 +96,9 @@ def _decisions(service: Service) -> Iterator[Metric]:
 
 def _beliefs(engines: Engines, steering: Steering) -> Iterator[Metric]:
     found = (
-        ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time expected, smoothed.")),
+        ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time predicted, smoothed.")),
         ("measured_seconds", engine_gauge("honed_step_time_measured_seconds", "Step time measured, smoothed.")),
-        ("speedup", engine_gauge("honed_speedup_estimated_ratio", "Estimated speed against not drafting.")),
+        ("speedup", engine_gauge("honed_speedup_estimated_ratio", "Estimated speed relative to no drafts.")),
     )
     for engine in engines_shown(engines):
         headline = steering.headline(engine)

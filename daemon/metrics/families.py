@@ -1,4 +1,4 @@
-"""What the metric groups share: families in one line, and label sets that stay bounded whatever engines send.
+"""Shared code of the metric groups: families in one line, and bounded label sets whatever engines send.
 
 A scrape shows at most MOST_ENGINES engines (those heard last), MOST_POSITIONS draft positions, MAX_WORKLOADS workloads
 and `live_rounds.MOST_CELLS` combinations of them. Everything beyond is under "other" or not shown. Never a request id.
@@ -40,7 +40,7 @@ def engine_gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
 
 
 def engines_shown(engines: Engines) -> list[Engine]:
-    """The engines that a scrape shows: those heard last, in order of their ids."""
+    """Engines shown by a scrape: those heard last, ordered by id."""
     latest = sorted(engines.by_id.values(), key=lambda engine: -engine.last_seen_s)
     return sorted(latest[:MOST_ENGINES], key=lambda engine: engine.engine_id)
 
@@ -51,7 +51,7 @@ def labels_of(engine: Engine) -> list[str]:
 
 
 def summed(values: Mapping[str, float], known: Set[str]) -> dict[str, float]:
-    """All `known` names with their values, 0 where there is none; the rest summed up as "other"."""
+    """All `known` names with their values, 0 if absent; the rest summed as "other"."""
     sums: Counter[str] = Counter(dict.fromkeys(sorted(known), 0))
     for name, value in values.items():
         sums[name if name in known else OTHER] += value  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Metrics of what arrives: rounds, batches and frames, and what of them got lost."""
+"""Metrics of received and lost rounds, batches and frames."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def families(service: Service) -> Iterator[Metric]:
         rejected.add_metric([reason], value)
     yield rejected
     yield gauge("honed_event_lag_seconds", "Age of the latest batch when it arrived.", figures.lag_s)
-    yield gauge("honed_event_queue_length", "Batches received and not yet committed.", service.store.queued_batches)
+    yield gauge("honed_event_queue_length", "Batches received but not yet committed.", service.store.queued_batches)
     if figures.last_batch_unix_s:
-        yield gauge("honed_last_event_timestamp_seconds", "When the latest batch arrived.", figures.last_batch_unix_s)
+        yield gauge("honed_last_event_timestamp_seconds", "Time of the latest batch's arrival.", figures.last_batch_unix_s)
     skipped = service.steering.skipped_batches
     yield counter("honed_event_batches_not_learned", "Batches the controllers skipped for lack of time.", skipped)
 
 
 def _lost(engines: Engines) -> Iterator[Metric]:
     lost = engine_counter(
-        "honed_events_lost", "Rounds lost, by reason: queue_full (in an engine; as it says for its present boot).", "reason"
+        "honed_events_lost", "Rounds lost, by reason: queue_full (reported by an engine for its present boot).", "reason"
     )
     missing = engine_counter(
         "honed_event_batches_lost",
-        "Batches of the engine's present boot that never came (missing) or contradicted themselves (malformed).",
+        "Batches of the engine's present boot that never arrived (missing) or were inconsistent (malformed).",
         "reason",
     )
     pooled = engine_counter(

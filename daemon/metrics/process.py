@@ -26,15 +26,15 @@ def families(service: Service) -> Iterator[Metric]:
     commit = HistogramMetricFamily("honed_db_commit_seconds", "Time to commit a group of batches.")
     commit.add_metric([], *store.commit_times.exposition())
     yield commit
-    yield counter("honed_db_errors", "Refusals by the database.", store.errors)
-    yield gauge("honed_db_failing", "1 while the database refuses what was received.", float(store.is_failing))
+    yield counter("honed_db_errors", "Errors of the database.", store.errors)
+    yield gauge("honed_db_failing", "1 while the database refuses received events.", float(store.is_failing))
     yield from _disk(service.settings.paths.state_dir)
     requests = CounterMetricFamily("honed_admin_requests", "HTTP requests.", labels=["method", "route", "code"])
     for labels, value in sorted(service.requests.items()):
         requests.add_metric(list(labels), value)
     yield requests
-    yield gauge("honed_start_time_seconds", "When the daemon started.", service.started_unix_s)
-    yield gauge("honed_tick_age_seconds", "Since the controllers last ran.", service.monotonic() - service.last_tick_s)
+    yield gauge("honed_start_time_seconds", "Start time of the daemon.", service.started_unix_s)
+    yield gauge("honed_tick_age_seconds", "Time since the controllers last ran.", service.monotonic() - service.last_tick_s)
     yield from _versions(service.version, service.engines)
 
 
@@ -48,17 +48,17 @@ def _disk(state_dir: Path) -> Iterator[Metric]:
         usage = shutil.disk_usage(state_dir)
     except OSError:
         return
-    yield gauge("honed_disk_free_bytes", "Free on the filesystem of the state directory.", usage.free)
-    yield gauge("honed_disk_size_bytes", "Size of the filesystem of the state directory.", usage.total)
+    yield gauge("honed_disk_free_bytes", "Free space on the state directory's filesystem.", usage.free)
+    yield gauge("honed_disk_size_bytes", "Size of the state directory's filesystem.", usage.total)
 
 
 def _versions(version: str, engines: Engines) -> Iterator[Metric]:
-    build = InfoMetricFamily("honed_build", "What runs here.")
+    build = InfoMetricFamily("honed_build", "Daemon versions.")
     versions = {"version": version, "python": platform.python_version(), "wire": str(wire.WIRE_VERSION)}
     build.add_metric([], versions | {"sqlite": pysqlite3.sqlite_version})
     yield build
     names = ("version", "vllm_version", "wire", "runner", "method")
-    info = engine_gauge("honed_engine_info", "What runs in an engine.", *names)
+    info = engine_gauge("honed_engine_info", "Versions in an engine.", *names)
     for engine in engines_shown(engines):
         if (hello := engine.hello) is not None:
             versions_there = [hello.honed_version, hello.vllm_version, str(hello.wire_version), hello.runner, hello.method]

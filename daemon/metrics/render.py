@@ -1,6 +1,6 @@
-"""Prometheus metrics, read off the live state at each scrape: counters since the daemon's start, divided in PromQL.
+"""Prometheus metrics, read from the live state at each scrape: counters since the daemon's start, divided in PromQL.
 
-Each group of metrics is a module; see `metric_families` for what keeps a scrape small.
+Each group of metrics is a module; `families` keeps a scrape small.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class LiveCollector:
         self._service = service
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering mustn't collect."""
+        """Return nothing, so that registering doesn't collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
-        # Read in full under the lock, so that a scrape shows one moment; the many samples of acceptance are made after it.
+        # Read under the lock, so that a scrape shows one moment. The many acceptance samples are made outside it.
         with service.lock:
             families = [family for group in GROUPS for family in group.families(service)]
             rounds = acceptance.read(service.engines, service.live)

@@ -1,4 +1,4 @@
-"""Metrics of training: what the trainer does, what it yields, and what it holds."""
+"""Metrics of training: the trainer's work, its yields, its samples."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
     trainer = service.trainer
     view = trainer.view()
-    state = GaugeMetricFamily("honed_trainer_state", "1 for the state that the trainer is in.", labels=["state"])
+    state = GaugeMetricFamily("honed_trainer_state", "1 for the trainer's present state.", labels=["state"])
     for name in TRAINER_STATES:
         state.add_metric([name], (view["state"] if view else "absent") == name)
     yield state
     yield counter("honed_training_steps", "Micro-steps trained.", trainer.sums["steps"])
     yield counter("honed_training_tokens", "Tokens trained on.", trainer.sums["tokens"])
     yield counter("honed_training_preemptions", "Times the trainer yielded to the engine.", trainer.sums["preemptions"])
-    delay = HistogramMetricFamily("honed_training_preemption_seconds", "From work's arrival until the trainer had stopped.")
+    delay = HistogramMetricFamily("honed_training_preemption_seconds", "Time from work's arrival until the trainer stopped.")
     delay.add_metric([], *trainer.delays.exposition())
     yield delay
-    computing = HistogramMetricFamily("honed_training_preemption_computing_seconds", "What the trainer still computed of that.")
+    computing = HistogramMetricFamily("honed_training_preemption_computing_seconds", "Compute time of the trainer within it.")
     computing.add_metric([], *trainer.computing.exposition())
     yield computing
     if view is not None:
-        yield gauge("honed_gpu_idle_ratio", "Share of time in which the trainer could work.", view["idle_ratio"])
+        yield gauge("honed_gpu_idle_ratio", "Share of time when the trainer could work.", view["idle_ratio"])
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
         yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])
         yield gauge("honed_samples_spilled_bytes", "Samples on the trainer's disk.", view["spilled_bytes"])
@@ -39,8 +39,8 @@ def families(service: Service) -> Iterator[Metric]:
 
 
 def _captured(engines: Engines) -> Iterator[Metric]:
-    captured = engine_counter("honed_captured_rows", "Rows of context features captured, in the engine's present boot.")
-    skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write, in the engine's present boot.")
+    captured = engine_counter("honed_captured_rows", "Context feature rows captured in the engine's present boot.")
+    skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write in the engine's present boot.")
     for engine in engines_shown(engines):
         if engine.status is not None:
             captured.add_metric(labels_of(engine), engine.status.captured_rows)

@@ -1,4 +1,4 @@
-"""Metrics of the drafter's weights: which versions are what, swaps, promotions, roll-backs, and trials of two versions."""
+"""Metrics of drafter weights: versions and their roles, swaps, promotions, roll-backs, trials of two versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
     yield from _versions(service.drafters, service.engines)
     yield from _changes(service)
-    yield gauge("honed_swap_pause_seconds", "How long the latest swap held the engine.", service.swaps.last_pause_s)
+    yield gauge("honed_swap_pause_seconds", "Pause of the engine by the latest swap.", service.swaps.last_pause_s)
     yield from _trial(service.canaries.results, service.rollout.trial)
     yield from _sharing(service.sharing)
 
@@ -39,9 +39,9 @@ def _versions(drafters: Drafters, engines: Engines) -> Iterator[Metric]:
                 sha256 = ""
             info.add_metric([role, version, sha256], 1)
     yield info
-    live = engine_gauge("honed_engine_drafter_info", "1 for the drafter version that the engine runs.", "version")
+    live = engine_gauge("honed_engine_drafter_info", "1 for the engine's drafter version.", "version")
     generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
-    updates = engine_counter("honed_target_updates", "Other weights of the target that the engine was given while it ran.")
+    updates = engine_counter("honed_target_updates", "Updates of the target's weights in the running engine.")
     for engine in engines_shown(engines):
         if engine.live_version:
             live.add_metric([*labels_of(engine), engine.live_version], 1)
@@ -55,7 +55,7 @@ def _changes(service: Service) -> Iterator[Metric]:
     swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result; turn: in a trial.", labels=["result"])
     for result in ("ok", "turn", "failed"):
         swaps.add_metric([result], service.swaps.results[result])
-    promotions = CounterMetricFamily("honed_promotions", "Versions made active, by what made them.", labels=["reason"])
+    promotions = CounterMetricFamily("honed_promotions", "Versions made active, by reason.", labels=["reason"])
     for reason in ("recalibrate", "adopt", "promote"):
         promotions.add_metric([reason], service.lifecycle.promotions[reason])
     rollbacks = CounterMetricFamily("honed_rollbacks", "Versions rolled back, by reason.", labels=["reason"])
@@ -75,15 +75,15 @@ def _trial(results: Counter[str], trial: Trial | None) -> Iterator[Metric]:
     yield ended
     yield gauge("honed_canary_active", "1 while two drafter versions take turns.", float(trial is not None))
     rounds = trial.canary.rounds if trial is not None else 0
-    yield gauge("honed_canary_rounds", "Rounds compared in the present trial, both versions together.", rounds)
+    yield gauge("honed_canary_rounds", "Rounds compared in the present trial, for both versions.", rounds)
     evidence = GaugeMetricFamily(
         "honed_canary_log_evidence",
-        "log10 of the evidence on the version on trial, by workload (empty: all traffic) and by what it says of it.",
+        "log10 of the evidence on the version on trial, by workload (empty: all traffic) and direction.",
         labels=["version", "workload", "says"],
     )
     change = GaugeMetricFamily(
         "honed_canary_change_ratio",
-        "Estimated relative change of conditional acceptance by the version on trial.",
+        "Estimated relative change of conditional acceptance with the version on trial.",
         labels=["version", "workload"],
     )
     if trial is not None:
@@ -101,5 +101,5 @@ def _sharing(sharing: Sharing) -> Iterator[Metric]:
     for direction in ("pushed", "fetched"):
         moved.add_metric([direction], sharing.moved[direction])
     yield moved
-    failed = "Looks at the shared registry that failed."
+    failed = "Failed checks of the shared registry."
     yield CounterMetricFamily("honed_shared_registry_errors", failed, value=sharing.errors)

@@ -1,4 +1,4 @@
-// Figures as text, lists and tables of them. A figure that tests compare with the API carries data-figure.
+// Figures as text, in lists and tables. Figures that tests compare with the API carry data-figure.
 
 const by_id = (id) => document.getElementById(id);
 const NONE = "–";
@@ -55,7 +55,7 @@ function table(head, rows, caption) {
   return made;
 }
 
-/** The figures of a plot, for those who can't see it or want to copy them. */
+/** The figures of a plot as a table, for people who can't see it or want to copy them. */
 function alternative(host, head, rows, caption) {
   const more = make("details", ""), box = make("div", "");
   box.tabIndex = 0;

@@ -1,5 +1,5 @@
 "use strict";
-// Line plots, dots and a grid of shares, as SVG made element by element: names from outside only ever become text.
+// Line plots, dots and a grid of shares, as SVG made element by element: outside names only become text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -34,7 +34,7 @@ function clock(seconds, span) {
   return date.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...seconds_too });
 }
 
-/** A frame with axes; `draw` puts the data in. Returns the frame, or null when there is nothing to plot. */
+/** A frame with axes; `draw` adds the data. Returns the frame, or null if there is nothing to plot. */
 function frame(host, spec) {
   host.replaceChildren();
   if (!spec.has_data) {
@@ -58,7 +58,7 @@ function frame(host, spec) {
     root.append(svg("text", { x: x(tick), y: height - 6, "text-anchor": anchor }, spec.x_text(tick)));
   }
   root.append(svg("line", { class: "axis", x1: box.left, x2: width - box.right, y1: y(spec.y0), y2: y(spec.y0) }));
-  let taken = -Infinity; // names that would overlap are left out; the list of what happened has them all
+  let taken = -Infinity; // overlapping names are left out; the list of events has them all
   for (const mark of spec.marks || []) {
     if (mark.t < spec.x0 || mark.t > spec.x1) continue;
     const at = x(mark.t), is_late = at > width - 60;
@@ -133,7 +133,7 @@ function time_ticks(x0, x1, most) {
   return found;
 }
 
-/** A guide line and a small box with what `look_up(t)` says, under the pointer. */
+/** A guide line and a small box with the result of `look_up(t)`, at the pointer. */
 function hover(made, spec, look_up) {
   const guide = svg("line", { class: "guide", y1: made.box.top, y2: made.height - made.box.bottom, visibility: "hidden" });
   const tip = make("div", "tip");
@@ -156,7 +156,7 @@ function hover(made, spec, look_up) {
   made.root.addEventListener("pointerleave", () => { tip.hidden = true; guide.setAttribute("visibility", "hidden"); });
 }
 
-/** Shares by row over time. rows: [[share or null by time]]; darker is more. The mean of each row stands at its end. */
+/** Shares by row over time. rows: [[share or null by time]]; darker is more. Each row ends with its mean. */
 function heat_chart(host, spec) {
   const height = 36 + Math.max(spec.rows.length * 24, 60), right = 48;
   const made = frame(host, {
@@ -183,7 +183,7 @@ function heat_chart(host, spec) {
   });
 }
 
-/** Dots and one line in a plane of two figures. */
+/** Dots and one line in a plot of two figures. */
 function dot_chart(host, spec) {
   const all = [...spec.dots, ...spec.line];
   const x1 = Math.max(...all.map((p) => p[0]), 1), y1 = Math.max(...all.map((p) => p[1]), 1);

@@ -1,7 +1,7 @@
-"""What the status page shows, as one JSON document: figures of the same views as the API, and the series that it plots.
+"""Data of the status page as one JSON document: figures from the API's views, and the series for its plots.
 
-Whoever can reach the read-only listener can read it, so it holds figures and names, and no free text of operators.
-Making it reads the roll-ups of a window, so one is made at most every CACHE_S seconds, however many browsers look on.
+Anyone who reaches the read-only listener can read it, so it holds figures and names but no free text of operators.
+Making it reads a window's roll-ups, so it is made at most every CACHE_S seconds for all browsers together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from honed.daemon.views.plain_json import finite
 
 CACHE_S = 2.0
 MOST_WORKLOADS = 6
-"""Lines that can be told apart; the rest is summed up as "others"."""
+"""Most distinguishable lines; the rest is summed as "others"."""
 MOST_POSITIONS = 24
 MOST_ENGINES = 8
 MOST_ROWS = 100_000
@@ -64,12 +64,12 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Window:
-    """A span of the past, and how finely it is plotted."""
+    """A past time span and its plot's resolution."""
 
     span_s: int
     step_s: int
     resolution_s: int
-    """Of the roll-ups that it is made of."""
+    """Resolution of its roll-ups."""
 
 
 WINDOWS = {
@@ -80,7 +80,7 @@ WINDOWS = {
 
 
 class PageDocuments:
-    """The documents by window, made anew when they are too old. Any thread may ask."""
+    """The documents by window, remade when too old. Thread-safe."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -89,7 +89,7 @@ class PageDocuments:
 
     def get(self, name: str) -> bytes:
         """The JSON text of a window. Raises StoreError."""
-        # Held while making it: whoever asks meanwhile gets the same, instead of making it once more.
+        # Held while making it, so that other threads wait for this document instead of making another.
         with self._lock:
             made_s, text = self._made.get(name, (-math.inf, b""))
             if self._service.monotonic() - made_s >= CACHE_S:
@@ -99,7 +99,7 @@ class PageDocuments:
 
 
 def document(service: Service, name: str) -> Document:
-    """Everything that the page shows. Raises StoreError."""
+    """All data of the page. Raises StoreError."""
     window = WINDOWS[name]
     until = int(service.clock()) // window.step_s * window.step_s + window.step_s
     times = list(range(until - window.span_s, until, window.step_s))
@@ -126,7 +126,7 @@ def document(service: Service, name: str) -> Document:
 
 
 def series(store: Store, window: Window, times: list[int]) -> Document:
-    """Acceptance by workload, and by workload and position, a value for every time; null where nothing was verified."""
+    """Acceptance by workload, and by workload and position, a value for each time; null if nothing was verified."""
     rows = store.read(
         """SELECT bucket_s, workload, rounds, draft_tokens, accepted_tokens, tried_by_position, accepted_by_position
            FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ? LIMIT ?""",
@@ -161,7 +161,7 @@ def series(store: Store, window: Window, times: list[int]) -> Document:
 
 
 def merge(cells: dict[str, dict[int, Counts]], names: list[str]) -> dict[str, dict[int, Counts]]:
-    """The workloads with most rounds by name, all others as one."""
+    """Workloads with most rounds by name, all others as one."""
     most = MOST_WORKLOADS if len(names) <= MOST_WORKLOADS else MOST_WORKLOADS - 1
     merged = {name: cells[name] for name in names[:most]}
     for name in names[most:]:
@@ -192,7 +192,7 @@ def mean_by_position(points: dict[int, Counts]) -> list[float | None]:
 
 
 def load(service: Service, engine_id: str, since: float, beliefs: Document) -> Document:
-    """Draft length against load: what was, in slots, and what the controller would choose, by batch size."""
+    """Draft length against load: measured by slot, and the controller's choice by batch size."""
     with service.lock:
         slots = [
             (slot.t, round(slot.requests_per_step, 2), round(slot.draft_tokens_per_request, 3), slot.budget)
@@ -210,6 +210,6 @@ def load(service: Service, engine_id: str, since: float, beliefs: Document) -> D
 
 
 def marks(store: Store, since: float) -> list[Document]:
-    """When weights or decisions changed. Reasons, which operators write, stay out: what was changed comes before a colon."""
+    """Changes of weights or decisions. Operators' reasons, which follow a colon, are removed."""
     rows = store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 100", (since,))
     return [row | {"text": row["text"].partition(":")[0]} for row in reversed(rows)]

@@ -18,7 +18,7 @@ function tell() {
   by_id("updated").textContent = view.error ? `Not up to date: ${view.error}` : age < 1500 ? "Updated just now." : `Updated ${Math.round(age / 1000)} s ago.`;
 }
 
-/** Somebody points at a plot or reads a table of figures: it mustn't be redrawn under them. */
+/** True while the pointer is on a plot or a table is open: it must not be redrawn then. */
 const is_in_use = () => document.querySelector(".chart:hover, details[open]:hover, details:focus-within") !== null;
 
 async function refresh() {

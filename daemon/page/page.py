@@ -1,7 +1,7 @@
-"""The status page, for people without Grafana at hand: `GET /`, and its figures at `GET /page.json`.
+"""The status page, for people without Grafana: `GET /`, and its figures at `GET /page.json`.
 
-One HTML document with its style and its script inside, nothing from elsewhere. The Content-Security-Policy names both by their
-hashes, so nothing else runs, whatever a workload's or a model's name holds; the script writes text, never markup.
+It is one HTML document with inline style and script and nothing external. The Content-Security-Policy lists the hashes of
+both, so no other code runs, whatever a workload's or a model's name contains. The script writes text, never markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADERS = {
 
 @cache
 def page() -> tuple[str, str]:
-    """The document, and the policy that goes with it."""
+    """The document and its Content-Security-Policy."""
     style = (FOLDER / "page.css").read_text()
     script = "".join((FOLDER / name).read_text() for name in SCRIPTS)
     html = (FOLDER / "page.html").read_text()
@@ -45,12 +45,12 @@ def page() -> tuple[str, str]:
 
 
 def sha256(text: str) -> str:
-    """As a Content-Security-Policy names an inline text."""
+    """Hash of an inline text for a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def add_page(app: FastAPI, service: Service) -> None:
-    """The page and its figures, for the read-only listener."""
+    """Add the page and its figures to the read-only listener."""
     documents = PageDocuments(service)
     html, policy = page()
 

@@ -1,13 +1,13 @@
-// The parts of the page: each takes the document that page.json gave and fills its section with it.
+// The parts of the page: each fills its section from the document of page.json.
 
 const view = { window: "1h", workload: "", engine: "", found: null, at: 0, error: "" };
 
 function show_state({ status, findings, engines, load }) {
-  const lines = findings.length ? findings : [{ level: "fine", text: "Nothing is wrong." }];
-  const words = { error: "Error", warning: "Warning", fine: "Well" };
+  const lines = findings.length ? findings : [{ level: "fine", text: "All is well." }];
+  const words = { error: "Error", warning: "Warning", fine: "OK" };
   by_id("findings").replaceChildren(...lines.map((one) => {
     const line = make("li", `finding ${one.level}`);
-    // What stands between backticks is to be typed.
+    // Text between backticks is code to type.
     line.append(make("b", "", words[one.level]), ...one.text.split("`").map((part, i) => (i % 2 ? make("code", "", part) : part)));
     return line;
   }));
@@ -19,11 +19,11 @@ function show_state({ status, findings, engines, load }) {
   const tiles = [
     ["Acceptance length", "acceptance_length", number(shown.acceptance_length, 2), when],
     ["Acceptance rate", "acceptance_rate", percent(shown.acceptance_rate), when],
-    ["Draft tokens a round", "draft_tokens_per_round", number(shown.draft_tokens_per_round, 2), when],
-    ["Tokens a second", "tokens_per_s", count(engines.reduce((sum, one) => sum + one.tokens_per_s, 0)), "all engines"],
-    ["Speed-up", "speedup", speedups.length ? `${number(Math.max(...speedups), 2)}×` : NONE, "estimated, against no drafts"],
+    ["Draft tokens per round", "draft_tokens_per_round", number(shown.draft_tokens_per_round, 2), when],
+    ["Tokens per second", "tokens_per_s", count(engines.reduce((sum, one) => sum + one.tokens_per_s, 0)), "all engines"],
+    ["Speed-up", "speedup", speedups.length ? `${number(Math.max(...speedups), 2)}×` : NONE, "estimated; baseline: no drafts"],
     ["Rounds lost", "lost_rounds", count(lost), `of ${count(status.acceptance.total.rounds + lost)}`, lost ? "bad" : "good"],
-    ["Engines heard", "engines", `${connected} of ${engines.length}`, ""],
+    ["Engines connected", "engines", `${connected} of ${engines.length}`, ""],
     ["Active drafter", "active", status.drafters.active || NONE, "", "name"],
   ];
   by_id("tiles").replaceChildren(...tiles.map(([term, name, text, small, className]) => {
@@ -80,7 +80,7 @@ function show_positions(found) {
       label: `Acceptance of ${view.workload} by draft position, over the whole span: ${means.map((m, j) => `${j}: ${percent(m, 0)}`).join(", ")}`,
       none: "No verify rounds in this span.",
     });
-    if (rows.length) host.append(make("p", "note", "Rows are draft positions, from 0; the stronger the colour, the more is accepted. At the right: over the whole span."));
+    if (rows.length) host.append(make("p", "note", "Rows are draft positions, from 0; a stronger colour means more accepted. At the right: mean of the whole span."));
     alternative(host, [["position"], ["over the span", true], ["latest", true]], () =>
       rows.map((row, j) => [j, percent(means[j]), percent(row.findLast((v) => v !== null))]), "Acceptance by position");
   });
@@ -117,14 +117,14 @@ function show_load(found) {
     dot_chart(dots, { dots: slots.map((slot) => [slot[1], slot[2]]), line: one.plan.filter((p) => p[0] <= most), y_text: (v) => number(v, v % 1 ? 1 : 0),
       label: `Draft tokens a request by requests in a step; plan: ${one.plan.map(([n, k]) => `${n} requests ${number(k, 1)}`).join(", ") || "none yet"}`,
       none: "No steps in this span, and no plan yet." });
-    plan.append(make("p", "note", `Step time expected ${seconds(one.predicted_s)}, measured ${seconds(one.measured_s)}.`));
+    plan.append(make("p", "note", `Step time predicted ${seconds(one.predicted_s)}, measured ${seconds(one.measured_s)}.`));
     alternative(plan, [["requests", true], ["draft tokens planned", true]], () => one.plan.map(([n, k]) => [n, number(k, 2)]), "Plan by batch size");
   });
 }
 
 function show_engines({ engines, overrides }) {
-  const head = [["engine"], ["heard"], ["model"], ["drafter"], ["running", true], ["waiting", true], ["tokens/s", true], ["k", true],
-    ["policy"], ["p99 of deciding", true]];
+  const head = [["engine"], ["connected"], ["model"], ["drafter"], ["running", true], ["waiting", true], ["tokens/s", true], ["k", true],
+    ["policy"], ["decision p99", true]];
   const rows = engines.map((e) => {
     const heard = make("span", e.connected ? "good" : "bad", e.connected ? "yes" : "no");
     const policy = e.policy.fallback || e.policy.kind || NONE;
@@ -161,7 +161,7 @@ function show_versions({ versions, trial, t }) {
   host.replaceChildren();
   if (!trial) return;
   const all = "all traffic";
-  host.append(make("p", "", `${trial.new} is on trial against ${trial.old}; now serving: ${trial.serving}. Evidence counts in powers of ten.`));
+  host.append(make("p", "", `${trial.new} is on trial against ${trial.old}; now serving: ${trial.serving}. Evidence is in powers of ten.`));
   const list = make("dl", "facts");
   for (const one of trial.workloads) {
     for (const [what, says] of [["against", "worse"], ["for", "better"]]) {
@@ -182,7 +182,7 @@ function show_training({ status, operation }) {
   if (operation) {
     const detail = operation.detail;
     const [done, most] = detail.max_steps ? [detail.steps, detail.max_steps] : [detail.train_seconds || 0, detail.max_seconds || 0];
-    host.append(make("p", "", `${operation.kind} is under way: ${operation.stage}`));
+    host.append(make("p", "", `${operation.kind} is running: ${operation.stage}`));
     const bar = make("progress", "");
     bar.setAttribute("aria-label", "progress");
     if (most) Object.assign(bar, { max: most, value: Math.min(done, most) });
@@ -208,10 +208,10 @@ function show_training({ status, operation }) {
 function show_events({ status }) {
   const e = status.events;
   facts(by_id("events"), [
-    ["Rounds received, those without drafts too", "received_rounds", `${count(e.received_rounds)} in ${count(e.batches)} batches`],
+    ["Rounds received, with and without drafts", "received_rounds", `${count(e.received_rounds)} in ${count(e.batches)} batches`],
     ["Rounds lost", "events_lost", count(e.lost_rounds), e.lost_rounds ? "bad" : "good"],
-    ["Frames that nobody could read", "rejected_frames", count(e.rejected_frames)],
-    ["Batches that came twice", "duplicate_batches", count(e.duplicate_batches)],
+    ["Unreadable frames", "rejected_frames", count(e.rejected_frames)],
+    ["Duplicate batches", "duplicate_batches", count(e.duplicate_batches)],
     ["Waiting to be committed", "queued_batches", count(e.queued_batches)],
     ["Lag", "lag_s", seconds(e.lag_s)],
     ["Rounds with drafts stored, all time", "total_rounds", count(status.acceptance.total.rounds)],

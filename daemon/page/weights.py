@@ -1,4 +1,4 @@
-"""The status page's part about weights: versions, what the gate said, the trial of a fresh one, and what is under way."""
+"""The status page's part about weights: versions, gate results, the trial of a new version, the running operation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 def progress(operation: Document | None) -> Document | None:
-    """The operation under way, without what its operator wrote."""
+    """The running operation without its operator's text."""
     if operation is None:
         return None
     fields = ("operation_id", "kind", "state", "stage", "created_unix_s")
@@ -40,7 +40,7 @@ def progress(operation: Document | None) -> Document | None:
 
 
 def weights(service: Service) -> Document:
-    """The newest versions and those with a role, newest first; and the trial that is under way."""
+    """The newest versions and those with a role, newest first; and the running trial."""
     listing = service.drafters.listing()
     roles: dict[str, list[str]] = {}
     for role, version in listing["aliases"].items():
@@ -69,20 +69,20 @@ def weights(service: Service) -> Document:
 
 
 def _outcomes(operations: Operations) -> dict[str, str]:
-    """Version -> how its trial ended, or that it goes on."""
+    """Version -> result of its trial, or that it is running."""
     found: dict[str, str] = {}
     for operation in operations.listing():
         version = operation.detail.get("version")
         if version and version not in found and operation.kind != "rollback":
             ended = str(operation.detail.get("watch", ""))
-            if ended.startswith("rolled back"):  # what follows may be an operator's reason
+            if ended.startswith("rolled back"):  # an operator's reason may follow
                 ended = "rolled back"
             found[version] = "on trial" if operation.stage in ("watching", "canary") else ended
     return found
 
 
 def _trial(trial: Trial | None) -> Document | None:
-    """The version on trial: evidence for and against it, by workload, in powers of ten; `bar_*` is what decides."""
+    """The version on trial: evidence for and against it by workload, in powers of ten; `bar_*` are the thresholds."""
     if trial is None:
         return None
     shown = trial.view()

@@ -27,17 +27,17 @@ from honed.daemon.settings.settings import Settings
 log = structlog.get_logger("honed.http")
 
 MOST_CONNECTIONS = 256
-"""Of a listener: a program that leaks them uses up its own, not the daemon's files."""
+"""Limit of a listener, so that a program leaking connections can't use up the daemon's files."""
 PATIENCE_S = 10.0
-"""A connection on which a request isn't whole after this, or twice this, is closed."""
+"""Time for a complete request; its connection is closed after one to two times this."""
 _PEER = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user, group."""
+"""SO_PEERCRED: process, user, group."""
 
 
 class Protocol(H11Protocol):
-    """uvicorn's one that is strict about framing and bounds headers, and notes who is at the other end of a unix socket.
+    """uvicorn's protocol with strict framing and bounded headers, which also notes the user of a unix socket's peer.
 
-    uvicorn waits for ever for a request that never comes, and counts connections only once they have sent one.
+    It adds two limits: uvicorn waits forever for a request, and counts connections only after their first one.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,7 +52,7 @@ class Protocol(H11Protocol):
             self.app_state = self.app_state | {USER_ID: user_id}
 
     def _close_if_stuck(self, request_before: object) -> None:
-        """Close it if no request has come since it was looked at, and none is whole; else look again."""
+        """Close it if no complete request arrived since the last check; else check again later."""
         if self.transport.is_closing():
             return
         if self.cycle is request_before and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
@@ -70,7 +70,7 @@ class HttpServer:
         self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def bind(self) -> None:
-        """Take the addresses before anything is started. Raises StartError."""
+        """Bind the addresses before anything starts. Raises StartError."""
         http, path = self._settings.http, self._settings.paths.admin_socket
         try:
             self._sockets.append(("admin-socket", bind_unix(path), make_app(self._service)))
@@ -107,11 +107,11 @@ class HttpServer:
             self._running.append((server, thread))
 
     def problems(self) -> list[str]:
-        """Listeners whose thread has ended."""
+        """Messages for listeners whose thread has ended."""
         return [f"the HTTP listener {thread.name} has ended" for _, thread in self._running if not thread.is_alive()]
 
     def stop(self) -> None:
-        """Finish the requests under way, close the listeners, remove the socket's file."""
+        """Finish running requests, close the listeners, remove the socket's file."""
         for server, _ in self._running:
             server.should_exit = True
         for _, thread in self._running:
@@ -123,7 +123,7 @@ class HttpServer:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Listen on a file that owner and group may use. The caller holds the folder's lock, so a file there is a dead one."""
+    """Listen on a socket file for owner and group. The caller holds the folder's lock, so an existing file is stale."""
     if len(os.fsencode(path)) > 107:
         raise StartError(f"socket path {path} is longer than 107 bytes; use a shorter runtime_dir")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -139,7 +139,7 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.socket:
-    """Listen on host:port. Raises StartError for a port in use and for any address that isn't loopback."""
+    """Listen on host:port. Raises StartError for a port in use or an address that isn't loopback."""
     try:
         host, number = check_address(address)
     except ValueError as error:
@@ -151,6 +151,6 @@ def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.
         listener.listen(128)
     except OSError as error:
         listener.close()
-        why = f'{error.strerror}; set another address or "" for none'
+        why = f'{error.strerror}; set another address, or "" for none'
         raise StartError(f"{setting} {address}: {why}") from error
     return listener

@@ -1,4 +1,4 @@
-"""Telling systemd how we are: READY, WATCHDOG, STATUS, STOPPING, as datagrams to $NOTIFY_SOCKET. Silent without it."""
+"""Notifies systemd: READY, WATCHDOG, STATUS, STOPPING, as datagrams to $NOTIFY_SOCKET. Without it, sends nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 
 
 class Notifier:
-    """sd_notify(3) in a few lines. A name that begins with "@" is in the abstract namespace."""
+    """sd_notify(3) in a few lines. A name beginning with "@" is in the abstract namespace."""
 
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
         name = env.get("NOTIFY_SOCKET", "")
         self._address = "\0" + name[1:] if name.startswith("@") else name
-        # Kept open: whoever uses up the process's files mustn't keep us from saying that we live.
+        # Kept open, so that the watchdog works even if the process runs out of file descriptors.
         self._channel = _datagrams() if name else None
         pid = env.get("WATCHDOG_PID", "")
         usec = env.get("WATCHDOG_USEC", "")
         is_ours = not pid or pid == str(os.getpid())
         self.watchdog_interval_s = int(usec) / 2e6 if usec.isdecimal() and is_ours else 0.0
-        """How often to call `watchdog`: half of what systemd allows. 0: not asked for."""
+        """Interval of `watchdog` calls: half of systemd's limit. 0: no watchdog."""
 
     def ready(self) -> bool:
         return self._send("READY=1")
@@ -35,7 +35,7 @@ class Notifier:
         return self._send(f"STATUS={' '.join(text.split())}")
 
     def _send(self, line: str) -> bool:
-        """Whether systemd was told. Failing to is no reason to fail."""
+        """Send to systemd; True if sent. A failure is ignored."""
         if self._channel is None:
             return False
         try:
@@ -52,9 +52,9 @@ def _datagrams() -> socket.socket:
 
 
 class Heartbeat:
-    """READY with the first beat, WATCHDOG as often as systemd wants it, STATUS when it has changed.
+    """READY with the first beat, WATCHDOG as often as systemd needs it, STATUS on a change.
 
-    A beat is a claim: call it only where the work itself has just been seen to go on.
+    Call `beat` only right after seeing the work itself progress.
     """
 
     def __init__(self, notifier: Notifier, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +64,7 @@ class Heartbeat:
         self._is_ready = False
 
     def beat(self, status: str) -> None:
-        """All goes well; `status` says what is being done."""
+        """Report health; `status` is the current work."""
         if not self._is_ready:
             self._is_ready = True
             self._notifier.ready()
@@ -75,11 +75,11 @@ class Heartbeat:
             self._notifier.watchdog()
 
     def say(self, status: str) -> None:
-        """Only the status, without a claim that all goes well."""
+        """Report only the status, not health."""
         if status != self._status:
             self._status = status
             self._notifier.status(status)
 
     def stop(self) -> None:
-        """The end has begun."""
+        """Report stopping."""
         self._notifier.stopping()

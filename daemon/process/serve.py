@@ -1,7 +1,7 @@
 """The daemon's process: start in order, wait for a signal, stop in order.
 
-Order of the start: folders, lock, database, registry, sockets, HTTP; READY is told to systemd when all of it works. A failure
-on the way is one clear line on stderr and exit code 2.
+Order of the start: folders, lock, database, registry, sockets, HTTP; then READY is sent to systemd. A failure on the way
+gives one clear line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def start(settings: Settings, stack: ExitStack) -> Service:
 
 
 def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer]:
-    """As `start`, with the HTTP server, too."""
+    """Like `start`, but also return the HTTP server."""
     paths = settings.paths
     make_folder(paths.state_dir, 0o750)
     make_folder(paths.runtime_dir, 0o750)
@@ -87,28 +87,28 @@ def make_folder(path: Path, mode: int) -> None:
         found, parent = path.lstat(), path.parent.stat()
     except OSError as error:
         raise StartError(f"folder {path} can't be made: {error.strerror}") from error
-    # Where everybody may make folders (/tmp), somebody else may have made this one first, to be given what goes there.
+    # In a shared folder (/tmp) another user may have made this one first to get its data.
     if parent.st_mode & stat.S_ISVTX and (found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH):
         raise StartError(
-            f"folder {path} was made by somebody else (user {found.st_uid}), or everybody may write to it: "
+            f"folder {path} was made by another user ({found.st_uid}), or every user may write to it: "
             "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
         )
 
 
 def make_engines_folder(path: Path) -> None:
-    """Make the folder in which vLLM makes its engines' own, perhaps as another user of the group. Raises StartError.
+    """Make the folder in which vLLM makes its engines' folders, perhaps as another user of the group. Raises StartError.
 
-    Setgid, so that what vLLM makes there belongs to the group that the trainer is in. One that is there stays as it is.
+    Setgid, so that vLLM's folders there belong to the trainer's group. An existing folder is left unchanged.
     """
     if path.is_dir():
         return
     make_folder(path, 0o770)
-    path.chmod(0o2770)  # mkdir takes neither the bit nor, with the umask, the group's right to write
+    path.chmod(0o2770)  # mkdir ignores the setgid bit, and the umask removes the group's write right
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a folder's lock. Raises StartError when another daemon has it."""
+    """Hold a folder's lock. Raises StartError if another daemon has it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
     except OSError as error:
@@ -121,7 +121,7 @@ def locked(path: Path) -> Iterator[None]:
             who = f" (process {holder})" if holder else ""
             stop = "`systemctl stop honed`" + (f" or `kill {holder}`" if holder else "")
             raise StartError(
-                f"another honed daemon{who} uses {path.parent}: stop it ({stop}), or give this one folders of its own with "
+                f"another honed daemon{who} uses {path.parent}: stop it ({stop}), or give this one its own folders with "
                 "--state-dir and --runtime-dir, or HONED_STATE_DIR and HONED_RUNTIME_DIR"
             ) from error
         os.ftruncate(descriptor, 0)
@@ -132,7 +132,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def configure_logging() -> None:
-    """JSON lines on stderr, as the journal likes them. Raises SettingsError for an unknown HONED_LOG_LEVEL."""
+    """Log JSON lines to stderr, for the journal. Raises SettingsError for an unknown HONED_LOG_LEVEL."""
     level = os.environ.get("HONED_LOG_LEVEL", "info").lower()
     if level not in LOG_LEVELS:
         raise SettingsError(f"HONED_LOG_LEVEL={level!r}: use one of {', '.join(LOG_LEVELS)}")

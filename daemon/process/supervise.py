@@ -1,7 +1,7 @@
-"""The main thread of the daemon: looks at the other threads, tells systemd what it saw, and waits to be asked to stop.
+"""The daemon's main thread: checks the other threads, reports to systemd, and waits for a stop request.
 
-The watchdog is fed only after a look that found nothing wrong. A daemon that hangs is therefore killed and started again by
-systemd; one that lost a part it can't do without ends itself, for the same.
+It feeds the watchdog only after a check without problems, so systemd kills and restarts a daemon that hangs. A daemon that
+lost an essential part exits, so that systemd restarts it too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CHECK_S = 5.0
 def supervise(
     service: Service, is_asked: threading.Event, notifier: Notifier, listeners: Callable[[], list[str]] = list
 ) -> int:
-    """Tell systemd how it goes, until asked to stop. A part that has died ends the process, so that it is restarted.
+    """Report to systemd until asked to stop. A dead part ends the process, so that systemd restarts it.
 
     Args:
-        listeners: what is wrong with the HTTP listeners.
+        listeners: returns problems of the HTTP listeners.
 
     Returns:
         the exit code.
@@ -54,7 +54,7 @@ def supervise(
 
 
 def what_it_does(service: Service) -> str:
-    """One line for `systemctl status`. Waits for no lock: whoever holds it may hang, and that must be seen, not shared."""
+    """One line for `systemctl status`. Takes no lock, since its holder may hang and this thread must notice it."""
     now_s = service.monotonic()
     engines = list(service.engines.by_id.values())
     connected = sum(service.engines.is_connected(engine, now_s) for engine in engines)

@@ -1,4 +1,4 @@
-"""Which filesystem a folder is on: samples must stay in memory, and only a tmpfs keeps them there."""
+"""A folder's filesystem: samples must stay in memory, and only a tmpfs keeps them there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str:
-    """The type of the filesystem, as "ext4" or "tmpfs"; "" where that can't be known.
+    """The filesystem's type, such as "ext4" or "tmpfs"; "" if unknown.
 
     Source: proc(5), /proc/pid/mountinfo: field 5 is the mount point, the first field after " - " the type.
     """
@@ -25,14 +25,14 @@ def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str:
         if len(fields) < 5 or not source:
             continue
         point = Path(_unescaped(fields[4]))
-        # A later mount on the same point lies above the earlier one.
+        # A later mount on the same point hides the earlier one.
         if resolved.is_relative_to(point) and len(point.parts) >= most:
             found, most = source.split(" ")[0], len(point.parts)
     return found
 
 
 def folder_in_memory(mounts: Path = MOUNTS) -> str:
-    """Where a folder would be in memory, in words."""
+    """Places for a folder in memory, in words."""
     found = [place for place in ("/run", "/dev/shm") if filesystem_of(Path(place), mounts) in IN_MEMORY]
     return f"a folder below {' or '.join(found)}" if found else "a folder on a tmpfs (none is mounted on /run or /dev/shm)"
 

@@ -1,4 +1,4 @@
-"""Addresses that the daemon may listen on: loopback only, since it speaks no TLS."""
+"""Addresses that the daemon may listen on: loopback only, since it has no TLS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def check_address(address: str) -> tuple[str, int]:
-    """Host (a numeric one) and port of "host:port". Raises ValueError with what is wrong and what would do."""
+    """Numeric host and port of "host:port". Raises ValueError with the fault and a correct form."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if host == "localhost":
@@ -20,7 +20,7 @@ def check_address(address: str) -> tuple[str, int]:
         raise ValueError(f"has port {number}; a port is from 0 to 65535")
     if not ip.is_loopback:
         raise ValueError(
-            "isn't a loopback address; honed speaks no TLS, so it listens on loopback only, with tokens as without: "
+            "isn't a loopback address; honed has no TLS, so it listens on loopback only, with or without tokens: "
             "for other machines put a reverse proxy with TLS in front"
         )
     return host, number

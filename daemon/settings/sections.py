@@ -1,6 +1,6 @@
-"""The sections of the settings: those of the daemon itself, and those made of the frozen dataclasses that other folders own.
+"""The sections of the settings: the daemon's own, and those made from frozen dataclasses of other folders.
 
-Unknown keys are refused, and so is a number out of its range: `RANGES`, here as in the dataclasses, has one for each.
+Unknown keys and numbers out of range are refused. `RANGES`, here and in the dataclasses, has each number's range.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def default_state_dir(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_runtime_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """/run/honed for root, else the user's XDG runtime folder, else a folder of the user in the temporary directory."""
+    """/run/honed for root, else the user's XDG runtime folder, else the user's folder in the temporary directory."""
     if os.geteuid() == 0:
         return Path("/run/honed")
     if env.get("XDG_RUNTIME_DIR"):
@@ -47,7 +47,7 @@ class Section(BaseModel):
 
     RANGES: ClassVar[Ranges] = {}
     OWNER: ClassVar[type[Any] | None] = None
-    """The dataclass that it was made of."""
+    """The dataclass that it was made from."""
 
     @field_validator("*")
     @classmethod
@@ -59,19 +59,19 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _suits_its_owner(self) -> Self:
-        """What an owner demands beyond ranges, as of two fields together, is found at the start, too."""
+        """Check the owner's other rules at the start, such as those between two fields."""
         if self.OWNER is not None:
             value_of(self.OWNER, self)
         return self
 
 
 class PathSettings(Section):
-    """Where the daemon keeps what must survive (state) and what must not (runtime)."""
+    """Folders of the daemon: persistent (state) and temporary (runtime)."""
 
     state_dir: Path = Field(default_factory=default_state_dir)
-    """What must survive: the database and the registry of drafters."""
+    """Persistent data: the database and the registry of drafters."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
-    """What must not: sockets, rings and flags. vLLM needs the same one, as HONED_RUNTIME_DIR."""
+    """Temporary data: sockets, rings and flags. vLLM needs the same folder, as HONED_RUNTIME_DIR."""
 
     @property
     def database(self) -> Path:
@@ -91,10 +91,10 @@ class PathSettings(Section):
 
 
 class StoreSettings(Section):
-    """How much is kept, and for how long; 0 means without limit."""
+    """Limits of stored data by size and age; 0: no limit."""
 
     max_raw_bytes: int = 4 << 30
-    """Compressed raw batches kept; the oldest go first."""
+    """Size limit of compressed raw batches; the oldest are deleted first."""
     max_raw_age_s: float = 7 * 86400.0
     """Age up to which raw batches are kept."""
     max_age_1s_s: float = 6 * 3600.0
@@ -106,9 +106,9 @@ class StoreSettings(Section):
     synchronous: Literal["FULL", "EXTRA"] = "FULL"
     """NORMAL isn't offered: in WAL mode it loses acknowledged commits when the power fails."""
     queue_bytes: int = 256 << 20
-    """Received and not yet committed; beyond this batches stay with their engines, unacknowledged."""
+    """Limit of received, uncommitted batches. Further ones stay with their engines, unacknowledged."""
     commit_interval_s: float = 0.05
-    """How long the writer gathers batches for one commit."""
+    """Time for which the writer gathers batches for one commit."""
 
     RANGES: ClassVar[Ranges] = {
         "max_raw_bytes": Range(0),
@@ -135,15 +135,15 @@ class HttpSettings(Section):
     """The read-only listener and limits of the admin API."""
 
     metrics_listen: str = "127.0.0.1:9464"
-    """host:port of the status page, /metrics, /healthz and /readyz; "" for none. Only loopback addresses."""
+    """host:port of the status page, /metrics, /healthz and /readyz; "": none. Only loopback addresses."""
     admin_listen: str = ""
-    """host:port of the admin API beside its unix socket, with tokens; "" for none. Only loopback addresses."""
+    """host:port of the admin API besides its unix socket, with tokens; "": none. Only loopback addresses."""
     read_token_file: Path | None = None
-    """File of the token that reads; default: systemd's credential honed-read-token, else nobody only reads."""
+    """File of the read token; default: systemd's credential honed-read-token, else there is no read token."""
     admin_token_file: Path | None = None
     """File of the token that changes things; default: systemd's credential honed-admin-token."""
     mutations_per_minute: int = 120
-    """Changes over the admin API, on each of its listeners."""
+    """Most changes a minute on each listener of the admin API."""
 
     RANGES: ClassVar[Ranges] = {"mutations_per_minute": Range(1, 1_000_000)}
 
@@ -156,41 +156,41 @@ class HttpSettings(Section):
 
 
 class RegistrySettings(Section):
-    """Which drafter versions are kept, and with whom they are shared."""
+    """Keeping and sharing of drafter versions."""
 
     keep_versions: int = 16
-    """Newest versions that stay; those with an alias and those in use stay beside them. 0: all stay."""
+    """Newest versions to keep, besides those with an alias or in use. 0: keep all."""
     url: str = ""
-    """A place that several hosts share, as fsspec names it ("file:///mnt/nfs/honed", "s3://bucket/honed"); "": none."""
+    """fsspec URL of a registry that hosts share ("file:///mnt/nfs/honed", "s3://bucket/honed"); "": none."""
     publish: bool = True
-    """Copy versions that were made here and became active to `url`."""
+    """Copy versions made here to `url` when they become active."""
     try_fetched: bool = True
-    """Try out what other hosts put there for the same target, on live traffic, like a candidate of one's own."""
+    """Try other hosts' versions for the same target on live traffic, like a candidate made here."""
     poll_s: float = 300.0
-    """Between two looks at `url`."""
+    """Interval of checks of `url`."""
 
     RANGES: ClassVar[Ranges] = {"keep_versions": Range(0), "poll_s": Range(0, 1e9, excludes_low=True)}
 
 
 class RecalibrationSettings(Section):
-    """When a drafter is retrained without being asked, and how long each part may take."""
+    """Automatic recalibration, and time limits of each part."""
 
     automatic: bool = True
     """Recalibrate when a workload's acceptance drifts."""
     min_interval_s: float = 900.0
-    """Between the end of one recalibration and the automatic start of the next. Where one that answers drift failed, it is
-    tried again after this, then twice as long, and so on, six times in all."""
+    """Shortest time from one recalibration's end to the next automatic start. If a recalibration for drift fails, it is retried
+    after this time, then after twice as long, and so on, six times in all."""
     max_seconds: float = 600.0
-    """Longest training of a recalibration that doesn't say; waiting for samples and for idle time doesn't count, see
+    """Longest training if the request sets no limit. Waiting for samples and idle time doesn't count; see
     `trainer.deadline_s`."""
     scope: Literal["kv-frozen", "full"] = "kv-frozen"
-    """"full" trains everything, and its swap resets the prefix cache: for it vLLM has to run with HONED_FEATURES=layers;
-    "kv-frozen" leaves alone what cached keys depend on."""
+    """"full" trains all weights; its swap resets the prefix cache, and vLLM must run with HONED_FEATURES=layers.
+    "kv-frozen" keeps the weights that cached keys depend on."""
     trainer_lost_s: float = 30.0
     """Silence after which the trainer counts as gone, and what it was doing as failed."""
     on_target_update: Literal["keep", "purge"] = "keep"
-    """What becomes of the samples when vLLM is given other weights of the target without a restart. A step of reinforcement
-    learning changes little, and they are worth keeping; "purge" for a fine-tuned target that comes that way."""
+    """Handling of samples when vLLM gets new target weights without a restart. "keep" suits reinforcement learning, where a
+    step changes little; "purge" suits a switch to a fine-tuned target."""
 
     RANGES: ClassVar[Ranges] = {
         "min_interval_s": Range(0, 1e9),
@@ -199,7 +199,7 @@ class RecalibrationSettings(Section):
 
 
 def section_of(settings_class: type[Any]) -> type[Section]:
-    """Make a section out of a frozen dataclass: same fields, defaults and ranges, unknown keys refused, nested ones alike."""
+    """Make a section from a frozen dataclass, nested ones included: same fields, defaults and ranges; no unknown keys."""
     hints = get_type_hints(settings_class)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(settings_class):
@@ -217,13 +217,13 @@ def section_of(settings_class: type[Any]) -> type[Section]:
 
 
 def value_of(settings_class: type[D], section: Section) -> D:
-    """The dataclass that a section was made of, with the section's values. Raises ValueError for what it doesn't take."""
+    """The dataclass of a section, with the section's values. Raises ValueError for values that it refuses."""
     hints = get_type_hints(settings_class)
     fields = {name: getattr(section, name) for name in type(section).model_fields}
     return settings_class(**{n: value_of(hints[n], v) if isinstance(v, Section) else v for n, v in fields.items()})
 
 
-if TYPE_CHECKING:  # made at run time, so a type checker only knows what they have in common
+if TYPE_CHECKING:  # made at run time; a type checker only knows their common base
 
     class ControllerSection(Section): ...
 

@@ -1,4 +1,4 @@
-"""What is wrong with the settings, in words: the key in full, its value, what would be right, and where it was given."""
+"""Messages for wrong settings: the full key, its value, the allowed values, and its source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Given:
     toml: dict[str, Any]
 
     def source(self, key: Location) -> tuple[str, str]:
-        """The place that a value came from, and how the key is spelt there; ("", …) for a default."""
+        """The source of a value and the key's spelling there; ("", …) for a default."""
         names = [str(part) for part in key]
         if _is_in(self.flags, names):
             return "the flags", f"--{names[-1].replace('_', '-')}"
@@ -43,7 +43,7 @@ class Given:
 
 
 def explain(error: ValidationError, given: Given, model: type[BaseModel]) -> list[str]:
-    """One sentence for each mistake that pydantic found."""
+    """One sentence for each error found by pydantic."""
     return [_sentence(dict(one), given, model) for one in error.errors(include_url=False)]
 
 
@@ -73,7 +73,7 @@ def _unknown(key: str, place: str, name: str, model: type[BaseModel]) -> str:
 
 
 def _find(model: type[BaseModel], key: str) -> tuple[Any, str]:
-    """What a key stands for: its type, and its range in words where it has one."""
+    """A key's type, and its range in words if it has one."""
     kind: Any = model
     allowed = ""
     for name in key.split("."):
@@ -85,7 +85,7 @@ def _find(model: type[BaseModel], key: str) -> tuple[Any, str]:
 
 
 def _named_sources(text: str, location: Location, section: type[Section], given: Given) -> str:
-    """Where the fields that a sentence speaks of were given."""
+    """Sources of the fields named in a sentence."""
     places = []
     for field in section.model_fields:
         if re.search(rf"\b{field}\b", text):

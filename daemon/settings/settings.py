@@ -1,7 +1,7 @@
-"""All settings of the daemon and where each comes from: defaults < honed.toml < HONED_* environment < flags.
+"""All settings of the daemon and their sources: defaults < honed.toml < HONED_* environment < flags.
 
 `adapt` and `recalib` own their settings as frozen dataclasses; `sections` makes sections of them, this module nests those.
-Whatever is wrong, keys that don't exist and values out of their range alike, stops the start and is named all at once.
+Any error, such as an unknown key or a value out of range, stops the start; all errors are reported at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from honed.recalib.gate.gate import GateSettings
 
 
 class Settings(BaseSettings):
-    """Everything that can be set, in sections."""
+    """All settings, in sections."""
 
     model_config = SettingsConfigDict(
         env_prefix="HONED_", env_nested_delimiter="__", extra="forbid", frozen=True, case_sensitive=False
@@ -69,11 +69,11 @@ class Settings(BaseSettings):
         return section
 
     def controller_settings(self) -> ControllerSettings:
-        """adapt's own settings value, out of the section of the same name."""
+        """adapt's own settings, from the section of the same name."""
         return value_of(ControllerSettings, self.controller)
 
     def canary_settings(self) -> CanarySettings:
-        """How versions are tried out against each other."""
+        """Settings for trials of versions."""
         return value_of(CanarySettings, self.canary)
 
     def trainer_settings(self) -> TrainerSettings:
@@ -89,18 +89,18 @@ def load(config: Path | None = None, flags: Mapping[str, Any] | None = None, env
     """Read all sources into one value.
 
     Args:
-        config: the TOML file; default: what HONED_CONFIG names, else none.
-        flags: nested like the sections, strongest of all.
+        config: the TOML file; default: HONED_CONFIG's, else none.
+        flags: nested like the sections; override all else.
         env: the environment.
 
     Raises:
-        SettingsError: everything that is wrong, a line each, with its source and what would be right.
+        SettingsError: all errors, a line each, with the source and the allowed values.
     """
     path = config or (Path(env["HONED_CONFIG"]) if env.get("HONED_CONFIG") else None)
     given = Given(flags or {}, env, path, _read_toml(path) if path else {})
     not_json = variables.not_json(env, Settings)
     wrong = [*variables.unknown(env, Settings), *not_json.values()]
-    # pydantic would end at the first of these and name only its section.
+    # pydantic would stop at the first of these and name only its section.
     environment = {name.lower(): value for name, value in env.items() if name not in not_json}
     shorthand = {"paths": {field: env[name] for name, field in variables.PATHS.items() if env.get(name)}}
 
@@ -139,5 +139,5 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _lines(wrong: list[str]) -> str:
-    """One mistake is one line; several are a list."""
+    """One line for one error; a list for several."""
     return wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} settings are wrong:", *wrong])

@@ -1,4 +1,4 @@
-"""The HONED_* variables of the environment: which there are, whose they are, and what a misspelt one probably meant."""
+"""The HONED_* environment variables: known names, their readers, and suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PATHS = {"HONED_STATE_DIR": "state_dir", "HONED_RUNTIME_DIR": "runtime_dir"}
 ATTACHMENT = frozenset(
     {"HONED_RUNTIME_DIR", "HONED_ENGINE_ID", "HONED_CAPTURE", "HONED_RING_BYTES", "HONED_QUEUE_BYTES", "HONED_FEATURES"}
 )
-"""Read by the side inside vLLM (attach/engine/environment.py). One environment file may serve both sides, so they are let
-be."""
+"""Variables for the side inside vLLM (attach/engine/environment.py), ignored here: one environment file may serve both
+sides."""
 OTHERS = frozenset({"HONED_CONFIG", "HONED_LOG_LEVEL"})
-"""Read before there are settings."""
+"""Read before the settings."""
 OF_TESTS = "HONED_TEST_"
-"""Prefix of what the test suite tells itself; a daemon that it starts inherits them."""
+"""Prefix of the test suite's own variables, which the daemons it starts inherit."""
 
 
 def name_of(key: str) -> str:
@@ -40,7 +40,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def unknown(env: Mapping[str, str], model: type[BaseModel]) -> list[str]:
-    """One sentence for each variable that nobody reads. Those of a section's unknown keys are left to the model."""
+    """One sentence for each unknown variable. The model reports unknown keys of a section."""
     sections = {name_of(name) for name in model.model_fields}
     plain = {*PATHS, *ATTACHMENT, *OTHERS}
     candidates = [*sorted(plain), *map(name_of, keys_of(model))]
@@ -55,7 +55,7 @@ def unknown(env: Mapping[str, str], model: type[BaseModel]) -> list[str]:
 
 
 def not_json(env: Mapping[str, str], model: type[BaseModel], prefix: str = "HONED_") -> dict[str, str]:
-    """Variables of lists and of whole sections that aren't written as JSON, and what is wrong with each."""
+    """Variables of lists and whole sections that aren't valid JSON, with an error message for each."""
     wrong: dict[str, str] = {}
     for key, field in model.model_fields.items():
         name, kind = prefix + key.upper(), field.annotation
@@ -75,7 +75,7 @@ def did_you_mean(name: str, candidates: Sequence[str]) -> str:
 
 
 def _example(kind: Any) -> str:
-    """How a list of this kind is written."""
+    """Example of a list of this kind."""
     inner = get_args(kind)[0]
     if get_origin(inner) is tuple:
         return "[[4, 5], [16, 2]]"

@@ -1,4 +1,4 @@
-"""How a batch gets into the tables `batches`, `boots` and `rollups`: exactly once, all three in one transaction."""
+"""Writing a batch to the tables `batches`, `boots` and `rollups`: exactly once, all three in one transaction."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ ON CONFLICT (engine_id, boot_id) DO UPDATE SET last_seen_unix_ns = ?3, hello = ?
 
 @dataclass(slots=True)
 class StoredBatch:
-    """A batch on its way to the disk."""
+    """A batch to be written."""
 
     batch: EventBatch
     frame: bytes
     received_unix_ns: int
     counts: BatchCounts
     missing: int = 0
-    """Sequence numbers right before this one that will never come."""
+    """Sequence numbers right before this one that will never arrive."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _Boot:
 
 
 def insert(db: Database, group: list[StoredBatch]) -> int:
-    """Store what isn't stored yet and add it up. Returns how many were new."""
+    """Store new batches and add their sums. Returns the number of new ones."""
     committed: dict[tuple[str, str], int] = {}
     boots: dict[tuple[str, str], _Boot] = {}
     rollups: dict[tuple[int, int, str, str, str], Counts] = {}
@@ -136,7 +136,7 @@ def read_frame(frame: bytes) -> EventBatch | None:
 
 
 def refuse(db: Database, item: StoredBatch) -> None:
-    """Count a batch that can't be stored as malformed, and pass its number: nobody is to wait for it."""
+    """Count a batch that can't be stored as malformed, and skip its number, so that nothing waits for it."""
     row = {
         "engine_id": item.batch.engine_id,
         "boot_id": item.batch.boot_id,
@@ -152,7 +152,7 @@ def refuse(db: Database, item: StoredBatch) -> None:
 
 
 def losses(batch: EventBatch) -> dict[str, int]:
-    """The engine's totals of what it dropped in this boot, as columns."""
+    """The engine's totals of dropped data in this boot, as columns."""
     return {
         "lost_rounds": batch.lost_rounds,
         "lost_draft_tokens": batch.lost_draft_tokens,
@@ -162,7 +162,7 @@ def losses(batch: EventBatch) -> dict[str, int]:
 
 
 def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:
-    """Highest stored sequence number of a boot; 0 when there is none."""
+    """Highest stored sequence number of a boot; 0 if none."""
     row = db.conn.execute(
         "SELECT committed_seq FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id)
     ).fetchone()
@@ -170,5 +170,5 @@ def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:
 
 
 def save_hello(db: Database, engine_id: str, boot_id: str, hello_json: str, unix_ns: int) -> None:
-    """Keep what an engine said of itself, so that a restarted daemon knows it before it says so again."""
+    """Store an engine's hello, so that a restarted daemon knows it before the engine sends it again."""
     db.conn.execute(SAVE_HELLO, (engine_id, boot_id, unix_ns, hello_json))

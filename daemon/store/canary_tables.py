@@ -1,4 +1,4 @@
-"""Trials on disk: what is needed to go on after a restart, what failed for good, and the evidence over time."""
+"""Trials on disk: state to resume after a restart, failed versions, and the evidence over time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sqlite_utils import Database
 from honed.daemon.store.store import Store
 
 EVERY_POINT = 500
-"""After so many pairs only every tenth is kept."""
+"""After this many pairs only every tenth is kept."""
 
 
 def save(db: Database, row: dict[str, Any]) -> None:
-    """Write a trial as it is now."""
+    """Write a trial's present state."""
     columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
     db.conn.execute(f"INSERT OR REPLACE INTO canaries ({columns}) VALUES ({places})", row)
 
@@ -27,18 +27,18 @@ def save_points(db: Database, rows: list[dict[str, Any]]) -> None:
 
 
 def is_kept(pairs: int) -> bool:
-    """Whether a pair's evidence goes to the disk."""
+    """True if a pair's evidence is stored."""
     return pairs <= EVERY_POINT or pairs % 10 == 0
 
 
 def unfinished(store: Store) -> list[dict[str, Any]]:
-    """Trials that no verdict has ended, newest first. Raises StoreError."""
+    """Trials without a verdict, newest first. Raises StoreError."""
     rows = store.read("SELECT * FROM canaries WHERE decision = '' ORDER BY began_unix_s DESC")
     return [row | {"state": json.loads(row["state"])} for row in rows]
 
 
 def failed(store: Store) -> dict[str, str]:
-    """SHA-256 of the weights that were found worse or withdrawn, and how. Raises StoreError."""
+    """SHA-256 of weights found worse or withdrawn -> reason. Raises StoreError."""
     rows = store.read(
         "SELECT new_sha256, decision, text FROM canaries WHERE decision IN ('worse', 'withdrawn') ORDER BY began_unix_s"
     )
@@ -46,12 +46,12 @@ def failed(store: Store) -> dict[str, str]:
 
 
 def tried(store: Store) -> set[str]:
-    """SHA-256 of all weights that have been on trial. Raises StoreError."""
+    """SHA-256 of all weights that had a trial. Raises StoreError."""
     return {row["new_sha256"] for row in store.read("SELECT DISTINCT new_sha256 FROM canaries")}
 
 
 def why_failed(decision: str, text: str) -> str:
-    """How weights came not to be offered again; "" when they still are."""
+    """Reason why weights aren't tried again; "" if they may be."""
     if decision == "worse":
         return f"found worse on live traffic: {text}"
     return text if decision == "withdrawn" else ""

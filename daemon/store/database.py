@@ -1,4 +1,4 @@
-"""Opening the database: the release of SQLite that it takes, and how each of our connections is set."""
+"""Opens the database: required SQLite release, and settings of our connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from honed.daemon.errors import StartError
 from honed.daemon.store.rollups import add_json
 
 BROKEN_SQLITE = ((3, 7, 0), (3, 51, 2))
-"""First and last release whose WAL reset can corrupt a database that several connections use."""
+"""First and last release whose WAL reset can corrupt a database used by several connections."""
 
 LEAST_FREE_BYTES = 1 << 20
 
@@ -28,7 +28,7 @@ def check_sqlite_version(version: tuple[int, int, int] = sqlite3.sqlite_version_
 
 
 def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -> Database:
-    """Open a connection as all of ours are opened. Any thread may use it, one at a time."""
+    """Open a connection with our settings. Any thread may use it, one at a time."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
     connection = sqlite3.connect(uri, uri=True, check_same_thread=False, timeout=10.0)
     connection.row_factory = sqlite3.Row
@@ -43,15 +43,15 @@ def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -
 
 
 def why_not(error: sqlite3.Error, path: Path) -> str:
-    """What to do about a database that can't be opened, as the end of a sentence; "" where nothing is known."""
+    """Cure for a database that can't be opened, as the end of a sentence; "" if unknown."""
     text = str(error)
     if "locked" in text or "busy" in text:
-        return f"; another program is writing to it (`fuser {path}` names it): end that, or choose another --state-dir"
+        return f"; another program is writing to it (`fuser {path}` names it): end it, or choose another --state-dir"
     if "unable to open" in text or "readonly" in text:
-        return f"; {path.parent} must be a folder that this user may write to: `chown` it, or choose another --state-dir"
+        return f"; {path.parent} must be a folder that this user can write to: `chown` it, or choose another --state-dir"
     if "not a database" in text or "malformed" in text:
-        return "; move the file away: the daemon makes a new one, and the drafters beside it are not touched"
-    # SQLite calls it an I/O error where its log can't be made any longer.
+        return "; move the file away: the daemon makes a new one; the drafters beside it stay"
+    # SQLite reports an I/O error if its log can't grow.
     if ("I/O" in text or "full" in text) and shutil.disk_usage(path.parent).free < LEAST_FREE_BYTES:
-        return f"; the disk of {path.parent} is full: make room"
+        return f"; the disk of {path.parent} is full: free some space"
     return ""

@@ -1,11 +1,11 @@
-"""The event log as files: every stored verify round one row, as JSON lines or Parquet.
+"""Export of the event log: one row for each stored verify round, as JSON lines or Parquet.
 
-Reads the database itself, read-only, so it works beside a running daemon and without one. It never holds a read
-transaction for longer than a page of batches (a long one would keep SQLite's write-ahead log from being recycled), and
-memory stays bounded: a page of batches and a row group at a time. The file appears under its name only when complete.
+It reads the database itself, read-only, so it works with or without a running daemon. A read transaction lasts for one
+page of batches at most, since a long one would keep SQLite from recycling its write-ahead log. Memory stays bounded: one
+page of batches and one row group at a time. The file appears under its name only when complete.
 
-A round's time is its step's end on the engine's monotonic clock, placed in wall time by the pair of clock readings that
-its batch carries: t = sent_unix − (sent_mono − end).
+A round's time is its step's end on the engine's monotonic clock, converted to wall time by the batch's pair of clock
+readings: t = sent_unix − (sent_mono − end).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ExportError(HonedError, RuntimeError):
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which rounds are wanted; empty and None choose all. `since_s` is included, `until_s` is not."""
+    """Selection of rounds; empty and None select all. `since_s` is included, `until_s` is not."""
 
     engine: str = ""
     workload: str = ""
@@ -74,7 +74,7 @@ class Chosen:
     until_s: float | None = None
 
     def holds(self, t_unix_ns: int) -> bool:
-        """Is a moment in the wanted span?"""
+        """True if a moment is in the span."""
         return (self.since_s is None or t_unix_ns >= self.since_s * 1e9) and (
             self.until_s is None or t_unix_ns < self.until_s * 1e9
         )
@@ -82,7 +82,7 @@ class Chosen:
 
 @dataclass
 class Tally:
-    """What an export has come across."""
+    """Counts of an export."""
 
     rounds: int = 0
     batches: int = 0
@@ -96,7 +96,7 @@ class _Sink(Protocol):
 
 
 def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, int]:
-    """Write the chosen rounds to `out` ("-": stdout, JSON lines only) and say how many there were.
+    """Write the chosen rounds to `out` ("-": stdout, JSON lines only) and return their counts.
 
     Raises:
         RequestError: an unknown format, or a missing library.
@@ -115,7 +115,7 @@ def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, i
             for batch in batches(database, chosen, tally):
                 try:
                     rows = list(rounds(batch, chosen))
-                except (IndexError, KeyError):  # columns of unequal length: no row of it can be trusted
+                except (IndexError, KeyError):  # columns of unequal length: all rows are unreliable
                     tally.unreadable_batches += 1
                     continue
                 tally.batches += 1
@@ -136,7 +136,7 @@ def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, i
 
 
 def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.EventBatch]:
-    """Stored batches in the order of their arrival; those that can't be read are counted and left out.
+    """Yield stored batches in order of arrival; count and skip unreadable ones.
 
     Raises:
         UnknownError: there is no database.
@@ -167,12 +167,12 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
         finally:
             connection.close()
     except pysqlite3.Error as error:
-        cure = "Are you allowed to read it? Try as the daemon's user, or sudo."
+        cure = "You may lack the right to read it: try as the daemon's user, or sudo."
         raise ExportError(f"{database} can't be read: {error}", cure=cure) from error
 
 
 def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
-    """The batch's verify rounds, each with the figures of its step. Token ids are None where they weren't logged."""
+    """Yield the batch's verify rounds, each with its step's figures. Token ids are None if not logged."""
     s, r = batch.steps, batch.rounds
     place = {step: index for index, step in enumerate(s.step)}
     has_emitted, has_draft = bool(r.emitted), bool(r.draft)
@@ -216,7 +216,7 @@ def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
 
 
 def parquet_schema() -> pyarrow.Schema:
-    """Column types of the Parquet file; texts are dictionary-encoded, since few different ones occur."""
+    """Column types of the Parquet file; texts are dictionary-encoded, since few distinct ones occur."""
     import pyarrow as pa
 
     kinds = {"text": pa.dictionary(pa.int32(), pa.string()), "ids": pa.list_(pa.int32())}
@@ -248,7 +248,7 @@ class _JsonLines:
 
 
 class _Parquet:
-    """Row groups of about ROW_GROUP_ROWS: more than that is never held."""
+    """Row groups of about ROW_GROUP_ROWS, the most rows held in memory."""
 
     def __init__(self, part: Path) -> None:
         try:

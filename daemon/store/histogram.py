@@ -21,7 +21,7 @@ class Histogram:
         self._sum += value
 
     def exposition(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative buckets as Prometheus wants them, and the sum of all values."""
+        """Cumulative buckets for Prometheus, and the sum of all values."""
         total, rows = 0, []
         for bound, count in zip(self._bounds, list(self._counts), strict=True):
             total += count

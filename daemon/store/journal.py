@@ -1,4 +1,4 @@
-"""What was done and what happened, for people: the append-only audit table and the marks on the timeline."""
+"""Records of actions and events for people: the append-only audit table and the timeline's marks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = structlog.get_logger("honed.journal")
 
 
 class Journal:
-    """Writes without waiting: a full disk must not stop a roll-back. What can't be written is in the log."""
+    """Writes without waiting, since a full disk must not stop a roll-back. Failed writes are logged."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock

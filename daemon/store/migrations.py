@@ -1,6 +1,6 @@
-"""The database's layout, as the list of steps that led to it: every older database opens and is brought forward.
+"""The database's layout as a list of migrations, so that every older database opens and is upgraded.
 
-A migration that was released is never edited. Each runs in a transaction together with the record that it ran.
+A released migration is never edited. Each runs in one transaction with the record that it ran.
 """
 
 from __future__ import annotations
@@ -118,18 +118,18 @@ def m001_initial(db: Any) -> None:
 
 
 def check_known(db: Any, path: Path) -> None:
-    """Refuse a database that a newer release has brought forward. Raises StartError."""
+    """Refuse a database upgraded by a newer release. Raises StartError."""
     known = {migration.name for migration in migrations.pending(Database(memory=True))}
     done = {migration.name for migration in migrations.applied(db)}
     if unknown := sorted(done - known):
         raise StartError(
-            f"database {path} was written by a newer honed ({', '.join(unknown)}): install that one, or put back the copy from "
+            f"database {path} was written by a newer honed ({', '.join(unknown)}): install that one, or restore the copy from "
             "before the upgrade"
         )
 
 
 def split_statements(script: str) -> list[str]:
-    """Cut a script at semicolons that end a statement (a trigger's inner ones don't)."""
+    """Split a script at semicolons that end a statement (a trigger's inner ones don't)."""
     statements, pending = [], ""
     for line in script.splitlines(keepends=True):
         pending += line

@@ -1,4 +1,4 @@
-"""Things that take a while (recalibrations, promotions, roll-backs): their state, on disk and for the API."""
+"""Long operations (recalibrations, promotions, roll-backs): their state on disk and for the API."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = structlog.get_logger("honed.operations")
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 KEPT_IN_MEMORY = 500
 PLANNED = "planned"
-"""Stage, and id, of an operation that a dry run asked for."""
+"""Stage and id of a dry run's operation."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """One of them. `state` ends at succeeded, failed or cancelled; `stage` may go on to "watching" and "done"."""
+    """An operation. `state` ends at succeeded, failed or cancelled; `stage` may continue to "watching" and "done"."""
 
     operation_id: str
     kind: str
@@ -38,7 +38,7 @@ class Operation:
     detail: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     request_hash: str = ""
-    """Of the request that began it, so that its key can't stand for another one."""
+    """Hash of the request that began it, so that its key can't serve another one."""
 
     @property
     def is_finished(self) -> bool:
@@ -46,25 +46,25 @@ class Operation:
 
     @property
     def is_planned(self) -> bool:
-        """Whether it was only asked what would be done."""
+        """True for a dry run."""
         return self.stage == PLANNED
 
     def view(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """Document for the API."""
         return {name: getattr(self, name) for name in Operation.__slots__ if name not in ("idempotency_key", "request_hash")}
 
 
 class Operations:
-    """All that are known, newest last. Guarded by the service's lock."""
+    """All known operations, newest last. Guarded by the service's lock."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
         self._by_id: dict[str, Operation] = {}
         self.ended: Counter[tuple[str, str]] = Counter()
-        """(kind, state) -> operations that ended since the daemon started."""
+        """(kind, state) -> operations ended since the daemon started."""
 
     def load(self, resumed: Collection[str] = ()) -> None:
-        """Read what was; what was under way when the daemon went down has failed, but for what was taken up again."""
+        """Read earlier operations. Those running when the daemon ended have failed, except resumed ones."""
         rows = self._store.read("SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,))
         for row in reversed(rows):
             row["detail"] = json.loads(row["detail"])
@@ -79,7 +79,7 @@ class Operations:
                 self.move(operation, stage="done")
 
     def create(self, kind: str, stage: str, reason: str, actor: str, key: str | None, **detail: Any) -> Operation:
-        """Begin one."""
+        """Begin an operation."""
         operation = Operation(
             f"op-{secrets.token_hex(6)}", kind, "running", stage, self._clock(), reason, actor, None, key, detail
         )
@@ -90,17 +90,17 @@ class Operations:
         return operation
 
     def planned(self, kind: str, reason: str, actor: str, **detail: Any) -> Operation:
-        """What a dry run is answered with: nothing of it is kept."""
+        """Answer of a dry run; it isn't stored."""
         now = self._clock()
         return Operation(PLANNED, kind, "succeeded", PLANNED, now, reason, actor, now, detail=detail | {"dry_run": True})
 
     def note_request(self, operation: Operation, request_hash: str) -> None:
-        """Which request began it."""
+        """Store the request's hash."""
         operation.request_hash = request_hash
         self._save(operation)
 
     def by_key(self, key: str | None) -> Operation | None:
-        """The operation that an earlier request with the same idempotency key began."""
+        """The operation begun by an earlier request with the same idempotency key."""
         if key is None:
             return None
         for operation in self._by_id.values():
@@ -117,7 +117,7 @@ class Operations:
             raise UnknownError(why, cure="`honed operations` lists them.") from error
 
     def find(self, operation_id: str) -> Operation | None:
-        """The operation, None when it isn't known (any more)."""
+        """The operation; None if unknown or no longer known."""
         return self._by_id.get(operation_id)
 
     def listing(self) -> list[Operation]:
@@ -125,14 +125,14 @@ class Operations:
         return list(reversed(self._by_id.values()))
 
     def move(self, operation: Operation, *, stage: str | None = None, **detail: Any) -> None:
-        """Note progress."""
+        """Store progress."""
         if stage is not None:
             operation.stage = stage
         operation.detail.update(detail)
         self._save(operation)
 
     def finish(self, operation: Operation, state: str, *, stage: str = "done", error: str = "", **detail: Any) -> None:
-        """End it; `stage` may say that something still follows."""
+        """End it; `stage` may name a step that still follows."""
         operation.state, operation.stage, operation.error = state, stage, error
         operation.finished_unix_s = self._clock()
         self.ended[operation.kind, state] += 1

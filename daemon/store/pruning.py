@@ -1,4 +1,4 @@
-"""Forgetting, a little at a time: raw batches by bytes and age, roll-ups by age, free pages back to the file system."""
+"""Deletion in small rounds: raw batches by bytes and age, roll-ups by age; free pages go back to the file system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES_PER_ROUND = 2000
 
 EVERY_S = 10.0
 SOON_S = 0.5
-"""Between two rounds while there is more to be done: batches are committed in between."""
+"""Pause between rounds while work is left, so that batches are committed in between."""
 MOST_DRIFT_S = 60.0
 SETTLING_S = 600.0
 
@@ -24,8 +24,8 @@ SETTLING_S = 600.0
 class Pruning:
     """Rounds of it, when they are due.
 
-    What is too old is known by the wall clock. It isn't believed for `SETTLING_S` after the start, and after it has jumped by
-    more than `MOST_DRIFT_S`: a machine that comes up in the wrong year would forget everything.
+    The wall clock decides what is too old. It is ignored for `SETTLING_S` after the start, and after it has jumped by more than
+    `MOST_DRIFT_S`: a machine that boots with the wrong year would delete everything.
 
     Args:
         clock: seconds since the epoch.
@@ -43,11 +43,11 @@ class Pruning:
         return max(self._due_s - self._monotonic(), 0.0)
 
     def run(self, db: Database) -> None:
-        """A round, if it is due. Not to be called in a transaction."""
+        """Run a round if it is due. Don't call it in a transaction."""
         now_s = self._monotonic()
         if now_s < self._due_s:
             return
-        self._due_s = now_s + EVERY_S  # should the database refuse
+        self._due_s = now_s + EVERY_S  # in case the database refuses
         unix_s = self._clock()
         if abs(unix_s - now_s - self._offset_s) > MOST_DRIFT_S:
             self._offset_s, self._believed_from_s = unix_s - now_s, now_s + SETTLING_S
@@ -58,7 +58,7 @@ class Pruning:
 
 
 def _give_pages_back(db: Database) -> bool:
-    """A round's worth; whether there are more. Needs auto_vacuum=INCREMENTAL, which is set before the first table is made."""
+    """Free one round's pages; True if more are left. Needs auto_vacuum=INCREMENTAL, set before the first table is made."""
     before = _num_free_pages(db)
     db.conn.execute(f"PRAGMA incremental_vacuum({PAGES_PER_ROUND})").fetchall()
     return PAGES_PER_ROUND <= _num_free_pages(db) < before
@@ -69,10 +69,10 @@ def _num_free_pages(db: Database) -> int:
 
 
 def apply_deletions(db: Database, settings: StoreSettings, now_s: float | None) -> int:
-    """Delete what is too old or too much, at most a round's worth. Returns how many raw batches went.
+    """Delete data above the age or size limits, at most one round's. Returns the number of deleted raw batches.
 
     Args:
-        now_s: seconds since the epoch; None where nobody knows, then nothing is too old.
+        now_s: seconds since the epoch; None if unknown: then nothing is too old.
     """
     ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
     for resolution, age_s in ages.items():
@@ -82,7 +82,7 @@ def apply_deletions(db: Database, settings: StoreSettings, now_s: float | None) 
 
 
 def _delete_batches(db: Database, settings: StoreSettings, now_s: float | None) -> int:
-    """Delete from the low end of the ids, which grow with arrival, as long as a batch is too old or they are too many."""
+    """Delete batches from the lowest id, which is the oldest arrival, while one is too old or they are too many."""
     excess = raw_bytes(db) - settings.max_raw_bytes if settings.max_raw_bytes else 0
     oldest_ns = int((now_s - settings.max_raw_age_s) * 1e9) if settings.max_raw_age_s and now_s is not None else 0
     last, freed, count = 0, 0, 0
@@ -100,5 +100,5 @@ def _delete_batches(db: Database, settings: StoreSettings, now_s: float | None) 
 
 
 def raw_bytes(db: Database) -> int:
-    """Compressed bytes of the raw batches that are held."""
+    """Compressed bytes of the stored raw batches."""
     return int(db.conn.execute("SELECT value FROM meta WHERE key = 'raw_bytes'").fetchone()[0])

@@ -1,12 +1,12 @@
-"""Counting verify rounds: a batch in, sums by second and workload out.
+"""Counts verify rounds: a batch in, sums by second and workload out.
 
 Positions count from 0 for the first draft token. Of the rounds with at least one draft token,
 
     drafted[j]  = rounds whose draft was longer than j
-    tried[j]    = those of them in which draft j was verified and every one before it accepted: the trials of a_j
-    accepted[j] = those of them in which draft j was accepted too: the successes of a_j
+    tried[j]    = of these, rounds that verified draft j and accepted all drafts before it: the trials of a_j
+    accepted[j] = of these, rounds that also accepted draft j: the successes of a_j
 
-so a_j = accepted[j] / tried[j] whatever the draft lengths were, Σ drafted = draft tokens and Σ accepted = accepted tokens.
+so a_j = accepted[j] / tried[j] for any draft lengths, Σ drafted = draft tokens and Σ accepted = accepted tokens.
 A round without draft tokens is a plain decode step; it counts in `plain_rounds` and `emitted_tokens` only.
 """
 
@@ -24,7 +24,7 @@ from honed.adapt.protocol.wire import EventBatch
 
 RESOLUTIONS_S = (1, 60, 3600)
 MAX_DRAFT_TOKENS = 4096
-"""Longer drafts than this are taken for a broken batch."""
+"""A longer draft marks a batch as malformed."""
 
 Ints = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ def no_positions() -> Ints:
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over verify rounds; add them up as you like."""
+    """Sums over verify rounds, which can be added."""
 
     rounds: int = 0
     draft_tokens: int = 0
@@ -63,7 +63,7 @@ class Counts:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a round emits, bonus token included: 1 + accepted / rounds; 0 without rounds."""
+        """Tokens per round, bonus token included: 1 + accepted / rounds; 0 without rounds."""
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 0.0
 
     @property
@@ -81,7 +81,7 @@ class Counts:
         return histogram
 
     def row(self) -> dict[str, Any]:
-        """As database columns."""
+        """Database columns."""
         return {
             "rounds": self.rounds,
             "draft_tokens": self.draft_tokens,
@@ -95,7 +95,7 @@ class Counts:
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Counts:
-        """Out of database columns (of `boots` or `rollups`)."""
+        """From database columns (of `boots` or `rollups`)."""
         return cls(
             row["rounds"],
             row["draft_tokens"],
@@ -114,7 +114,7 @@ POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_pos
 
 @dataclass(slots=True)
 class BatchCounts:
-    """What a batch adds: by (second, workload), and in all."""
+    """Sums of a batch: by (second, workload), and total."""
 
     cells: dict[tuple[int, str], Counts] = field(default_factory=dict)
     total: Counts = field(default_factory=Counts)
@@ -123,7 +123,7 @@ class BatchCounts:
 
 
 def add_positions(a: Ints, b: Ints) -> Ints:
-    """a + b where the shorter is filled with zeros."""
+    """a + b, with the shorter padded by zeros."""
     if len(a) < len(b):
         a, b = b, a
     out = a.copy()
@@ -148,9 +148,9 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     """Sum a batch up.
 
     Args:
-        batch: as it came off the wire.
+        batch: as received.
         received_unix_ns: wall time of arrival; no round is placed after it.
-        bounded: maps a workload label to itself or, for too many labels, to a common one.
+        bounded: maps a workload label to itself or, with too many labels, to a common one.
 
     Raises:
         MalformedBatchError: columns of unequal lengths, more accepted than drafted, workloads out of range, …
@@ -162,7 +162,7 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
         return out
     accepted = _column(batch.rounds.num_accepted_tokens, "num_accepted_tokens", num_rounds)
     workload = _column(batch.rounds.workload, "workload", num_rounds)
-    # vLLM counts a round whose drafts a grammar struck out as a draft, but not the struck tokens as drafted.
+    # vLLM counts a round whose drafts a grammar removed as a draft, but not the removed tokens as drafted.
     invalid = batch.rounds.num_invalid_tokens
     drafted = scheduled - _column(invalid, "num_invalid_tokens", num_rounds) if invalid else scheduled
     trimmed = batch.rounds.num_trimmed_tokens
@@ -197,7 +197,7 @@ def _tabulate(
     accepted: Ints,
     emitted: Ints,
 ) -> list[Counts]:
-    """Counts of every cell, from the rounds' columns."""
+    """Counts of each cell, from the rounds' columns."""
     is_tried = verified > 0
 
     def sums(values: Ints) -> list[int]:
@@ -238,7 +238,7 @@ def _column(values: list[int], name: str, length: int | None = None) -> Ints:
 
 
 def _seconds(batch: EventBatch, received_unix_ns: int, num_rounds: int) -> Ints:
-    """Wall second of each round: its step's end, moved by the difference of the two clocks at sending."""
+    """Wall second of each round: its step's end plus the difference of the two clocks at sending."""
     step_of_round = _column(batch.rounds.step, "step", num_rounds)
     steps = _column(batch.steps.step, "steps.step")
     end_ns = _column(batch.steps.end_ns, "steps.end_ns", len(steps))

@@ -1,9 +1,9 @@
-"""The daemon's memory on disk: SQLite in WAL mode, one writer thread, batched commits.
+"""The daemon's storage on disk: SQLite in WAL mode, one writer thread, batched commits.
 
-Guarantees: a batch whose commit is reported survives a killed process and a power cut (synchronous=FULL: the log is
-synced before COMMIT returns); a batch is counted in the roll-ups in the same transaction that stores it, so both or
-neither happened; the same (engine, boot, seq) is never stored twice. While the disk refuses, batches wait in memory up to
-`queue_bytes` and are retried; beyond that `put` says no and the engine keeps them.
+Guarantees: a batch reported as committed survives a killed process and a power cut (synchronous=FULL: the log is synced
+before COMMIT returns). One transaction stores a batch and counts it in the roll-ups. The same (engine, boot, seq) is
+never stored twice. While the disk refuses, batches wait in memory up to `queue_bytes` and are retried; above that `put`
+returns False and the engine keeps them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Store:
         self.errors = 0
         self.last_error = ""
         self.failed_at_s = float("-inf")
-        """When the database last refused something, by the monotonic clock."""
+        """Monotonic time of the database's last error."""
         self.is_failing = False
-        """The latest commit of batches was refused."""
+        """True if the latest commit of batches failed."""
         self.commit_times = Histogram(COMMIT_BOUNDS_S)
         self._thread = threading.Thread(target=self._run, name="honed-writer", daemon=True)
 
@@ -80,7 +80,7 @@ class Store:
         self._thread.start()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Commit what is queued (as far as the disk takes it), stop the writer, close the file."""
+        """Commit queued batches as far as the disk allows, stop the writer, close the file."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -92,7 +92,7 @@ class Store:
             self._db.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what was queued is committed (and `on_commit` was called); False when that takes too long."""
+        """Wait until queued batches are committed and `on_commit` was called; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._batches or self._jobs or self._is_busy:
@@ -112,7 +112,7 @@ class Store:
 
     @property
     def size_bytes(self) -> int:
-        """Database and log on disk."""
+        """Size of database and log on disk."""
         total = 0
         for suffix in ("", "-wal"):
             try:
@@ -122,7 +122,7 @@ class Store:
         return total
 
     def put(self, batch: StoredBatch) -> bool:
-        """Queue a batch; False when the queue is full (never blocks)."""
+        """Queue a batch; False if the queue is full. Never blocks."""
         with self._changed:
             if self._is_closing or self._queued_bytes + len(batch.frame) > self._settings.queue_bytes:
                 return False
@@ -132,7 +132,7 @@ class Store:
             return True
 
     def submit(self, job: Callable[[Database], T]) -> Future[T]:
-        """Run `job` in the writer's next transaction; the result is there once it is committed."""
+        """Run `job` in the writer's next transaction; the result is set after its commit."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closing:
@@ -143,7 +143,7 @@ class Store:
         return future
 
     def write(self, job: Callable[[Database], T], timeout_s: float = 10.0) -> T:
-        """`submit` and wait. Raises StoreError when the database refuses."""
+        """`submit` and wait. Raises StoreError if the database refuses."""
         try:
             return self.submit(job).result(timeout_s)
         except TimeoutError as error:
@@ -197,7 +197,7 @@ class Store:
                 future.set_result(result)
 
     def _commit_batches(self) -> None:
-        """Store a group of batches in one transaction; on a refusal by the disk keep them for later."""
+        """Store a group of batches in one transaction; keep them for later if the disk refuses."""
         if not self._batches:
             return
         with self._changed:
@@ -224,7 +224,7 @@ class Store:
         self.is_failing = False
 
     def _wait(self, error: Exception) -> None:
-        """The disk refuses: keep the batches for later, unless this is the end."""
+        """Keep the batches for later after a disk error, unless the store is closing."""
         self.is_failing = True
         log.error("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
         with self._changed:
@@ -233,7 +233,7 @@ class Store:
             self._changed.wait(RETRY_S)
 
     def _store_one_by_one(self, group: list[StoredBatch]) -> list[StoredBatch]:
-        """Find the batch that spoils a transaction, and count it as malformed. Returns those that are settled."""
+        """Find the batch that breaks a transaction, and count it as malformed. Returns the finished ones."""
         settled: list[StoredBatch] = []
         for item in group:
             try:
@@ -277,6 +277,6 @@ class Store:
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether a batch isn't to blame: the disk is full, fails or is locked, or the database is damaged."""
+    """True if no batch is at fault: the disk is full, fails or is locked, or the database is damaged."""
     of_the_batch = sqlite3.IntegrityError, sqlite3.DataError, sqlite3.ProgrammingError, sqlite3.NotSupportedError
     return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, of_the_batch)

@@ -1,6 +1,6 @@
-"""What is wrong, said first: reads a status answer and lists what an operator should know, worst first.
+"""Findings: problems in a status answer that an operator should know, worst first.
 
-Pure: a `/v1/status` document in, findings out. Nothing here asks the daemon for more.
+Pure: a `/v1/status` document in, findings out. No further requests to the daemon.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from honed.daemon.settings.filesystem import IN_MEMORY, folder_in_memory
 
 LAG_S = 5.0
-"""Events older than this when they are committed are worth a word: the store or the daemon is behind."""
+"""Age of events at their commit above which a finding warns: the store or the daemon is behind."""
 
 LATELY_S = 3600.0
-"""What was lost, or refused by the disk, is worth a word for so long; the figures stay."""
+"""Time for which findings report losses and disk errors; the figures stay."""
 
 FEWER_LABELS = "Label kinds of traffic, not users or requests: `honed_workload` in the requests' `vllm_xargs`."
 
 FALLBACKS = {
     "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
-    "stale_policy": "last heard from the daemon too long ago and drafts its static length",
-    "observe_only": "only observes: honed can't choose draft lengths there",
-    "error": "caught an error of honed's in vLLM and drafts its static length",
+    "stale_policy": "has had no message from the daemon for too long and drafts its static length",
+    "observe_only": "only logs events: honed can't choose draft lengths there",
+    "error": "caught an error of honed in vLLM and drafts its static length",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about something that isn't as it should be. `level` is "error" or "warning"."""
+    """One sentence about a problem. `level` is "error" or "warning"."""
 
     level: str
     text: str
     cure: str = ""
-    """What to do, where the text doesn't say it."""
+    """Cure, if the text doesn't name it."""
 
 
 def findings(status: dict[str, Any]) -> list[Finding]:
@@ -47,12 +47,12 @@ def findings(status: dict[str, Any]) -> list[Finding]:
 
 def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
     for problem in status.get("problems") or []:
-        yield Finding("error", f"the daemon itself: {problem}")
+        yield Finding("error", f"the daemon: {problem}")
     runtime = status.get("runtime") or {}
     if (filesystem := runtime.get("filesystem")) and filesystem not in IN_MEMORY and _may_capture(status):
         place = f"the runtime directory {runtime.get('dir')} is on {filesystem}, not on a tmpfs"
         cure = f"set HONED_RUNTIME_DIR to {folder_in_memory()}, for vLLM as well"
-        yield Finding("warning", f"{place}: samples, which are prompts in disguise, reach the disk; {cure}")
+        yield Finding("warning", f"{place}: samples, which reveal prompts, reach the disk; {cure}")
 
 
 def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
     for engine in engines:
         name = engine.get("engine_id", "?")
         if not engine.get("connected"):
-            cure = "Start vLLM; where it runs, what is said of its process here tells why it doesn't reach the daemon."
+            cure = "Start vLLM. If it runs, the checks of its process here show why it doesn't reach the daemon."
             yield Finding("error", f"engine {name} is not connected", cure)
             continue
         fallback = (engine.get("policy") or {}).get("fallback") or ""
@@ -87,11 +87,9 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(level, f"engine {name} {FALLBACKS.get(fallback, f'is in fallback {fallback}')}")
         is_lately = _was_lately(engine.get("loss_age_s"))
         if (missing := engine.get("missing_batches")) and is_lately:
-            yield Finding("error", f"engine {name}: {missing:,} batches neither came nor were counted as lost")
+            yield Finding("error", f"engine {name}: {missing:,} batches never arrived and weren't reported as lost")
         if (malformed := engine.get("malformed_batches")) and is_lately:
-            yield Finding(
-                "error", f"engine {name}: {malformed:,} batches contradicted themselves or couldn't be stored; not counted"
-            )
+            yield Finding("error", f"engine {name}: {malformed:,} batches were inconsistent or couldn't be stored; not counted")
         if errors := engine.get("errors"):
             yield Finding("warning", f"engine {name}: {errors:,} errors of honed's were caught inside vLLM: see its log")
         if pooled := engine.get("pooled_requests"):
@@ -111,17 +109,17 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
     for pattern in (status.get("trainer") or {}).get("yields_to") or []:
         if (names := [e.get("engine_id", "") for e in status.get("engines") or []]) and not fnmatch.filter(names, pattern):
-            text = f"trainer.yields_to names {pattern!r}, and no engine is called so: training goes on whatever that one does"
-            yield Finding("warning", text, f"Engines are called {', '.join(names)}.")
+            text = f"trainer.yields_to names {pattern!r}, which matches no engine: training doesn't yield to it"
+            yield Finding("warning", text, f"Engines are named {', '.join(names)}.")
     if status.get("training_paused"):
-        yield Finding("warning", "training is paused: `honed resume` lets it go on")
+        yield Finding("warning", "training is paused: `honed resume` resumes it")
     if error := (status.get("shared_registry") or {}).get("last_error"):
         yield Finding("warning", f"versions can't be shared with other hosts: {error}")
     for alarm in status.get("drift_alarms") or []:
         if hindrance := alarm.get("hindrance"):
             yield _unanswered(alarm, hindrance)
     if not (status.get("drafters") or {}).get("active"):
-        yield Finding("warning", "no drafter version is active: the first engine with a DFlash drafter brings one")
+        yield Finding("warning", "no drafter version is active: the first engine with a DFlash drafter registers one")
     for override in status.get("overrides") or []:
         name, value = override.get("name"), override.get("value")
         less = _drafting_less(status, value) if name == "draft_tokens" else ""
@@ -131,17 +129,17 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
 def _unanswered(alarm: dict[str, Any], hindrance: str) -> Finding:
     place = f"workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} drifted"
     if not (times := alarm.get("failed_attempts") or 0):
-        return Finding("warning", f"{place}, but no recalibration can begin: {hindrance}")
+        return Finding("warning", f"{place}, but no recalibration can start: {hindrance}")
     tried = "its recalibration failed" if times == 1 else f"{times} recalibrations of it failed"
     if (due_in_s := alarm.get("due_in_s")) is None:
-        again = "No further one follows by itself: see to what they failed of, then `honed recalibrate`."
+        again = "No further one starts automatically: remove the cause, then `honed recalibrate`."
     else:
-        again = f"Another follows in {due_in_s / 60.0:.0f} min; `honed recalibrate` doesn't wait."
+        again = f"Another starts in {due_in_s / 60.0:.0f} min; `honed recalibrate` starts it now."
     return Finding("warning", f"{place}, and {tried}: {hindrance}", again)
 
 
 def _drafting_less(status: dict[str, Any], value: Any) -> str:
-    """Which engines can't draft as many tokens as an override says."""
+    """Engines that can't draft as many tokens as an override sets."""
     if not isinstance(value, int | float):
         return ""
     found = [
@@ -153,6 +151,6 @@ def _drafting_less(status: dict[str, Any], value: Any) -> str:
 
 
 def _may_capture(status: dict[str, Any]) -> bool:
-    """Whether an engine captures samples; one that hasn't attached yet may."""
+    """True if an engine captures samples, or none has attached yet."""
     engines = status.get("engines") or []
     return not engines or any("capture" in (engine.get("capabilities") or ()) for engine in engines)

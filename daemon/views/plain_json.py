@@ -1,4 +1,4 @@
-"""Documents that JSON can carry."""
+"""JSON-safe documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 def finite(document: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity , unknown to JSON, by null."""
     if isinstance(document, float):
         return document if math.isfinite(document) else None
     if isinstance(document, dict):

@@ -1,4 +1,4 @@
-"""The daemon's live state and stored sums, as documents for the API. Reads only."""
+"""The daemon's live state and stored sums as documents for the API. Only reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def acceptance(counts: Counts) -> dict[str, Any]:
 
 
 def status(service: Service) -> dict[str, Any]:
-    """Everything at a glance."""
+    """Overview of the service."""
     recent = recent_by_engine(service.store, service.clock())
     last_minute = Counts()
     for counts, _ in recent.values():
@@ -94,7 +94,7 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
 
 
 def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
-    """Each engine's rounds of the last minute, and the tokens per second that it lately emitted."""
+    """Each engine's rounds of the last minute, and its recent tokens per second."""
     now = int(now_unix_s)
     found: dict[str, tuple[Counts, float]] = {}
     emitted: dict[str, int] = defaultdict(int)
@@ -102,7 +102,7 @@ def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts,
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
         counts.add(Counts.from_row(row))
-        # The present second isn't over and the last one may not be committed yet.
+        # The present second isn't over; the last one may not be committed yet.
         if now - RATE_S - 1 <= row["bucket_s"] < now - 1:
             emitted[row["engine_id"]] += row["emitted_tokens"]
     return {engine_id: (counts, emitted[engine_id] / RATE_S) for engine_id, (counts, _) in found.items()}
@@ -117,7 +117,7 @@ def total_counts(store: Store) -> Counts:
 
 
 def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What the controllers of these engines believe; the lock, for which events wait, is let go between two of them."""
+    """The estimates of these engines' controllers. Releases the lock between engines, since events wait for it."""
     found = {}
     for engine_id in engine_ids:
         with service.lock:
@@ -132,8 +132,8 @@ def workloads(
     """Sums by engine, workload and drafter version over the last `window_s` seconds (0: all time).
 
     Args:
-        resolution_s: of the roll-ups that are read; 0: the finest that are kept for so long.
-        believed: what `beliefs` gave, if it is at hand.
+        resolution_s: of the roll-ups to read; 0: the finest kept for that long.
+        believed: a result of `beliefs`, if available.
     """
     finest = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
     resolution = resolution_s or finest
@@ -161,19 +161,19 @@ def workloads(
 
 
 def ratio(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> list[float]:
-    """part / whole, 0 where there is nothing."""
+    """part / whole; 0 where whole is 0."""
     size = min(len(part), len(whole))
     return [float(part[i] / whole[i]) if whole[i] else 0.0 for i in range(size)]
 
 
 def drift_of(beliefs: dict[str, Any], workload: str) -> dict[str, Any]:
-    """What the controller says of a workload's drift."""
+    """The controller's view of a workload's drift."""
     drift = (beliefs.get("workloads") or {}).get(workload, {}).get("drift")
     return drift if isinstance(drift, dict) else {"state": str(drift or "unknown"), "evidence": 0.0}
 
 
 def timeline(store: Store, resolution: str, since: float, workload: str) -> dict[str, Any]:
-    """Points of one resolution since a moment, oldest first, and the marks beside them."""
+    """Points of one resolution since a moment, oldest first, with the marks."""
     rows = store.read(
         """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
              sum(accepted_tokens) AS accepted_tokens, sum(emitted_tokens) AS emitted_tokens

@@ -186,7 +186,7 @@ def test_an_engine_that_cannot_be_steered_keeps_no_other_from_it(
         fine.expect(wire.Policy, lambda policy: policy.override == "draft_tokens")
     assert {one["engine_id"] for one in logs if one["log_level"] in ("error", "warning")} == {"a-broken"}
     assert [one["error"] for one in logs if one["event"] == "an engine isn't steered"] == ["ZeroDivisionError: a figure is 0"]
-    assert [one["seq"] for one in logs if one["event"] == "a batch taught nothing"] == [1]
+    assert [one["seq"] for one in logs if one["event"] == "can't learn from a batch"] == [1]
 
 
 def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(

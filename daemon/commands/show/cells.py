@@ -1,4 +1,4 @@
-"""Cells of tables: values of API documents as text. What is missing is a dash."""
+"""Cells of tables: values of API documents as text. A missing value is a dash."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NOTHING = "–"
 PROSE = frozenset(
     {"why", "because", "result", "note", "is", "gain", "outcome", "by position (conditional)", "S(j)", "predicted -> observed"}
 )
-"""Columns of words or of several figures, which may go on in the next line. Ids, states, times and figures never do."""
+"""Columns of words or several figures, which may wrap. Ids, states, times and figures never wrap."""
 PROSE_WIDTH = 10
-"""What is left of such a column where the screen is too narrow for all; a row that still doesn't fit is wider than it."""
+"""Least width of such a column on a narrow screen; a row that still doesn't fit exceeds the screen."""
 
 
 class Rows(Table):
@@ -38,7 +38,7 @@ class Rows(Table):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._widths: list[tuple[int, int]] = []
-        """Of each column that has a name: the least that it may be, and what it would be where there is room."""
+        """Minimum and preferred width of each named column."""
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
         """Add a row of texts."""
@@ -50,7 +50,7 @@ class Rows(Table):
         super().add_row(*texts, style=style, end_section=end_section)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Narrower where it has to be, the widest column first, down to what each column needs."""
+        """Render; narrow the widest column first if needed, down to each column's minimum."""
         widths = [most for _, most in self._widths]
         gaps = 2 * (len(widths) - 1)
         while sum(widths) + gaps > options.max_width:
@@ -76,17 +76,17 @@ def count(value: Any) -> str:
 
 
 def number(value: Any, digits: int) -> str:
-    """A number with so many digits."""
+    """A number with `digits` decimals."""
     return f"{value:,.{digits}f}" if isinstance(value, int | float) else NOTHING
 
 
 def interval(low: Any, high: Any, digits: int) -> str:
-    """Both ends, with so many digits."""
+    """Both ends with `digits` decimals."""
     return NOTHING if low is None or high is None else f"{number(low, digits)}–{number(high, digits)}"
 
 
 def percent(value: Any) -> str:
-    """A share, as per cent."""
+    """A share in per cent."""
     return f"{100 * value:.1f} %" if isinstance(value, int | float) else NOTHING
 
 

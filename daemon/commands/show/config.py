@@ -1,4 +1,4 @@
-"""How the settings in force look in a terminal."""
+"""View of the settings in force for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Document = dict[str, Any]
 
 
 def config(document: Document) -> RenderableType:
-    """Settings, a line each, as honed.toml would have them."""
+    """Settings, a line each, as in honed.toml."""
     grid = Rows.of(show_header=False)
     for key, value in _flat(document):
         grid.add_row(Text(key, "dim"), json.dumps(value, ensure_ascii=False))

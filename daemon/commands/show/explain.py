@@ -1,4 +1,4 @@
-"""What a controller believes of its engine, in a terminal: tables and plots. Documents in, renderables out."""
+"""View of a controller's estimates for a terminal: tables and plots. Documents in, renderables out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BAR = 24
 
 
 def explain(document: Document) -> RenderableType:
-    """Why an engine drafts as long as it does: survival, step times, lengths by batch size, and what changed lately."""
+    """Reasons for an engine's draft lengths: survival, step times, lengths by batch size, recent changes."""
     if not document:
-        text = "nothing is learned of this engine yet, or it doesn't speculate (`honed engines` then shows k … of 0)"
+        text = "nothing is known about this engine yet, or it doesn't speculate (`honed engines` then shows k … of 0)"
         return Text(text, "yellow")
     parts: tuple[Callable[[Document], RenderableType | None], ...] = (
         _survival,
@@ -42,7 +42,7 @@ def curve(values: list[float]) -> str:
 
 
 def bar(value: float, largest: float) -> str:
-    """A horizontal bar, as long as the value's share of the largest."""
+    """A horizontal bar, proportional to the value's share of the largest."""
     return "█" * max(round(_BAR * value / largest), 1) if largest > 0 and value > 0 else ""
 
 
@@ -68,7 +68,7 @@ def _survival(document: Document) -> RenderableType:
 
 
 def _context_shift(document: Document) -> RenderableType | None:
-    """Only where it matters: a workload without figures isn't listed, and without any there is no table."""
+    """Table of the workloads that have figures; None without any."""
     levels = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
     rows = [(name, level["context_shift"]) for name, level in levels if level.get("context_shift")]
     if not rows:
@@ -95,7 +95,7 @@ def _depths(document: Document) -> RenderableType | None:
     rows = [(name, lines) for name, lines in found.items() if lines]
     if not rows:
         return None
-    table = Rows.of("what acceptance is worth by depth: a + b · its log-odds", *(f"{j + 1}" for j in range(len(rows[0][1]))))
+    table = Rows.of("acceptance corrected by depth: a + b · its log-odds", *(f"{j + 1}" for j in range(len(rows[0][1]))))
     for name, lines in rows:
         table.add_row(cells.text(name), *(f"{intercept:+.2f} {slope:.2f}" for intercept, slope in lines))
     return table
@@ -105,7 +105,7 @@ def _step_times(document: Document) -> RenderableType:
     model = document.get("step_time") or {}
     prices = document.get("step_ms") or []
     if not prices:
-        return Text(f"step times are not known yet: {_missing(document, model)}", "yellow")
+        return Text(f"step times are unknown yet: {_missing(document, model)}", "yellow")
     lengths = range(len(prices[0]["by_length"]))
     chosen = _one_in(len(lengths))
     table = Rows.of("predicted ms of a step", *(f"k {k}" for k in lengths if k in chosen))
@@ -115,14 +115,14 @@ def _step_times(document: Document) -> RenderableType:
     typical = model.get("measured_seconds"), model.get("predicted_seconds")
     measured, predicted = (cells.number(1e3 * s if isinstance(s, int | float) else None, 2) for s in typical)
     spread = cells.percent(model.get("spread"))
-    notes = f"lately {measured} ms measured, {predicted} predicted, half of the steps within ± {spread}"
+    notes = f"recently {measured} ms measured, {predicted} predicted; half of the steps within ± {spread}"
     if model.get("world_changes"):
-        notes += f"; the world changed {cells.count(model['world_changes'])} times"
+        notes += f"; step times shifted {cells.count(model['world_changes'])} times"
     return Group(table, Text(notes, "dim"))
 
 
 def _missing(document: Document, model: Document) -> str:
-    """What has to be seen before there are step times, and how to bring it about where that doesn't happen by itself."""
+    """Observations needed before step times are known, and how to get them if they don't come by themselves."""
     steps, least = model.get("num_steps") or 0, model.get("least_steps") or 0
     policy, lengths = document.get("policy") or {}, model.get("lengths_seen") or []
     is_exploring = policy.get("kind") in ("goodput", "latency") and policy.get("explore_share")
@@ -130,15 +130,15 @@ def _missing(document: Document, model: Document) -> str:
     if steps < least:
         return f"{cells.count(steps)} steps seen, of {cells.count(least)} needed{until}"
     drafted = f"all drafted {lengths[0]} tokens a request" if lengths else "none often enough"
-    why = f"{cells.count(steps)} steps seen, {drafted}, and what a draft costs shows only with two draft lengths{until}"
+    why = f"{cells.count(steps)} steps seen, {drafted}, and a draft's cost shows only with two draft lengths{until}"
     if is_exploring:
-        return f"{why}. Others are being tried"
+        return f"{why}. Other lengths are being tried"
     if not policy:
         return f"{why}. honed doesn't decide on this engine"
     half = (document.get("num_spec_tokens") or 0) // 2
     other = half + 1 if half in lengths else half
     return (
-        f"{why}. Let others be tried (controller.explore_share above 0, in mode goodput or latency), or have one drafted"
+        f"{why}. Try other lengths (controller.explore_share above 0, in mode goodput or latency), or fix one"
         f" for a minute: `honed override set draft_tokens {other} --ttl 1m`"
     )
 
@@ -146,7 +146,7 @@ def _missing(document: Document, model: Document) -> str:
 def _plans(document: Document) -> RenderableType | None:
     plans, kind = document.get("draft_tokens_by_batch") or [], (document.get("policy") or {}).get("kind")
     if not plans:
-        text = f"lengths: by the rule {kind!r}, from what was accepted lately; they can't be predicted"
+        text = f"lengths: by the rule {kind!r}, from recent acceptance; they can't be predicted"
         return Text(text, "dim") if kind and document.get("step_ms") else None
     table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0")
     largest = float(document.get("num_spec_tokens") or 0)
@@ -155,7 +155,7 @@ def _plans(document: Document) -> RenderableType | None:
         rate, speedup = cells.number(plan["predicted_tokens_per_s"], 0), f"x {plan['speedup']:.2f}"
         table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup)
     if kind in (None, "off"):
-        return Group(table, Text("honed doesn't decide: these are the lengths that vLLM was configured for", "dim"))
+        return Group(table, Text("honed doesn't decide: these are the lengths from vLLM's configuration", "dim"))
     return table
 
 
@@ -178,5 +178,5 @@ def _changes(document: Document) -> RenderableType:
 
 
 def _one_in(count: int, most: int = 9) -> set[int]:
-    """Up to `most` evenly spread indices, the first and the last among them."""
+    """Up to `most` evenly spread indices, including the first and the last."""
     return {round(i * (count - 1) / max(min(most, count) - 1, 1)) for i in range(min(most, count))}

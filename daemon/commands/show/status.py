@@ -1,8 +1,7 @@
-"""How honed's answers look in a terminal: API documents in, rich renderables out.
+"""Views of honed's answers for a terminal: API documents in, rich renderables out.
 
-Nothing here prints or asks: a command fetches, a function of this module renders, the command prints. Missing
-fields show as "–", so an older daemon's answers still render; text that clients chose (workloads, reasons) is
-never read as markup.
+Functions here only render; a command fetches and prints. Missing fields show as "–", so an older daemon's
+answers still render. Text chosen by clients (workloads, reasons) is never read as markup.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STATE_STYLES = {
 
 
 def status(document: Document) -> RenderableType:
-    """The whole service on one screen: what is wrong first, then engines, acceptance, weights, trainer, store."""
+    """The whole service on one screen: problems first, then engines, acceptance, weights, trainer, store."""
     return Group(
         _verdict(document),
         engines(document.get("engines") or []),
@@ -44,7 +43,7 @@ def status(document: Document) -> RenderableType:
 
 
 def engines(rows: Sequence[Document]) -> RenderableType:
-    """Two lines an engine, which wrap at any width: is it there, how long does it draft, what does honed cost it."""
+    """Two lines for each engine, which wrap at any width: presence, draft length, honed's cost."""
     lines = []
     for e in rows:
         policy = e.get("policy") or {}
@@ -75,7 +74,7 @@ def _presence(engine: Document) -> tuple[str, str]:
 
 
 def workloads(rows: Sequence[Document]) -> RenderableType:
-    """How well the drafter does on each workload, position by position."""
+    """The drafter's acceptance on each workload, position by position."""
     columns = ("engine", "workload", "drafter", "rounds", "acc. length", "acc. rate")
     table = Rows.of(*columns, "by position (conditional)", "drift")
     for w in rows:
@@ -97,7 +96,7 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
 def drafters(document: Document) -> RenderableType:
     """The registry: versions, newest first, with the aliases that point at them."""
     if not document.get("versions"):
-        return Text("no version is in the registry: an engine's own drafter will be the first", "dim")
+        return Text("the registry has no version: an engine's own drafter will be the first", "dim")
     aliases: dict[str, list[str]] = {}
     for alias, version in (document.get("aliases") or {}).items():
         if version:
@@ -120,9 +119,9 @@ def drafters(document: Document) -> RenderableType:
 
 
 def operations(rows: Sequence[Document]) -> RenderableType:
-    """What was asked for, and what became of it."""
+    """Requested operations and their results."""
     if not rows:
-        return Text("nothing has been asked for", "dim")
+        return Text("no operation was requested", "dim")
     table = Rows.of("operation", "kind", "state", "stage", "since", "took", "who", "why", "result")
     for o in rows:
         state = cells.text(o.get("state"))
@@ -153,7 +152,7 @@ def operation(document: Document) -> RenderableType:
 
 
 def swap_line(detail: Document) -> Text:
-    """What the swap cost the serving engine."""
+    """The swap's cost for the serving engine."""
     stage = detail.get("stage_ms")
     staged = f", {stage:.1f} ms staging beside it" if isinstance(stage, int | float) else ""
     return Text(f"swapped to {cells.text(detail.get('version'))}: {detail['pause_ms']:.2f} ms pause{staged}", "green")
@@ -181,7 +180,7 @@ def gate(rows: Iterable[Document]) -> RenderableType:
 
 
 def canary_line(trial: Document) -> str:
-    """A trial that is under way, in one line."""
+    """A running trial in one line."""
     versions = f"{cells.text(trial.get('new'))} against {cells.text(trial.get('old'))}"
     found = f"{100 * (trial.get('change') or 0.0):+.1f} % accepted"
     worse, better = (cells.number(trial.get(f"evidence_{says}"), 1) for says in ("worse", "better"))
@@ -192,7 +191,7 @@ def canary_line(trial: Document) -> str:
 def canaries(rows: Sequence[Document]) -> RenderableType:
     """Trials of drafter versions, newest first."""
     if not rows:
-        return Text("no version has been on trial", "dim")
+        return Text("no version has had a trial", "dim")
     table = Rows.of("operation", "kind", "new", "old", "since", "verdict", "why")
     for r in rows:
         decision = cells.text(r.get("decision") or "going on")
@@ -210,7 +209,7 @@ def canaries(rows: Sequence[Document]) -> RenderableType:
 
 
 def canary(document: Document) -> RenderableType:
-    """One trial, with its evidence over time; at most some 40 lines of it."""
+    """One trial with its evidence over time, about 40 lines at most."""
     table = Rows.of("when", "pairs", "rounds", "workload", "log10 e against", "log10 e for", "change")
     points = document.get("points") or []
     every = max(1, -(-len(points) // 40))
@@ -228,7 +227,7 @@ def canary(document: Document) -> RenderableType:
 
 
 def overrides(rows: Sequence[Document]) -> RenderableType:
-    """What operators have taken out of the controller's hands, and until when."""
+    """Overrides set by operators, and when they end."""
     if not rows:
         return Text("no override is in force", "dim")
     table = Rows.of("override", "value", "until", "why", "who")
@@ -240,7 +239,7 @@ def overrides(rows: Sequence[Document]) -> RenderableType:
 
 
 def audit(rows: Sequence[Document]) -> RenderableType:
-    """Who changed what."""
+    """Changes and who made them."""
     if not rows:
         return Text("nothing has been changed", "dim")
     table = Rows.of("when", "who", "did", "to", "why", "outcome")
@@ -294,7 +293,7 @@ def _facts(document: Document) -> RenderableType:
 
 
 def trainer_line(trainer: Document | None) -> str:
-    """What the trainer is doing, in one line."""
+    """The trainer's activity in one line."""
     if not trainer:
         return "not connected"
     text = f"{cells.text(trainer.get('state'))} on {cells.text(trainer.get('device'))}"
@@ -306,7 +305,7 @@ def trainer_line(trainer: Document | None) -> str:
 
 
 def progress_line(trainer: Document) -> str:
-    """How far a training run has come: what it has read, how many steps, the loss."""
+    """Progress of a training run: samples read, steps, loss."""
     samples, sessions, steps, most = (trainer.get(k) or 0 for k in ("samples", "sessions", "steps", "max_steps"))
     of = f"/{most:,}" if most else ""
     loss = f", loss {trainer['loss']:.3f}" if trainer.get("loss") else ""

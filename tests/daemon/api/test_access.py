@@ -53,7 +53,7 @@ def test_no_operation_answers_without_its_token(client: TestClient, service: Ser
 
 
 def test_a_wrong_token_is_told_from_none(client: TestClient) -> None:
-    assert client.get("/v1/status").json()["detail"] == "no token was shown"
+    assert client.get("/v1/status").json()["detail"] == "no token was given"
     assert client.get("/v1/status", headers=bearer("x" * 32)).json()["detail"] == "the token isn't one of this daemon's"
 
 
@@ -176,7 +176,7 @@ def test_tokens_that_protect_nothing_are_refused(tmp_path: Path, read: str | Non
 
 
 def test_a_token_file_that_was_named_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="isn't there"):
+    with pytest.raises(StartError, match="doesn't exist"):
         load_tokens(None, tmp_path / "gone", {})
     with pytest.raises(StartError, match="can't be read"):
         load_tokens(tmp_path, None, {})

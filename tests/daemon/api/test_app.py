@@ -158,7 +158,7 @@ def test_errors_are_problem_documents(
 @pytest.mark.parametrize(
     ("method", "path", "says", "cure"),
     [
-        ("GET", "/v1/nothing", "GET /v1/nothing is nothing that", "/openapi.json"),
+        ("GET", "/v1/nothing", "GET /v1/nothing isn't a route of", "/openapi.json"),
         ("GET", "/v1/engines/x/beliefs", "no engine 'x' has attached since the daemon started; there is engine-0", "engines`"),
         ("GET", "/v1/operations/x", "no operation 'x'; there are none", "honed operations"),
         ("POST", "/v1/operations/x:cancel", "no operation 'x'; there are none", "honed operations"),
@@ -209,7 +209,7 @@ def test_more_draft_tokens_than_any_engine_has_are_refused(
 ) -> None:
     answer = client.put("/v1/overrides/draft_tokens", json={"value": 4, "ttl_s": 60})
     assert answer.status_code == 422
-    assert answer.json()["detail"] == "draft_tokens 4 is more than any connected engine drafts (engine-0 3)"
+    assert answer.json()["detail"] == "draft_tokens 4 is more than any connected engine can draft (engine-0 3)"
     assert "Give 0 to 3" in answer.json()["cure"]
     assert client.get("/v1/overrides").json() == []
     assert client.put("/v1/overrides/draft_tokens", json={"value": 3, "ttl_s": 60}).status_code == 200
@@ -323,7 +323,7 @@ def test_the_loopback_listener_only_reads_and_knows_its_own_name(service: Servic
         assert client.get("/metrics").status_code == 200
         assert client.get("/healthz").json() == {"status": "ok", "problems": []}
         elsewhere = client.get("/v1/status").json()
-        assert (elsewhere["status"], elsewhere["detail"]) == (404, "GET /v1/status is nothing that 127.0.0.1:9464 has")
+        assert (elsewhere["status"], elsewhere["detail"]) == (404, "GET /v1/status isn't a route of 127.0.0.1:9464")
         assert "honed's port for metrics" in elsewhere["cure"]
         assert str(service.settings.paths.admin_socket) in elsewhere["cure"]
         assert client.post("/healthz").status_code == 405

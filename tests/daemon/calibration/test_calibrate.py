@@ -188,10 +188,10 @@ def test_what_the_gate_refuses_ends_with_1_and_its_figures(site: Site) -> None:
 def test_too_few_prompts_are_refused_before_any_is_played(site: Site) -> None:
     few = site.run("--limit", 12)
     assert few.exit_code == 2
-    assert "6 must be to judge by" in few.stderr
+    assert "a comparison needs 6" in few.stderr
     short = site.run("--max-tokens", 1, "--limit", 20)
     assert short.exit_code == 2
-    assert "3,232 tokens to learn from at most, 4,096 are needed" in short.stderr
+    assert "at most 3,232 tokens for training, 4,096 are needed" in short.stderr
     assert site.model.asked == []
 
 
@@ -319,5 +319,5 @@ def test_an_address_without_http_is_wrong_usage(tmp_path: Path, command: str) ->
     asked = [command, "--url", "127.0.0.1:8000", "--prompts", str(tmp_path / "prompts")]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 2
-    assert "'127.0.0.1:8000' is no address of a server" in result.stderr
+    assert "'127.0.0.1:8000' isn't a server's address" in result.stderr
     assert "Write http://127.0.0.1:8000." in result.stderr

@@ -44,8 +44,8 @@ def test_the_digest_tells_whether_the_prompts_are_the_same(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"prompt": "a"}\nnot json', "line 2 is no JSON"),
-        ('{"prompt": "a"}\n["b"]', "line 2 is no JSON object"),
+        ('{"prompt": "a"}\nnot json', "line 2 isn't JSON"),
+        ('{"prompt": "a"}\n["b"]', "line 2 isn't a JSON object"),
         ('{"text": "a"}', 'line 1 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 1 must have either "prompt" or "messages"'),
         ('{"prompt": ""}', 'line 1: "prompt" must be a text that is not empty'),

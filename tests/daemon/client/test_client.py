@@ -41,15 +41,15 @@ def test_a_daemon_that_does_not_run_is_named_with_its_socket(path: Path) -> None
 def test_a_socket_left_behind_is_told_from_a_missing_one(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    assert "left behind" in str(failure(path))
+    assert "a stopped daemon left the file" in str(failure(path))
 
 
 def test_what_is_no_socket_is_said_to_be_none(path: Path) -> None:
     path.write_text("")
     error = failure(path)
-    assert str(error) == f"{path} is a file, no socket"
+    assert str(error) == f"{path} is a file, not a socket"
     assert "Check --socket" in error.cure
-    assert str(failure(path.parent)) == f"{path.parent} is a folder, no socket"
+    assert str(failure(path.parent)) == f"{path.parent} is a folder, not a socket"
 
 
 def test_a_socket_that_may_not_be_used_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_the_daemons_own_cure_goes_before_a_general_one(path: Path) -> None:
     assert caught.value.cure == "Start one."
 
 
-@pytest.mark.parametrize(("token", "says"), [("", "Give a token"), ("x" * 32, "must hold what the daemon read")])
+@pytest.mark.parametrize(("token", "says"), [("", "Give a token"), ("x" * 32, "must match the token the daemon read")])
 def test_who_gave_a_token_is_not_told_to_give_one(path: Path, token: str, says: str) -> None:
     problem = {"title": "Unauthorized"}
     with serving(path, lambda *_: (401, problem)), AdminClient(path, token=token) as client, pytest.raises(Refused) as caught:

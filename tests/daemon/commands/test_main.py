@@ -169,7 +169,7 @@ def test_the_port_for_metrics_is_told_from_the_admin_api(run: Run, paths: dict[s
         start(load(None, {"paths": paths, "http": {"metrics_listen": f"127.0.0.1:{port}"}}), stack)
         result = run("--url", f"http://127.0.0.1:{port}", "status")
     assert result.exit_code == 2
-    assert f"is nothing that 127.0.0.1:{port} has" in result.stderr
+    assert f"isn't a route of 127.0.0.1:{port}" in result.stderr
     assert "honed's port for metrics" in result.stderr
     assert "admin.sock" in result.stderr
 
@@ -177,7 +177,7 @@ def test_the_port_for_metrics_is_told_from_the_admin_api(run: Run, paths: dict[s
 def test_a_daemon_s_address_without_http_is_wrong_usage(run: Run) -> None:
     result = run("--url", "127.0.0.1:9465", "status")
     assert result.exit_code == 2
-    assert "--url 127.0.0.1:9465 is no address" in result.stderr
+    assert "--url 127.0.0.1:9465 isn't an address" in result.stderr
     assert "http://127.0.0.1:9465" in result.stderr
 
 
@@ -280,7 +280,7 @@ def test_what_is_not_possible_now_ends_with_1_and_the_reason(run: Run, engine: F
 def test_pause_and_resume(run: Run, daemon: None) -> None:
     assert "paused" in run("pause", "--reason", "drill").stdout
     assert "training is paused: `honed resume`" in run("status").stdout
-    assert "goes on" in run("resume").stdout
+    assert "training resumed" in run("resume").stdout
     assert "training is paused" not in run("status").stdout
     actions = [(row["action"], row["reason"]) for row in answer(run("audit", "--json"))]
     assert ("training.pause", "drill") in actions
@@ -350,7 +350,7 @@ def test_recalibrate_waits_and_ends_with_gate_and_pause(run: Run, scripted: Any)
     assert result.exit_code == 0
     for text in ("+50.0 %", "2.50 ms pause", "v0002-x"):
         assert text in result.stdout
-    assert "yielding to the engine" in result.stderr
+    assert "waiting: the engine is busy or asleep" in result.stderr
     assert seen[0]["body"] == {"workloads": ["b", "c"], "max_seconds": 30.0, "reason": "why"}
 
 

@@ -108,7 +108,7 @@ def test_a_server_without_honed_drafts_always_so_its_speed_without_is_not_known(
         found = answer(run("--url", model.url, "--repeat", 1, "--json"))
         assert found["tuned"]["classes"]["code"]["acceptance_length"] == pytest.approx(3.0, abs=0.05)
         assert found["tuned"]["classes"]["code"]["speedup"] is None
-        assert "drafts whatever is asked" in found["notes"][0]
+        assert "ignores draft limits" in found["notes"][0]
         with serving_model(accepted=0.0, num_draft_tokens=0) as plain:
             plain.heeds_labels = True
             found = answer(run("--url", model.url, "--plain-url", plain.url, "--repeat", 1, "--json"))
@@ -135,7 +135,7 @@ def test_an_earlier_result_stands_in_for_a_base_that_is_not_served_any_more(run:
         (tmp_path / "base.json").write_text("{}")
         broken = run("--url", model.url, "--base", tmp_path / "base.json")
     assert broken.exit_code == 2
-    assert "is no result of this command" in broken.stderr
+    assert "isn't output of this command" in broken.stderr
 
 
 def test_the_table_names_every_class_of_both_targets(run: Run) -> None:

@@ -67,7 +67,7 @@ def test_a_screen_shows_everything() -> None:
 def test_what_is_wrong_comes_first_and_is_never_cut_off() -> None:
     worse = frame(status=HEALTHY | {"problems": [f"problem {i}" for i in range(9)]}, trouble="no daemon is running")
     text = text_of(top.screen(worse), width=100)
-    assert "no daemon is running; what is shown is old" in text
+    assert "no daemon is running; the data shown is old" in text
     assert "problem 2" in text
     assert "and 6 more: `honed status`" in text
 

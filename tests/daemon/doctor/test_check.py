@@ -66,14 +66,14 @@ def test_folders_that_everybody_can_enter_are_errors(tmp_path: Path) -> None:
     assert only(doctor_host.check_folder("state directory", tmp_path / "gone")).level == "warning"
     (tmp_path / "file").write_text("")
     (tmp_path / "file").chmod(0o600)
-    assert "is no folder" in only(doctor_host.check_folder("x", tmp_path / "file")).text
+    assert "isn't a folder" in only(doctor_host.check_folder("x", tmp_path / "file")).text
 
 
 def test_a_runtime_folder_on_disk_is_a_warning() -> None:
     assert levels(doctor_host.check_in_memory(Path("/dev/shm"))) == []
     found = only(doctor_host.check_in_memory(Path(__file__).parent))
     assert found.level == "warning"
-    assert "samples, which are prompts in disguise, reach the disk" in found.text
+    assert "samples, which reveal prompts, reach the disk" in found.text
 
 
 def test_engines_folders_must_hand_on_their_group(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_sockets_are_told_apart(folder: Path) -> None:
     path = folder / "s"
     assert "no daemon is running" in only(doctor_host.check_socket("admin socket", path)).text
     path.write_text("")
-    assert only(doctor_host.check_socket("admin socket", path)).text == f"{path} is no socket"
+    assert only(doctor_host.check_socket("admin socket", path)).text == f"{path} isn't a socket"
     path.unlink()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -372,7 +372,7 @@ def test_one_error_is_one_error() -> None:
         console.print(doctor_command.view([Check("x", level, "") for level in levels]))
         return console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined, no-any-return]
 
-    assert last("error", "warning", "ok", "unknown") == "1 error, 1 warning, 1 not looked at, 1 fine"
+    assert last("error", "warning", "ok", "unknown") == "1 error, 1 warning, 1 not checked, 1 fine"
     assert last("error", "error", "warning", "warning", "ok") == "2 errors, 2 warnings, 1 fine"
 
 

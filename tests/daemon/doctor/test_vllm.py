@@ -67,7 +67,7 @@ def test_the_wrong_scheduler_class(name: str) -> None:
 def test_an_old_vllm(version: str) -> None:
     (found,) = doctor_vllm.check_version(version, "vLLM")
     assert found.level == "error"
-    assert f"vLLM {version} is older than what honed was made for (>=0.32,<0.34)" in found.text
+    assert f"vLLM {version} is older than honed supports (>=0.32,<0.34)" in found.text
     assert "pip install 'vllm>=0.32,<0.34'" in found.cure
 
 
@@ -120,7 +120,7 @@ def test_a_sound_command_is_all_well() -> None:
         ([*FLAGS, *speculative(method="eagle3")], "warning", "method 'eagle3'"),
         ([*FLAGS, *speculative(), "-pp", "2"], "warning", "pipeline parallelism"),
         ([*speculative(), "--config", "x.yaml"], "unknown", "may be in x.yaml"),
-        ([*FLAGS, *speculative(model="z-lab/Qwen3-8B-DFlash")], "unknown", "is no folder on this machine"),
+        ([*FLAGS, *speculative(model="z-lab/Qwen3-8B-DFlash")], "unknown", "isn't a folder on this machine"),
     ],
 )
 def test_what_else_can_be_wrong_with_a_command(words: list[str], level: str, says: str) -> None:
@@ -199,7 +199,7 @@ def test_a_container_has_to_see_the_registry(tmp_path: Path) -> None:
     assert of_registry(process(tmp_path, root=root), registry) == []  # there is none yet
     registry.mkdir(parents=True)
     (bad,) = of_registry(process(tmp_path, root=root), registry)
-    assert (bad.level, bad.text) == ("error", f"doesn't see {registry}, from which it reads new weights: every swap fails")
+    assert (bad.level, bad.text) == ("error", f"can't see {registry}, where it reads new weights: every swap fails")
     assert f"`-v {registry}:{registry}:ro`" in bad.cure
     inside.mkdir(parents=True)  # Docker makes what is missing
     assert "sees another" in of_registry(process(tmp_path, root=root), registry)[0].text
@@ -225,7 +225,7 @@ def test_vllms_user_has_to_be_let_into_the_registry(tmp_path: Path, open_folder:
     assert of_registry(process(tmp_path, uid=ours.st_uid + 1), registry) == []
     registry.parent.chmod(0o750)
     (bad,) = of_registry(process(tmp_path, uid=ours.st_uid + 1), registry)
-    assert f"runs as user {ours.st_uid + 1}, which may not enter {registry.parent}:" in bad.text
+    assert f"runs as user {ours.st_uid + 1}, who may not enter {registry.parent}:" in bad.text
     assert f"`stat -c %G {registry.parent}`" in bad.cure
     assert of_registry(process(tmp_path, uid=ours.st_uid + 1, groups=frozenset({ours.st_gid})), registry) == []
     assert of_registry(process(tmp_path, uid=ours.st_uid), registry) == []
@@ -234,7 +234,7 @@ def test_vllms_user_has_to_be_let_into_the_registry(tmp_path: Path, open_folder:
 
 def test_an_environment_that_may_not_be_read_is_said(tmp_path: Path) -> None:
     found = of_process(process(tmp_path, environment=None))
-    assert [check.cure for check in found if check.level == "unknown"] == ["`sudo honed doctor` looks at it, too."]
+    assert [check.cure for check in found if check.level == "unknown"] == ["`sudo honed doctor` checks it too."]
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_a_file_that_the_operator_changed_is_left_alone_and_shown(run: Run, root
     (root / UNIT).write_text((root / UNIT).read_text().replace("RestartSec=2", "RestartSec=20"))
     result = run("units", "--apply")
     assert result.exit_code == 4
-    assert "changed by somebody else: left alone" in result.stdout
+    assert "changed by someone else: left alone" in result.stdout
     assert "-RestartSec=20" in result.stdout
     assert "+RestartSec=2" in result.stdout
     assert "RestartSec=20" in (root / UNIT).read_text()
@@ -108,7 +108,7 @@ def test_overwriting_keeps_a_copy_of_what_was_there(run: Run, root: Path) -> Non
     (root / UNIT).write_text("[Service]\n# mine\n")
     result = run("units", "--apply", "--overwrite")
     assert result.exit_code == 0
-    assert f"/{UNIT}  replaced; what was there is beside it as /{UNIT}.before-honed" in result.stdout
+    assert f"/{UNIT}  replaced; the old file is kept as /{UNIT}.before-honed" in result.stdout
     assert "left alone" not in result.stdout
     assert (root / UNIT).read_text() == (SOURCES / "honed.service").read_text()
     assert (root / f"{UNIT}.before-honed").read_text() == "[Service]\n# mine\n"
@@ -192,7 +192,7 @@ def test_uninstall_takes_what_is_ours_and_leaves_what_is_not(run: Run, root: Pat
 def test_uninstall_where_nothing_is_installed_says_so(run: Run) -> None:
     result = run("uninstall", "--apply")
     assert result.exit_code == 0
-    assert "put nothing here" in result.stdout
+    assert "installed nothing here" in result.stdout
 
 
 def test_a_folder_that_may_not_be_written_is_one_clear_line(run: Run, root: Path) -> None:

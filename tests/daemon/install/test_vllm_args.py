@@ -46,7 +46,7 @@ def test_a_drafter_without_a_block_size_is_asked_for(tmp_path: Path, config: dic
 def test_a_drafter_that_is_not_there(tmp_path: Path) -> None:
     for name in (str(tmp_path), "z-lab/Qwen3-8B-DFlash"):
         with pytest.raises(
-            ValueError, match=r"no folder on this machine \(names of a hub aren't looked up\).*--draft-tokens"
+            ValueError, match=r"not a folder on this machine \(hub names aren't looked up\).*--draft-tokens"
         ) as caught:
             vllm_args.make(RUNTIME_DIR, drafter=name)
         assert f"there is no {name}/config.json" in str(caught.value)

@@ -451,11 +451,11 @@ def test_an_automatic_recalibration_that_failed_is_tried_again(stage: Stage) -> 
     assert (standing["workload"], standing["failed_attempts"]) == ("b", 1)
     assert standing["hindrance"] == "gate: no sure gain"
     (found,) = [one for one in findings(stage.client.get("/v1/status").json()) if "drifted" in one.text]
-    assert "Another follows in" in found.cure
+    assert "Another starts in" in found.cure
     status = stage.client.get("/v1/status").json()
     status["drift_alarms"][0] |= {"failed_attempts": 6, "due_in_s": None}
     (given_up,) = [one for one in findings(status) if "drifted" in one.text]
-    assert "No further one follows by itself" in given_up.cure
+    assert "No further one starts automatically" in given_up.cure
     interval_s = stage.service.settings.recalibration.min_interval_s
     assert interval_s - 60.0 < standing["due_in_s"] <= interval_s
     with stage.service.lock:
@@ -477,7 +477,7 @@ def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
     status = stage.client.get("/v1/status").json()
     assert "HONED_FEATURES=layers" in status["drift_alarms"][0]["hindrance"]
     (found,) = [one for one in findings(status) if "drifted" in one.text]
-    assert "no recalibration can begin" in found.text
+    assert "no recalibration can start" in found.text
     assert "HONED_FEATURES=layers" in found.text
 
 

@@ -231,7 +231,7 @@ def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, mon
     make_folder(folder, 0o750)
     make_folder(folder, 0o750)
     folder.chmod(0o777)
-    with pytest.raises(StartError, match="made by somebody else"):
+    with pytest.raises(StartError, match="made by another user"):
         make_folder(folder, 0o750)
     shared.chmod(0o777)
     make_folder(folder, 0o750)  # a volume that is given to a container
@@ -240,7 +240,7 @@ def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, mon
     if os.getuid() == 0:  # whose folders are anybody's to use
         os.chown(folder, 12345, -1)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    with pytest.raises(StartError, match="made by somebody else"):
+    with pytest.raises(StartError, match="made by another user"):
         make_folder(folder, 0o750)
 
 

@@ -106,7 +106,7 @@ def test_captured_lengths_that_leave_one_to_choose_or_do_not_matter_are_taken(co
         ({"env": {"HONED_TRAINER__BLENDS": "[0.5, 3]"}}, "'trainer.blends' is [0.5, 3]: must be above 0 and at most 1"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "127.0.0.1:99999"}}, "has port 99999; a port is from 0 to 65535"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464"}}, "isn't a loopback address"),
-        ({"env": {"HONED_HTTP__ADMIN_LISTEN": "0.0.0.0:9465"}}, "loopback only, with tokens as without"),
+        ({"env": {"HONED_HTTP__ADMIN_LISTEN": "0.0.0.0:9465"}}, "loopback only, with or without tokens"),
         ({"env": {"HONED_CONFIG": "/does/not/exist"}}, "No such file"),
     ],
 )

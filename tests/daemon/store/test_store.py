@@ -341,7 +341,7 @@ def test_a_full_disk_is_named_where_sqlite_calls_it_an_io_error(folder: Path, mo
     monkeypatch.setattr(shutil, "disk_usage", usage)
     assert (
         why_not(pysqlite3.OperationalError("disk I/O error"), folder / "honed.db")
-        == f"; the disk of {folder} is full: make room"
+        == f"; the disk of {folder} is full: free some space"
     )
 
 

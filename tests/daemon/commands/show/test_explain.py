@@ -66,7 +66,7 @@ def batch(seq: int, rng: np.random.Generator, second: float = 0.5) -> EventBatch
 
 def test_a_controller_that_has_seen_nothing_can_be_explained() -> None:
     text = shown(EngineController("e", K, 4).beliefs())
-    assert "not known yet" in text
+    assert "unknown yet" in text
     assert "typical requests" not in text
 
 
@@ -112,12 +112,16 @@ def test_what_step_times_are_waiting_for_is_named_and_how_to_bring_it_about() ->
     found = re.search(r"honed override set draft_tokens (\d) --ttl 1m", text)
     assert found is not None
     controller.observe(steps_of(int(found[1]), 10))
-    assert "not known yet" not in said(), "the cure that was named cures it"
+    assert "unknown yet" not in said(), "the cure that was named cures it"
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({}, "Others are being tried"), ({"mode": "static"}, "draft_tokens 1 --ttl"), ({"mode": "off"}, "draft_tokens 1 --ttl")],
+    [
+        ({}, "Other lengths are being tried"),
+        ({"mode": "static"}, "draft_tokens 1 --ttl"),
+        ({"mode": "off"}, "draft_tokens 1 --ttl"),
+    ],
 )
 def test_what_step_times_are_waiting_for_depends_on_what_is_tried(settings: dict[str, Any], says: str) -> None:
     controller = EngineController("e", K, 4, ControllerSettings(**settings))
@@ -131,7 +135,7 @@ def test_what_step_times_are_waiting_for_depends_on_what_is_tried(settings: dict
 
 def test_an_engine_without_a_controller_gets_a_sentence_and_no_empty_tables() -> None:
     text = shown({})
-    assert "nothing is learned of this engine yet, or it doesn't speculate" in text
+    assert "nothing is known about this engine yet, or it doesn't speculate" in text
     assert len(text.strip().splitlines()) == 1
 
 
