@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from array import array
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import llvmlite.binding.ffi
 import numpy as np
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 from honed.adapt.acceptance.context_shift import BITS
 from honed.adapt.lengths.block_size import (
@@ -38,7 +36,6 @@ from honed.adapt.lengths.block_size import (
     Parts,
     promised,
 )
-from honed.adapt.lengths.desk import DESK, Desk
 from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
 from honed.adapt.lengths.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
 from honed.adapt.protocol.arrays import Floats, Ints
@@ -382,34 +379,6 @@ def search(
     )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """Turn an address into a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@_compiled
-def _ints(address: int, size: int) -> Ints:
-    found: Ints = carray(_pointer(address), (size,), np.int64)
-    return found
-
-
-@_compiled
-def _floats(address: int, size: int) -> Floats:
-    found: Floats = carray(_pointer(address), (size,), np.float64)
-    return found
-
-
-@_compiled
-def _table(address: int, rows: int, columns: int) -> Floats:
-    found: Floats = carray(_pointer(address), (rows, columns), np.float64)
-    return found
-
-
 @_compiled
 def with_kinds(
     token_seconds: Floats, rows: Ints, effects: Floats, count: int, depth: int, parameters: Floats, context_tokens: int
@@ -437,73 +406,70 @@ def with_kinds(
 
 
 @_compiled
-def decide_at(address: int) -> None:
-    """`curves` and `search` in one, for what lies on the desk at an address (`desk.DESK`); what is found is put there."""
-    desk = carray(_pointer(address), (1,), DESK)[0]
-    count = desk["count"]
-    slots, contexts = _ints(desk["slots"], count), _ints(desk["contexts"], desk["num_contexts"])
-    known = carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST)
+def decide(
+    slots: Ints,
+    contexts: Ints,
+    lengths: Ints,
+    first: int,
+    every: int,
+    context_tokens: int,
+    num_prefill_tokens: int,
+    are_contexts_known: bool,
+    hold_threshold: float,
+    hold_cap: int,
+    hold_hysteresis: float,
+    requests: Records,
+    workloads: Records,
+    steps: Floats,
+    gains: Floats,
+    parts: Parts,
+    is_latency: bool,
+    parameters: Floats,
+    token_seconds: Floats,
+    captured_below: Ints,
+    kind_rows: Ints,
+    kind_effects: Floats,
+) -> tuple[int, float, int, float]:
+    """Do `curves` and `search` in one call, after noting the lengths of contexts.
+
+    Args:
+        contexts: of every so many-th request from the first on.
+        lengths: room for the draft lengths, at least [N].
+        context_tokens: sum of the requests' contexts; −1: of what is noted.
+
+    Returns:
+        The longest draft length, the threshold, the cap and the margin of drafting.
+    """
+    count = len(slots)
     for i in range(len(contexts)):
-        at = desk["first"] + i * desk["every"]
+        at = first + i * every
         if at < count:
-            known[slots[at]]["context"] = contexts[i]
-    group = curves(
-        slots,
-        known,
-        carray(_pointer(desk["workloads"]), (desk["num_rows"],), WORKLOAD),
-        desk["has_shift"] != 0 and desk["are_contexts_known"] != 0,
-        _table(desk["steps"], desk["num_rows"], desk["num_buckets"]),
-    )
-    ceilings, context_tokens = np.empty(count, np.int64), desk["context_tokens"]
-    noted = 0
+            requests[slots[at]]["context"] = contexts[i]
+    group = curves(slots, requests, workloads, are_contexts_known, steps)
+    ceilings, noted = np.empty(count, np.int64), 0
     for i in range(count):
-        request = known[slots[i]]
+        request = requests[slots[i]]
         noted += request["context"]
         ceilings[i] = request["ceiling"]
     if context_tokens < 0:
         context_tokens = noted
-    shape = desk["num_curves"], desk["depth"]
-    token_seconds = _floats(desk["token_seconds"], desk["num_totals"])
-    if desk["num_prefill_tokens"] == 0 and desk["num_kind_rows"] > 0:
-        token_seconds = with_kinds(
-            token_seconds,
-            _ints(desk["kind_rows"], desk["num_batch_kinds"]),
-            _table(desk["kind_effects"], desk["num_kind_rows"], desk["num_kind_lengths"]),
-            count,
-            desk["depth"],
-            _floats(desk["parameters"], desk["num_parameters"]),
-            context_tokens,
-        )
-    lengths, longest, threshold, cap, _, without, drafting, _ = search(
-        _table(desk["gains"], shape[0], shape[1]),
-        carray(_pointer(desk["parts"]), shape, np.uint16),
+    if num_prefill_tokens == 0 and len(kind_effects) > 0:
+        token_seconds = with_kinds(token_seconds, kind_rows, kind_effects, count, gains.shape[1], parameters, context_tokens)
+    found, longest, threshold, cap, _, without, drafting, _ = search(
+        gains,
+        parts,
         group,
         ceilings,
-        _floats(desk["parameters"], desk["num_parameters"]),
+        parameters,
         token_seconds,
-        _ints(desk["captured_below"], desk["num_totals"]),
+        captured_below,
         context_tokens,
-        desk["num_prefill_tokens"],
-        desk["is_latency"] != 0,
-        (desk["hold_threshold"], desk["hold_cap"], desk["hold_hysteresis"]),
+        num_prefill_tokens,
+        is_latency,
+        (hold_threshold, hold_cap, hold_hysteresis),
     )
-    _ints(desk["lengths"], count)[:] = lengths
-    desk["longest"], desk["cap"], desk["threshold"], desk["margin"] = longest, cap, threshold, drafting / without - 1.0
-
-
-@_compiled
-def learn_at(address: int) -> None:
-    """`learn` from what lies on the desk at an address."""
-    desk = carray(_pointer(address), (1,), DESK)[0]
-    count, rows, outcomes = desk["count"], desk["num_rows"], desk["num_outcomes"]
-    learn(
-        _ints(desk["slots"], count),
-        _ints(desk["drafted"], count),
-        _ints(desk["accepted"], count),
-        carray(_pointer(desk["known"]), (desk["num_slots"],), REQUEST),
-        _table(desk["on_failure"], rows, outcomes),
-        _table(desk["on_success"], rows, outcomes),
-    )
+    lengths[:count] = found
+    return longest, threshold, cap, drafting / without - 1.0
 
 
 def prepare() -> None:
@@ -515,34 +481,28 @@ def prepare() -> None:
     curves(slots, requests, workloads, True, table)
     with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
-    nobody, desk = array("q"), Desk()
-    desk.put(
-        known=requests,
-        num_slots=1,
-        workloads=workloads,
-        num_rows=1,
-        steps=table,
-        num_buckets=2,
-        gains=table,
-        parts=parts,
-        num_curves=1,
-        depth=2,
-        on_failure=table,
-        on_success=table,
-        num_outcomes=2,
-        parameters=parameters,
-        num_parameters=len(PARAMETERS),
-        token_seconds=seconds,
-        captured_below=captured,
-        num_totals=8,
-        lengths=slots,
-        kind_rows=slots,
-        num_batch_kinds=1,
-        kind_effects=table,
-        num_kind_rows=1,
-        num_kind_lengths=2,
+    learn(slots, slots, slots, requests, table, table)
+    decide(
+        slots,
+        slots,
+        slots,
+        0,
+        1,
+        0,
+        1,
+        True,
+        1.0,
+        NO_PREVIOUS,
+        0.0,
+        requests,
+        workloads,
+        table,
+        table,
+        parts,
+        False,
+        parameters,
+        seconds,
+        captured,
+        slots,
+        table,
     )
-    desk.call(nobody)
-    desk.learn(nobody, nobody)
-    decide_at(desk.address)
-    learn_at(desk.address)

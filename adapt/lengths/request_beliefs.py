@@ -18,7 +18,6 @@ from types import ModuleType
 import numpy as np
 
 from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS
-from honed.adapt.lengths.desk import Desk
 from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
 from honed.adapt.protocol.arrays import Floats, Ints
 
@@ -41,6 +40,7 @@ REQUEST = np.dtype(
     ]
 )
 """State of a request: 64 bytes, a cache line."""
+_NOTHING_NOTED: Ints = np.zeros(0, dtype=np.int64)
 
 
 class RequestBeliefs:
@@ -51,7 +51,9 @@ class RequestBeliefs:
         self.num_ceilings = 0
         """Requests with a ceiling below K."""
         size = max(int(max_num_seqs), 1)
-        self._desk, self._tables, self._num_priced = Desk(), tables, 0
+        self._tables, self._num_priced = tables, 0
+        self._arguments: tuple[object, ...] = ()
+        """Arguments of `compiled.decide` that hold for every step under one policy."""
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
         self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64))
@@ -69,29 +71,13 @@ class RequestBeliefs:
         """State by slot, [S] of REQUEST."""
         self.ceiling: Ints = known["ceiling"]
         self.context: Ints = known["context"]
-        self._lengths = array("q", bytes(8 * len(known)))
+        self._lengths: Ints = np.zeros(len(known), dtype=np.int64)
         """Buffer for the draft lengths of all."""
-        self._desk.put(known=known, num_slots=len(known), lengths=self._lengths.buffer_info()[0])
+        self._num_priced = 0
 
     def use(self, tables: PolicyTables) -> None:
         """Use these tables from now on."""
         self._tables, self._num_priced = tables, 0
-        curves = tables.curves
-        self._desk.put(
-            workloads=tables.workloads,
-            num_rows=len(tables.workloads),
-            steps=tables.shift,
-            num_buckets=tables.shift.shape[1],
-            has_shift=int(tables.has_shift),
-            gains=curves.gains,
-            parts=curves.parts,
-            num_curves=len(curves.gains),
-            depth=curves.gains.shape[1],
-            is_latency=int(tables.is_latency),
-            on_failure=tables.on_failure,
-            on_success=tables.on_success,
-            num_outcomes=tables.on_failure.shape[1],
-        )
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
@@ -146,10 +132,8 @@ class RequestBeliefs:
             raise ValueError(f"{len(slots)} requests, {len(drafted)} draft lengths, {len(accepted)} accepted lengths")
         if features is not None:
             self._note_features(slots.tolist(), features)
-        desk = self._desk
-        desk.call(slots)
-        desk.learn(drafted, accepted)
-        compiled.learn_at(desk.address)
+        tables, columns = self._tables, (np.frombuffer(one, np.int64) for one in (slots, drafted, accepted))
+        compiled.learn(*columns, self.known, tables.on_failure, tables.on_success)
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
         shown, num_shown = self.known["shown"], self.known["num_shown"]
@@ -185,7 +169,7 @@ class RequestBeliefs:
         *,
         are_contexts_known: bool,
     ) -> tuple[list[int], int, float, int, float]:
-        """Choose the draft lengths of a batch by `compiled.decide_at`: lengths, the longest, threshold, cap and margin.
+        """Choose the draft lengths of a batch by `compiled.decide`: lengths, the longest, threshold, cap and margin.
 
         Args:
             context_tokens: sum of its contexts; −1: use the noted ones.
@@ -194,37 +178,44 @@ class RequestBeliefs:
             are_contexts_known: whether the noted contexts predict acceptance.
         """
         compiled = self._compiled or self._load()
-        slots, desk = self._slots_of(request_ids), self._desk
+        slots = self.slots_of(request_ids)
         count = len(slots)
         most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
         if most_tokens >= self._num_priced:
             self._price(most_tokens)
         if count > len(self._lengths):  # a request occurs twice
-            self._lengths = array("q", bytes(8 * count))
-            desk.put(lengths=self._lengths.buffer_info()[0])
-        noted = array("q", contexts) if contexts is not None else None
-        desk.call(slots, noted, first, every, context_tokens, num_prefill_tokens, are_contexts_known, hold)
-        compiled.decide_at(desk.address)
-        longest, cap, threshold, margin = desk.found()
+            self._lengths = np.zeros(count, dtype=np.int64)
+        noted = _NOTHING_NOTED if contexts is None else np.array(contexts, dtype=np.int64)
+        longest, threshold, cap, margin = compiled.decide(
+            slots,
+            noted,
+            self._lengths,
+            first,
+            every,
+            context_tokens,
+            num_prefill_tokens,
+            self._tables.has_shift and are_contexts_known,
+            *hold,
+            *self._arguments,
+        )
         return self._lengths[:count].tolist(), longest, threshold, cap, margin
 
     def _price(self, num_tokens: int) -> None:
-        """Tabulate the costs of steps of so many tokens."""
-        model = self._tables.model
+        """Gather the arguments that hold under this policy, with prices of steps of so many tokens."""
+        tables, model = self._tables, self._tables.model
         seconds, captured_below = model.price_tables(num_tokens)
-        self._kinds = kind_rows, effects = model.kind_table()  # held: the desk knows but where they are
         self._num_priced = len(seconds)
-        self._desk.put(
-            parameters=model.parameter_array,
-            num_parameters=len(model.parameters),
-            token_seconds=seconds,
-            captured_below=captured_below,
-            num_totals=len(seconds),
-            kind_rows=kind_rows,
-            num_batch_kinds=len(kind_rows),
-            kind_effects=effects,
-            num_kind_rows=len(effects),
-            num_kind_lengths=effects.shape[1],
+        self._arguments = (
+            self.known,
+            tables.workloads,
+            tables.shift,
+            tables.curves.gains,
+            tables.curves.parts,
+            tables.is_latency,
+            model.parameter_array,
+            seconds,
+            captured_below,
+            *model.kind_table(),
         )
 
     def sums_of(self, request_ids: Sequence[str], limit: int, *, are_contexts_known: bool) -> list[float]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from honed.adapt.lengths import compiled
 from honed.adapt.lengths.block_size import choose
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.lengths.explore import TRIAL_STEPS
@@ -54,6 +55,21 @@ def test_a_stale_policy_falls_back_to_its_static_length_and_a_refresh_ends_that(
     decider.set_policy(make_policy(ttl_s=10.0), 111.0)
     assert decider.fallback == ""
     assert decider.decide(["a"], 10, 0, 112.0).reason == "policy"
+
+
+def test_nothing_is_compiled_in_the_middle_of_a_step() -> None:
+    """`prepare` compiles for exactly the types that deciding and learning pass, or the engine would stand still for seconds."""
+    compiled.prepare()
+    called = [function for function in vars(compiled).values() if hasattr(function, "signatures")]
+    before = [len(function.signatures) for function in called]
+    for changes in ({}, {"hysteresis": 0.05}, {"kind": "latency"}, {"kind_effects": [(4, 2, 0.1)]}, {"equal_lengths": True}):
+        decider, ids = make_decider(make_policy(**changes)), ["a", "b"]
+        decider.requests.slots_of(ids)
+        for _ in range(3):
+            lengths = decider.decide(ids, -1, 0, 0.0, [10, 20]).num_draft_tokens
+            decider.observe(ids, lengths, [0, 0])
+            decider.decide(ids, 30, 100, 0.0)
+    assert [len(function.signatures) for function in called] == before
 
 
 def test_staleness_is_noticed_while_the_engine_is_idle():
