@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.ranges import COUNT, Range, Ranges, check_ranges
 from honed.adapt.steps.kind_effects import kind_effects
 from honed.adapt.steps.spells import Spells
-from honed.adapt.steps.world_change import History, Scatter, WorldChange
 
 if TYPE_CHECKING:
     from honed.adapt.protocol.wire import Policy
@@ -68,8 +67,8 @@ _GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
 """A fit without `FILLED` that is as close as the first figure stays; else one with them must be so much closer."""
 _LEAST_TRUST, _TRUSTED = 1e-5, 0.1
 """Weight that every step from before a change of the world keeps; and of those that count as any other in spells and kinds."""
-_ALIKE = 0.1
-"""Where the factors by which prices changed with the world scatter by less, lengths cost beside each other what they did."""
+_DOUBT = 0.3
+"""Standard deviation, relative, by which a change of the world puts an earlier step's price in doubt."""
 _LEAST_SCATTER = 0.01
 """Least relative scatter of steps."""
 _REFIT_SHARE = 128
@@ -304,6 +303,15 @@ class StepTimeSettings:
         check_ranges(self)
 
 
+class Scatter(NamedTuple):
+    """How steps scatter around their prices, relative."""
+
+    own: float = 0.03
+    """Standard deviation of a step."""
+    likeness: float = 0.0
+    """Variance of spells over the steps' own."""
+
+
 class StepTimeLearner:
     """Learns a StepTimeModel from measured steps."""
 
@@ -322,10 +330,7 @@ class StepTimeLearner:
         self._kinds_before: dict[tuple[int, int], float] = {}
         """Of `StepTimeModel.kinds`, what was known when the world changed: how kernels differ from size to size stays."""
         self._fitted_at = self._started_at = 0
-        self._change: WorldChange | None = None
-        self._model_before = self._model
-        """As it was when the world changed."""
-        self._changes, self._scatter = History(), Scatter()
+        self._scatter = Scatter()
 
     def observe(
         self,
@@ -350,36 +355,23 @@ class StepTimeLearner:
         self._kinds[kind] = cell
         self.num_steps += 1
         step = num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0
-        self._compare(self._change, kind[1], self.num_steps, step, seconds)
         slot = int(self._filled[cell]) % self.settings.steps_per_kind
         self._rows[cell, slot] = (*step, seconds, self.num_steps, 0.0)
         self._filled[cell] += 1
 
-    def _compare(self, change: WorldChange | None, length: int, number: float, step: Step, seconds: float) -> None:
-        """Tell the latest change of the world what a step since then took, beside what it did before."""
-        if change is not None and self._model_before.is_ready and not change.knows(length):
-            change.observe(length, number, math.log(seconds / self._model_before.seconds(*step)))
-
     def restart(self, num_recent: int, factor: float) -> None:
         """The world has changed: fit anew, to the last `num_recent` steps above all.
 
-        Earlier steps count as if they had taken `factor` times as long, or what turns out since, and as far as what steps cost
-        beside each other seems to be as it was (`world_change`). They are all that says what those kinds cost that haven't been
-        seen since: without them there would be no prices, and no choice, until they were.
+        Earlier steps count as if they had taken `factor` times as long, and little beside those since. They are all that says
+        what those kinds cost that haven't been seen since: without them there would be no prices, and no choice, until they
+        were.
         """
-        if self._change is not None:
-            self._changes.note(self._change.difference)
-            _count_as_after(self._rows, self._change)
+        is_before = self._rows[..., 7] <= self.num_steps - num_recent
+        self._rows[is_before, 6] *= factor
+        self._rows[is_before, 8] += _DOUBT**2
         self._kinds_before |= {(batch, length): _KEPT_EFFECT * effect for batch, length, effect in self._model.kinds}
-        self._model_before = self._model if self._model.is_ready else self._model_before
         self._model = StepTimeModel()
         self._started_at = self.num_steps
-        change = self._change = WorldChange(self.num_steps - num_recent, factor, self._scatter, self._changes.variance)
-        held = self._held
-        for kind, cell in self._kinds.items():
-            rows = self._rows[cell, : held[cell]]
-            for *step, seconds, number, _ in rows[rows[:, 7] > change.number].tolist():
-                self._compare(change, kind[1], number, _as_step(step), seconds)
 
     @property
     def spell(self) -> float:
@@ -388,13 +380,8 @@ class StepTimeLearner:
 
     @property
     def is_young(self) -> bool:
-        """Tell whether little has been seen since the start, or since the world changed.
-
-        Not where what steps cost beside each other seems to be as it was.
-        """
-        if self.num_steps - self._started_at >= YOUNG_STEPS:
-            return False
-        return self._change is None or self._change.difference.variance > _ALIKE**2
+        """Tell whether little has been seen since the start, or since the world changed."""
+        return self.num_steps - self._started_at < YOUNG_STEPS
 
     @property
     def is_ready(self) -> bool:
@@ -429,8 +416,6 @@ class StepTimeLearner:
         cells, filled, size = self._rows[used], self._filled[used], self.settings.steps_per_kind
         age_in_kind = (filled[:, None] - 1 - np.arange(size)) % size
         mask = age_in_kind < np.minimum(filled, max(_MOST_FITTED // len(used), 1))[:, None]
-        if self._change is not None:
-            _count_as_after(cells, self._change)
         typical = np.nanmedian(np.where(mask, cells[:, :, 6], np.nan), axis=1, keepdims=True)
         scale = np.broadcast_to(typical, mask.shape)[mask]
         rows, kind = cells[mask], np.repeat(np.arange(len(used)), mask.sum(axis=1))
@@ -463,20 +448,6 @@ class StepTimeLearner:
         spread = 1.4826 * float(np.median(np.abs(residuals[known])))
         likeness = Spells(numbers).likeness(residuals, max(spread, _LEAST_SCATTER))
         self._scatter = Scatter(max(spread / math.sqrt(1.0 + likeness), _LEAST_SCATTER), likeness)
-
-
-def _count_as_after(rows: Floats, change: WorldChange) -> None:
-    """Make steps from before a change, of rows as the learner keeps them, [..., 9], what they would be after it."""
-    difference = change.difference
-    is_before = rows[..., 7] <= change.number
-    rows[is_before, 6] *= math.exp(difference.shift)
-    rows[is_before, 8] += difference.variance
-
-
-def _as_step(values: Sequence[float]) -> Step:
-    *shape, is_verifying = (int(value) for value in values)
-    requests, tokens, context, prefill, block = shape
-    return requests, tokens, context, prefill, block, bool(is_verifying)
 
 
 class StepKinds:

@@ -94,19 +94,6 @@ def test_what_was_not_seen_since_costs_as_many_times_more() -> None:
     assert price(learner, 7) == pytest.approx(before[7], rel=0.05)
 
 
-@pytest.mark.parametrize(("factors", "is_young"), [({0: 2.0, 3: 2.0}, False), ({0: 1.5, 3: 2.5}, True), ({0: 2.0}, True)])
-def test_what_takes_so_many_times_longer_at_every_length_isnt_explored_anew(factors: dict[int, float], is_young: bool) -> None:
-    learner = StepTimeLearner()
-    learn(learner, 1.0, 400)
-    learner.model()
-    learn(learner, factors[0], 16, lengths=(0,))
-    learner.restart(num_recent=16, factor=factors[0])
-    assert learner.is_young
-    for length, factor in factors.items():
-        learn(learner, factor, 16, lengths=(length,))
-    assert learner.is_young == is_young
-
-
 def test_what_is_usual_is_told_by_kind_and_context() -> None:
     usual, model = UsualSteps(), StepTimeModel.of(base=1e-2, per_context_token=1e-6)  # off by a factor of 2 and of 3
 
