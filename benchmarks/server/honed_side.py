@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -78,8 +79,9 @@ def answers(client: AdminClient) -> bool:
 
 
 def honed_command() -> str:
-    """Return this Python environment's `honed` command."""
-    return str(Path(sys.executable).parent / "honed")
+    """Return this Python environment's `honed` command, or else the one on the PATH."""
+    beside = Path(sys.executable).parent / "honed"
+    return str(beside) if beside.exists() else shutil.which("honed") or str(beside)
 
 
 def vllm_args(environment: dict[str, str]) -> Document:

@@ -27,7 +27,12 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the repository's commit, with a + if files differ from it; "unknown" if git doesn't say."""
+    """Return the repository's commit, with a + if files differ from it; "unknown" if git doesn't say.
+
+    BENCHMARK_COMMIT names it where the files were copied without their repository.
+    """
+    if told := os.environ.get("BENCHMARK_COMMIT"):
+        return told
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
+import torch
 
 from benchmarks.server.processes import ROOT, Child, ProcessError, Processes, free_port
 
@@ -23,6 +24,8 @@ START_TIMEOUT_S = 240.0
 QUIET_SHARE = 0.05
 """A server is quiet if it uses no more of a core than this."""
 QUIET_TIMEOUT_S = 30.0
+CUDA_FLAGS = "--attention-backend TRITON_ATTN --kv-cache-memory-bytes 536870912 --gpu-memory-utilization 0.05"
+"""On a GPU: a backend that takes float32, and no more memory than the pair needs."""
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total\{([^}]*)\} (\S+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -102,7 +105,8 @@ def server_flags(port: int, target: str = TARGET, is_speculating: bool = True) -
     speculative = f'{{"method":"dflash","model":"{DRAFTER}","num_speculative_tokens":{NUM_DRAFT_TOKENS}}}'
     model = f"--model {target} --served-model-name {MODEL_NAME} --dtype float32 --max-model-len 1024 --max-num-seqs 16"
     listen = f"--host 127.0.0.1 --port {port} --enforce-eager"
-    return [*model.split(), *listen.split(), *(("--speculative-config", speculative) if is_speculating else ())]
+    speculation = ("--speculative-config", speculative) if is_speculating else ()
+    return [*model.split(), *listen.split(), *speculation, *(CUDA_FLAGS.split() if torch.cuda.is_available() else ())]
 
 
 def server_environment() -> dict[str, str]:
