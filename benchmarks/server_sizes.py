@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help=f"requests at once, up to {MOST_SEQS}")
     parser.add_argument("--rounds", type=int, default=4, help="turns of either engine at each batch size")
     parser.add_argument("--bursts", type=int, default=12, help="with training, and as many without")
+    parser.add_argument("--updates", type=int, default=TRAIN_UPDATES, help="that the trainer is timed over")
     parser.add_argument("--attention", default="", help="vLLM's attention backend; its own choice by default")
     parser.add_argument("--out", type=Path, default=None, help="also write the result to this file, after each part")
     arguments = parser.parse_args()
@@ -86,17 +87,19 @@ def main() -> int:
         torch.cuda.empty_cache()
         about = {"target": target, "drafter": drafters[0], "attention": arguments.attention, "is_small": device.type == "cpu"}
         with contextlib.ExitStack() as stack:
+            work = {"runtime_dir": folder, "updates": arguments.updates}
+            trainer = stack.enter_context(child(train, work | {"shape": arguments.shape}))  # compiles meanwhile
             with child(play_engine, about | {"runtime_dir": None}) as plain:
                 honed = stack.enter_context(child(play_engine, about | {"runtime_dir": folder}))
-                keep(engine={"plain": plain.recv(), "honed": honed.recv()})
+                keep(engine={"plain": plain.recv(), "honed": honed.recv()}, trainer_warm_up_s=trainer.recv())
                 keep(steps=measure_steps(plain, honed, arguments.batches, arguments.rounds))
             keep(swap=measure_swaps(honed, drafters, result["copy_bytes_per_s"]))
-            with child(train, {"shape": arguments.shape, "runtime_dir": folder}) as trainer:
-                keep(train={arguments.shape: trainer.recv()})
-                keep(**{"yield": measure_bursts(honed, trainer, arguments.bursts)})
+            keep(train={arguments.shape: ask(trainer, "go")})
+            keep(**{"yield": measure_bursts(honed, trainer, arguments.bursts)})
         for shape in arguments.also_train:
-            with child(train, {"shape": shape, "runtime_dir": folder}) as trainer:
-                keep(train=result["train"] | {shape: trainer.recv()})
+            with child(train, work | {"shape": shape}) as trainer:
+                trainer.recv()
+                keep(train=result["train"] | {shape: ask(trainer, "go")})
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps({name: result[name] for name in ("device", "shape", "steps", "swap", "train", "yield")}))
@@ -171,8 +174,8 @@ def play_engine(
     else:
         sizes = [(K + 1) * n for n in (1, 2, 4, 8, 16, 32, 48, 64)]
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
-        options |= {"dtype": "bfloat16", "kv_cache_memory_bytes": 6 << 30, "compilation_config": graphs}
-        options["gpu_memory_utilization"] = 0.35
+        options |= {"dtype": "bfloat16", "kv_cache_memory_bytes": 4 << 30, "compilation_config": graphs}
+        options["gpu_memory_utilization"] = 0.3
         options |= {"attention_backend": attention} if attention else {}
     began_s = time.perf_counter()
     loaded = {"draft_load_config": {"load_format": "auto"}}  # vLLM builds its fused projection when it loads weights
@@ -329,7 +332,7 @@ def measure_swaps(honed: Connection, drafters: Sequence[Path], bytes_per_s: floa
     return found | {"bytes": size, "limit_ms": round(2e3 * size / bytes_per_s, 3)}
 
 
-def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
+def train(connection: Connection, shape: str, runtime_dir: Path, updates: int) -> None:
     """Train as the trainer does, from random samples; then, between bursts, while no engine has work."""
     from honed.recalib.config.memory import estimate
     from honed.recalib.process.busy_flags import BusyFlags
@@ -358,7 +361,6 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     samples = [sample(number) for number in range(4)]
     units_ms: list[float] = []
     flags = BusyFlags(runtime_dir / "engines", ["*"])
-    flags.discover()
     stops_ms: list[float] = []
 
     def turns(until: Any, is_yielding: bool) -> int:
@@ -386,11 +388,16 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
         return learnt
 
     began_s = time.perf_counter()
-    turns(lambda: trainer.num_updates >= 6, False)  # compiles, and settles its pace
+    turns(lambda: trainer.num_updates >= min(6, updates), False)  # compiles, and settles its pace
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     warm_s = time.perf_counter() - began_s
+    connection.send(round(warm_s, 1))
+    connection.recv()  # to go on: whoever measures other things has done so
+    flags.discover()
     units_ms.clear()
     began_s, before = time.perf_counter(), trainer.num_updates
-    learnt = turns(lambda: trainer.num_updates >= before + TRAIN_UPDATES, False)
+    learnt = turns(lambda: trainer.num_updates >= before + updates, False)
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began_s
@@ -408,7 +415,7 @@ def train(connection: Connection, shape: str, runtime_dir: Path) -> None:
     connection.send(
         {
             "tokens_per_s": round(learnt / seconds, 1),
-            "updates": TRAIN_UPDATES,
+            "updates": updates,
             "seconds": round(seconds, 3),
             "whole_micro_step_ms": round(1e3 * statistics.median(times), 2),
             "warm_up_s": round(warm_s, 1),
@@ -445,6 +452,7 @@ def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[
     firsts = {name: [max(one["first_ms"]) for one in played] for name, played in seen.items()}
     return {
         "gap_ms": {name: quantiles(values) for name, values in steps.items()},
+        "gap_mean_ratio": round(statistics.fmean(steps["on"]) / statistics.fmean(steps["off"]), 4),
         "gap_p99_ratio": round(percentile(steps["on"], 0.99) / percentile(steps["off"], 0.99), 4),
         "first_token_ms": {name: quantiles(values) for name, values in firsts.items()},
         "preempt_ms": quantiles(stops_ms) if stops_ms else {},
@@ -454,8 +462,13 @@ def measure_bursts(honed: Connection, trainer: Connection, bursts: int) -> dict[
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Quantiles of milliseconds."""
-    return {"p50": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3), "max": round(max(values), 3)}
+    """Quantiles of milliseconds, and the mean: the median doesn't show what a few steps lose."""
+    return {
+        "mean": round(statistics.fmean(values), 3),
+        "p50": round(percentile(values, 0.5), 3),
+        "p99": round(percentile(values, 0.99), 3),
+        "max": round(max(values), 3),
+    }
 
 
 def spread(values: Sequence[float], digits: int) -> dict[str, float]:
