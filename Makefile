@@ -9,7 +9,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 
 .PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint structure
 .PHONY: typecheck dashboards docs reference dist clean help
-.PHONY: bench
+.PHONY: bench gpu
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
@@ -27,6 +27,7 @@ help:
 	@echo "make setup          the virtual environment, vLLM included; every other target makes it when it is missing"
 	@echo "make reference dashboards  writes docs/reference.md and the dashboards from the code"
 	@echo "make bench          every benchmark, or one of bench-{$$(echo $(BENCHMARKS) server-sizes | tr ' ' ',')}"
+	@echo "make gpu            everything that only a CUDA GPU can show, in about nine minutes; without a GPU a dry run"
 
 setup: $(STAMP)
 
@@ -123,6 +124,11 @@ BENCHMARKS := decide hotpath scrape regret trees kernels against-vllm canary swa
 MODULE_kernels := kernel_bench
 MODULE_yield := yielding
 bench: $(BENCHMARKS:%=bench-%)
+
+# ONLY="kernels time-slices" runs these parts, RESUME=1 those that have no good result in the result file.
+gpu: setup
+	@echo "== everything that only a CUDA GPU can show (about nine minutes; without a GPU a dry run)"
+	@$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)
 
 bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary: export OMP_NUM_THREADS = 1
 bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary: export OPENBLAS_NUM_THREADS = 1

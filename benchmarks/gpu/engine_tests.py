@@ -1,0 +1,131 @@
+"""The tests that need a GPU: those of the real engine as vLLM runs there (V2, async scheduling, CUDA graphs), and of kernels.
+
+Each file has a pytest process of its own. Several run at once if there are cores for it: engines of the tiny pair need little
+of a card. Verdicts are kept as they come, so a file that is cut off keeps what it showed. Without a GPU one test of the suite
+runs on V1, to try this program. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.kept import Kept
+from benchmarks.server.processes import ROOT
+
+IS_CUDA = torch.cuda.is_available()
+FILES = {
+    "tests/e2e/test_cuda_graphs.py": [],
+    "tests/e2e/test_engine_modes.py": ["-m", "runners"],
+    "tests/e2e/test_runner_swaps.py": ["-m", "runners"],
+    "tests/e2e/test_runner_contract.py": ["-m", "runners"],
+    "tests/e2e/test_v2_only.py": ["-m", "runners"],
+    "tests/e2e/test_sampling_unchanged.py": ["-m", "runners"],
+}
+KERNELS = {name: ["-m", "gpu"] for name in ("tests/kernels", "tests/attach/capture", "tests/attach/swap/test_staging.py")}
+DRY_FILES = {"tests/e2e/test_runner_contract.py": ["-m", "runners", "-k", "runner_under_test"]}
+LOGS = ROOT / "build" / "gpu-logs" / "engine-tests"
+VERDICT = re.compile(r"^(?:\[gw\d+\] )?(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
+REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?) - (.*)$", re.MULTILINE)
+
+Document = dict[str, Any]
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="one test, on V1")
+    parser.add_argument("--kernels", action="store_true", help="instead the tests that need no engine")
+    parser.add_argument("--out", type=Path, default=None, help="result file, written as files end")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which running files are ended")
+    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="files at once")
+    arguments = parser.parse_args()
+    LOGS.mkdir(parents=True, exist_ok=True)
+    kept = Kept(arguments.out)
+    runner = "v1" if arguments.dry else "v2-async"
+    waiting = list((KERNELS if arguments.kernels else DRY_FILES if arguments.dry else FILES).items())
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    files: dict[str, Document] = {name: {"state": "waiting"} for name, _ in waiting}
+    began_s = time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < arguments.at_once:
+            name, chosen = waiting.pop(0)
+            running[name] = start(name, chosen, runner), time.monotonic()
+        is_over = time.monotonic() - began_s > arguments.limit
+        for name, (process, since_s) in list(running.items()):
+            if is_over and process.poll() is None:
+                process.terminate()
+                process.wait(10)
+            files[name] = {"seconds": round(time.monotonic() - since_s, 1), **verdicts(log_of(name))}
+            if process.poll() is not None:
+                del running[name]
+                files[name] |= {"state": "cut off" if is_over else "ended", "exit": process.returncode}
+        waiting = [] if is_over else waiting
+        kept.update(runner=runner, **totals(files), files=files)
+        time.sleep(0.5)
+    is_ok = not waiting and all(one.get("exit") == 0 for one in files.values())
+    kept.update(ok=is_ok)
+    shown = {name: kept.document[name] for name in ("ok", "runner", "passed", "failed", "errors", "skipped")}
+    print(json.dumps(shown), flush=True)
+    return 0 if is_ok else 1
+
+
+def start(name: str, chosen: list[str], runner: str) -> subprocess.Popen[bytes]:
+    """Start one file's pytest; -v prints each verdict as it comes."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=long", "-p", "no:cacheprovider", "--durations=8"]
+    with log_of(name).open("wb") as log:
+        return subprocess.Popen(
+            [*command, *chosen, name],
+            cwd=ROOT,
+            env=os.environ | {"HONED_TEST_RUNNER": runner},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def log_of(name: str) -> Path:
+    """The log of a file, or of a folder of files."""
+    return LOGS / f"{Path(name).stem}.log"
+
+
+def verdicts(log: Path) -> Document:
+    """Read the verdicts of a file's tests so far."""
+    text = log.read_text(errors="replace")
+    seen = dict(VERDICT.findall(text))
+    is_one_file = len({test.partition("::")[0] for test in seen}) == 1
+    found = {name_of(test, is_one_file): verdict for test, verdict in seen.items()}
+    by_kind = {kind: sorted(t for t, v in found.items() if v == kind) for kind in ("FAILED", "ERROR", "SKIPPED")}
+    reasons = {name_of(test, is_one_file): why[:300] for test, why in REASON.findall(text)}
+    return {
+        "passed": sum(v == "PASSED" for v in found.values()),
+        "failed": by_kind["FAILED"],
+        "errors": by_kind["ERROR"],
+        "skipped": by_kind["SKIPPED"],
+        "reasons": reasons,
+    }
+
+
+def name_of(test: str, is_one_file: bool) -> str:
+    """Leave the file out of a test's id if there is only one."""
+    return test.partition("::")[2] if is_one_file else test
+
+
+def totals(files: dict[str, Document]) -> Document:
+    """Add up all files."""
+    return {"passed": sum(one.get("passed", 0) for one in files.values())} | {
+        kind: sum(len(one.get(kind, [])) for one in files.values()) for kind in ("failed", "errors", "skipped")
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
