@@ -192,7 +192,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
 
     @app.get("/v1/batches", response_model=list[models.BatchRow])
     def batches(after: Annotated[int, Query(ge=0, le=2**62)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> Any:
-        """Stored batches after a number, oldest first: a stream to be polled."""
+        """Stored batches after a number, oldest first; poll it as a stream."""
         return service.store.read(
             "SELECT id, engine_id, boot_id, seq, received_unix_ns, drafter_version, rounds, bytes FROM batches "
             "WHERE id > ? ORDER BY id LIMIT ?",

@@ -57,7 +57,7 @@ class Replies:
 
 
 def check_same(key: str, before: str, asked: str) -> None:
-    """Raises ReusedKeyError when a key's earlier request was another one. One of which nothing is known counts as the same."""
+    """Raise ReusedKeyError if a key's earlier request differs. An unknown one counts as the same."""
     if before and before != asked:
         raise ReusedKeyError(
             f"the idempotency key {key!r} was used for another request", cure="Use a fresh key for each change (a UUID)."

@@ -112,8 +112,8 @@ class AdminClient:
         return self._answer("GET", path).text
 
     def marks(self, after: int = -1) -> Iterator[dict[str, Json]]:
-        """Marks as they are made (see follow.py), from now on or after a number. Ends when the daemon does."""
-        wait = httpx2.Timeout(self._timeout_s, read=60.0)  # something is sent every 15 s
+        """Yield new marks (see follow.py), from now on or after a number. Ends when the daemon does."""
+        wait = httpx2.Timeout(self._timeout_s, read=60.0)  # it sends at least every 15 s
         try:
             with self._http.stream("GET", "/v1/marks:follow", params={"after": after}, timeout=wait) as answer:
                 if answer.is_error:

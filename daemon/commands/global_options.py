@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 
 class GlobalOptionsGroup(TyperGroup):
-    """The commands of an app whose own options may be given on either side of a command's name."""
+    """Commands of an app whose own options may stand before or after a command's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse with the app's own options moved first."""

@@ -48,9 +48,9 @@ HELP = "Keeps a vLLM server's drafter up to date: logs, tunes, retrains and hot-
 app = typer.Typer(
     cls=GlobalOptionsGroup, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-events = typer.Typer(help="What was logged.", no_args_is_help=True)
+events = typer.Typer(help="Logged events.", no_args_is_help=True)
 app.add_typer(events, name="events")
-marks = typer.Typer(help="What happened: drift, swaps, promotions, roll-backs, overrides.", no_args_is_help=True)
+marks = typer.Typer(help="Events: drift, swaps, promotions, roll-backs, overrides.", no_args_is_help=True)
 app.add_typer(marks, name="marks")
 for name, path, render, text in (
     ("engines", "/v1/engines", show.engines, "Attached engines."),

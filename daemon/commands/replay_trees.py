@@ -119,12 +119,12 @@ def _read(path: Path, notes: list[str]) -> list[CandidateRequest]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             return read_candidates(lines, notes)
     except FileNotFoundError as error:
-        cure = "--trees takes a log of candidates, JSON lines; benchmarks/tiny_candidates.py writes one."
+        cure = "--trees takes a log of candidates, JSON lines; benchmarks/make_tiny/candidates.py writes one."
         raise ReplayError(f"there is no file {path}", cure=cure, exit_code=EXIT_USAGE) from error
     except (OSError, EOFError) as error:
         raise ReplayError(f"{path} can't be read: {error}", cure="Check that it is a complete, readable file.") from error
     except CandidateLogError as error:
-        cure = "A log of candidates has one JSON object a line, as honed/adapt/candidate_log.py describes."
+        cure = "A log of candidates has one JSON object a line, as honed/adapt/trees/candidate_log.py describes."
         raise ReplayError(f"{path}: {error}", cure=cure) from error
 
 

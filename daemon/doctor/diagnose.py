@@ -157,7 +157,7 @@ def _group_of(folder: Path) -> int | None:
 
 def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence[str] = ()) -> Iterator[Check]:
     if ((status or {}).get("trainer") or {}).get("state") in doctor_memory.STATES_WITH_MEMORY:
-        yield Check("memory", "ok", "a training is under way and has its share: what is free now says nothing about the next")
+        yield Check("memory", "ok", "a training is running and holds its memory: free memory now doesn't predict the next")
         return
     trainer = settings.trainer_settings()
     config, guess = (_named(command), "") if command else (None, "")

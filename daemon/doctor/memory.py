@@ -20,9 +20,9 @@ from honed.recalib.config.training import Scope
 MEMINFO = Path("/proc/meminfo")
 SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
 CONTEXT_BYTES = 1 << 29
-"""Taken off what is free: PyTorch, its libraries and its CUDA context come before any training."""
+"""Subtracted from free memory: PyTorch, its libraries and its CUDA context."""
 STATES_WITH_MEMORY = ("training", "waiting", "gating")
-"""States of a trainer that may already have the memory that a training takes."""
+"""States in which a trainer may already hold its training memory."""
 TYPICAL = DrafterConfig(
     vocab_size=151_936,
     hidden_size=4096,

@@ -27,8 +27,8 @@ log = structlog.get_logger("honed.router")
 MAX_SOCKET_PATH = 107
 FRAMES_PER_TURN = 256
 MAX_FRAME_BYTES = 64 << 20
-"""Longest message taken from an engine or a trainer."""
-MAY_WRITE = "; this user must be able to write to its folder: `chown` that, or choose another --runtime-dir"
+"""Longest message of an engine or a trainer."""
+MAY_WRITE = "; this user must be able to write to its folder: `chown` it, or choose another --runtime-dir"
 
 
 class Router:

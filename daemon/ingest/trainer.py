@@ -49,7 +49,7 @@ class Trainer:
         return self._monotonic() - self._seen_s
 
     def hear(self, peer: bytes, message: wire.FromTrainer) -> None:
-        """Take note of a message, and answer an introduction."""
+        """Handle a message, and answer a hello."""
         self._peer, self._seen_s = peer, self._monotonic()
         if isinstance(message, wire.TrainerHello):
             log.info("trainer says hello", trainer_id=message.trainer_id, device=message.device)

@@ -37,9 +37,9 @@ log = structlog.get_logger("honed.recalibrations")
 
 STAGES = {"collecting": "collecting", "training": "training", "gating": "gating"}
 _ALARMS = "drift_alarms"
-"""In the table of odds and ends."""
+"""Key in the table `meta`."""
 COLLECT_SHARE = 1.0
-"""Of requests, captured while a recalibration is under way."""
+"""Share of requests captured during a recalibration."""
 MAX_RESTARTS = 3
 """Trainer restarts within one operation."""
 

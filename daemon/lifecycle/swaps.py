@@ -27,7 +27,7 @@ log = structlog.get_logger("honed.swaps")
 
 MAX_PAUSE_S = 60.0
 TIMEOUT_S = 60.0
-"""How long engines may take to swap."""
+"""Longest time for engines to swap."""
 _NOT_NOW = {"asleep", "foreign"}
 """Refusals that don't concern the version: the engine sleeps, or its drafter isn't honed's."""
 

@@ -18,8 +18,8 @@ def families(service: Service) -> Iterator[Metric]:
     figures = service.ingest.figures
     yield counter("honed_events_received", "Verify rounds received, plain decode steps included.", figures.rounds)
     yield counter("honed_event_batches_received", "Batches received, each once.", figures.batches)
-    yield counter("honed_event_batches_duplicate", "Batches that came again and were ignored.", figures.duplicates)
-    yield counter("honed_event_batches_refused", "Batches for which the store had no room; they come again.", figures.no_room)
+    yield counter("honed_event_batches_duplicate", "Repeated batches, ignored.", figures.duplicates)
+    yield counter("honed_event_batches_refused", "Batches refused by a full store; engines resend them.", figures.no_room)
     pooled = 'Workload labels in batches that counted as "other": all engines together send too many.'
     yield counter("honed_workload_labels_pooled", pooled, service.ingest.workloads.num_pooled)
     yield from _lost(service.engines)
@@ -47,7 +47,7 @@ def _lost(engines: Engines) -> Iterator[Metric]:
     pooled = engine_counter(
         "honed_requests_pooled", 'Requests of the engine\'s present boot that counted as workload "other": too many labels.'
     )
-    waiting = engine_gauge("honed_engine_queue_bytes", "Events that wait in the engine to be acknowledged.")
+    waiting = engine_gauge("honed_engine_queue_bytes", "Events in the engine waiting for acknowledgement.")
     for engine in engines_shown(engines):
         labels, boot = labels_of(engine), engine.boot
         lost.add_metric([*labels, "queue_full"], boot.lost.get("lost_rounds", 0))

@@ -124,7 +124,7 @@ class EventSettings(Section):
     engine_lost_s: float = 5.0
     """Silence after which an engine counts as disconnected."""
     log_token_ids: bool = False
-    """Ask engines to log token ids. They are prompts in disguise: off unless the operator says so."""
+    """Ask engines to log token ids. They reveal prompts, so this is off by default."""
 
     RANGES: ClassVar[Ranges] = {
         "engine_lost_s": SECONDS,
@@ -141,7 +141,7 @@ class HttpSettings(Section):
     read_token_file: Path | None = None
     """File of the read token; default: systemd's credential honed-read-token, else there is no read token."""
     admin_token_file: Path | None = None
-    """File of the token that changes things; default: systemd's credential honed-admin-token."""
+    """File of the admin token; default: systemd's credential honed-admin-token."""
     mutations_per_minute: int = 120
     """Most changes a minute on each listener of the admin API."""
 
@@ -187,7 +187,7 @@ class RecalibrationSettings(Section):
     """"full" trains all weights; its swap resets the prefix cache, and vLLM must run with HONED_FEATURES=layers.
     "kv-frozen" keeps the weights that cached keys depend on."""
     trainer_lost_s: float = 30.0
-    """Silence after which the trainer counts as gone, and what it was doing as failed."""
+    """Silence after which the trainer counts as gone and its work as failed."""
     on_target_update: Literal["keep", "purge"] = "keep"
     """Handling of samples when vLLM gets new target weights without a restart. "keep" suits reinforcement learning, where a
     step changes little; "purge" suits a switch to a fine-tuned target."""

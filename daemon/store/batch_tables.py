@@ -81,7 +81,7 @@ def insert(db: Database, group: list[StoredBatch]) -> int:
         key = (batch.engine_id, batch.boot_id)
         if key not in committed:
             committed[key] = committed_seq(db, *key)
-        # Raw batches are deleted by pruning, so the boot's high-water mark, not the batch table, tells duplicates.
+        # Pruning deletes raw batches, so the boot's highest number, not the batch table, identifies duplicates.
         if batch.seq <= committed[key]:
             continue
         committed[key] = batch.seq

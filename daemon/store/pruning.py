@@ -22,7 +22,7 @@ SETTLING_S = 600.0
 
 
 class Pruning:
-    """Rounds of it, when they are due.
+    """Deletion rounds, when due.
 
     The wall clock decides what is too old. It is ignored for `SETTLING_S` after the start, and after it has jumped by more than
     `MOST_DRIFT_S`: a machine that boots with the wrong year would delete everything.

@@ -1,4 +1,4 @@
-"""An engine as the API shows it. Its fields are listed once: the document's schema is the class that the view is made of."""
+"""An engine's document for the API. The class is also the document's schema, so its fields are listed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EnginePolicy:
     generation: int
     kind: str
     age_s: float
-    """Seconds since it arrived, as the engine says; negative: none."""
+    """Seconds since its arrival, reported by the engine; negative: none."""
     fallback: str
     reason: str
 
@@ -29,7 +29,7 @@ class EngineView:
     boot_id: str
     connected: bool
     asleep: bool
-    """vLLM's sleep mode has taken its weights off the device: nothing is trained or swapped meanwhile."""
+    """vLLM's sleep mode has removed its weights from the device; no training or swap meanwhile."""
     note: str
     model_name: str
     target_path: str
@@ -42,15 +42,15 @@ class EngineView:
     capabilities: list[str]
     limits: list[str]
     captured_tokens: list[int]
-    """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
+    """Decode steps' token counts with full CUDA graphs, ascending; empty: none, or unknown yet."""
     captured_lengths: list[int]
-    """Draft lengths that these graphs are for; empty: any mix."""
+    """Draft lengths of these graphs; empty: any mix."""
     captures: str
-    """"fused" or "layers": what training from this engine's samples can learn; "": it captures none."""
+    """Kind of this engine's samples, "fused" or "layers"; "": it captures none."""
     drafter_version: str
     drafter_generation: int
     target_updates: int
-    """How often its vLLM was given other weights of the target since it started."""
+    """Number of target weight updates in its vLLM since its start."""
     num_running: int
     num_waiting: int
     policy: EnginePolicy
@@ -68,18 +68,18 @@ class EngineView:
     missing_batches: int
     malformed_batches: int
     loss_age_s: float
-    """Since the daemon last heard that something was lost, missing or malformed; −1: not since it started."""
+    """Seconds since the last report of lost, missing or malformed data; −1: none since the daemon's start."""
     draft_tokens_per_round: float
     tokens_per_s: float
     captured_rows: int
     pooled_requests: int
-    """Requests since its vLLM started that counted as workload "other": clients send more labels than are kept apart."""
+    """Requests counted as workload "other" since its vLLM's start, because clients send too many labels."""
     drafted_by_position: list[int]
     accepted_by_position: list[int]
 
 
 def age_s(at_s: float, now_s: float) -> float:
-    """Seconds since then; −1: never."""
+    """Seconds since `at_s`; −1: never."""
     return now_s - at_s if at_s > -math.inf else -1.0
 
 

@@ -63,7 +63,7 @@ def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
         last = f" (last: {store['last_error']})" if store.get("last_error") else ""
         yield Finding("error", f"the database failed {errors:,} times{last}: check the disk under the state folder")
     if rejected := events.get("rejected_frames"):
-        yield Finding("warning", f"{rejected:,} frames could not be read: an engine of another honed version?")
+        yield Finding("warning", f"{rejected:,} frames could not be read: check for an engine with another honed version")
     if events.get("pooled_labels"):
         text = f"all engines together send more than {MAX_WORKLOADS} workload labels: the rest counts as {OTHER_WORKLOAD!r}"
         yield Finding("warning", text, FEWER_LABELS)
@@ -91,7 +91,7 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
         if (malformed := engine.get("malformed_batches")) and is_lately:
             yield Finding("error", f"engine {name}: {malformed:,} batches were inconsistent or couldn't be stored; not counted")
         if errors := engine.get("errors"):
-            yield Finding("warning", f"engine {name}: {errors:,} errors of honed's were caught inside vLLM: see its log")
+            yield Finding("warning", f"engine {name}: {errors:,} errors of honed were caught inside vLLM: see its log")
         if pooled := engine.get("pooled_requests"):
             text = f"engine {name}: {pooled:,} requests counted as workload {OTHER_WORKLOAD!r}"
             yield Finding("warning", f"{text}: clients send more than {MAX_WORKLOADS} labels", FEWER_LABELS)

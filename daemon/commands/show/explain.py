@@ -90,7 +90,7 @@ def _reliability(document: Document) -> RenderableType:
 
 
 def _depths(document: Document) -> RenderableType | None:
-    """Only of workloads whose predictions aren't taken as they are."""
+    """Table of workloads with corrected predictions, if any."""
     found = {name: (w.get("reliability") or {}).get("by_depth") for name, w in (document.get("workloads") or {}).items()}
     rows = [(name, lines) for name, lines in found.items() if lines]
     if not rows:
