@@ -74,6 +74,7 @@ PURE = {
     "array",
     "bisect",
     "collections",
+    "contextlib",
     "dataclasses",
     "enum",
     "functools",
@@ -88,7 +89,7 @@ PURE = {
     "numpy",
 }
 """What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
-COMPILED = {"contextlib", "numba", "llvmlite"}
+COMPILED = {"numba", "llvmlite"}
 """What adapt/lengths/compiled.py takes beside that; nobody imports it before it is needed, since the daemon may not make
 code."""
 INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton", "huggingface_hub"}
