@@ -105,7 +105,7 @@ def test_a_file_that_is_not_there_ends_with_2(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"", "no request with candidates"), (b"{}\n", "line 1"), (make_lines(1) + b'{"torn\n', "line 2")]
+    ("content", "said"), [(b"", "no request has candidates"), (b"{}\n", "line 1"), (make_lines(1) + b'{"torn\n', "line 2")]
 )
 def test_a_file_that_is_no_log_ends_with_1(run: Run, tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "bad.jsonl"

@@ -43,7 +43,7 @@ class Host:
         fields: dict[str, Any] = dict.fromkeys(
             ("model_name", "target_path", "drafter_path", "vllm_version", "honed_version", "runner", "method"), ""
         )
-        fields |= {"wire_version": wire.WIRE_VERSION, "pid": 1, "num_spec_tokens": 3, "max_num_seqs": 8, "max_model_len": 1024}
+        fields |= {"wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
         hello = wire.EngineHello(engine_id="engine-0", boot_id="boot", drafter_version=version, **fields)
         engine.boot.hello, engine.live_version = hello, version
         self.greeting.greet(engine)

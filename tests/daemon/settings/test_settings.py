@@ -76,7 +76,8 @@ def test_captured_lengths_that_leave_one_to_choose_or_do_not_matter_are_taken(co
         ({"env": {"HONED_CONTROLLER__MODE": "table"}}, 'settings [controller]: mode "table" needs a table'),
         (
             {"env": {"HONED_CONTROLLER__CAPTURED_LENGTHS": "[30]", "HONED_CONTROLLER__MAX_K": "7"}},
-            "settings [controller]: captured_lengths begins at 30, and max_k is 7: nothing would ever be drafted; have graphs",
+            "settings [controller]: captured_lengths begins at 30, and max_k is 7: "
+            "nothing would ever be drafted; capture graphs",
         ),
         ({"env": {"HONED_CONTROLLER__CAPTURED_LENGTHS": "[0]"}}, "captured_lengths has only 0: nothing would ever be drafted"),
         (
