@@ -241,8 +241,10 @@ class Lifecycle:
     def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
         new, old = trial.canary.new, trial.canary.old
         is_valid = self._drafters.active == old
+        if decision == "better" and not is_valid:
+            decision, text = "failed", f"{text}; another version became active meanwhile"
         try:
-            if decision == "better" and is_valid:
+            if decision == "better":
                 self._make_active(new, operation.kind if operation is not None else "recalibrate")
                 self._journal.mark("promote", f"{old} -> {new}")
             else:
@@ -255,7 +257,7 @@ class Lifecycle:
             self._journal.mark("rollback", f"{new} -> {old}: {text}")
         if operation is not None and decision != "better":
             state = "cancelled" if decision in ("stopped", "withdrawn") else "failed"
-            self._operations.finish(operation, state, error=f"{text}; {old} stays active", canary=trial.view())
+            self._operations.finish(operation, state, error=f"{text}; {self._drafters.active} stays active", canary=trial.view())
             operation = None
         elif operation is not None:
             self._operations.move(operation, stage="swapping", canary=trial.view())

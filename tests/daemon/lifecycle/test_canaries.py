@@ -117,6 +117,20 @@ def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candida
     assert stage.aliases()["active"] == stage.first
 
 
+def test_a_better_candidate_of_a_version_that_is_active_no_more_fails(stage: Stage) -> None:
+    """Its operation stayed in the stage "swapping" for good, though nothing was swapped."""
+    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
+    other = stage.version(2.0)
+    with stage.service.lock:  # as another daemon of a shared registry, or an operator's hand in its folder, would
+        stage.service.drafters.move({"active": other})
+    done = stage.finish(operation_id)
+    assert done["state"] == "failed"
+    assert f"another version became active meanwhile; {other} stays active" in done["error"]
+    assert stage.aliases()["active"] == other
+    assert stage.aliases()["candidate"] is None
+
+
 def test_nothing_proven_leaves_the_old_version(stage: Stage) -> None:
     operation_id, new = candidate(stage, 1.0)
     with stage.service.lock:
