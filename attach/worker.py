@@ -17,7 +17,7 @@ import torch
 
 from honed.adapt.steps.vllm_costs import Curve
 from honed.attach.capture.capture import Capturer
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.engine_hook import RANK_ERROR
 from honed.attach.engine.graphs import captured
 from honed.attach.runner.fed_verification import FedVerification

@@ -26,7 +26,7 @@ import torch
 
 from honed.adapt.protocol.workloads import WorkloadNames
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.request_book import key_of, read_labels
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.context_features import context_features

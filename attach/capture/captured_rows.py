@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 
 MOST_BYTES = 256 << 20
 """Most bytes of rows that wait in pinned memory to be written; further rows are skipped."""

@@ -257,7 +257,9 @@ class Lifecycle:
             self._journal.mark("rollback", f"{new} -> {old}: {text}")
         if operation is not None and decision != "better":
             state = "cancelled" if decision in ("stopped", "withdrawn") else "failed"
-            self._operations.finish(operation, state, error=f"{text}; {self._drafters.active} stays active", canary=trial.view())
+            self._operations.finish(
+                operation, state, error=f"{text}; {self._drafters.active} stays active", canary=trial.view()
+            )
             operation = None
         elif operation is not None:
             self._operations.move(operation, stage="swapping", canary=trial.view())

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.registry.registry import Registry
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions

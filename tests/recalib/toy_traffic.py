@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from honed.adapt.protocol.sample_ring import FLAG_PREFILL, FLAG_REJECTED
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.drafter.checkpoint import save_drafter
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
 

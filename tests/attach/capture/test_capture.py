@@ -13,7 +13,7 @@ import torch
 
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture.capture import Capturer
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.reference import context_features
 

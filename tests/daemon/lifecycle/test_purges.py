@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from honed.adapt.protocol import wire
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.daemon.api.app import make_app
 from honed.daemon.lifecycle.purges import erase_files
 from honed.daemon.service import Service

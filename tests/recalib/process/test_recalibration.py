@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from honed.adapt.protocol import wire
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import load_drafter
 from honed.recalib.gate.gate import GateSettings, judge

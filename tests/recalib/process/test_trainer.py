@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings

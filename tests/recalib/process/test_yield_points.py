@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from honed.adapt.protocol import wire
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.kernels.training.block_loss import block_loss, top_tokens
 from honed.kernels.training.sizes import TILE

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.traffic import Traffic

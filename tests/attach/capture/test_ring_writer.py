@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, HEADER_BYTES, KIND_END, RECORD_BYTES, unpack_header
-from honed.attach.capture.ring import RingWriter
+from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.samples.ring_reader import RingReader
 
 F = 6
