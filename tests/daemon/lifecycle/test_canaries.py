@@ -119,7 +119,7 @@ def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candida
 
 def test_a_better_candidate_of_a_version_that_is_active_no_more_fails(stage: Stage) -> None:
     """Its operation stayed in the stage "swapping" for good, though nothing was swapped."""
-    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    operation_id, _ = candidate(stage, 1.0, old=0.4, new=0.7)
     stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
     other = stage.version(2.0)
     with stage.service.lock:  # as another daemon of a shared registry, or an operator's hand in its folder, would
