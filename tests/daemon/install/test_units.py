@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(root: Path) -> Run:
     def invoke(command: str, *arguments: str) -> Result:
-        prefix = ["--prefix", "/opt/honed"] if command == "units" else []
+        prefix = ["--prefix", "/opt/honed"] if command == "install" else []
         return CliRunner().invoke(app, [command, "--root", str(root), *prefix, *arguments])
 
     return invoke
@@ -54,7 +54,7 @@ def states(result: Result) -> dict[str, str]:
 
 
 def test_without_apply_nothing_is_written(run: Run, root: Path) -> None:
-    result = run("units")
+    result = run("install")
     assert result.exit_code == 0, result.output
     assert "Nothing was changed" in result.stdout
     assert "+ /etc/systemd/system/honed.service" in result.stdout
@@ -62,7 +62,7 @@ def test_without_apply_nothing_is_written(run: Run, root: Path) -> None:
 
 
 def test_apply_puts_everything_in_place_and_again_changes_nothing(run: Run, root: Path) -> None:
-    result = run("units", "--apply", "--json")
+    result = run("install", "--apply", "--json")
     assert result.exit_code == 0, result.output
     assert files(root) == {
         "etc/sysusers.d/honed.conf",
@@ -78,24 +78,24 @@ def test_apply_puts_everything_in_place_and_again_changes_nothing(run: Run, root
     assert (root / UNIT).stat().st_mode & 0o777 == 0o644
     assert document(result)["notes"] == []
     before = {name: (root / name).stat().st_mtime_ns for name in files(root) - {RECORD.lstrip("/")}}
-    again = run("units", "--apply", "--json")
+    again = run("install", "--apply", "--json")
     assert document(again)["written"] == []
     assert set(states(again).values()) == {"same"}
     assert {name: (root / name).stat().st_mtime_ns for name in before} == before
 
 
 def test_units_start_the_environment_that_was_named(run: Run, root: Path) -> None:
-    result = run("units", "--apply", "--json", "--prefix", "/srv/honed")
+    result = run("install", "--apply", "--json", "--prefix", "/srv/honed")
     assert "ExecStart=/srv/honed/bin/honed serve" in (root / UNIT).read_text()
     assert "/srv/honed/bin/honed does not exist" in document(result)["notes"][0]
-    hidden = run("units", "--json", "--prefix", "/home/me/venv")
+    hidden = run("install", "--json", "--prefix", "/home/me/venv")
     assert "is hidden from the services" in document(hidden)["notes"][0]
 
 
 def test_a_file_that_the_operator_changed_is_left_alone_and_shown(run: Run, root: Path) -> None:
-    run("units", "--apply")
+    run("install", "--apply")
     (root / UNIT).write_text((root / UNIT).read_text().replace("RestartSec=2", "RestartSec=20"))
-    result = run("units", "--apply")
+    result = run("install", "--apply")
     assert result.exit_code == 4
     assert "changed by someone else: left alone" in result.stdout
     assert "-RestartSec=20" in result.stdout
@@ -104,9 +104,9 @@ def test_a_file_that_the_operator_changed_is_left_alone_and_shown(run: Run, root
 
 
 def test_overwriting_keeps_a_copy_of_what_was_there(run: Run, root: Path) -> None:
-    run("units", "--apply")
+    run("install", "--apply")
     (root / UNIT).write_text("[Service]\n# mine\n")
-    result = run("units", "--apply", "--overwrite")
+    result = run("install", "--apply", "--overwrite")
     assert result.exit_code == 0
     assert f"/{UNIT}  replaced; the old file is kept as /{UNIT}.before-honed" in result.stdout
     assert "left alone" not in result.stdout
@@ -116,9 +116,9 @@ def test_overwriting_keeps_a_copy_of_what_was_there(run: Run, root: Path) -> Non
     assert (root / f"{UNIT}.before-honed").exists()
 
 
-@pytest.mark.parametrize("command", ["units --prefix /srv/honed --vllm-unit vllm@1", "uninstall"])
+@pytest.mark.parametrize("command", ["install --prefix /srv/honed --vllm-unit vllm@1", "uninstall"])
 def test_how_to_do_it_names_the_options_that_were_given(run: Run, root: Path, command: str) -> None:
-    run("units", "--apply")
+    run("install", "--apply")
     name, *options = command.split()
     last = run(name, *options).stdout.rstrip().splitlines()[-1]
     said = last.removeprefix("Nothing was changed. To do it: honed ").split()
@@ -127,17 +127,17 @@ def test_how_to_do_it_names_the_options_that_were_given(run: Run, root: Path, co
 
 
 def test_what_is_wrong_with_the_plan_ends_with_its_own_code(run: Run) -> None:
-    result = run("units", "--vllm-unit", "nope")
+    result = run("install", "--vllm-unit", "nope")
     assert "! there is no nope.service" in result.stdout
     assert result.exit_code == 4
-    assert run("units", "--prefix", "/nope").exit_code == 4
+    assert run("install", "--prefix", "/nope").exit_code == 4
 
 
 def test_a_file_that_was_there_before_us_counts_as_somebody_elses(run: Run, root: Path) -> None:
     (root / UNIT).parent.mkdir(parents=True)
     (root / UNIT).write_text("# by hand\n")
-    assert states(run("units", "--json"))[UNIT] == "changed"
-    run("units", "--apply")
+    assert states(run("install", "--json"))[UNIT] == "changed"
+    run("install", "--apply")
     assert (root / UNIT).read_text() == "# by hand\n"
 
 
@@ -146,8 +146,8 @@ def test_an_older_file_of_ours_is_brought_up_to_date(run: Run, root: Path, monke
     old = {path: (f"# older\n{text}", theirs) for path, (text, theirs) in new.items()}
     with monkeypatch.context() as patch:
         patch.setattr(units, "texts", lambda place: old)
-        run("units", "--apply")
-    result = run("units", "--apply", "--json")
+        run("install", "--apply")
+    result = run("install", "--apply", "--json")
     assert result.exit_code == 0
     found = states(result)
     assert found[UNIT] == "update"
@@ -157,9 +157,9 @@ def test_an_older_file_of_ours_is_brought_up_to_date(run: Run, root: Path, monke
 
 
 def test_settings_are_never_touched_again(run: Run, root: Path) -> None:
-    run("units", "--apply")
+    run("install", "--apply")
     (root / "etc/honed/honed.toml").write_text("[store]\nmax_raw_bytes = 1\n")
-    result = run("units", "--apply", "--overwrite", "--json")
+    result = run("install", "--apply", "--overwrite", "--json")
     assert result.exit_code == 0
     assert states(result)["etc/honed/honed.toml"] == "settings"
     assert (root / "etc/honed/honed.toml").read_text() == "[store]\nmax_raw_bytes = 1\n"
@@ -167,15 +167,15 @@ def test_settings_are_never_touched_again(run: Run, root: Path) -> None:
 
 def test_without_vllms_unit_there_is_no_drop_in(run: Run, root: Path) -> None:
     (root / "lib/systemd/system/vllm.service").unlink()
-    assert DROP_IN not in states(run("units", "--json"))
-    assert DROP_IN in states(run("units", "--json", "--vllm-unit", "vllm"))
-    assert "etc/systemd/system/llm@0.service.d/honed.conf" in states(run("units", "--json", "--vllm-unit", "llm@0.service"))
+    assert DROP_IN not in states(run("install", "--json"))
+    assert DROP_IN in states(run("install", "--json", "--vllm-unit", "vllm"))
+    assert "etc/systemd/system/llm@0.service.d/honed.conf" in states(run("install", "--json", "--vllm-unit", "llm@0.service"))
     for name in ("../x", "a/b.service", "x y"):
-        assert run("units", "--vllm-unit", name).exit_code == 2
+        assert run("install", "--vllm-unit", name).exit_code == 2
 
 
 def test_uninstall_takes_what_is_ours_and_leaves_what_is_not(run: Run, root: Path) -> None:
-    run("units", "--apply")
+    run("install", "--apply")
     (root / TRAINER).write_text("# mine\n")
     shown = run("uninstall")
     assert "Nothing was changed" in shown.stdout
@@ -185,7 +185,7 @@ def test_uninstall_takes_what_is_ours_and_leaves_what_is_not(run: Run, root: Pat
     assert states(result)[TRAINER] == "changed"
     assert files(root) == {TRAINER, "etc/honed/honed.env", "etc/honed/honed.toml", RECORD.lstrip("/")}
     assert not (root / DROP_IN).parent.exists()
-    assert run("units", "--apply").exit_code == 4  # and can be put back, but for what was changed
+    assert run("install", "--apply").exit_code == 4  # and can be put back, but for what was changed
     assert (root / UNIT).exists()
 
 
@@ -197,22 +197,22 @@ def test_uninstall_where_nothing_is_installed_says_so(run: Run) -> None:
 
 def test_a_folder_that_may_not_be_written_is_one_clear_line(run: Run, root: Path) -> None:
     (root / "etc").write_text("not a folder")
-    result = run("units", "--apply")
+    result = run("install", "--apply")
     assert result.exit_code == 1
     assert "honed: " in result.stderr
     assert "Traceback" not in result.output
 
 
 def test_a_damaged_record_is_named_and_nothing_is_overwritten(run: Run, root: Path) -> None:
-    run("units", "--apply")
+    run("install", "--apply")
     (root / RECORD.lstrip("/")).write_text("[1]")
-    result = run("units", "--apply")
+    result = run("install", "--apply")
     assert result.exit_code == 1
     assert "installed.json is damaged" in result.stderr
 
 
 def test_the_default_is_the_environment_that_runs_the_command(root: Path) -> None:
-    result = CliRunner().invoke(app, ["units", "--root", str(root), "--apply"])
+    result = CliRunner().invoke(app, ["install", "--root", str(root), "--apply"])
     assert f"\n! {sys.prefix}" in result.stdout  # below this root it isn't there, or it is where services can't see it
     assert result.exit_code == 4
     assert f"ExecStart={sys.prefix}/bin/honed serve" in (root / UNIT).read_text()
