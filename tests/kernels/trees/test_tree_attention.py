@@ -148,7 +148,7 @@ def test_the_registered_op(which: str) -> None:
             "a cache of",
         ),
         ({"prefix": Step().paged._replace(lengths=torch.zeros(2))}, "one row"),
-        ({"prefix": Step().paged._replace(k_scale=torch.ones(1))}, "scale each"),
+        ({"prefix": Step().paged._replace(k_scale=torch.ones(1))}, "either both K and V have a scale"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], text: str) -> None:
