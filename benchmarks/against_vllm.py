@@ -37,7 +37,7 @@ from benchmarks.simulated.oracle import Oracle, Steered
 from benchmarks.simulated.traffic import Traffic
 from benchmarks.simulated.vllm_adaptive import AdaptiveVerification, FedVerification
 from honed.adapt.control.settings import ControllerSettings
-from honed.adapt.lengths.rules import make_contender
+from honed.adapt.lengths.rules import make_rule
 from honed.adapt.protocol.wire import EventBatch
 from honed.adapt.steps.step_time import StepTimeModel
 
@@ -73,7 +73,7 @@ def run_honed(traffic: Traffic, seed: int, is_blind: bool, is_pipelined: bool = 
 def run_all_drafts(traffic: Traffic) -> Outcome:
     """Run vLLM without adaptive verification: K drafts for every request."""
     k = traffic.trace.num_spec_tokens
-    rule = make_contender("static", k)
+    rule = make_rule("static", k)
     rule.set_limits(k, k, (), StepTimeModel())
     return simulate(traffic, rule)
 

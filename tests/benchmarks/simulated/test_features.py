@@ -7,7 +7,7 @@ from benchmarks.simulated.engine import simulate
 from benchmarks.simulated.features import DraftFeatures, Feature
 from benchmarks.simulated.oracle import Steered, run_oracle
 from benchmarks.simulated.traffic import Cost, Load, Trace, Traffic, Workload, linear
-from honed.adapt.lengths.rules import make_contender
+from honed.adapt.lengths.rules import make_rule
 from honed.adapt.steps.step_time import StepTimeModel
 
 K = 5
@@ -44,7 +44,7 @@ def test_features_change_nothing_that_was_drawn_without_them():
 
 def test_fixed_lengths_emit_as_much_with_features_as_without():
     def tokens_per_round(feature):
-        rule = make_contender("static", K)
+        rule = make_rule("static", K)
         rule.set_limits(K, K, (), StepTimeModel())
         outcome = simulate(Traffic(make_trace(feature, 60_000, 8)), rule)
         return outcome.tokens.sum() / outcome.num_requests.sum()

@@ -11,7 +11,7 @@ from benchmarks.simulated.oracle import Oracle, Steered, best_lengths, judge, ru
 from benchmarks.simulated.traffic import Cost, Drift, Load, Trace, Traffic, Workload, linear, roofline
 from honed.adapt.acceptance.rounds import rounds_by_workload
 from honed.adapt.control.controller import EngineController
-from honed.adapt.lengths.rules import make_contender
+from honed.adapt.lengths.rules import make_rule
 from honed.adapt.protocol import wire
 from honed.adapt.steps.step_time import StepTimeModel
 
@@ -44,7 +44,7 @@ TRACES = {
 
 
 def static(length, k=5):
-    rule = make_contender("static", k)
+    rule = make_rule("static", k)
     rule.set_limits(k, length, (), StepTimeModel())
     return rule
 
