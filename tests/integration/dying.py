@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 
+SWAP_TIMEOUT_S = 3.0
+"""The daemon gives up an engine that was killed well before the test gives up the daemon."""
+
+
 def patch(target: str, arm: Path) -> None:
     """Wrap a function so that it asks the arm file before and after each call."""
     module_name, _, name = target.rpartition(".")
@@ -54,8 +58,10 @@ def die(arm: Path) -> None:
 def daemon(arm: Path, targets: list[str]) -> None:
     for target in targets:
         patch(target, arm)
+    from honed.daemon.lifecycle import swaps
     from honed.daemon.process import serve
 
+    swaps.TIMEOUT_S = SWAP_TIMEOUT_S
     sys.argv = ["honed-serve"]
     sys.exit(serve.main())
 

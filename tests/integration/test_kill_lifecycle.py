@@ -180,7 +180,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("k")
-    daemon = DyingDaemon(folder, HONED_RECALIBRATION__SWAP_TIMEOUT_S="3", HONED_EVENTS__ENGINE_LOST_S="300")
+    daemon = DyingDaemon(folder, HONED_EVENTS__ENGINE_LOST_S="300")
     write_checkpoint(folder / "drafter", 0.0)
     try:
         daemon.start()
