@@ -75,7 +75,10 @@ class Service:
         self.started_unix_s = clock()
         self.started_s = monotonic()
         self.store = Store(settings.paths.database, settings.store, clock=clock, monotonic=monotonic, on_commit=self.on_commit)
-        self.drafters = Drafters(Registry(settings.paths.registry), on_move=self._on_move)
+        registry = Registry(settings.paths.registry)
+        # Before the router: a URL that can't be read ends the start, and a socket that nobody closes would hang it.
+        shared = SharedRegistry(settings.registry.url, registry) if settings.registry.url else None
+        self.drafters = Drafters(registry, on_move=self._on_move)
         self.journal = Journal(self.store, clock)
         self.router = Router(
             settings.paths.engine_socket,
@@ -93,7 +96,7 @@ class Service:
         self.live = LiveRounds()
         """Rounds since the daemon started."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
-        self._make_lifecycle()
+        self._make_lifecycle(shared)
         self._make_ingest()
         self.load = LoadHistory()
         self.decisions: Counter[tuple[str, str]] = Counter()
@@ -107,7 +110,7 @@ class Service:
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
         self.last_tick_s = monotonic()
 
-    def _make_lifecycle(self) -> None:
+    def _make_lifecycle(self, shared: SharedRegistry | None) -> None:
         settings = self.settings
         self.canaries = Canaries(
             settings.canary_settings(),
@@ -171,7 +174,7 @@ class Service:
         )
         self.sharing = Sharing(
             settings.registry,
-            SharedRegistry(settings.registry.url, self.drafters.registry) if settings.registry.url else None,
+            shared,
             self.rollout,
             lifecycle=self.lifecycle,
             canaries=self.canaries,

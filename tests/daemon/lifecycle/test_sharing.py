@@ -163,9 +163,12 @@ def test_credentials_of_the_url_are_shown_to_nobody(make_host: Callable[..., Hos
     assert host.shared()["url"] == "memory://bucket/honed"
 
 
-def test_a_url_that_nobody_can_read_stops_the_start(make_host: Callable[..., Host]) -> None:
+def test_a_url_that_nobody_can_read_stops_the_start(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    routers: list[object] = []
+    monkeypatch.setattr("honed.daemon.service.Router", lambda *arguments, **more: routers.append(arguments))
     with pytest.raises(RegistryError, match="nope"):
         make_host("one", url="nope://x")
+    assert not routers, "a socket that nobody closes would hang the end of the process"
 
 
 def test_nobody_is_shown_the_credentials_in_the_url(folder: Path) -> None:
