@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 SWAP_TIMEOUT_S = 3.0
 """The daemon gives up an engine that was killed well before the test gives up the daemon."""
 
