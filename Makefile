@@ -51,7 +51,7 @@ demo: setup
 	@$(BIN)/python -m benchmarks.demo $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
 
 # What needs but a core of its own runs on all of them at once; the rest has engines and processes of its own.
-ALONE := tests/adapt tests/kernels
+ALONE := tests/adapt tests/kernels tests/benchmarks/simulated
 test: setup
 	@echo "== tests (the real engine included: some 25 minutes on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ALONE)
