@@ -394,7 +394,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             version, weights = seen("drafter_version"), running.checksum()
 
             running.core.sleep(2)
-            assert running.honed._busy._map[0] == 1, "the trainer keeps off the device, too"
+            assert os.pread(running.honed._busy._descriptor, 1, 0) == b"\1", "the trainer keeps off the device, too"
             report = running.honed.commands._report
             refused = swap(running, "other", DRAFTER)
             running.honed.commands._report = report
@@ -409,7 +409,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             assert running.checksum() != weights
 
             running.core.wake_up()
-            assert running.honed._busy._map[0] == 0
+            assert os.pread(running.honed._busy._descriptor, 1, 0) == b"\0"
             wait_for(lambda: seen("drafter_version") == LOST_DRAFTER)
 
             def is_back() -> bool:
