@@ -231,7 +231,7 @@ def test_a_killed_trainer_takes_its_operation_up_again(site):
     site.process.wait()
 
     site.process = start_trainer(daemon.endpoint, site.root / "state")
-    hello = daemon.wait_for(wire.TrainerHello, lambda h: h.pid == site.process.pid)
+    hello = daemon.wait_for(wire.TrainerHello)
     assert hello.operation_id == ""
     daemon.send(request)
     first = daemon.wait_for(wire.TrainerStatus, lambda s: s.operation_id == "op-1" and s.steps > 0)
