@@ -1,4 +1,4 @@
-"""What was predicted is compared with what came, and the error is that of the prediction."""
+"""Predictions are compared with outcomes, and the error is the prediction's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is under way decides what else may begin."""
+"""A running swap, trial or training decides what else may begin."""
 
 from __future__ import annotations
 
