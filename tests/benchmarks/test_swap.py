@@ -26,7 +26,7 @@ def test_the_gap_around_a_swap_is_found_and_compared_with_the_steps_nearby() -> 
 
 
 def test_a_swap_that_is_not_in_the_log_is_an_error() -> None:
-    with pytest.raises(ProcessError, match="2 swaps were made, 1 are in the log"):
+    with pytest.raises(ProcessError, match="2 swaps were made, but the log of steps has 1"):
         swap.stalls_of(steps_with_swap_after(20, 14.0), [3.0, 3.0])
 
 

@@ -29,14 +29,16 @@ class Daemon:
         self.socket.bind(endpoint)
         self.peer = b""
 
-    def receive(self, kind: type[Any], timeout_s: float = 10.0) -> Any:
-        """The next message of a kind; others are passed over."""
+    def receive(self, kind: type[Any], timeout_s: float = 10.0, welcomes: bool = False) -> Any:
+        """The next message of a kind; others are passed over, but a hello is answered when `welcomes`."""
         deadline_s = time.monotonic() + timeout_s
         while self.socket.poll(max(1, int(1000 * (deadline_s - time.monotonic())))):
             self.peer, frame = self.socket.recv_multipart()
             message = wire.decode_to_daemon(frame)
             if isinstance(message, kind):
                 return message
+            if welcomes and isinstance(message, wire.EngineHello):
+                self.send(wire.Welcome(daemon_id="d", boot_id=BOOT, committed_seq=0))
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
 
     def send(self, message: Any) -> None:
@@ -246,9 +248,8 @@ def test_a_label_that_cannot_be_encoded_costs_its_batch_and_no_more(
     log.append(started("bad", workload="half \ud800"))
     log.append(a_step(1, verified=(("bad", 3, 2),)))
     eventually(lambda: len(seen["error"]) == 1)
-    daemon.welcome()  # it has connected anew
     log.append(a_step(2))
-    batch = daemon.receive(wire.EventBatch)
+    batch = daemon.receive(wire.EventBatch, welcomes=True)  # it has connected anew
     assert (batch.seq, batch.steps.step) == (1, [2])
     assert (batch.lost_rounds, batch.lost_draft_tokens, batch.lost_accepted_tokens) == (1, 3, 2)
 
@@ -260,9 +261,11 @@ def test_a_step_that_cannot_be_read_costs_its_batch_and_no_more(
     log.append(a_step(1))
     log.append(a_step(2, row_of=None, num_verified=[3]))
     eventually(lambda: len(seen["error"]) == 1)
-    daemon.welcome()
     log.append(a_step(3))
-    batch = daemon.receive(wire.EventBatch)
-    assert batch.steps.step[-1] == 3
-    assert 2 not in batch.steps.step
-    assert len(batch.steps.step) + batch.lost_rounds == 3
+    steps: dict[int, list[int]] = {}
+    while not any(3 in batch for batch in steps.values()):
+        batch = daemon.receive(wire.EventBatch, welcomes=True)
+        steps[batch.seq] = batch.steps.step
+    kept = sum(steps.values(), [])
+    assert 2 not in kept
+    assert len(kept) + batch.lost_rounds == 3
