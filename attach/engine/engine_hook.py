@@ -146,6 +146,8 @@ class EngineHook:
                 if method in _WRITES and not is_of_draft:
                     on_change(False)
                 raise
+            finally:
+                is_draft &= method != "finish_weight_update"
             if method in _ENDS:
                 on_change(is_of_draft)
             return results

@@ -112,7 +112,7 @@ class WorkerLink:
                 self._drop(names, limit)
             if "swap" in self.findings.capabilities:
                 self.rpc("honed_begin")
-        except RuntimeError as error:
+        except Exception as error:  # vLLM's executors raise many kinds, a TimeoutError among them
             self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
 
     @property

@@ -71,6 +71,19 @@ def test_a_target_may_have_got_half_of_its_weights_a_drafter_gets_all_or_none(
     assert found == heard
 
 
+def test_a_drafters_update_is_over_when_its_end_fails() -> None:
+    core, found = Core(), list[bool]()
+    EngineHook(core).watch_weights(lambda: None, found.append)
+    core.collective_rpc("start_draft_weight_update")
+    core.failing = FINISH
+    with pytest.raises(RuntimeError, match="half way"):
+        core.collective_rpc(FINISH)
+    core.failing = ""
+    core.collective_rpc(UPDATE)
+    core.collective_rpc(FINISH)
+    assert found == [TARGET]
+
+
 def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
     core, answers = Core(), [{"rows": 1}, {RANK_ERROR: "SwapError: not staged"}, ""]
     core.model_executor = SimpleNamespace(collective_rpc=lambda method, args: answers)

@@ -22,11 +22,12 @@ class Engine:
         self.answers = list(answers) or [{"graphs": ([], []), "dropped": []}]
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.failing = ""
+        self.failure: Exception = engine_hook.RankError("AttributeError: no such layer")
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.asked.append((method, args))
         if method == self.failing:
-            raise engine_hook.RankError("AttributeError: no such layer")
+            raise self.failure
         return self.answers
 
 
@@ -61,9 +62,10 @@ def test_what_one_rank_cannot_do_is_dropped_for_all_and_said_once(monkeypatch: p
 
 
 @pytest.mark.parametrize("failing", ["honed_attach", "honed_begin"])
-def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+@pytest.mark.parametrize("failure", [engine_hook.RankError("no such layer"), TimeoutError("no such layer")])
+def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch, failing: str, failure: Exception) -> None:
     engine = Engine()
-    engine.failing = failing
+    engine.failing, engine.failure = failing, failure
     made = link(engine, monkeypatch, "draft_length", "capture", "swap", "estimates")
     assert made.attach()
     assert made.findings.capabilities == ("events", "draft_length")

@@ -263,9 +263,9 @@ def test_a_step_that_cannot_be_read_costs_its_batch_and_no_more(
     eventually(lambda: len(seen["error"]) == 1)
     log.append(a_step(3))
     steps: dict[int, list[int]] = {}
-    while not any(3 in batch for batch in steps.values()):
+    while not any(3 in kept for kept in steps.values()):
         batch = daemon.receive(wire.EventBatch, welcomes=True)
         steps[batch.seq] = batch.steps.step
-    kept = sum(steps.values(), [])
+    kept = [step for held in steps.values() for step in held]
     assert 2 not in kept
     assert len(kept) + batch.lost_rounds == 3
