@@ -26,6 +26,7 @@ from honed.adapt.steps.spells import SPELL_STEPS
 _SWEEPS = 30
 _FAR = 3.0
 """Residuals beyond so many times their spread are cut off."""
+_FEWEST = 3
 _LEAST_SHARE = 0.02
 """A variance of kinds below this share of the steps' own is taken for none."""
 
@@ -43,7 +44,8 @@ def kind_effects(residuals: Floats, kind: Ints, numbers: Floats, spread: float) 
     effects: Floats = np.zeros(num_kinds)
     if num_kinds < 2:
         return effects
-    own = np.clip(residuals, -_FAR * spread, _FAR * spread)
+    typical = _medians(residuals, kind)[kind]
+    own = typical + np.clip(residuals - typical, -_FAR * spread, _FAR * spread)
     own = own - own.mean()
     _, spell = np.unique(np.floor_divide(numbers, SPELL_STEPS), return_inverse=True)
     of_kinds, of_spells, rest = _variances(own, kind, spell)
@@ -58,21 +60,51 @@ def kind_effects(residuals: Floats, kind: Ints, numbers: Floats, spread: float) 
     return effects
 
 
+def _medians(residuals: Floats, kind: Ints) -> Floats:
+    """Median of each kind's residuals, [G]; 0 where fewer than three are known."""
+    order = np.lexsort((residuals, kind))
+    count = np.bincount(kind)
+    first = np.cumsum(count) - count
+    ordered = residuals[order]
+    middle: Floats = 0.5 * (ordered[first + (count - 1) // 2] + ordered[first + count // 2])
+    return np.where(count < _FEWEST, 0.0, middle)
+
+
 def _variances(own: Floats, kind: Ints, spell: npt.NDArray[np.intp]) -> tuple[float, float, float]:
     """Variance between kinds, between spells and of the rest. That of kinds is less by a standard error than it seems."""
     _, both = np.unique(kind * (int(spell.max()) + 1) + spell, return_inverse=True)
-    of_kinds, of_spells = _shared(own, kind, both), _shared(own, spell, both)
+    of_spells = _shared(own, spell, both)
+    in_both, num_own = np.bincount(both), len(own)
+    within = float((own**2).sum()) - float((np.bincount(both, own) ** 2 / in_both).sum())
     every = float((own**2).mean())
-    rest = max(every - of_kinds - of_spells, 0.1 * every, 1e-12)
-    # A kind's mean in a spell varies by so much; of m of them, m·(m − 1) products tell the variance between kinds.
-    in_spell = np.bincount(both)
-    of_mean = of_spells + rest / float(in_spell.mean())
-    kind_of_pair = np.empty(len(in_spell), dtype=np.int64)
+    rest = max(within / (num_own - len(in_both)) if num_own > len(in_both) else every, 1e-12)
+    kind_of_pair = np.empty(len(in_both), dtype=np.int64)
     kind_of_pair[both] = kind
-    spells = np.bincount(kind) ** 2 / np.bincount(kind_of_pair, in_spell.astype(np.float64) ** 2)
-    products = float((spells * (spells - 1.0)).sum())
-    error = of_mean * np.sqrt(2.0 / products) if products > 0.0 else np.inf
-    return max(of_kinds - float(error), 0.0), of_spells, rest
+    count = np.bincount(kind)
+    means = np.bincount(kind, own) / count
+    of_mean = of_spells * np.bincount(kind_of_pair, in_both.astype(np.float64) ** 2) / count**2 + rest / count
+    return _between(means, of_mean), of_spells, rest
+
+
+def _between(means: Floats, of_mean: Floats) -> float:
+    """The variance of what means [G] estimate, given the variances of their errors; less by a standard error.
+
+    Source: the generalised Q statistic of DerSimonian and Laird, set to its upper value for G means, solved by bisection.
+    """
+    least = len(means) - 1 + np.sqrt(2.0 * (len(means) - 1))
+
+    def excess(between: float) -> float:
+        weights = 1.0 / (between + of_mean)
+        middle = float((weights * means).sum() / weights.sum())
+        return float((weights * (means - middle) ** 2).sum()) - float(least)
+
+    low, high = 0.0, float(means.max() - means.min()) ** 2
+    if excess(low) <= 0.0:
+        return 0.0
+    for _ in range(30):
+        between = 0.5 * (low + high)
+        low, high = (between, high) if excess(between) > 0.0 else (low, between)
+    return low
 
 
 def _shared(own: Floats, group: npt.NDArray[np.intp], both: npt.NDArray[np.intp]) -> float:
