@@ -208,8 +208,8 @@ def rates_of(
     is_latency: bool = False,
     context_tokens: int = 0,
     num_prefill_tokens: int = 0,
-) -> Floats:
-    """Rates of given lengths, as `choose` computes them: for each of M ways, [M].
+) -> tuple[Floats, Floats]:
+    """Rates of given lengths, as `choose` computes them, and seconds of such steps: for each of M ways, [M].
 
     Args:
         lengths: draft tokens of each request in each way, [M, N].
@@ -218,12 +218,14 @@ def rates_of(
     count = len(gains)
     sums = np.concatenate([np.zeros((count, 1)), np.cumsum(gains, axis=1)], axis=1)
     gained = sums[np.arange(count), lengths].sum(axis=1)
-    seconds = [
-        _round_seconds(model, count, num_drafts, block, context_tokens, num_prefill_tokens)
-        for num_drafts, block in zip(lengths.sum(axis=1).tolist(), lengths.max(axis=1).tolist(), strict=True)
-    ]
+    num_drafts, block = lengths.sum(axis=1), lengths.max(axis=1)
+    seconds = model.draft_seconds(count, gains.shape[1], context_tokens).take(block)
+    seconds += model.fixed_seconds_of_rounds(count, context_tokens, num_prefill_tokens)
+    seconds += model.token_seconds(num_drafts + (count + num_prefill_tokens))
+    if not num_prefill_tokens:
+        seconds *= model.kind_factors(count, num_drafts)
     rates: Floats = count / (count - gained) / seconds if is_latency else (count + gained) / seconds
-    return rates
+    return rates, seconds
 
 
 def _round_seconds(

@@ -35,7 +35,7 @@ from dataclasses import replace
 import numpy as np
 
 from honed.adapt.lengths.block_size import OperatingPoint, choose_equal, rates_of, to_hold
-from honed.adapt.lengths.explore import MOST_EXPLORING, MOST_STARTING, LengthTrials, Trials, alone_share, neighbour
+from honed.adapt.lengths.explore import MOST_STARTING, UNSEEN, LengthTrials, Option, Trials, alone_share, neighbour
 from honed.adapt.lengths.length_policy import Decision, round_down
 from honed.adapt.lengths.policy_tables import PolicyTables
 from honed.adapt.lengths.request_beliefs import RequestBeliefs
@@ -201,8 +201,10 @@ class Decider:
         share, chance = policy.explore_share, self._random.random()
         if not self._model.is_ready:
             if chance >= (max(share, _COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
+                self._note(request_ids, [static_k] * len(request_ids))
                 return self._uniform(request_ids, static_k, "cold")
             lengths = self._explore(request_ids, [static_k] * len(request_ids), static_k, policy)
+            self._note(request_ids, lengths)
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
@@ -210,25 +212,28 @@ class Decider:
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
             count = len(lengths)
             is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
-            has_trials = count <= MOST_EXPLORING and not policy.equal_lengths  # of other lengths
             moved = lengths
-            if has_trials and block and not is_trial:
+            if block and not is_trial:
                 # The same draw, rescaled, given that the step neither explores alone nor belongs to the other trials.
                 begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
                 moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
-            is_exploring = is_trial or chance < alone_share(share, margin, block > 0, has_trials) or moved is not lengths
+            is_exploring = is_trial or chance < alone_share(share, margin, block > 0) or moved is not lengths
             if is_trial and block:
                 lengths = [0] * count
             elif moved is not lengths:
                 lengths = moved
             elif is_exploring:
                 lengths = self._explore(request_ids, lengths, None, policy)
-            self._trials.note(count, any(lengths))
-            if has_trials:
-                self._length_trials.note(count, sum(lengths) / count)
+            self._note(request_ids, lengths)
             if not is_exploring:
                 return Decision(lengths, block, "policy")
         return Decision(lengths, max(lengths, default=0), "explore")
+
+    def _note(self, request_ids: Sequence[str], lengths: list[int]) -> None:
+        """Note what a step does, for trials."""
+        if count := len(request_ids):
+            self._trials.note(count, any(lengths))
+            self._length_trials.note(count, sum(lengths) / count)
 
     def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None, policy: Policy) -> list[int]:
         ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None
@@ -245,14 +250,13 @@ class Decider:
         """The same list, or one with a trial of other lengths, which may begin where `begins` is below 1."""
         limit, requests = self._tables.limit, self.requests
         moves = self._length_trials.go_on()
-        if not moves and begins >= 1.0:
+        if not moves and begins >= UNSEEN:
             return lengths
         now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
         if not moves:
-            longest = max(lengths)
-            ways = range(1 - longest, limit - longest + 1)
-            moved = np.clip(now + np.array(ways)[:, None], 0, ceilings)
-            rates = rates_of(
+            ways = np.array(self._tables.shared_lengths or range(limit + 1)) - max(lengths)
+            moved = np.clip(now + ways[:, None], 0, ceilings)
+            rates, seconds = rates_of(
                 moved,
                 requests.gains_of(request_ids, limit, are_contexts_known=True),
                 self._model,
@@ -260,8 +264,8 @@ class Decider:
                 context_tokens=requests.noted_tokens(request_ids),
                 num_prefill_tokens=num_prefill_tokens,
             )
-            options = zip(ways, moved.mean(axis=1).tolist(), rates.tolist(), strict=True)
-            self._length_trials.begin(begins, len(lengths), {way: (length, rate) for way, length, rate in options})
+            options = map(Option, ways.tolist(), moved.mean(axis=1).tolist(), rates.tolist(), seconds.tolist())
+            self._length_trials.begin(begins, len(lengths), list(options))
             moves = self._length_trials.go_on()
         found: list[int] = np.clip(now + moves, 0, ceilings).tolist()
         return found if found != lengths else lengths

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from typing import NamedTuple
 
 MOST_EXPLORING = 16
 """Most requests of a step that try something: more would make a large batch's step cost as much as many steps of one request.
@@ -22,6 +24,12 @@ _CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
 _LEAST_CLOSE = 0.01
 """The smallest such margin where the other side has many steps: it falls with the square root of their number."""
 _LEAST_ALONE = 0.25
+_FEWEST_STEPS = 5.0
+"""Steps of a length at a batch size (to a power of two) that show its price."""
+UNSEEN = 3.0
+"""Frequency of trials of such a length beside that of one that is nearly as good: it may be far better."""
+_WORTH_A_LOOK = 1.03
+"""Rate, as a multiple of the best, that a length of unknown price must reach at the lowest possible price."""
 _STARTING, MOST_STARTING = 1.5, 0.04
 """Trials begun per step that explores, and at most per step."""
 
@@ -41,19 +49,16 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
     return min(_STARTING * explore_share, MOST_STARTING) * _closeness(margin, close) ** 2
 
 
-def alone_share(explore_share: float, margin: float, is_drafting: bool, has_trials: bool) -> float:
+def alone_share(explore_share: float, margin: float, is_drafting: bool) -> float:
     """Share of the steps that try something in that step alone.
 
     Such a step costs much and teaches little where nothing is drafted and drafting would be far worse: it is rarer there. It is
-    also rarer where lengths that are nearly as good have their own trials, which cost less.
+    also rarer where something is drafted: other lengths have trials of their own (`LengthTrials`), which cost less.
 
     Args:
         margin: see `block_size.Choice`.
-        has_trials: see `LengthTrials`.
     """
-    if is_drafting:
-        return explore_share * (_LEAST_ALONE if has_trials else 1.0)
-    return explore_share * max(_closeness(margin, _CLOSE), _LEAST_ALONE)
+    return explore_share * (_LEAST_ALONE if is_drafting else max(_closeness(margin, _CLOSE), _LEAST_ALONE))
 
 
 def _close(num_seen: float) -> float:
@@ -96,12 +101,29 @@ class Trials:
             seen[side] += (side == is_drafting) - seen[side] / _REMEMBERED_STEPS
 
 
+class Option(NamedTuple):
+    """What a step may do."""
+
+    moves: int
+    """By how much everybody's length moves."""
+    length: float
+    """Drafts per request."""
+    rate: float
+    """Predicted rate."""
+    seconds: float
+    """Predicted time of the step."""
+
+
 class LengthTrials:
-    """Trials of other lengths than the best ones, in small batches: everybody's drafts are so many longer, or shorter.
+    """Trials of other lengths than the best ones: everybody's drafts are so many longer, or shorter.
 
     What a length costs is learned where it is used. One that seemed dear when it was, because the machine had a slow moment,
     isn't used again, nor does its neighbour lead to it where that is no better. So lengths that are believed to be nearly as
     good are tried, those that were seen least above all. It costs what they are worse by.
+
+    The price of a length that was hardly seen is a guess: a step's time may jump anywhere between two lengths that were. It may
+    cost as little as the next shorter length that was seen. Lengths that would then be better than the best are tried, from the
+    middle of the most promising gap, so that a jump is found by bisection.
     """
 
     def __init__(self) -> None:
@@ -109,20 +131,28 @@ class LengthTrials:
         self._seen: dict[tuple[int, int], tuple[float, int]] = {}
         """Steps by batch size and length, as they are remembered, and the last of them."""
 
-    def begin(self, chance: float, num_requests: int, options: dict[int, tuple[float, float]]) -> None:
+    def begin(self, chance: float, num_requests: int, options: Sequence[Option]) -> None:
         """Perhaps begin a trial.
 
         Args:
-            chance: drawn from 0 … 1.
-            options: by how much everybody's length moves -> (drafts per request, rate), 0 included: what would be done.
+            chance: drawn evenly; a trial of a length that is nearly as good begins below 1.
+            options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included.
         """
-        best, candidates = max(rate for _, rate in options.values()), [(0.0, 0.0, 0)]
-        for moves, (length, rate) in options.items():
-            if moves:
-                seen = self._times_seen(num_requests, length)
+        best, candidates, unseen = max(option.rate for option in options), [(0.0, 0.0, 0)], list[tuple[float, float, int]]()
+        known_s = math.inf
+        for moves, length, rate, seconds in options:
+            seen = self._times_seen(num_requests, length)
+            if seen >= _FEWEST_STEPS or not moves:
+                known_s = seconds
+            elif length and rate * seconds / known_s >= best * _WORTH_A_LOOK:
+                unseen.append((rate * seconds / known_s, known_s, moves))
+            if moves and length:
                 share = _closeness(1.0 - rate / best, _close(seen)) ** 2
                 candidates.append((share / (ENOUGH_STEPS + seen), share, moves))
         _, share, chosen = max(candidates)
+        if unseen:
+            gap = [moves for _, lowest_s, moves in unseen if lowest_s == max(unseen)[1]]
+            share, chosen = UNSEEN, gap[len(gap) // 2]
         if chance < share:
             self._num_left, self._moves = TRIAL_STEPS, chosen
 

@@ -206,6 +206,15 @@ class StepTimeModel:
         below, above = min(int(length), last), min(int(length) + 1, last)
         return float(1.0 + row[below] + (row[above] - row[below]) * (length - below))
 
+    def kind_factors(self, num_requests: int, num_draft_tokens: Ints) -> Floats:
+        """The same for steps without prompts, of one batch and several numbers of drafts, [M]."""
+        row = self._row_of_batch.get(batch_kind(num_requests)) if self.kinds else None
+        if row is None:
+            return np.ones(len(num_draft_tokens))
+        lengths = np.where(num_draft_tokens > 0, np.maximum(num_draft_tokens / num_requests, 1.0), 0.0)
+        factors: Floats = 1.0 + np.interp(lengths, np.arange(len(row)), row)
+        return factors
+
     def kind_table(self) -> tuple[Ints, Floats]:
         """Tabulate the same: row + 1 of each `batch_kind`, 0 without one, [B]; effects by drafts per request, [rows, D]."""
         found = np.zeros(max(self._row_of_batch, default=-1) + 1, dtype=np.int64)

@@ -110,7 +110,7 @@ def test_what_is_chosen_has_the_best_of_all_rates(seed, count, num_spec_tokens, 
     model, survival = with_kinds(replace_block(model), found), make_survival(seed, count, num_spec_tokens)
     gains = latency_gains(survival) if is_latency else survival
     ways = np.array(list(itertools.product(range(num_spec_tokens + 1), repeat=count)))
-    rates = rates_of(ways, gains, model, is_latency=is_latency, num_prefill_tokens=prefill)
+    rates, _ = rates_of(ways, gains, model, is_latency=is_latency, num_prefill_tokens=prefill)
     chosen = choose(gains, model, is_latency=is_latency, num_prefill_tokens=prefill)
     assert rates[ways.tolist().index(chosen.num_draft_tokens)] == pytest.approx(rates.max(), rel=1e-9)
     assert chosen.rate / chosen.rate_without == pytest.approx(rates.max() / rates[0], rel=1e-6)
