@@ -3,10 +3,12 @@
 Old and new version take turns in pairs of windows. A round drafts 1 to 7 tokens with equal probability. Every position is
 accepted with a given conditional probability, the new version's being that many per cent lower or higher. The simulation only
 makes numpy arrays of counts; `adapt.monitor.evidence` and `adapt.monitor.canary` weigh them and set the bars. For each
-acceptance curve there are 10,000 canaries of A/A, -10 % and +5 %: share promoted, share rolled back, rounds needed (both
-versions together). Besides a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance length, which is
-more where little is accepted. Another case has dependent rounds: every window shifts all its log-odds, as when one long request
-fills it. Equal versions must not be distinguished by that, and a loss must be found. The last line of stdout is JSON.
+acceptance curve there are 10,000 canaries (1,000 with two workloads) of A/A, -10 % and +5 %: share promoted, share rolled back,
+rounds needed (both versions together). Besides a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance
+length, which is more where little is accepted. Another case has dependent rounds: every window shifts all its log-odds, as when
+one long request fills it. Equal versions must not be distinguished by that, and a loss must be found. A last case has two
+workloads: a version that gains on one and loses on the other (`OPPOSITE`) must not be promoted, whatever their shares of the
+traffic. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ import numpy as np
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT
 from honed.adapt.acceptance.estimate import acceptance_length, scale_odds
-from honed.adapt.monitor.canary import CanarySettings
+from honed.adapt.monitor.canary import LOG_DOUBT, LOG_HELD, PATIENCE, CanarySettings
 from honed.adapt.monitor.evidence import Evidence
-from honed.adapt.protocol.arrays import Floats
+from honed.adapt.protocol.arrays import Floats, Ints
 
 RESULTS = ROOT / "benchmarks" / "results"
 CURVES = {
@@ -36,6 +38,10 @@ CURVES = {
 }
 """Conditional acceptance by position; acceptance lengths at 7 draft tokens: 4.3, 3.2 and 2.0."""
 MOOD = 0.5
+TWO = {"+6/-9": (0.06, -0.09), "+3/-5": (0.03, -0.05), "+5/+5": (0.05, 0.05), "+20/0": (0.20, 0.0)}
+"""Changes on two workloads."""
+OPPOSITE = ("+6/-9", "+3/-5")
+SHARES = {"1:1": (0.5, 0.5), "9:1": (0.9, 0.1)}
 CHANGES = {"a/a": 0.0, "-10 %": -0.10, "+5 %": 0.05}
 
 
@@ -52,44 +58,74 @@ class Outcome:
 
 def simulate(
     acceptance: tuple[float, ...],
-    change: float,
+    change: float | tuple[float, ...],
     runs: int,
     settings: CanarySettings | None = None,
     seed: int = 0,
     mood: float = 0.0,
+    shares: tuple[float, ...] = (1.0,),
 ) -> Outcome:
-    """Run canaries to their verdicts, all at once. `mood`: standard deviation of the shift of a window's log-odds."""
+    """Run canaries to their verdicts, all at once.
+
+    Args:
+        change: relative change of conditional acceptance, for all workloads or one for each.
+        mood: standard deviation of the shift of a window's log-odds.
+        shares: of the rounds, by workload.
+    """
     settings, rng = settings or CanarySettings(), np.random.default_rng(seed)
+    changes = change if isinstance(change, tuple) else (change,) * len(shares)
     old = np.array(acceptance)
-    new = np.clip(old * (1.0 + change), 0.0, 0.995)
-    evidence = Evidence(len(old), (runs,))
-    bars = np.array([settings.log_bar("worse"), settings.log_bar("better")])
+    new = [np.clip(old * (1.0 + one), 0.0, 0.995) for one in changes]
+    workloads = [Evidence(len(old), (runs,)) for _ in shares]
+    everything = Evidence(len(old), (runs,)) if len(shares) > 1 else workloads[0]
+    evidence = [everything, *workloads] if len(shares) > 1 else workloads
+    bars = np.array([[settings.log_bar(way, number) for way in ("worse", "better")] for number in range(len(evidence))])
     decided, rounds, num_rounds = np.zeros(runs, np.int64), np.zeros(runs), 0
-    while num_rounds < settings.max_rounds and not decided.all():
-        windows = [window(rng, curve, runs, settings, mood) for curve in (old, new)]
-        evidence.add(*evidence.weigh(*windows[0], *windows[1]))
+    is_waiting = np.zeros(runs, dtype=bool)
+    while not (decided > 0).all() and num_rounds < settings.max_rounds * (
+        PATIENCE if (is_waiting & (decided == 0)).any() else 1
+    ):
+        counts = rng.multinomial(settings.window_rounds, shares, size=(2, runs))  # [2, runs, W]
+        score, information = np.zeros(runs), np.zeros(runs)
+        for number, one in enumerate(workloads):
+            curves = zip((old, new[number]), counts[..., number], strict=True)
+            weighed = one.weigh(*(column for curve, tried in curves for column in window(rng, curve, tried, mood)))
+            one.add(*weighed)
+            score, information = score + weighed[0], information + weighed[1]
+        if len(shares) > 1:
+            everything.add(score, information)
         num_rounds += 2 * settings.window_rounds
-        above = evidence.log_e >= bars  # [runs, 2]
-        found = np.where(above[:, 0], 1, np.where(above[:, 1], 2, 0))
+        log_e = np.array([one.log_e for one in evidence])  # [1 + W, runs, 2]
+        worse, better = (log_e >= bars[:, None]).any(axis=0).T
+        of_all = sum(one.rounds for one in workloads)
+        held = np.array([one.log_e_held(one.rounds / of_all) >= LOG_HELD for one in workloads]).all(axis=0) | (
+            len(workloads) == 1
+        )
+        better &= (log_e[..., 0] < LOG_DOUBT).all(axis=0)
+        is_waiting = better & ~held
+        found = np.where(worse, 1, np.where(better & held, 2, 0))
+        found = np.where((num_rounds >= settings.max_rounds) & ~is_waiting & (found == 0), 3, found)
         rounds[(decided == 0) & (found > 0)] = num_rounds
         decided = np.where(decided == 0, found, decided)
     taken = {name: rounds[decided == value] for name, value in (("rolled_back", 1), ("promoted", 2))}
     return Outcome(
         promoted=float(np.mean(decided == 2)),
         rolled_back=float(np.mean(decided == 1)),
-        unproven=float(np.mean(decided == 0)),
+        unproven=float(np.mean((decided == 0) | (decided == 3))),
         median_rounds={name: float(np.median(values)) for name, values in taken.items() if len(values)},
     )
 
 
-def window(
-    rng: np.random.Generator, acceptance: Floats, runs: int, settings: CanarySettings, mood: float = 0.0
-) -> tuple[Floats, Floats]:
-    """Trials and successes of one window each, both [runs, K]; draft lengths are 1 … K with equal probability."""
-    k = len(acceptance)
+def window(rng: np.random.Generator, acceptance: Floats, rounds: Ints, mood: float = 0.0) -> tuple[Floats, Floats]:
+    """Trials and successes of one window each, both [runs, K]; draft lengths are 1 … K with equal probability.
+
+    Args:
+        rounds: of each window, [runs].
+    """
+    k, runs = len(acceptance), len(rounds)
     failing = np.exp(mood * rng.standard_normal(runs)) if mood else np.ones(runs)
     trials, successes = np.empty((runs, k)), np.empty((runs, k))
-    tried = np.full(runs, settings.window_rounds)
+    tried = rounds
     for position in range(k):
         passed = rng.binomial(tried, scale_odds(acceptance[position], failing))
         trials[:, position], successes[:, position] = tried, passed
@@ -129,6 +165,13 @@ def run(runs: int) -> dict[str, Any]:
             "found_plus_5": outcomes["+5 %"].promoted,
             "median_rounds_plus_5": outcomes["+5 %"].median_rounds.get("promoted"),
         }
+        two = {
+            f"{label} at {ratio}": simulate(curve, changes, runs // 10, seed=number, shares=shares)
+            for label, changes in TWO.items()
+            for ratio, shares in SHARES.items()
+        }
+        figures[name]["two_workloads"] = {label: vars(outcome) for label, outcome in two.items()}
+        figures[name]["promoted_opposite"] = max(one.promoted for label, one in two.items() if label.startswith(OPPOSITE))
         print(f"{name}: {figures[name]}", flush=True)
     return figures
 
@@ -151,7 +194,8 @@ def main() -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {out}")
-    print(json.dumps({"runs": arguments.runs, **figures}), flush=True)
+    promoted_opposite = max(one["promoted_opposite"] for one in figures.values())
+    print(json.dumps({"runs": arguments.runs, "promoted_opposite": promoted_opposite, **figures}), flush=True)
     return 0
 
 

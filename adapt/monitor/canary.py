@@ -4,10 +4,12 @@ The two serve in short windows. Windows come in pairs, and a coin decides which 
 grows (`evidence` has the test and the reason why it holds at every look). It is gathered for all traffic and per workload:
 
     worse   as soon as e ≥ 1/α somewhere: with 0.94·α on all traffic, with 0.06·α / (i·(i+1)) on the i-th workload seen
-    better  likewise, unless some workload looks bad
+    better  likewise, once every workload with `LEAST_SHARE` of the traffic is shown to lose little (`evidence.MARGINS`), unless
+            some workload looks bad
 
-After `max_rounds` without either, nothing was proven. Batches are told apart by their drafter version, so the exact time of an
-engine's swap doesn't matter; those of other versions are ignored. Nothing here reads a clock or tosses the coin.
+After `max_rounds` without either, nothing was proven. A version that only waits for a workload's proof has three times as long.
+Batches are told apart by their drafter version, so the exact time of an engine's swap doesn't matter. Those of other versions
+are ignored. Nothing here reads a clock or tosses the coin.
 """
 
 from __future__ import annotations
@@ -31,8 +33,13 @@ Decision = Literal["undecided", "better", "worse", "unproven"]
 ALL = ""
 """Name of all traffic, beside the workloads'."""
 _SHARE_OF_ALL = 0.94
-_DOUBT = math.log(10.0)
+LOG_DOUBT = math.log(10.0)
 """A workload with so much evidence of a loss blocks a promotion."""
+LOG_HELD = math.log(20.0)
+"""ln of the e-value that shows that a workload loses little."""
+LEAST_SHARE = 0.01
+PATIENCE = 3
+"""Times `max_rounds` for a version that is better on all traffic, while a workload isn't shown to lose little."""
 _LOG10 = math.log(10.0)
 _WORSE, _BETTER = 0, 1
 FALSE_PROMOTION = 0.01
@@ -55,7 +62,7 @@ class CanarySettings:
     reset_window_s: float = 30.0
     """Shortest window where a swap must drop cached keys and values (scope "full"): each swap preempts running requests."""
     max_rounds: int = 20_000
-    """Nothing is proven without a verdict after so many rounds."""
+    """Nothing is proven without a verdict after so many rounds (see `PATIENCE`)."""
     max_s: float = 3600.0
     """Nothing is proven without a verdict after so much time with traffic."""
 
@@ -241,12 +248,22 @@ class Canary:
         if above_bar >= 0.0:
             return self._say("worse", worst, "accepts fewer of the new version's drafts")
         best, above_bar = self._farthest("better")
-        is_doubtful = any(float(one.log_e[_WORSE]) >= _DOUBT for one in self._evidence.values())
-        if above_bar >= 0.0 and not is_doubtful:
+        is_doubtful = any(float(one.log_e[_WORSE]) >= LOG_DOUBT for one in self._evidence.values())
+        unsure = self._unsure() if above_bar >= 0.0 else ""
+        if above_bar >= 0.0 and not is_doubtful and not unsure:
             return self._say("better", best, "accepts more of the new version's drafts")
-        if self.rounds >= self.settings.max_rounds:
+        worst = unsure or worst
+        if self.rounds >= self.settings.max_rounds * (PATIENCE if unsure else 1):
             return self._say("unproven", worst, f"shows no proven difference after {self.rounds} rounds")
-        return self._say("undecided", worst, "looks worst so far")
+        return self._say("undecided", worst, "isn't shown to lose little yet" if unsure else "looks worst so far")
+
+    def _unsure(self) -> str:
+        """The workload that is least shown to lose little; "" when all are, or there is only one."""
+        rounds = {name: one.rounds for name, one in self._evidence.items() if name != ALL}
+        shares = {name: count / max(sum(rounds.values()), 1.0) for name, count in rounds.items()}
+        held = {name: float(self._evidence[name].log_e_held(share)) for name, share in shares.items() if share >= LEAST_SHARE}
+        least = min(held, key=held.__getitem__, default="")
+        return least if len(held) > 1 and held[least] < LOG_HELD else ""
 
     def _farthest(self, decision: Literal["worse", "better"]) -> tuple[str, float]:
         """Name of the evidence farthest above its bar (or least below), and the distance."""

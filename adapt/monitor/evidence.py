@@ -21,10 +21,14 @@ variance for independent rounds, I = Σ_j w_j · p_j · n_a,j · n_b,j / (n_a,j 
 that dispersion. It is estimated from earlier pairs, and used as far as it isn't chance. One pair can at most double E: no
 single burst of traffic decides, and short windows decide after fewer rounds.
 
+To be promoted, a version must also be shown to lose little on every workload. For a margin m, D + m·I takes the place of D: the
+bets are on the gain over a loss of m. At a loss of m this is symmetric about 0 only nearly; `benchmarks.canary` has the error.
+
 Source: de la Peña, Ann. Probab. 27 (1999), "A general class of exponential inequalities for martingales and ratios"; score and
 weights as in Mantel, Cancer Chemother. Rep. 50 (1966); dispersion as in McCullagh & Nelder, Generalized Linear Models, 4.5.
 
-Letters: K = configured number of draft tokens, B = bets, … = any leading axes (many canaries at once, in simulations).
+Letters: K = configured number of draft tokens, B = bets, M = margins, … = any leading axes (many
+canaries at once, in simulations).
 """
 
 from __future__ import annotations
@@ -41,8 +45,13 @@ WORSE_BETS = {0.03: 0.03, 0.07: 0.32, 0.11: 0.65}
 acceptance length (which is 4 to 11 % of the former). Larger losses are found as well."""
 BETTER_BETS = {0.03: 0.15, 0.07: 0.70, 0.11: 0.15}
 """Bets for the new drafter: gains are smaller."""
+MARGINS = (0.04, 0.08, 0.16)
+"""Losses of conditional acceptance that a workload may have to be shown not to have."""
+MOST_COST = 0.004
+"""Tolerated loss of a workload, as a share of all traffic: the less traffic a workload is, the larger its margin."""
+_HELD_BETS = (0.2, 0.5, 0.3)
 _CHANGES = np.array(list(WORSE_BETS))
-_LOG_WEIGHTS = np.log([list(WORSE_BETS.values()), list(BETTER_BETS.values())])  # [2, B]
+_LOG_WEIGHTS = np.log([list(WORSE_BETS.values()), list(BETTER_BETS.values()), *(_HELD_BETS for _ in MARGINS)])  # [2 + M, B]
 _FEW_PAIRS = 4.0
 """Pairs with dispersion 1 that are assumed before the first one."""
 _MOST_CERTAIN = 0.98
@@ -55,7 +64,7 @@ class Evidence:
     def __init__(self, num_spec_tokens: int, shape: tuple[int, ...] = ()) -> None:
         self._trials: Floats = np.zeros((*shape, num_spec_tokens))
         self._successes: Floats = np.zeros((*shape, num_spec_tokens))
-        self._log_bets: Floats = np.zeros((*shape, *_LOG_WEIGHTS.shape))  # worse, better
+        self._log_bets: Floats = np.zeros((*shape, *_LOG_WEIGHTS.shape))  # worse, better, a loss below each margin
         self._score: Floats = np.zeros(shape)
         self._information: Floats = np.zeros(shape)
         self._squares: Floats = np.zeros(shape)  # Σ D² / I
@@ -77,10 +86,10 @@ class Evidence:
 
     def add(self, score: Floats, information: Floats) -> None:
         """Fold in a pair's D and I."""
-        x = np.asarray(score / self.dispersion)[..., None] * _CHANGES  # the old dispersion: D's sign must not choose its bet
-        log_cosh = np.logaddexp(x, -x) - _LOG_2
-        self._log_bets[..., 0, :] -= x + log_cosh
-        self._log_bets[..., 1, :] += x - log_cosh
+        over = [-score, score, *(score + margin * information for margin in MARGINS)]
+        # The old dispersion: D's sign must not choose its bet.
+        x = np.stack(over, axis=-1)[..., None] / np.asarray(self.dispersion)[..., None, None] * _CHANGES  # [..., 2 + M, B]
+        self._log_bets += x - (np.logaddexp(x, -x) - _LOG_2)
         self._score += score
         self._information += information
         is_telling = information > 0.0
@@ -99,7 +108,27 @@ class Evidence:
     @property
     def log_e(self) -> Floats:
         """ln of the e-values [..., 2]: that the new drafter accepts less, and that it accepts more."""
-        made: Floats = np.logaddexp.reduce(self._log_bets + _LOG_WEIGHTS, axis=-1)
+        return self._log_e_of_all[..., :2]
+
+    @property
+    def rounds(self) -> Floats:
+        """Verify rounds with drafts of both so far, [...]."""
+        made: Floats = self._trials[..., 0]
+        return made
+
+    def log_e_held(self, share: Floats) -> Floats:
+        """ln of the e-value that this traffic loses less than its margin, [...].
+
+        Args:
+            share: of all rounds, [...]. The margin is the largest of MARGINS that costs all traffic at most `MOST_COST`.
+        """
+        which = (np.array(MARGINS[1:]) * np.asarray(share)[..., None] <= MOST_COST).sum(axis=-1)
+        held: Floats = np.take_along_axis(self._log_e_of_all, which[..., None] + 2, axis=-1)[..., 0]
+        return held
+
+    @property
+    def _log_e_of_all(self) -> Floats:
+        made: Floats = np.logaddexp.reduce(self._log_bets + _LOG_WEIGHTS, axis=-1)  # [..., 2 + M]
         return made
 
     @property

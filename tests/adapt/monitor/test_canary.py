@@ -92,6 +92,21 @@ def test_a_gain_on_one_workload_is_enough_when_none_loses():
     assert verdict.decision == "better"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gain_on_much_of_the_traffic_does_not_pay_for_a_loss_on_the_rest(seed):
+    """Each window has 45 rounds of one workload and 5 of the other: all traffic gains, and was promoted."""
+    rng, canary = np.random.default_rng(seed), make_canary()
+    curves = {("v2", "a"): CURVE * 1.06, ("v2", "b"): CURVE * 0.91}
+    while canary.verdict.decision == "undecided":
+        for workload, size in (("a", 45), ("b", 5)):
+            lengths = rng.integers(1, K + 1, size)
+            curve = curves.get((canary.serving, workload), CURVE)
+            canary.observe(make_batch(lengths, simulate_rounds(rng, curve, lengths), workload, canary.serving))
+        canary.turn(old_begins=bool(rng.integers(2)))
+    assert canary.verdict.decision in ("worse", "unproven")
+    assert canary.verdict.workload == "b"
+
+
 def test_different_lengths_for_the_two_are_no_difference():
     rng, canary = np.random.default_rng(8), make_canary()
     for _ in range(200):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.monitor.evidence import BETTER_BETS, WORSE_BETS, Evidence
+from honed.adapt.monitor.evidence import BETTER_BETS, MARGINS, WORSE_BETS, Evidence
 
 K = 4
 counts = st.lists(st.integers(0, 60), min_size=K, max_size=K)
@@ -68,6 +68,18 @@ def test_the_sign_of_a_pair_does_not_choose_its_bet(scores, information):
     before = both.log_e[0]
     both.add(np.array([scores[-1], -scores[-1]]), np.full(2, information))
     assert np.logaddexp.reduce(both.log_e, axis=0) - np.log(2.0) == pytest.approx(before, abs=1e-9)
+
+
+@pytest.mark.parametrize(("share", "margin"), [(0.1, 0.04), (0.05, 0.08), (0.025, 0.16)])
+def test_a_loss_beyond_the_margin_is_rarely_taken_for_none_and_equality_is_recognised(share, margin):
+    assert margin in MARGINS
+    rng, information = np.random.default_rng(5), np.full(300, 8.0)
+    for change, least, most in ((-margin, 0.0, 0.07), (-1.5 * margin, 0.0, 0.01), (0.0, 0.95, 1.0)):
+        evidence, is_held = Evidence(K, (300,)), np.zeros(300, bool)
+        for _ in range(1000):
+            evidence.add(rng.normal(change * information, np.sqrt(information)), information)
+            is_held |= evidence.log_e_held(np.full(300, share)) >= np.log(20.0)
+        assert least <= is_held.mean() <= most
 
 
 def test_nothing_seen_in_one_of_the_windows_says_nothing():
