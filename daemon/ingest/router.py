@@ -1,38 +1,99 @@
-"""The ZeroMQ socket for engines and trainers, and the thread that owns it.
+"""The socket for engines and trainers, and the thread that owns it. They speak ZeroMQ (see zmtp.py).
 
-One thread reads and writes the socket (ZeroMQ sockets aren't shared between threads). Others call `send`, which never
-blocks: messages wait in a list, and a byte in a socket pair wakes the thread. If a peer is gone or doesn't read, its
-message is dropped; nothing waits.
+Others call `send`, which never blocks: messages wait in a list, and a byte in a socket pair wakes the thread. If a peer is gone
+or doesn't read, its message is dropped; nothing waits.
+
+Everything that a peer can use up is bounded: connections, the time for a handshake, the bytes of a message, those of all
+incomplete messages together, and those that wait for a peer. Without a free descriptor the thread waits for one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
-import zmq
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError
+from honed.daemon.ingest.zmtp import GREETING, READY, Zmtp, ZmtpError, frame
 
 log = structlog.get_logger("honed.router")
 
 MAX_SOCKET_PATH = 107
-FRAMES_PER_TURN = 256
-MAX_FRAME_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Longest message of an engine or a trainer."""
+MAX_INCOMPLETE_BYTES = 64 << 20
+"""Most bytes of all incomplete messages together; the longest is dropped, with its connection."""
+MAX_WAITING_BYTES = 1 << 20
+"""A peer that has so much to read gets no more."""
+BYTES_PER_TURN = 1 << 18
+"""Most bytes read of a connection before the others' turn."""
+HANDSHAKE_S = 10.0
+SILENT_S = 10.0
+"""Engines and trainers send every second; one that has been silent for so long makes room for a new connection."""
+PAUSE_S = 0.5
+"""Pause without a free descriptor."""
+LINGER_S = 0.2
+MOST_CONNECTIONS = 256
+"""Limit of a listener, so that a program leaking connections can't use up the daemon's files."""
+RESERVED_DESCRIPTORS = 64
+"""For the database, the registry and the journal."""
+NUM_LISTENERS = 4
 MAY_WRITE = "; this user must be able to write to its folder: `chown` it, or choose another --runtime-dir"
 
 
+def most_connections() -> int:
+    """Limit of each listener: all of them together leave descriptors for the rest of the daemon."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = (limit - RESERVED_DESCRIPTORS) // NUM_LISTENERS
+    return MOST_CONNECTIONS if limit == resource.RLIM_INFINITY else max(min(share, MOST_CONNECTIONS), 4)
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Listen on a socket file for owner and group. The caller holds the folder's lock, so an existing file is stale."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise StartError(f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter runtime_dir")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o660)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise StartError(f"socket {path}: {error.strerror}{MAY_WRITE}") from error
+    return listener
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    peer: bytes
+    socket: socket.socket
+    heard_s: float
+    """Time of its latest message, or of its begin."""
+    zmtp: Zmtp = field(default_factory=lambda: Zmtp(MAX_MESSAGE_BYTES))
+    waiting: bytearray = field(default_factory=lambda: bytearray(GREETING + READY))
+
+
 class Router:
-    """ROUTER socket on a file; calls `on_frame(peer, frame)` for each received frame."""
+    """Listener on a file; calls `on_frame(peer, frame)` for each message.
+
+    Args:
+        path: the socket's file.
+        on_odd_frame: called with the reason when a connection is closed for what it sent.
+        on_close: called with each peer whose connection has ended.
+    """
 
     def __init__(
         self,
@@ -40,90 +101,169 @@ class Router:
         on_frame: Callable[[bytes, bytes], None],
         *,
         on_odd_frame: Callable[[str], None] = lambda why: None,
+        on_close: Callable[[bytes], None] = lambda peer: None,
     ) -> None:
-        self._path, self._on_frame, self._on_odd_frame = path, on_frame, on_odd_frame
+        self._path, self._on_frame, self._on_odd_frame, self._on_close = path, on_frame, on_odd_frame, on_close
         self._outgoing: deque[tuple[bytes, bytes]] = deque()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="honed-router", daemon=True)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[bytes, _Connection] = {}
+        self._num_accepted = 0
+        self._limit = most_connections()
+        self._accepts_from_s = 0.0
+        self.num_refused = 0
+        """Connections refused, since there were too many."""
 
     def start(self) -> None:
         """Bind and begin to read. Raises StartError."""
-        if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
-            raise StartError(f"socket path {self._path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter runtime_dir")
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        # For a peer that reconnects under the same identity, the new connection is served, not the dead one.
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)
-        try:
-            self._socket.bind(f"ipc://{self._path}")
-            self._path.chmod(0o660)
-        except (zmq.ZMQError, OSError) as error:
-            raise StartError(f"socket {self._path}: {error.strerror or error}{MAY_WRITE}") from error
+        self._listener = bind_unix(self._path)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread.start()
 
     def send(self, peer: bytes, message: Any) -> None:
         """Queue a message for a peer. Thread-safe."""
         self._outgoing.append((peer, wire.encode(message)))
-        # A full pair means that a wake-up is pending; a closed one, that the thread has stopped.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._wake_write.send(b"!")
+        self._wake()
 
     def stop(self) -> None:
-        """Send queued messages, close the socket, remove its file."""
+        """Send queued messages, close the connections, remove the socket's file."""
         self._is_stopping = True
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._wake_write.send(b"!")
+        self._wake()
         if self._thread.is_alive():
             self._thread.join()
-        self._socket.close(linger=200)
-        self._context.term()
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+        self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def _wake(self) -> None:
+        # A full pair means that a wake-up is pending; a closed one, that the thread has stopped.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"!")
+
+    # --- the thread ---
+
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
         while not self._is_stopping:
-            poller.poll()
+            ready = self._selector.select(1.0)
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
-            self._read()
+            # A peer that connects anew has closed its old connection: that end is seen first.
+            for connection in sorted((key.data for key, _ in ready if key.data is not None), key=lambda one: one.peer):
+                self._read(connection)
+            self._accept()
+            self._close_stuck()
             self._write()
-        self._write()
+        deadline_s = time.monotonic() + LINGER_S
+        while self._write() and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        for connection in list(self._connections.values()):
+            self._close(connection)
 
-    def _read(self) -> None:
-        for _ in range(FRAMES_PER_TURN):
+    def _accept(self) -> None:
+        while (now_s := time.monotonic()) >= self._accepts_from_s:
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
                 return
-            if len(frames) != 1:
-                self._on_odd_frame(f"{len(frames)} parts in a message")
+            except OSError as error:  # out of descriptors or memory; the next select would return at once
+                self._accepts_from_s = now_s + PAUSE_S
+                self._selector.unregister(self._listener)
+                log.error("no connection can be accepted", error=str(error))
+                return
+            accepted.setblocking(False)
+            if len(self._connections) >= self._limit and not self._make_room(now_s):
+                self.num_refused += 1
+                accepted.close()
                 continue
-            try:
-                self._on_frame(peer, frames[0])
-            except Exception as error:
-                # One message may fail; the thread must not.
-                log.exception("a message could not be handled", error=str(error))
-                self._on_odd_frame("internal error")
+            self._num_accepted += 1
+            connection = _Connection(self._num_accepted.to_bytes(8), accepted, now_s)
+            self._connections[connection.peer] = connection
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _write(self) -> None:
+    def _make_room(self, now_s: float) -> bool:
+        quietest = min(self._connections.values(), key=lambda one: one.heard_s)
+        if now_s - quietest.heard_s < SILENT_S:
+            return False
+        self._close(quietest)
+        return True
+
+    def _close_stuck(self) -> None:
+        now_s = time.monotonic()
+        if self._listener not in self._selector.get_map() and now_s >= self._accepts_from_s:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for connection in list(self._connections.values()):
+            if not connection.zmtp.is_ready and now_s - connection.heard_s > HANDSHAKE_S:
+                self._close(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        num_bytes = 0
+        try:
+            while num_bytes < BYTES_PER_TURN and (data := connection.socket.recv(1 << 16)):
+                num_bytes += len(data)
+                for message in connection.zmtp.receive(data):
+                    connection.heard_s = time.monotonic()
+                    self._handle(connection.peer, message)
+                if connection.zmtp.num_bytes:
+                    self._bound_incomplete()
+            if not num_bytes or not data:
+                self._close(connection)
+        except BlockingIOError:
+            return
+        except ZmtpError as error:
+            self._close(connection)
+            self._on_odd_frame(str(error))
+        except OSError:  # reset, or closed by us meanwhile
+            self._close(connection)
+
+    def _handle(self, peer: bytes, message: bytes) -> None:
+        try:
+            self._on_frame(peer, message)
+        except Exception as error:
+            # One message may fail; the thread must not.
+            log.exception("a message could not be handled", error=str(error))
+            self._on_odd_frame("internal error")
+
+    def _bound_incomplete(self) -> None:
+        sizes = {peer: one.zmtp.num_bytes for peer, one in self._connections.items()}
+        if sum(sizes.values()) > MAX_INCOMPLETE_BYTES:
+            self._close(self._connections[max(sizes, key=sizes.__getitem__)])
+            self._on_odd_frame("too many bytes of incomplete messages")
+
+    def _write(self) -> bool:
+        """Send what can be sent. Returns True if something is left."""
         while self._outgoing:
-            peer, frame = self._outgoing.popleft()
+            peer, body = self._outgoing.popleft()
+            connection = self._connections.get(peer)
+            if connection is not None and len(connection.waiting) < MAX_WAITING_BYTES:
+                connection.waiting += frame(body)
+        is_left = False
+        for connection in [one for one in self._connections.values() if one.waiting]:
             try:
-                self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                log.debug("message not sent", error=str(error))
+                del connection.waiting[: connection.socket.send(connection.waiting)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._close(connection)
+                continue
+            is_left |= bool(connection.waiting)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
+            self._selector.modify(connection.socket, events, connection)
+        return is_left
+
+    def _close(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.peer, None) is not None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            self._on_close(connection.peer)

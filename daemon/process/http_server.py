@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import struct
 import threading
-from pathlib import Path
 
 import h11
 import structlog
@@ -19,15 +17,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from honed.daemon.api.access import USER_ID, load_tokens
 from honed.daemon.api.app import make_app, make_read_only_app
 from honed.daemon.errors import StartError
-from honed.daemon.ingest.router import MAY_WRITE
+from honed.daemon.ingest.router import bind_unix, most_connections
 from honed.daemon.service import Service
 from honed.daemon.settings.listen import check_address
 from honed.daemon.settings.settings import Settings
 
 log = structlog.get_logger("honed.http")
 
-MOST_CONNECTIONS = 256
-"""Limit of a listener, so that a program leaking connections can't use up the daemon's files."""
 PATIENCE_S = 10.0
 """Time for a complete request; its connection is closed after one to two times this."""
 _PEER = struct.Struct("3i")
@@ -42,7 +38,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > most_connections():
             transport.abort()
             return
         self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
@@ -120,22 +116,6 @@ class HttpServer:
             listener.close()
         with contextlib.suppress(OSError):
             self._settings.paths.admin_socket.unlink()
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """Listen on a socket file for owner and group. The caller holds the folder's lock, so an existing file is stale."""
-    if len(os.fsencode(path)) > 107:
-        raise StartError(f"socket path {path} is longer than 107 bytes; use a shorter runtime_dir")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        path.chmod(0o660)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise StartError(f"socket {path}: {error.strerror}{MAY_WRITE}") from error
-    return listener
 
 
 def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import os
+import resource
 import secrets
 import signal
 import stat
@@ -30,6 +31,8 @@ from honed.daemon.settings.settings import Settings, load
 log = structlog.get_logger("honed.serve")
 
 EXIT_USAGE = 2
+OPEN_FILES = 8192
+"""As the unit's LimitNOFILE."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -43,6 +46,7 @@ def run(settings: Settings, stop: threading.Event | None = None) -> int:
         configure_logging()
         faulthandler.enable()  # the watchdog's SIGABRT leaves every thread's stack in the journal
         os.umask(0o027)
+        raise_file_limit()
         with ExitStack() as stack:
             service, http = start_all(settings, stack)
             code = supervise(service, is_asked, Notifier(), http.problems)
@@ -77,6 +81,14 @@ def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer
     stack.callback(http.stop)
     http.start()
     return service, http
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as it needs, as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_folder(path: Path, mode: int) -> None:

@@ -25,7 +25,7 @@ MOST = 8
 @pytest.fixture
 def admin_socket(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(http_server, "PATIENCE_S", PATIENCE_S)
-    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", MOST)
+    monkeypatch.setattr(http_server, "most_connections", lambda: MOST)
     server = HttpServer(service, load(None, flags_in(folder), env={}))
     server.bind()
     server.start()
