@@ -55,6 +55,8 @@ DRAIN_S = 30.0
 """On a disk under heavy load one fsync may take many seconds; the unit allows 60 for a stop."""
 TICK_S = 1.0
 LEARN_S = 0.05
+MOST_REASONS, OTHER_REASON = 32, "other"
+"""Reasons of an engine's decisions that are counted apart; the rest counts under one name."""
 _PAUSED = "training_paused"
 """Key in the table `meta`."""
 
@@ -84,8 +86,9 @@ class Service:
             settings.paths.engine_socket,
             self.on_frame,
             on_odd_frame=self.on_odd_frame,
+            on_close=self.on_close,
         )
-        self.engines = Engines(self.store, settings.events.engine_lost_s)
+        self.engines = Engines(self.store, settings.events.engine_lost_s, self._forget)
         self.operations = Operations(self.store, clock)
         self.rollout = Rollout(self.operations)
         controller_settings = settings.controller_settings()
@@ -321,6 +324,16 @@ class Service:
         with self.lock:
             self.ingest.reject(why)
 
+    def on_close(self, peer: bytes) -> None:
+        with self.lock:
+            self.engines.release(peer)
+
+    def _forget(self, engine_id: str) -> None:
+        self.load.forget(engine_id)
+        self.steering.forget(engine_id)
+        for key in [key for key in self.decisions if key[0] == engine_id]:
+            del self.decisions[key]
+
     def _on_target_update(self, engine: Engine) -> None:
         """Mark the moment; delete samples of the old weights if the settings say so."""
         self.journal.mark("target", "vLLM was given other weights of the target", engine.engine_id)
@@ -339,7 +352,11 @@ class Service:
         if item.counts.total.rounds:
             engine.latest_rounds = item.counts.total
         self.load.add(engine.engine_id, item.batch.steps, engine.budget_nodes, item.received_unix_ns / 1e9)
-        self.decisions.update((engine.engine_id, reason) for reason in item.batch.steps.decision)
+        known = {reason for engine_id, reason in self.decisions if engine_id == engine.engine_id}
+        for reason, steps in Counter(item.batch.steps.decision).items():
+            is_kept = reason in known or len(known) < MOST_REASONS
+            known.add(reason)
+            self.decisions[engine.engine_id, reason if is_kept else OTHER_REASON] += steps
         if not item.counts.malformed:
             self.steering.put(engine, item.batch)
             self.canaries.on_batch(item.batch)

@@ -3,7 +3,8 @@
 Every message is one ZeroMQ frame: msgpack of one of the structs below, identified by its tag (the class name). The law of this
 file: fields are only ever added, at the end, with a default. A field's type and meaning never change. A message that is no
 longer sent is kept until no supported release sends it. A receiver ignores unknown fields, and counts and drops frames that it
-can't decode. Nothing here is ever pickled.
+can't decode. A field's type bounds its values (`fields`), so whoever has a message needn't check them again. Nothing here is
+ever pickled.
 
 Letters: K = the engine's configured number of draft tokens, R = verify rounds in a batch, S = engine steps in a batch.
 """
@@ -11,9 +12,42 @@ Letters: K = the engine's configured number of draft tokens, R = verify rounds i
 from __future__ import annotations
 
 import contextlib
-from typing import TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+
+from honed.adapt.protocol.fields import (
+    Amount,
+    Amounts,
+    Count,
+    Details,
+    Drafts,
+    Figures,
+    Identifier,
+    Label,
+    Labels,
+    Most,
+    Name,
+    Number,
+    PositiveNumber,
+    Real,
+    Reals,
+    Requests,
+    RoundDrafts,
+    RoundFloats,
+    RoundHashes,
+    RoundNumbers,
+    RoundTemperatures,
+    RoundTokens,
+    Sizes,
+    StepCounts,
+    StepNumbers,
+    StepReasons,
+    StepTokens,
+    Text,
+    Texts,
+    TokenIds,
+)
 
 WIRE_VERSION = 1
 """Raised only when an older peer could misread a newer one; fields added with defaults don't raise it."""
@@ -29,6 +63,8 @@ class WireError(ValueError):
 
     command_id: str = ""
     """Id of the command that couldn't be read, so that its sender can be answered; "": the frame names none."""
+    batch: BatchNumbers | None = None
+    """Place of the batch that couldn't be read, so that those behind it aren't held up; None: the frame names none."""
 
 
 class _Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True, gc=False, kw_only=True):
@@ -45,56 +81,56 @@ class EngineHello(_Message, frozen=True):
     "swap", "estimates" (feeding vLLM's adaptive verification). `limits` explains missing ones (one sentence each).
     """
 
-    wire_version: int
-    engine_id: str
-    boot_id: str
+    wire_version: Count
+    engine_id: Identifier
+    boot_id: Identifier
     """Random per engine process: sequence numbers are only comparable within one boot."""
-    model_name: str
-    target_path: str
-    drafter_path: str
-    drafter_version: str
+    model_name: Text
+    target_path: Text
+    drafter_path: Text
+    drafter_version: Name
     """Live version: "" until the daemon has named the registry version of the engine's checkpoint."""
-    vllm_version: str
-    honed_version: str
-    runner: str
+    vllm_version: Name
+    honed_version: Name
+    runner: Name
     """"v1" or "v2": which of vLLM's model runners executes."""
-    method: str
+    method: Name
     """vLLM's speculative method, for example "dflash"; "" when the engine doesn't speculate."""
-    num_spec_tokens: int
+    num_spec_tokens: Drafts
     """K: draft tokens per round that the engine was configured for (anchor excluded)."""
-    max_num_seqs: int
-    capabilities: list[str] = []
-    limits: list[str] = []
-    capture_path: str = ""
+    max_num_seqs: Requests
+    capabilities: Texts = []
+    limits: Texts = []
+    capture_path: Text = ""
     """File of the shared-memory sample ring, "" when capture is off."""
-    features: str = ""
+    features: Name = ""
     """Content of a captured row: "fused" or "layers"."""
-    captured_tokens: list[int] = []
+    captured_tokens: Sizes = []
     """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
-    captured_lengths: list[int] = []
+    captured_lengths: Sizes = []
     """Draft lengths of these graphs, the same for all requests of a step; empty: any mix."""
 
 
 class StepColumns(_Message, frozen=True):
     """Engine steps of a batch, one list per figure, each of length S."""
 
-    step: list[int] = []
+    step: StepNumbers = []
     """Step number within the boot, from 1."""
-    end_ns: list[int] = []
+    end_ns: StepNumbers = []
     """Engine's monotonic clock when the step's output was processed."""
-    duration_us: list[int] = []
+    duration_us: StepCounts = []
     """From schedule() to update_from_output() of the same step."""
-    num_requests: list[int] = []
-    num_tokens: list[int] = []
+    num_requests: StepTokens = []
+    num_tokens: StepTokens = []
     """All tokens that the step computed: decode, draft and prefill."""
-    num_prefill_tokens: list[int] = []
-    num_draft_tokens: list[int] = []
+    num_prefill_tokens: StepTokens = []
+    num_draft_tokens: StepTokens = []
     """Without drafts that vLLM's own adaptive verification trimmed."""
-    context_tokens: list[int] = []
+    context_tokens: StepCounts = []
     """Sum of the context lengths of the requests in the step."""
-    num_drafting: list[int] = []
+    num_drafting: StepTokens = []
     """Block length requested from the drafter in this step (0: drafter skipped)."""
-    decision: list[str] = []
+    decision: StepReasons = []
     """Reason for this step's draft lengths: "policy", "override", "cold", "off", …; see `adapt.lengths.decider`."""
 
 
@@ -106,28 +142,28 @@ class RoundColumns(_Message, frozen=True):
     vLLM's counters (`vllm:spec_decode_num_drafts` counts rounds with at least one scheduled draft token).
     """
 
-    step: list[int] = []
-    request: list[int] = []
+    step: RoundNumbers = []
+    request: RoundHashes = []
     """64-bit keyed hash of the request id (unsigned): equal within a boot, meaningless outside it."""
-    workload: list[int] = []
+    workload: RoundTokens = []
     """Index into the batch's `workloads`."""
-    position: list[int] = []
+    position: RoundTokens = []
     """Sequence position of the round's anchor (its last verified token)."""
-    num_draft_tokens: list[int] = []
-    num_accepted_tokens: list[int] = []
+    num_draft_tokens: RoundDrafts = []
+    num_accepted_tokens: RoundDrafts = []
     """Bonus token excluded; 0 ≤ accepted ≤ drafted."""
-    num_invalid_tokens: list[int] = []
+    num_invalid_tokens: RoundDrafts = []
     """Scheduled drafts that a grammar rejected beforehand; vLLM doesn't count them as drafted."""
-    temperature: list[float] = []
-    num_emitted: list[int] = []
-    emitted: list[int] = []
+    temperature: RoundTemperatures = []
+    num_emitted: RoundDrafts = []
+    emitted: TokenIds = []
     """Token ids emitted, concatenated; empty unless token ids are logged."""
-    draft: list[int] = []
+    draft: TokenIds = []
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
-    feature: list[float] = []
+    feature: RoundFloats = []
     """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known. No
     engine sends it yet, since vLLM's drafters return tokens without confidences; synthetic traffic does."""
-    num_trimmed_tokens: list[int] = []
+    num_trimmed_tokens: RoundDrafts = []
     """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, without the invalid ones; vLLM
     counts them as drafted. Empty: none."""
 
@@ -143,67 +179,76 @@ class EventBatch(_Message, frozen=True):
     number + 1, and `seq` is above it). It discards any other batch and answers with an `Ack` of what it has.
     """
 
-    engine_id: str
-    boot_id: str
-    seq: int
-    sent_unix_ns: int
-    sent_mono_ns: int
+    engine_id: Identifier
+    boot_id: Identifier
+    seq: PositiveNumber
+    sent_unix_ns: Number
+    sent_mono_ns: Number
     """Both clocks read at the same moment, so that steps' `end_ns` can be placed in wall time."""
-    drafter_version: str
-    workloads: list[str]
+    drafter_version: Name
+    workloads: Labels
     steps: StepColumns
     rounds: RoundColumns
-    lost_rounds: int = 0
+    lost_rounds: Count = 0
     """Rounds with at least one draft token in batches dropped so far."""
-    lost_draft_tokens: int = 0
-    lost_accepted_tokens: int = 0
-    lost_batches: int = 0
-    first_seq: int = 0
+    lost_draft_tokens: Count = 0
+    lost_accepted_tokens: Count = 0
+    lost_batches: Count = 0
+    first_seq: Number = 0
     """First number that this batch stands for; 0: only `seq`."""
+
+
+class BatchNumbers(msgspec.Struct, tag="EventBatch", frozen=True, gc=False):
+    """The fields that place a batch in its boot."""
+
+    engine_id: Identifier
+    boot_id: Identifier
+    seq: PositiveNumber
+    first_seq: Number = 0
 
 
 class EngineStatus(_Message, frozen=True):
     """A heartbeat, about once a second, also while the engine is idle."""
 
-    engine_id: str
-    boot_id: str
-    num_running: int
-    num_waiting: int
-    policy_generation: int
-    policy_age_s: float
+    engine_id: Identifier
+    boot_id: Identifier
+    num_running: Count
+    num_waiting: Count
+    policy_generation: Count
+    policy_age_s: Real
     """Seconds since the policy in force arrived; negative when there is none."""
-    fallback: str
+    fallback: Name
     """"" while the policy is in force; else "no_policy", "stale_policy", "observe_only" or "error"."""
-    drafter_version: str
-    drafter_generation: int
+    drafter_version: Name
+    drafter_generation: Count
     """Swaps applied in this boot."""
-    queue_bytes: int
-    errors: int
+    queue_bytes: Count
+    errors: Count
     """Exceptions caught at our boundary inside vLLM."""
-    log_us_p50: float = 0.0
-    log_us_p99: float = 0.0
-    decide_us_p50: float = 0.0
-    decide_us_p99: float = 0.0
-    captured_rows: int = 0
-    capture_skipped_rows: int = 0
+    log_us_p50: Amount = 0.0
+    log_us_p99: Amount = 0.0
+    decide_us_p50: Amount = 0.0
+    decide_us_p99: Amount = 0.0
+    captured_rows: Count = 0
+    capture_skipped_rows: Count = 0
     is_asleep: bool = False
     """vLLM's sleep mode: the weights aren't on the device."""
-    target_updates: int = 0
+    target_updates: Count = 0
     """Number of times that vLLM was given new weights of the target in this boot, without a restart."""
-    pooled_requests: int = 0
+    pooled_requests: Count = 0
     """Requests of this boot that counted as `workloads.OTHER_WORKLOAD`, since clients sent too many labels."""
 
 
 class CommandResult(_Message, frozen=True):
     """The answer to a `Command`; `figures` are numbers (for a swap: pause_ms, stage_ms), `detail` is text."""
 
-    engine_id: str
-    boot_id: str
-    command_id: str
+    engine_id: Identifier
+    boot_id: Identifier
+    command_id: Name
     ok: bool
-    error: str = ""
-    figures: dict[str, float] = {}
-    detail: dict[str, str] = {}
+    error: Text = ""
+    figures: Figures = {}
+    detail: Details = {}
 
 
 # --- daemon -> engine -------------------------------------------------------------------------------------------------
@@ -212,11 +257,11 @@ class CommandResult(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     """The daemon's answer to `EngineHello`: where to resend from, and the engine's registry version."""
 
-    daemon_id: str
-    boot_id: str
-    committed_seq: int
+    daemon_id: Name
+    boot_id: Name
+    committed_seq: Number
     """Highest committed sequence number of this boot; the engine forgets up to it and resends the rest."""
-    drafter_version: str = ""
+    drafter_version: Name = ""
     """Registry version of the checkpoint that the engine loaded; "" when unknown."""
     log_token_ids: bool = False
 
@@ -224,29 +269,29 @@ class Welcome(_Message, frozen=True):
 class Ack(_Message, frozen=True):
     """All batches up to `seq` of this boot are committed to the store."""
 
-    boot_id: str
-    seq: int
+    boot_id: Name
+    seq: Number
 
 
 class WorkloadPrior(_Message, frozen=True):
     """Estimated acceptance of a workload's requests before their own rounds."""
 
-    workload: str
-    acceptance: list[float]
+    workload: Label
+    acceptance: Reals
     """[K] conditional acceptance a_j: P(draft j accepted | drafts < j accepted)."""
-    strength: float = 8.0
+    strength: Amount = 8.0
     """Weight of this prior in pseudo-rounds, against the request's own rounds."""
-    context_shift: list[float] = []
+    context_shift: Reals = []
     """[B] factor on the failure odds by context length, in the buckets of adapt.acceptance.context_shift; empty: no
     difference."""
-    depth_intercepts: list[float] = []
+    depth_intercepts: Reals = []
     """[K] α_j of adapt.acceptance.depth_calibration, which corrects a request's acceptance at each depth; empty: no
     correction."""
-    depth_slopes: list[float] = []
+    depth_slopes: Reals = []
     """[K] β_j of the same."""
-    feature_mean: float = 0.0
+    feature_mean: Real = 0.0
     """Mean feature of this workload's rounds, see `RoundColumns.feature`."""
-    feature_weight: float = 0.0
+    feature_weight: Real = 0.0
     """Change of a request's log-odds of acceptance against its workload's, per unit of its feature above the mean."""
 
 
@@ -256,50 +301,50 @@ class Policy(_Message, frozen=True):
     The engine decides every step itself, from this and from its own requests' finished rounds.
     """
 
-    generation: int
-    ttl_s: float
-    kind: str
+    generation: Count
+    ttl_s: Amount
+    kind: Name
     """"goodput", "off" (observe only: leave vLLM alone) or a rule of adapt.lengths.rules; an unknown one is "static"."""
-    static_k: int
+    static_k: Most
     """Draft tokens for kind "static", and the fallback of the others."""
-    max_k: int
+    max_k: Most
     priors: list[WorkloadPrior] = []
     """The first is the engine-wide one, used for unnamed workloads."""
-    step_seconds: list[float] = []
+    step_seconds: Reals = []
     """Step-time model, see adapt.steps.step_time.StepTimeModel.from_policy: its parameters in its documented order."""
-    draft_seconds: list[float] = []
+    draft_seconds: Reals = []
     """[K+1] cost of drafting a block of length j for one request batch, index 0 for a skipped drafter; empty: unknown."""
-    captured_tokens: list[int] = []
+    captured_tokens: Sizes = []
     """Token counts for which a CUDA graph was captured; empty: none."""
-    hysteresis: float = 0.02
+    hysteresis: Real = 0.02
     """Relative predicted gain below which draft lengths stay unchanged."""
-    explore_share: float = 0.02
+    explore_share: Real = 0.02
     """Share of steps that try a neighbouring draft length, so that the model keeps learning."""
-    request_ceiling: int = -1
+    request_ceiling: Most = -1
     """No request gets more draft tokens than this; -1: no ceiling."""
-    capture_share: float = 0.0
+    capture_share: Real = 0.0
     """Share of requests whose context features are captured for training."""
-    override: str = ""
+    override: Text = ""
     """Name of the operator override behind this policy, "" when there is none."""
-    table: list[tuple[int, int]] = []
+    table: list[tuple[Most, Most]] = []
     """For kind "table": (largest batch in requests, draft tokens), ascending."""
     equal_lengths: bool = False
     """Every request of a step gets the same length: unequal lengths would lose the captured CUDA graph."""
-    captured_lengths: list[int] = []
+    captured_lengths: Sizes = []
     """With `equal_lengths`: the only lengths, beside 0, that are chosen; empty: all are."""
     feeds_estimates: bool = False
     """Where vLLM's own adaptive verification is on, it gets step costs and each workload's acceptance."""
-    kind_effects: list[tuple[int, int, float]] = []
+    kind_effects: list[tuple[Most, Most, Real]] = []
     """Corrections of `step_seconds` for kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
 
 
 class DrafterWeights(_Message, frozen=True):
     """A drafter version and where its weights lie."""
 
-    version: str
-    path: str
+    version: Name
+    path: Text
     """Folder in the registry."""
-    sha256: str = ""
+    sha256: Name = ""
     """Of its model.safetensors; "": the file isn't checked."""
 
 
@@ -308,16 +353,16 @@ class Turns(_Message, frozen=True):
 
     beside: DrafterWeights
     """The version whose turn comes next."""
-    home_version: str
+    home_version: Name
     """Which of the two is active."""
-    lease_s: float
+    lease_s: Amount
     """How long the version that isn't at home may serve without further word."""
 
 
 class SwapCommand(_Message, frozen=True):
     """Run these drafter weights from now on. The result's figures are pause_ms, stage_ms, copy_ms and ranks."""
 
-    command_id: str
+    command_id: Name
     weights: DrafterWeights
     drops_cache: bool
     """Whether the new weights can't use cached context keys and values."""
@@ -329,7 +374,7 @@ class SwapCommand(_Message, frozen=True):
 class ChecksumCommand(_Message, frozen=True):
     """Hash the live drafter weights in checkpoint order. The result's detail has "sha256", and "rank0" … for each rank."""
 
-    command_id: str
+    command_id: Name
 
 
 Command = SwapCommand | ChecksumCommand
@@ -342,38 +387,38 @@ Command = SwapCommand | ChecksumCommand
 class TrainerHello(_Message, frozen=True):
     """Introduction of a trainer process; sent at start and after every reconnect."""
 
-    trainer_id: str
-    device: str
-    operation_id: str = ""
+    trainer_id: Name
+    device: Name
+    operation_id: Name = ""
     """Current operation, "" when idle."""
-    yields_to: list[str] = []
+    yields_to: Texts = []
     """Engines that it yields to, see `trainer.yields_to`."""
 
 
 class TrainRequest(_Message, frozen=True):
     """daemon -> trainer: make a candidate."""
 
-    operation_id: str
-    capture_path: str
-    target_path: str
-    parent_version: str
-    scope: str = "kv-frozen"
-    workloads: list[str] = []
+    operation_id: Name
+    capture_path: Text
+    target_path: Text
+    parent_version: Name
+    scope: Name = "kv-frozen"
+    workloads: Texts = []
     """Workloads that must gain; empty: any gain overall."""
-    max_seconds: float = 600.0
-    max_steps: int = 0
+    max_seconds: Amount = 600.0
+    max_steps: Count = 0
     """0: the trainer's own setting."""
-    reason: str = ""
+    reason: Text = ""
     dry_run: bool = False
-    vllm_version: str = ""
+    vllm_version: Name = ""
     """The engine's."""
 
 
 class TrainCancel(_Message, frozen=True):
     """daemon -> trainer: cancel the operation; nothing of it is kept."""
 
-    operation_id: str
-    reason: str = ""
+    operation_id: Name
+    reason: Text = ""
 
 
 class TrainPause(_Message, frozen=True):
@@ -385,8 +430,8 @@ class TrainPause(_Message, frozen=True):
 class GateFigures(_Message, frozen=True):
     """Expected acceptance length on held-out sessions, one workload."""
 
-    workload: str
-    sessions: int
+    workload: Name
+    sessions: Count
     parent: float
     candidate: float
     gain_low: float
@@ -396,61 +441,64 @@ class GateFigures(_Message, frozen=True):
     must_gain: bool = False
 
 
+GateTable: TypeAlias = Annotated[list[GateFigures], msgspec.Meta(max_length=256)]
+
+
 class TrainerStatus(_Message, frozen=True):
     """trainer -> daemon, about once a second and at each change: its current state."""
 
-    trainer_id: str
-    state: str
+    trainer_id: Name
+    state: Name
     """"idle", "collecting", "training", "waiting" (engine busy), "gating", "paused"."""
-    operation_id: str = ""
-    samples: int = 0
-    samples_bytes: int = 0
-    sessions: int = 0
-    steps: int = 0
-    max_steps: int = 0
-    tokens: int = 0
+    operation_id: Name = ""
+    samples: Count = 0
+    samples_bytes: Count = 0
+    sessions: Count = 0
+    steps: Count = 0
+    max_steps: Count = 0
+    tokens: Count = 0
     loss: float = 0.0
-    train_seconds: float = 0.0
-    elapsed_s: float = 0.0
-    preemptions: int = 0
-    idle_ratio: float = 0.0
-    ring_lost_records: int = 0
-    gate: list[GateFigures] = []
-    preemption_delays_s: list[float] = []
+    train_seconds: Amount = 0.0
+    elapsed_s: Amount = 0.0
+    preemptions: Count = 0
+    idle_ratio: Real = 0.0
+    ring_lost_records: Count = 0
+    gate: GateTable = []
+    preemption_delays_s: Amounts = []
     """Delay of each pre-emption since the previous status: from work's arrival until the trainer had stopped."""
-    preemption_computing_s: list[float] = []
+    preemption_computing_s: Amounts = []
     """Most computing time in each of them; the rest of the delay it waited for a core."""
-    memory_bytes: int = 0
+    memory_bytes: Count = 0
     """Estimated memory of the training on its device; 0 before it is known."""
-    spilled_bytes: int = 0
+    spilled_bytes: Count = 0
     """Samples on disk."""
 
 
 class TrainResult(_Message, frozen=True):
     """trainer -> daemon: an operation's end. `version` names the candidate in the registry if one was made and passed."""
 
-    operation_id: str
+    operation_id: Name
     ok: bool
-    version: str = ""
-    error: str = ""
-    gate: list[GateFigures] = []
-    steps: int = 0
-    tokens: int = 0
-    train_seconds: float = 0.0
-    elapsed_s: float = 0.0
+    version: Name = ""
+    error: Text = ""
+    gate: GateTable = []
+    steps: Count = 0
+    tokens: Count = 0
+    train_seconds: Amount = 0.0
+    elapsed_s: Amount = 0.0
 
 
 class Purge(_Message, frozen=True):
     """daemon -> trainer: forget all samples, the ring's included."""
 
-    operation_id: str = ""
+    operation_id: Name = ""
 
 
 class Purged(_Message, frozen=True):
     """trainer -> daemon: all samples are forgotten, except those named in `problems`."""
 
-    operation_id: str
-    problems: list[str] = []
+    operation_id: Name
+    problems: Texts = []
 
 
 FromTrainer = TrainerHello | TrainerStatus | TrainResult | Purged
@@ -472,6 +520,7 @@ _to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 _addressed: msgspec.msgpack.Decoder[_Addressed] = msgspec.msgpack.Decoder(_Addressed)
+_batch_numbers: msgspec.msgpack.Decoder[BatchNumbers] = msgspec.msgpack.Decoder(BatchNumbers)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
@@ -481,8 +530,16 @@ def encode(message: _Message) -> bytes:
 
 
 def decode_to_daemon(frame: bytes) -> ToDaemon:
-    """Read a frame from an engine or a trainer. Raises WireError, with the cause, for anything else."""
-    return _decode(_to_daemon, frame)
+    """Read a frame from an engine or a trainer. Raises WireError, with the cause, for anything else.
+
+    The error has the place of a batch with a wrong field.
+    """
+    try:
+        return _decode(_to_daemon, frame)
+    except WireError as error:
+        with contextlib.suppress(*_UNREADABLE):
+            error.batch = _batch_numbers.decode(frame)
+        raise
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:

@@ -14,6 +14,7 @@ DEFAULT_WORKLOAD = "default"
 OTHER_WORKLOAD = "other"
 """Of requests whose label came when MAX_WORKLOADS names were known."""
 MAX_WORKLOADS = 64
+MAX_LABEL_CHARS = 64
 _RESERVED = frozenset({DEFAULT_WORKLOAD, OTHER_WORKLOAD})
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, WorkloadNames
-
-MAX_LABEL_CHARS = 64
+from honed.adapt.protocol.fields import MAX_TEMPERATURE
+from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_LABEL_CHARS, WorkloadNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,8 @@ class RequestBook:
         labels = read_labels(sampling_params)
         if (workload := self.workloads(labels.workload)) != labels.workload:
             labels = replace(labels, workload=workload)
-        temperature = float(sampling_params.temperature) if sampling_params is not None else 0.0
+        given = float(sampling_params.temperature) if sampling_params is not None else 0.0
+        temperature = min(max(0.0, given), MAX_TEMPERATURE)  # in this order NaN, which vLLM takes, becomes 0
         self._running.add(request_id)
         key = int.from_bytes(key_of(request_id, self.secret))
         return labels, Tracked(key, labels.workload, temperature, num_prompt_tokens, num_prompt_tokens)

@@ -52,6 +52,10 @@ class LoadHistory:
         slot.draft_tokens += sum(steps.num_draft_tokens)
         slot.budget = max(slot.budget, budget)
 
+    def forget(self, engine_id: str) -> None:
+        """Drop an engine's slots."""
+        self._slots.pop(engine_id, None)
+
     def slots(self, engine_id: str, since_s: float) -> list[Slot]:
         """Slots that began at or after a moment, oldest first; times without steps have none."""
         return [slot for slot in self._slots.get(engine_id, ()) if slot.t >= since_s]

@@ -97,6 +97,12 @@ class Steering:
             engine.policy, engine.policy_sent_s = policy, now_s
             self._send(engine.peer, policy)
 
+    def forget(self, engine_id: str) -> None:
+        """Drop what is kept of an engine by its id."""
+        self._failing.pop(engine_id, None)
+        for key in [key for key in self.alarms if key[0] == engine_id]:
+            del self.alarms[key]
+
     def controller(self, engine: Engine) -> EngineController | None:
         """The engine's controller, made on first use; None while the engine's configuration is unknown."""
         if engine.controller is None and engine.hello is not None and not engine.awaits_controller:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import structlog
 
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
@@ -17,6 +17,10 @@ from honed.daemon.store.store import Store
 
 log = structlog.get_logger("honed.engines")
 
+MOST_ENGINES = 256
+MOST_BOOTS_EACH = 16
+"""Boots of an engine kept in memory; the database has all."""
+
 
 @dataclass(slots=True)
 class Boot:
@@ -25,6 +29,8 @@ class Boot:
     engine_id: str
     boot_id: str
     sequence: BootSequence
+    peer: bytes = b""
+    """Connection that introduced it, the only one that speaks for it; b"": none, or its connection has ended."""
     committed_seq: int = 0
     stored: Counts = field(default_factory=Counts)
     lost: dict[str, int] = field(default_factory=dict)
@@ -107,10 +113,16 @@ class Engine:
 
 
 class Engines:
-    """The engines by id, and their boots. Not thread-safe: the service's lock guards it."""
+    """The engines by id, and their boots. Not thread-safe: the service's lock guards it.
 
-    def __init__(self, store: Store, lost_after_s: float) -> None:
-        self._store, self._lost_after_s = store, lost_after_s
+    Args:
+        store: has the boots of earlier runs of the daemon.
+        lost_after_s: silence after which an engine counts as gone.
+        on_forget: called with the id of an engine that made room for another.
+    """
+
+    def __init__(self, store: Store, lost_after_s: float, on_forget: Callable[[str], None] = lambda engine_id: None) -> None:
+        self._store, self._lost_after_s, self._on_forget = store, lost_after_s, on_forget
         self._boots: dict[tuple[str, str], Boot] = {}
         self.by_id: dict[str, Engine] = {}
 
@@ -118,22 +130,56 @@ class Engines:
         """The boot, from memory or else from the database."""
         key = (engine_id, boot_id)
         if key not in self._boots:
+            earlier = [other for other, boot in self._boots.items() if other[0] == engine_id and not boot.peer]
+            for other in earlier[: -MOST_BOOTS_EACH + 1]:
+                del self._boots[other]
             self._boots[key] = self._load(engine_id, boot_id)
         return self._boots[key]
 
-    def seen(self, engine_id: str, boot_id: str, peer: bytes, now_s: float) -> tuple[Engine, bool]:
-        """Note a message. Returns the engine, and True if this boot is new to the daemon."""
-        engine = self.by_id.get(engine_id)
-        if engine is None or engine.boot.boot_id != boot_id:
-            if engine is not None and self.is_connected(engine, now_s) and engine.peer != peer:
-                note = f"two processes use the engine id {engine_id!r}, or it was restarted within {self._lost_after_s:g} s"
-            else:
-                note = ""
-            engine = Engine(engine_id, self.boot(engine_id, boot_id), peer, now_s, note=note)
-            self.by_id[engine_id] = engine
-            return engine, True
-        engine.peer, engine.last_seen_s, engine.is_lost = peer, now_s, False
-        return engine, False
+    def introduce(self, hello: EngineHello, peer: bytes, now_s: float) -> Engine | None:
+        """Note an engine's hello. None if another connection speaks for this boot, or there are too many engines."""
+        engine_id, known = hello.engine_id, self.by_id.get(hello.engine_id)
+        if known is None and len(self.by_id) >= MOST_ENGINES:
+            quietest = min(self.by_id.values(), key=lambda engine: engine.last_seen_s)
+            if self.is_connected(quietest, now_s):
+                return None
+            self._forget(quietest.engine_id)
+        boot = self.boot(engine_id, hello.boot_id)
+        if boot.peer not in (b"", peer):
+            return None
+        self.release(peer)
+        boot.peer, boot.hello = peer, hello
+        engine = self._seen(boot, now_s)
+        engine.live_version = hello.drafter_version
+        return engine
+
+    def speaker(self, engine_id: str, boot_id: str, peer: bytes, now_s: float) -> Engine | None:
+        """The engine in a boot for which this connection speaks; None if it doesn't."""
+        boot = self._boots.get((engine_id, boot_id))
+        return self._seen(boot, now_s) if boot is not None and boot.peer == peer else None
+
+    def release(self, peer: bytes) -> None:
+        """Note that a connection speaks for no boot any more: others may introduce its boot."""
+        for boot in self._boots.values():
+            if boot.peer == peer:
+                boot.peer = b""
+
+    def _seen(self, boot: Boot, now_s: float) -> Engine:
+        engine = self.by_id.get(boot.engine_id)
+        if engine is None or engine.boot is not boot:
+            note = ""
+            if engine is not None and self.is_connected(engine, now_s) and engine.peer != boot.peer:
+                name = engine.engine_id
+                note = f"two processes use the engine id {name!r}, or it was restarted within {self._lost_after_s:g} s"
+            engine = self.by_id[boot.engine_id] = Engine(boot.engine_id, boot, boot.peer, now_s, note=note)
+        engine.peer, engine.last_seen_s, engine.is_lost = boot.peer, now_s, False
+        return engine
+
+    def _forget(self, engine_id: str) -> None:
+        del self.by_id[engine_id]
+        for key in [key for key in self._boots if key[0] == engine_id]:
+            del self._boots[key]
+        self._on_forget(engine_id)
 
     def get(self, engine_id: str) -> Engine:
         """Raises UnknownError."""
@@ -170,6 +216,4 @@ class Engines:
             boot.lost = {name: row[name] for name in row if name.startswith("lost_")}
             boot.missing_batches, boot.malformed_batches = row["missing_batches"], row["malformed_batches"]
             boot.batches = row["batches"]
-            if row["hello"]:
-                boot.hello = msgspec.json.decode(row["hello"], type=EngineHello)
         return boot

@@ -74,13 +74,15 @@ class Ingest:
         """Handle one frame. Faults in it are counted, never raised."""
         self.figures.frames += 1
         try:
-            message = wire.decode_to_daemon(frame)
+            message, defect = wire.decode_to_daemon(frame), ""
         except wire.WireError as error:
-            self.reject("undecodable")
-            log.debug("frame dropped", error=str(error))
-            return
+            if error.batch is None:
+                self.reject("undecodable")
+                log.debug("frame dropped", error=str(error))
+                return
+            message, defect = _empty(error.batch, int(self._clock() * 1e9)), str(error)
         try:
-            self._dispatch(peer, message, frame)
+            self._dispatch(peer, message, frame, defect)
         except StoreError as error:
             # Without the database the committed number is unknown; the engine asks again.
             self.reject("store_unavailable")
@@ -102,44 +104,46 @@ class Ingest:
             if engine is not None and engine.boot is boot:
                 self._acknowledge(engine.peer, boot)
 
-    def _dispatch(self, peer: bytes, message: wire.ToDaemon, frame: bytes) -> None:
-        if isinstance(message, wire.EventBatch):
-            self._take_batch(peer, message, frame)
-        elif isinstance(message, wire.EngineStatus):
-            engine, _ = self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
+    def _dispatch(self, peer: bytes, message: wire.ToDaemon, frame: bytes, defect: str) -> None:
+        if isinstance(message, wire.FromTrainer):
+            self._on_trainer(peer, message)
+        elif isinstance(message, wire.EngineHello):
+            self._take_hello(peer, message)
+        elif (engine := self._engines.speaker(message.engine_id, message.boot_id, peer, self._monotonic())) is None:
+            self.reject("not_introduced")
+        elif isinstance(message, wire.EventBatch):
+            self._take_batch(engine, message, frame, defect)
+        elif isinstance(message, wire.CommandResult):
+            self._on_command_result(message)
+        else:
             before, engine.status = engine.status, message
             engine.live_version = message.drafter_version
             if before is not None and message.target_updates > before.target_updates:
                 self._on_target_update(engine)
-        elif isinstance(message, wire.EngineHello):
-            self._take_hello(peer, message)
-        elif isinstance(message, wire.CommandResult):
-            self._engines.seen(message.engine_id, message.boot_id, peer, self._monotonic())
-            self._on_command_result(message)
-        else:
-            self._on_trainer(peer, message)
 
     def _take_hello(self, peer: bytes, hello: wire.EngineHello) -> None:
-        engine, _ = self._engines.seen(hello.engine_id, hello.boot_id, peer, self._monotonic())
-        engine.boot.hello, engine.live_version = hello, hello.drafter_version
+        engine = self._engines.introduce(hello, peer, self._monotonic())
+        if engine is None:
+            self.reject("refused_hello")
+            log.warning("an engine's hello is refused: its boot has a connection, or there are too many", id=hello.engine_id)
+            return
         if hello.wire_version != wire.WIRE_VERSION:
             engine.note = f"speaks wire version {hello.wire_version}, this daemon {wire.WIRE_VERSION}"
         self._on_hello(engine)
 
-    def _take_batch(self, peer: bytes, batch: wire.EventBatch, frame: bytes) -> None:
-        engine, _ = self._engines.seen(batch.engine_id, batch.boot_id, peer, self._monotonic())
+    def _take_batch(self, engine: Engine, batch: wire.EventBatch, frame: bytes, defect: str) -> None:
         boot, figures = engine.boot, self.figures
         if boot.hello is not None and boot.hello.wire_version > wire.WIRE_VERSION:
             self.reject("wire_version")  # a newer engine's version means that we would misread it
             return
-        offer, missing = boot.sequence.offer(batch.first_seq, batch.seq, peer)
+        offer, missing = boot.sequence.offer(batch.first_seq, batch.seq, engine.peer)
         if offer is not Offer.TAKE:
             figures.duplicates += offer is Offer.DUPLICATE
             figures.ahead += offer is Offer.AHEAD
-            self._acknowledge(peer, boot)
+            self._acknowledge(engine.peer, boot)
             return
         now_ns = int(self._clock() * 1e9)
-        item = StoredBatch(batch, frame, now_ns, self._count(batch, now_ns), missing)
+        item = StoredBatch(batch, frame, now_ns, self._count(batch, now_ns, defect), missing)
         if not self._store.put(item):
             figures.no_room += 1
             return
@@ -150,8 +154,10 @@ class Ingest:
         figures.last_batch_unix_s = now_ns / 1e9
         self._on_batch(engine, item)
 
-    def _count(self, batch: wire.EventBatch, now_ns: int) -> BatchCounts:
+    def _count(self, batch: wire.EventBatch, now_ns: int, defect: str) -> BatchCounts:
         try:
+            if defect:
+                raise MalformedBatchError(defect)
             return count_batch(batch, now_ns, self.workloads)
         except MalformedBatchError as error:
             # Stored anyway: unacknowledged, it would block all later batches.
@@ -161,3 +167,19 @@ class Ingest:
 
     def _acknowledge(self, peer: bytes, boot: Boot) -> None:
         self._send(peer, wire.Ack(boot_id=boot.boot_id, seq=boot.committed_seq))
+
+
+def _empty(numbers: wire.BatchNumbers, now_ns: int) -> wire.EventBatch:
+    """A batch without content for one that can't be read, so that those behind it aren't held up."""
+    return wire.EventBatch(
+        engine_id=numbers.engine_id,
+        boot_id=numbers.boot_id,
+        seq=numbers.seq,
+        first_seq=numbers.first_seq,
+        sent_unix_ns=now_ns,
+        sent_mono_ns=0,
+        drafter_version="",
+        workloads=[],
+        steps=wire.StepColumns(),
+        rounds=wire.RoundColumns(),
+    )

@@ -78,11 +78,11 @@ def test_garbage_is_counted_and_dropped(service: Service, frame: bytes) -> None:
 def test_garbage_on_the_wire_harms_nobody(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello()
-    for frames in ([b""], [b"\xc1"], [b"x" * 10_000], [b"a", b"b"], [wire.encode(wire.Ack(boot_id="b", seq=3))]):
-        engine.send_frame(*frames)
+    for frame in (b"", b"\xc1", b"x" * 10_000, wire.encode(wire.Ack(boot_id="b", seq=3))):
+        engine.send_frame(frame)
     engine.send(engine.batch(1))
     engine.wait_acked(1)
-    assert sum(service.ingest.figures.rejected.values()) == 5
+    assert sum(service.ingest.figures.rejected.values()) == 4
 
 
 def test_a_malformed_batch_does_not_block_those_behind_it(service: Service, make_engine: MakeEngine) -> None:

@@ -39,13 +39,13 @@ class Host:
         )
 
     def greet(self, version: str = "") -> Engine:
-        engine, _ = self.engines.seen("engine-0", "boot", b"peer", 0.0)
         fields: dict[str, Any] = dict.fromkeys(
             ("model_name", "target_path", "drafter_path", "vllm_version", "honed_version", "runner", "method"), ""
         )
         fields |= {"wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
         hello = wire.EngineHello(engine_id="engine-0", boot_id="boot", drafter_version=version, **fields)
-        engine.boot.hello, engine.live_version = hello, version
+        engine = self.engines.introduce(hello, b"peer", 0.0)
+        assert engine is not None
         self.greeting.greet(engine)
         return engine
 

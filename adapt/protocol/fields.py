@@ -1,0 +1,71 @@
+"""Types of the wire's fields with the values that each may have, so that decoding a frame checks them all.
+
+No sum, difference or cast that a receiver makes of such values leaves 64 bits. A float is finite unless its field says more.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+from honed.adapt.protocol.workloads import MAX_LABEL_CHARS
+
+MAX_STEPS = 1 << 14
+"""Most engine steps in a batch."""
+MAX_ROUNDS = 1 << 16
+"""Most verify rounds in a batch."""
+MAX_TOKEN_IDS = 1 << 22
+"""Most token ids in a batch, emitted ones and drafts each."""
+MAX_DRAFT_TOKENS = 4096
+"""Most draft tokens of a round."""
+MAX_TEMPERATURE = 1e6
+
+Identifier: TypeAlias = Annotated[str, Meta(max_length=200, pattern=r"\A[\w-][\w.-]*\Z")]
+"""Id of an engine or a boot; also a file name."""
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+"""Version, id of a command or an operation, or another short text."""
+Label: TypeAlias = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
+"""Workload."""
+Text: TypeAlias = Annotated[str, Meta(max_length=8192)]
+"""Path or sentences."""
+Texts: TypeAlias = Annotated[list[Text], Meta(max_length=256)]
+Labels: TypeAlias = Annotated[list[Label], Meta(max_length=1024)]
+Details: TypeAlias = Annotated[dict[Name, Text], Meta(max_length=4096)]
+
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=2**62 - 1)]
+"""Sequence or step number, or a clock's nanoseconds."""
+PositiveNumber: TypeAlias = Annotated[int, Meta(ge=1, le=2**62 - 1)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+"""Total of a boot, or of a step."""
+Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Tokens or requests of a step, or a position."""
+Drafts: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
+"""Tokens of a round."""
+Requests: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 20)]
+Most: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""Upper limit; −1: none."""
+TokenId: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""−1: unknown."""
+Hash: TypeAlias = Annotated[int, Meta(ge=0)]
+"""64 bits, unsigned."""
+Real: TypeAlias = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Amount: TypeAlias = Annotated[float, Meta(ge=0, le=1e300)]
+Reals: TypeAlias = Annotated[list[Real], Meta(max_length=1 << 16)]
+Amounts: TypeAlias = Annotated[list[Amount], Meta(max_length=1 << 16)]
+Figures: TypeAlias = Annotated[dict[Name, Real], Meta(max_length=256)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+
+Sizes: TypeAlias = Annotated[list[Tokens], Meta(max_length=MAX_ROUNDS)]
+"""Token counts of captured graphs."""
+StepNumbers: TypeAlias = Annotated[list[Number], Meta(max_length=MAX_STEPS)]
+StepCounts: TypeAlias = Annotated[list[Count], Meta(max_length=MAX_STEPS)]
+StepTokens: TypeAlias = Annotated[list[Tokens], Meta(max_length=MAX_STEPS)]
+StepReasons: TypeAlias = Annotated[list[Label], Meta(max_length=MAX_STEPS)]
+RoundNumbers: TypeAlias = Annotated[list[Number], Meta(max_length=MAX_ROUNDS)]
+RoundHashes: TypeAlias = Annotated[list[Hash], Meta(max_length=MAX_ROUNDS)]
+RoundTokens: TypeAlias = Annotated[list[Tokens], Meta(max_length=MAX_ROUNDS)]
+RoundDrafts: TypeAlias = Annotated[list[Drafts], Meta(max_length=MAX_ROUNDS)]
+RoundTemperatures: TypeAlias = Annotated[list[Temperature], Meta(max_length=MAX_ROUNDS)]
+RoundFloats: TypeAlias = Annotated[list[float], Meta(max_length=MAX_ROUNDS)]
+TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
