@@ -25,6 +25,7 @@ from honed.daemon.doctor.vllm_command import parse
 from honed.daemon.errors import SettingsError
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.registry.durable import read_document
 
 PROMETHEUS = "http://127.0.0.1:9090"
 HTTP_TIMEOUT_S = 5.0
@@ -83,7 +84,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
 def read_config(folder: Path) -> dict[str, Any] | None:
     """A checkpoint's config.json; None if it can't be read."""
     try:
-        found = json.loads((folder / "config.json").read_text())
+        found = json.loads(read_document(folder / "config.json"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

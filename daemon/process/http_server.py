@@ -24,6 +24,8 @@ from honed.daemon.settings.settings import Settings
 
 log = structlog.get_logger("honed.http")
 
+MAX_AHEAD_BYTES = 64 << 10
+"""Requests that a client may send before it has the answer to an earlier one."""
 PATIENCE_S = 10.0
 """Time for a complete request; its connection is closed after one to two times this."""
 _PEER = struct.Struct("3i")
@@ -46,6 +48,12 @@ class Protocol(H11Protocol):
         if peer is not None and peer.family == socket.AF_UNIX:
             _, user_id, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             self.app_state = self.app_state | {USER_ID: user_id}
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # h11 holds what follows the request under way, and uvicorn reads on while that waits for its client.
+        if len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
+            self.transport.abort()
 
     def _close_if_stuck(self, request_before: object) -> None:
         """Close it if no complete request arrived since the last check; else check again later."""

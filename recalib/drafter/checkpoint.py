@@ -18,8 +18,10 @@ from torch import Tensor
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.registry.durable import read_document
 
 INDEX_NAME = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
 WEIGHTS_NAME = "model.safetensors"
 EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
@@ -61,7 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the checkpoint's config.json."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_document(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; point to a folder with a Hugging Face checkpoint") from error
     except (OSError, ValueError) as error:
@@ -75,7 +77,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Map each tensor to its file, by the index if there is one."""
     if (folder / INDEX_NAME).exists():
         try:
-            weight_map: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
+            weight_map: dict[str, str] = json.loads(read_document(folder / INDEX_NAME, MAX_INDEX_BYTES))["weight_map"]
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{folder / INDEX_NAME} is broken ({error}); fetch the checkpoint again") from error
         return {name: folder / Path(file).name for name, file in weight_map.items()}

@@ -6,15 +6,19 @@ On disk it can't overtake the data, because that was forced out first.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
+MAX_DOCUMENT_BYTES = 4 << 20
+"""Longest configuration or manifest."""
 
 
 def fsync_path(path: Path) -> None:
@@ -53,6 +57,18 @@ def make_folder(path: Path, mode: int = 0o750) -> None:
     except FileExistsError:
         return  # another process made it first, and has set the mode
     path.chmod(mode | path.stat().st_mode & 0o2000)
+
+
+def read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Read a file that should be short. Raises OSError: it can't be read, is longer, or is no regular file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", str(path))
+    return data
 
 
 def sha256_file(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from honed.recalib.registry.durable import sha256_file
+from honed.recalib.registry.durable import read_document, sha256_file
 from honed.recalib.registry.tensor_file import read_tensor_entries, sha256_tensors
 
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
@@ -62,7 +62,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
     cure = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
     try:
         entries = read_tensor_entries(weights)
-        msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+        msgspec.json.decode(read_document(config), type=dict[str, Any])
         return Manifest(
             version=version,
             created_unix_s=time.time(),
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     cure = f"promote another version, then remove the folder {folder} or restore it from a backup"
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(read_document(folder / MANIFEST), type=Manifest)
         num_bytes = (folder / WEIGHTS).stat().st_size
         (folder / CONFIG).stat()
     except msgspec.DecodeError as error:
@@ -132,4 +132,4 @@ def _makes_context(name: str) -> bool:
 def sha256_of_target(target_path: str) -> str:
     """Return the SHA-256 of a target's config.json; "" if it isn't a local folder with one."""
     config = Path(target_path) / CONFIG
-    return hashlib.sha256(config.read_bytes()).hexdigest() if target_path and config.is_file() else ""
+    return hashlib.sha256(read_document(config)).hexdigest() if target_path and config.is_file() else ""

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from honed.recalib.registry.durable import fsync_path, locked, make_folder, replace_file, sha256_file
+from honed.recalib.registry.durable import fsync_path, locked, make_folder, read_document, replace_file, sha256_file
 from honed.recalib.registry.manifest import (
     CONFIG,
     MANIFEST,
@@ -227,7 +227,7 @@ class Registry:
     def _read_alias(self, name: str) -> tuple[str | None, int]:
         path = self._alias_path(name)
         try:
-            version, generation = path.read_text().split()
+            version, generation = read_document(path, 256).decode().split()
             if version != "-" and not _VERSION.fullmatch(version):
                 raise ValueError
             return (None if version == "-" else version), int(generation)

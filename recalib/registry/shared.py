@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from honed.recalib.registry.durable import sha256_file
+from honed.recalib.registry.durable import MAX_DOCUMENT_BYTES, sha256_file
 from honed.recalib.registry.manifest import CONFIG, MANIFEST, WEIGHTS, Manifest, RegistryError
 from honed.recalib.registry.registry import Registry
 
@@ -93,7 +93,12 @@ class SharedRegistry:
         place = f"{self._versions}/{manifest.sha256}"
 
         def write(folder: Path) -> None:
-            for name, told in ((WEIGHTS, manifest.sha256), (CONFIG, manifest.config_sha256)):
+            for name, told, most_bytes in (
+                (WEIGHTS, manifest.sha256, manifest.bytes),
+                (CONFIG, manifest.config_sha256, MAX_DOCUMENT_BYTES),
+            ):
+                if (num_bytes := self._fs.size(f"{place}/{name}")) is None or num_bytes > most_bytes:
+                    raise RegistryError(f"{place}/{name} has {num_bytes} bytes, at most {most_bytes} are expected: remove {place}")
                 self._fs.get_file(f"{place}/{name}", str(folder / name))
                 if (found := sha256_file(folder / name)) != told:
                     raise RegistryError(
@@ -111,7 +116,9 @@ class SharedRegistry:
         """Read a manifest, once: it is immutable."""
         if name not in self._known:
             try:
-                manifest = msgspec.json.decode(self._fs.cat_file(f"{self._versions}/{name}/{MANIFEST}"), type=Manifest)
+                # A longer one is cut, and so isn't JSON.
+                text = self._fs.cat_file(f"{self._versions}/{name}/{MANIFEST}", 0, MAX_DOCUMENT_BYTES)
+                manifest = msgspec.json.decode(text, type=Manifest)
             except (FileNotFoundError, msgspec.DecodeError):
                 return None
             if manifest.sha256 != name:

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 8 << 20
+"""About 60,000 tensors."""
 DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,

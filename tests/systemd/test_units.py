@@ -11,6 +11,7 @@ import pytest
 
 from honed.attach.engine import environment
 from honed.daemon.install import vllm_args
+from honed.daemon.process.serve import OPEN_FILES
 from honed.daemon.settings.settings import Settings, load
 from tests.tools import ROOT
 
@@ -117,6 +118,11 @@ def test_what_is_known_to_break_is_left_out() -> None:
     assert not trainer.keys() & {"Service.MemoryDenyWriteExecute", "Service.PrivateDevices", "Service.ProcSubset"}
     allowed = {value.split()[0] for value in trainer["Service.DeviceAllow"]}
     assert {"char-nvidia-frontend", "char-nvidiactl", "char-nvidia-uvm", "char-nvidia-caps"} <= allowed
+
+
+def test_the_daemon_can_use_up_neither_memory_nor_descriptors() -> None:
+    found = directives("honed.service")
+    assert (found["Service.MemoryMax"], found["Service.LimitNOFILE"]) == (["4G"], [str(OPEN_FILES)])
 
 
 def test_the_trainer_has_no_network_and_the_daemon_only_loopback() -> None:

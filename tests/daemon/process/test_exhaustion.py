@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import socket
 import subprocess
@@ -128,3 +129,17 @@ def test_messages_that_never_end_are_bounded_together(unlimited: DaemonProcess) 
     engine.wait_acked(1)
     for attacker in attackers:
         attacker.close()
+
+
+def test_requests_without_end_whose_answers_nobody_reads_take_no_memory(unlimited: DaemonProcess, port: int) -> None:
+    before = memory_mb(unlimited)
+    requests = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20_000
+    deadline_s = time.monotonic() + 20.0
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.settimeout(1.0)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+            for _ in range(200):
+                client.sendall(requests)
+                assert time.monotonic() < deadline_s, "it reads on and on"
+    assert memory_mb(unlimited) < before + 50
+    assert unlimited.answers()

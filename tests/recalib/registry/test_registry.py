@@ -184,6 +184,7 @@ def test_concurrent_changes_all_count(registry):
         ("manifest.json", lambda p: p.write_text("{"), "manifest.json is damaged"),
         ("manifest.json", lambda p: p.write_text('{"version": 3}'), "manifest.json is damaged"),
         ("manifest.json", lambda p: p.unlink(), "manifest.json can't be read"),
+        ("manifest.json", lambda p: os.truncate(p, 3 << 30), "manifest.json can't be read .longer than 4194304 bytes"),
         ("model.safetensors", lambda p: p.unlink(), "model.safetensors can't be read"),
         ("model.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "model.safetensors has"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from honed.recalib.registry.durable import MAX_DOCUMENT_BYTES
 from honed.recalib.registry.registry import Registry, RegistryError
 from honed.recalib.registry.shared import SharedRegistry
 from tests.recalib.registry.test_registry import checkpoint
@@ -120,6 +121,27 @@ def test_a_manifest_of_other_weights_is_no_version(here: Side, target: Path) -> 
     told = json.loads(shared._fs.cat_file(place)) | {"sha256": "../../evil"}
     shared._fs.pipe_file(place, json.dumps(told).encode())
     assert SharedRegistry(shared.url, registry).listing() == []
+
+
+def test_a_manifest_without_end_is_no_version(here: Side, target: Path) -> None:
+    registry, shared = here
+    made = registry.create(checkpoint(1), target_path=str(target))
+    shared.push(made.version)
+    place = f"{shared._versions}/{made.sha256}/manifest.json"
+    shared._fs.pipe_file(place, b" " * MAX_DOCUMENT_BYTES + shared._fs.cat_file(place))
+    assert SharedRegistry(shared.url, registry).listing() == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_longer_than_their_manifest_says_are_not_fetched(here: Side, there: Side, target: Path, name: str) -> None:
+    registry, shared = here
+    made = registry.create(checkpoint(1), target_path=str(target))
+    shared.push(made.version)
+    place = f"{shared._versions}/{made.sha256}/{name}"
+    shared._fs.pipe_file(place, shared._fs.cat_file(place) + b" " * MAX_DOCUMENT_BYTES)
+    (found,) = there[1].missing([made.target_sha256])
+    with pytest.raises(RegistryError, match=rf"{name} has \d+ bytes, at most \d+ are expected"):
+        there[1].fetch(found, str(target))
 
 
 def test_what_is_damaged_here_is_not_pushed(here: Side) -> None:

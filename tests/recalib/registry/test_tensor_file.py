@@ -1,13 +1,14 @@
 """A safetensors header is believed only where it agrees with itself and with the file."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from honed.recalib.registry.tensor_file import read_tensor_entries, sha256_tensors
+from honed.recalib.registry.tensor_file import MAX_HEADER_BYTES, read_tensor_entries, sha256_tensors
 
 np = pytest.importorskip("numpy")
 
@@ -75,3 +76,11 @@ def test_digest_of_chosen_tensors_ignores_the_others_and_their_place(tmp_path):
     digests = {sha256_tensors(path, read_tensor_entries(path), lambda name: name.startswith("fc")) for path in (first, second)}
     assert len(digests) == 1
     assert sha256_tensors(first, read_tensor_entries(first), lambda name: False) == ""
+
+
+def test_a_header_without_end_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}")
+    os.truncate(path, 1 << 30)
+    with pytest.raises(ValueError, match=f"its header claims {MAX_HEADER_BYTES + 1} bytes"):
+        read_tensor_entries(path)
