@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.measure import Measurement
 from rich.text import Text
 
 from honed.daemon.client.client import EXIT_USAGE, AdminClient, AdminError
+from honed.daemon.client.visible import SafeConsole, abandon_output, visible_document
 
 if TYPE_CHECKING:
     from honed.daemon.settings.sections import PathSettings
@@ -102,7 +103,7 @@ def connect(context: typer.Context) -> Iterator[AdminClient]:
 
 def fail(message: str, *, cure: str = "", exit_code: int = 1) -> NoReturn:
     """Print what happened and what to do on stderr, and exit."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = SafeConsole(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("honed: ", "red"), message))
     if cure:
         console.print(Text.assemble(("  → ", "dim"), cure))
@@ -114,16 +115,32 @@ def emit(document: Any, as_json: bool, render: Callable[[Any], RenderableType]) 
     if as_json:
         print_json(document)
     else:
-        put(render(document))
+        put(render(visible_document(document)))
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line, or a few."""
+    SafeConsole(stderr=err, soft_wrap=True).print(Text(text))
 
 
 def put(renderable: RenderableType) -> None:
     """Print a command's answer. Lines wrap only on a terminal, or in a pipe or file if COLUMNS sets a width."""
-    console = Console(markup=False, highlight=False)
+    console = SafeConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         wide = console.options.update(width=UNBOUNDED, max_width=UNBOUNDED)
         console.width = max(console.width, Measurement.get(console, wide, renderable).maximum)
     console.print(renderable, crop=False)
+
+
+def end_with(exit_code: int, answer: Callable[[], None]) -> None:
+    """Print an answer that has a verdict, and exit with the verdict's code even if nobody reads the answer."""
+    try:
+        answer()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        abandon_output()
+    if exit_code:
+        raise typer.Exit(exit_code)
 
 
 def listing(path: str, render: Callable[[Any], RenderableType]) -> Callable[[typer.Context, bool], None]:
@@ -137,9 +154,9 @@ def listing(path: str, render: Callable[[Any], RenderableType]) -> Callable[[typ
 
 
 def print_json(document: Any) -> None:
-    """Print JSON: indented on a terminal, one line in pipes."""
-    json.dump(document, sys.stdout, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False)
-    sys.stdout.write("\n")
+    """Print JSON: indented on a terminal, one line in pipes. It is ASCII: other characters are escaped."""
+    text = json.dumps(document, indent=2 if sys.stdout.isatty() else None)
+    sys.stdout.write(text.replace("\x7f", "\\u007f") + "\n")
 
 
 def duration_s(text: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -20,7 +20,8 @@ from honed.daemon.calibration.calibrate import CalibrationError, Collected
 from honed.daemon.calibration.prompts_file import HELP, PromptsError, read_prompts
 from honed.daemon.calibration.served_target import Sampling, ServedTarget, TargetError, read_key
 from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, FINISHED, AdminClient
-from honed.daemon.client.terminal import JsonFlag, Reason, connect, emit, fail
+from honed.daemon.client.terminal import JsonFlag, Reason, connect, emit, fail, say
+from honed.daemon.client.visible import SafeConsole
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.watching import follow, watch
@@ -88,7 +89,7 @@ def command(
                 fits = calibrate.fitting(served, found, max_tokens, tick)
             if fits.too_long:
                 lines = ", ".join(map(str, fits.too_long[:10])) + (", …" if len(fits.too_long) > 10 else "")
-                typer.echo(f"{len(fits.too_long)} prompts don't fit the server's context and are left out: {lines}", err=True)
+                say(f"{len(fits.too_long)} prompts don't fit the server's context and are left out: {lines}", err=True)
             calibrate.check_enough(fits, max_tokens, needed)
             with progress("collecting completions", len(fits.prompts), quiet=as_json) as tick:
                 collected = calibrate.collect(
@@ -101,7 +102,7 @@ def command(
                     on_reply=lambda reply: tick(),
                 )
         if collected.lost_records:
-            typer.echo(f"{collected.lost_records} records were overwritten before they were read: {RING_CURE}", err=True)
+            say(f"{collected.lost_records} records were overwritten before they were read: {RING_CURE}", err=True)
         operation_id = calibrate.ask(client, collected.engine_id, needed.scope, max_seconds, reason)
         document = _train(client, operation_id, collected, promote, reason, as_json)
         emit(document, as_json, _render)
@@ -121,7 +122,7 @@ def told() -> Iterator[None]:
 @contextmanager
 def progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
     """Show a bar on stderr; yield the function that advances it."""
-    console = Console(stderr=True, highlight=False, quiet=quiet)
+    console = SafeConsole(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
@@ -134,7 +135,7 @@ def _train(
     try:
         operation = watch(calibrate.until_registered(client, client.follow(operation_id)), quiet=as_json)
     except KeyboardInterrupt:
-        typer.echo(f"it still runs: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
+        say(f"it still runs: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
         raise typer.Exit(130) from None
     version = str((operation.get("detail") or {}).get("version") or "")
     promotion = None

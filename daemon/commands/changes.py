@@ -18,7 +18,9 @@ from honed.daemon.client.terminal import (
     listing,
     print_json,
     put,
+    say,
 )
+from honed.daemon.client.visible import visible_document
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.watching import follow
 
@@ -192,7 +194,7 @@ def _say(answer: Any, as_json: bool, text: str) -> None:
     if as_json:
         print_json(answer)
     else:
-        typer.echo(text)
+        say(text)
 
 
 def _agrees(question: str) -> bool:
@@ -213,13 +215,13 @@ def _finish(client: AdminClient, view: dict[str, Any], wait: bool, as_json: bool
         try:
             view = follow(client, operation_id, quiet=as_json)
         except KeyboardInterrupt:
-            typer.echo(f"it still runs: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
+            say(f"it still runs: `honed operations {operation_id}`, `honed cancel {operation_id}`", err=True)
             raise typer.Exit(130) from None
     if as_json:
         print_json(view)
     else:
-        put(show.operation(view))
+        put(show.operation(visible_document(view)))
         if not wait:
-            typer.echo(f"follow it with `honed operations {operation_id}`", err=True)
+            say(f"follow it with `honed operations {operation_id}`", err=True)
     if view["state"] in ("failed", "cancelled"):
         raise typer.Exit(EXIT_FAILED)

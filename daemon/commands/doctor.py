@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from honed.daemon.client.terminal import Connection, JsonFlag, print_json
+from honed.daemon.client.terminal import Connection, JsonFlag, end_with, print_json
+from honed.daemon.client.visible import SafeConsole
 from honed.daemon.doctor.check import Check, exit_code, worst_first
 
 SIGNS = {"error": ("✗", "red"), "warning": ("!", "yellow"), "unknown": ("?", "dim"), "ok": ("✓", "green")}
@@ -35,12 +36,14 @@ def doctor(
     connection = context.obj if isinstance(context.obj, Connection) else Connection()
     asked = Asked(connection.config, tuple(command or ()), prometheus)
     checks = worst_first(diagnose(asked, connection))
-    if as_json:
-        print_json({"checks": [asdict(check) for check in checks]})
-    else:
-        Console(markup=False, highlight=False, soft_wrap=True).print(view(checks))
-    if code := exit_code(checks):
-        raise typer.Exit(code)
+
+    def answer() -> None:
+        if as_json:
+            print_json({"checks": [asdict(check) for check in checks]})
+        else:
+            SafeConsole(soft_wrap=True).print(view(checks))
+
+    end_with(exit_code(checks), answer)
 
 
 def view(checks: Sequence[Check]) -> RenderableType:

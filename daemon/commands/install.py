@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from honed.daemon.client.client import EXIT_USAGE, EXIT_WARNINGS
 from honed.daemon.client.terminal import JsonFlag, fail, print_json
+from honed.daemon.client.visible import SafeConsole
 from honed.daemon.install import units
 from honed.daemon.install.units import InstallError, Item, Place
 
@@ -78,7 +79,7 @@ def install(
     if as_json:
         print_json(document)
     else:
-        Console(markup=False, highlight=False, soft_wrap=True).print(_plan_view(items, document))
+        SafeConsole(soft_wrap=True).print(_plan_view(items, document))
     if failed:
         raise typer.Exit(1)
     if notes or any(file["state"] == "changed" for file in document["files"]):
@@ -119,7 +120,7 @@ def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = 
         lines.append(Text("vLLM: remove honed's two flags and HONED_RUNTIME_DIR from its unit, at its next restart."))
         again = _again(["uninstall"], root=root)
         lines += [] if apply else ["", Text(f"Nothing was changed. To do it: {again}", "bold")]
-    Console(markup=False, highlight=False, soft_wrap=True).print(Group(*lines))
+    SafeConsole(soft_wrap=True).print(Group(*lines))
 
 
 def _place(root: Path, prefix: Path, vllm_unit: str) -> Place:

@@ -24,12 +24,15 @@ from honed.daemon.client.terminal import (
     connect,
     duration_s,
     emit,
+    end_with,
     fail,
     listing,
     load_settings,
     moment_s,
     print_json,
+    say,
 )
+from honed.daemon.client.visible import SafeConsole, abandon_output, prepare_streams, visible_document
 from honed.daemon.commands import calibrate as calibrate_command
 from honed.daemon.commands import changes, replay, top
 from honed.daemon.commands import doctor as doctor_command
@@ -135,15 +138,18 @@ def status(
     with connect(context) as client:
         document = client.get("/v1/status")
         if watch and not as_json:
-            with suppress(KeyboardInterrupt), Live(show.status(document), refresh_per_second=4) as live:
+            view = show.status(visible_document(document))
+            with suppress(KeyboardInterrupt), Live(view, console=SafeConsole(), refresh_per_second=4) as live:
                 while True:
                     time.sleep(1.0)
                     document = client.get("/v1/status")
-                    live.update(show.status(document))
+                    live.update(show.status(visible_document(document)))
         else:
-            emit(document, as_json, show.status)
-    if check and (found := findings(document)):
-        raise typer.Exit(EXIT_FAILED if found[0].level == "error" else EXIT_WARNINGS)
+            found = findings(document) if check else []
+            end_with(
+                EXIT_FAILED if found and found[0].level == "error" else EXIT_WARNINGS if found else 0,
+                lambda: emit(document, as_json, show.status),
+            )
 
 
 @app.command()
@@ -211,7 +217,8 @@ def follow_marks(
             if as_json:
                 print_json(mark)
             else:
-                typer.echo(f"{cells.moment(mark['t'])}  {mark['kind']}  {mark['text']}")
+                shown = visible_document(mark)
+                say(f"{cells.moment(shown['t'])}  {shown['kind']}  {shown['text']}")
             sys.stdout.flush()
 
 
@@ -245,9 +252,9 @@ def export_events(
     if as_json and out != "-":
         print_json(written)
     else:
-        typer.echo(f"{written['rounds']:,} rounds of {written['batches']:,} batches written to {out}", err=True)
+        say(f"{written['rounds']:,} rounds of {written['batches']:,} batches written to {out}", err=True)
         if written["unreadable_batches"]:
-            typer.echo(f"{written['unreadable_batches']:,} batches could not be read and were left out", err=True)
+            say(f"{written['unreadable_batches']:,} batches could not be read and were left out", err=True)
 
 
 @app.command("vllm-args")
@@ -315,9 +322,11 @@ def _beliefs(by_engine: dict[str, dict[str, Any]]) -> RenderableType:
 
 def main() -> None:
     """Entry point of the `honed` command."""
+    prepare_streams()
     try:
         app()
     except BrokenPipeError:  # `honed audit | head` closed the pipe
+        abandon_output()
         raise SystemExit(0) from None
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from honed.daemon.client.client import AdminClient, Unreachable
 from honed.daemon.client.terminal import JsonFlag, connect, print_json, put
+from honed.daemon.client.visible import SafeConsole, visible_document
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.show.cells import Rows
@@ -40,6 +41,10 @@ class Frame:
     operations: list[dict[str, Any]] = field(default_factory=list)
     trouble: str = ""
     """Reason why this refresh failed; "" if it succeeded."""
+
+    def visible(self) -> Frame:
+        """The same with all text safe for a terminal."""
+        return Frame(**{name: visible_document(value) for name, value in vars(self).items()})
 
 
 def register(app: typer.Typer) -> None:
@@ -80,11 +85,13 @@ def read(client: AdminClient) -> Frame:
 
 def view(frame: Frame) -> RenderableType:
     """All parts stacked, for pipes and small screens."""
+    frame = frame.visible()
     return Group(_verdict(frame), _engines(frame), _curves(frame), _workloads(frame), _bottom(frame))
 
 
 def screen(frame: Frame) -> Layout:
     """The same parts fitted to a terminal's height; problems are never cut off."""
+    frame = frame.visible()
     found = findings(frame.status)
     layout = Layout()
     layout.split_column(
@@ -197,7 +204,7 @@ def _next(client: AdminClient, frame: Frame) -> Frame:
 
 def _live(client: AdminClient, frame: Frame, interval_s: float, count: int) -> None:
     number = 1
-    shown = Live(screen(frame), screen=True, auto_refresh=False)
+    shown = Live(screen(frame), console=SafeConsole(), screen=True, auto_refresh=False)
     with keys() as pressed, shown as live, contextlib.suppress(KeyboardInterrupt):
         live.refresh()
         while not count or number < count:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from honed.daemon.client.client import AdminClient
+from honed.daemon.client.visible import SafeConsole
 from honed.daemon.commands.show import status as show
 
 View = dict[str, Any]
@@ -35,7 +36,7 @@ def watch(views: Iterable[View], *, quiet: bool = False) -> View:
     """Show an operation's views as they arrive, and return the last one."""
     if quiet:
         return _last(views)
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     console.soft_wrap = not console.is_terminal
     return _bar(views, console) if console.is_terminal else _lines(views, console)
 
