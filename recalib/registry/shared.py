@@ -98,7 +98,7 @@ class SharedRegistry:
                 (CONFIG, manifest.config_sha256, MAX_DOCUMENT_BYTES),
             ):
                 if (num_bytes := self._fs.size(f"{place}/{name}")) is None or num_bytes > most_bytes:
-                    raise RegistryError(f"{place}/{name} has {num_bytes} bytes, at most {most_bytes} are expected: remove {place}")
+                    raise RegistryError(f"{place}/{name} has {num_bytes} bytes, at most {most_bytes} are expected: remove it")
                 self._fs.get_file(f"{place}/{name}", str(folder / name))
                 if (found := sha256_file(folder / name)) != told:
                     raise RegistryError(
