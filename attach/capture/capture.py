@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from honed.adapt.protocol.workloads import WorkloadNames
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.request_book import key_of, read_labels
@@ -62,7 +61,6 @@ class Capturer:
         self._retry_at_s = 0.0
         self._drafter_version = ""
         self._requests: dict[str, CapturedRequest] = {}
-        self._workloads = WorkloadNames()
         self._ended: list[CapturedRequest] = []
         self._pending: list[CapturedRows] = []
         self._side: Any = None
@@ -103,7 +101,6 @@ class Capturer:
     def _consider(self, new: Any) -> None:
         params = new.sampling_params
         labels = read_labels(params)
-        workload = self._workloads(labels.workload)
         if not labels.is_captured or not new.prompt_token_ids:
             return
         if new.req_id in self._requests:  # back after a preemption
@@ -115,7 +112,7 @@ class Capturer:
             key=digest.hex(),
             # Not keyed: the held-out sessions must be the same after a restart.
             session=hashlib.blake2b(labels.session.encode(), digest_size=8).hexdigest() if labels.session else "",
-            workload=workload,
+            workload=labels.workload,  # the engine has bounded their number
             prompt_tokens=len(new.prompt_token_ids),
             temperature=float(params.temperature) if params is not None else 0.0,
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from honed.adapt.protocol.fields import MAX_TEMPERATURE
 from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_LABEL_CHARS, WorkloadNames
+
+WORKLOAD = "honed_workload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ def read_labels(sampling_params: Any) -> Labels:
     """Read a request's labels; unusable values are ignored."""
     extra: Mapping[str, Any] = (sampling_params.extra_args if sampling_params is not None else None) or {}
     return Labels(
-        workload=_text(extra.get("honed_workload", ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
+        workload=_text(extra.get(WORKLOAD, ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
         max_draft_tokens=_ceiling(extra.get("honed_max_draft_tokens", -1)),
         session=_text(extra.get("honed_session", "")),
         is_captured=str(extra.get("honed_capture", 1)).lower() not in ("0", "0.0", "false", "no"),
@@ -59,21 +62,29 @@ class Tracked:
 
 
 class RequestBook:
-    """Running requests, each with one of a bounded set of workloads and a key."""
+    """Running requests, each with one of a bounded set of workloads and a key.
 
-    def __init__(self) -> None:
+    Args:
+        monotonic: seconds.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.secret = secrets.token_bytes(16)
-        self._running: set[str] = set()
-        self.workloads = WorkloadNames()
+        self._monotonic = monotonic
+        self._running: dict[str, str] = {}
+        """Request id -> its workload."""
+        self.workloads = WorkloadNames(is_in_use=lambda name: name in self._running.values())
 
     def add(self, request_id: str, sampling_params: Any, num_prompt_tokens: int = 0) -> tuple[Labels, Tracked]:
         """Add a request; return its labels, with a workload of a bounded set, and its entry for the log."""
         labels = read_labels(sampling_params)
-        if (workload := self.workloads(labels.workload)) != labels.workload:
+        if (workload := self.workloads(labels.workload, self._monotonic())) != labels.workload:
             labels = replace(labels, workload=workload)
+            # The workers read the label here, for the samples.
+            sampling_params.extra_args = {**sampling_params.extra_args, WORKLOAD: workload}
         given = float(sampling_params.temperature) if sampling_params is not None else 0.0
         temperature = min(max(0.0, given), MAX_TEMPERATURE)  # in this order NaN, which vLLM takes, becomes 0
-        self._running.add(request_id)
+        self._running[request_id] = workload
         key = int.from_bytes(key_of(request_id, self.secret))
         return labels, Tracked(key, labels.workload, temperature, num_prompt_tokens, num_prompt_tokens)
 
@@ -82,7 +93,7 @@ class RequestBook:
 
     def remove(self, request_id: str) -> None:
         """Remove a finished request."""
-        self._running.discard(request_id)
+        self._running.pop(request_id, None)
 
 
 def key_of(request_id: str, secret: bytes) -> bytes:

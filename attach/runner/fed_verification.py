@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD, WorkloadNames
+from honed.adapt.protocol.workloads import MAX_WORKLOADS
 from honed.adapt.steps.vllm_costs import Curve
 from honed.attach.events.request_book import read_labels
 from honed.attach.runner.fed_levels import FedLevels
@@ -43,8 +43,8 @@ class FedVerification:
         self._slot_of = states.req_id_to_index
         self._shape = tuple(states.draft_tokens.shape)
         self.levels = self._make_levels()
-        self._workloads = WorkloadNames()
-        self._numbers = {OTHER_WORKLOAD: 0}
+        self._numbers: dict[str, int] = {}
+        """Workload -> its number, that of the latest request last."""
         self._measured = manager.cost_tables
         self.is_on = False
 
@@ -105,11 +105,19 @@ class FedVerification:
         for new in requests:
             if (slot := self._slot_of.get(new.req_id)) is None:
                 continue
-            name = self._workloads(read_labels(new.sampling_params).workload)
             slots.append(slot)
-            numbers.append(self._numbers.setdefault(name, len(self._numbers)))
+            numbers.append(self._number(read_labels(new.sampling_params).workload))
         if slots:
             both = torch.tensor([slots, numbers])
             if self._device.type == "cuda":
                 both = both.pin_memory().to(self._device, non_blocking=True)
             self.levels.set_workloads(both[0], both[1])
+
+    def _number(self, workload: str) -> int:
+        """A workload's number; a new one gets that of the workload seen longest ago if there are too many."""
+        number = self._numbers.pop(workload, None)
+        if number is None:
+            is_full = len(self._numbers) >= MAX_WORKLOADS
+            number = self._numbers.pop(next(iter(self._numbers))) if is_full else len(self._numbers)
+        self._numbers[workload] = number
+        return number

@@ -158,7 +158,8 @@ class Ingest:
         try:
             if defect:
                 raise MalformedBatchError(defect)
-            return count_batch(batch, now_ns, self.workloads)
+            now_s = self._monotonic()
+            return count_batch(batch, now_ns, lambda label: self.workloads(label, now_s))
         except MalformedBatchError as error:
             # Stored anyway: unacknowledged, it would block all later batches.
             self.figures.malformed += 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
+from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD, RECENT_S
 from honed.daemon.settings.filesystem import IN_MEMORY, folder_in_memory
 
 LAG_S = 5.0
@@ -19,6 +19,7 @@ LAG_S = 5.0
 LATELY_S = 3600.0
 """Time for which findings report losses and disk errors; the figures stay."""
 
+TOO_MANY_LABELS = f"more than {MAX_WORKLOADS} workload labels within {RECENT_S / 60:.0f} minutes"
 FEWER_LABELS = "Label kinds of traffic, not users or requests: `honed_workload` in the requests' `vllm_xargs`."
 
 FALLBACKS = {
@@ -65,7 +66,7 @@ def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
     if rejected := events.get("rejected_frames"):
         yield Finding("warning", f"{rejected:,} frames could not be read: check for an engine with another honed version")
     if events.get("pooled_labels"):
-        text = f"all engines together send more than {MAX_WORKLOADS} workload labels: the rest counts as {OTHER_WORKLOAD!r}"
+        text = f"all engines together send {TOO_MANY_LABELS}: the rest counts as {OTHER_WORKLOAD!r}"
         yield Finding("warning", text, FEWER_LABELS)
     if (lag := events.get("lag_s") or 0.0) > LAG_S:
         yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
@@ -94,7 +95,7 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("warning", f"engine {name}: {errors:,} errors of honed were caught inside vLLM: see its log")
         if pooled := engine.get("pooled_requests"):
             text = f"engine {name}: {pooled:,} requests counted as workload {OTHER_WORKLOAD!r}"
-            yield Finding("warning", f"{text}: clients send more than {MAX_WORKLOADS} labels", FEWER_LABELS)
+            yield Finding("warning", f"{text}: clients send {TOO_MANY_LABELS}", FEWER_LABELS)
         for remark in [engine.get("note"), *(engine.get("limits") or [])]:
             if remark:
                 yield Finding("warning", f"engine {name}: {remark}")

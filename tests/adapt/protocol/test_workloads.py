@@ -3,7 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from honed.adapt.protocol import workloads
-from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_WORKLOADS, OTHER_WORKLOAD, WorkloadNames, workload_of
+from honed.adapt.protocol.workloads import (
+    DEFAULT_WORKLOAD,
+    MAX_WORKLOADS,
+    OTHER_WORKLOAD,
+    RECENT_S,
+    WorkloadNames,
+    workload_of,
+)
 
 
 @given(st.lists(st.sampled_from([DEFAULT_WORKLOAD, OTHER_WORKLOAD, *(f"w{number}" for number in range(200))]), max_size=400))
@@ -27,6 +34,35 @@ def test_looking_up_takes_no_place_and_counts_nothing():
     assert [names.look_up(label) for label in ("a", "b")] == ["a", "b"]
     assert [names(label) for label in ("b", "a")] == ["b", OTHER_WORKLOAD]
     assert (names.look_up("a"), names.num_pooled) == (OTHER_WORKLOAD, 1)
+
+
+def test_a_name_out_of_use_makes_room_the_oldest_first():
+    names = WorkloadNames()
+    for number in range(MAX_WORKLOADS - 2):
+        names(f"w{number}", float(number))
+    assert names("late", RECENT_S - 1) == OTHER_WORKLOAD
+    assert names("w0", RECENT_S) == "w0"
+    assert names("late", RECENT_S) == OTHER_WORKLOAD, "w1 was used at 1 s"
+    assert names("late", RECENT_S + 1) == "late"
+    assert (names("w1", RECENT_S + 1), names("w0", RECENT_S + 1)) == (OTHER_WORKLOAD, "w0")
+
+
+def test_a_name_in_use_keeps_its_place():
+    names = WorkloadNames(is_in_use=lambda name: name != "w3")
+    for number in range(MAX_WORKLOADS - 2):
+        names(f"w{number}", 0.0)
+    assert [names(label, RECENT_S) for label in ("a", "w3", "w0")] == ["a", OTHER_WORKLOAD, "w0"]
+    assert WorkloadNames(is_in_use=lambda name: True)("b", RECENT_S) == "b"
+
+
+@given(st.lists(st.tuples(st.integers(0, 150), st.floats(0, 2 * RECENT_S)), max_size=300))
+def test_within_the_time_for_which_names_stay_no_more_come_out_than_the_bound(steps):
+    names, now_s, seen = WorkloadNames(), 0.0, []
+    for number, after_s in steps:
+        now_s += after_s / 50
+        seen.append((now_s, names(f"w{number}", now_s)))
+        recent = {name for at_s, name in seen if now_s - at_s < RECENT_S}
+        assert len(recent | {DEFAULT_WORKLOAD, OTHER_WORKLOAD}) <= MAX_WORKLOADS
 
 
 @pytest.mark.parametrize("label", [DEFAULT_WORKLOAD, OTHER_WORKLOAD])

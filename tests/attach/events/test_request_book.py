@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_WORKLOADS, OTHER_WORKLOAD
+from honed.adapt.protocol.fields import MAX_TEMPERATURE
+from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_WORKLOADS, OTHER_WORKLOAD, RECENT_S
 from honed.attach.events.request_book import Labels, RequestBook, read_labels
 
 
@@ -43,6 +44,35 @@ def test_workloads_are_bounded_and_short() -> None:
     assert OTHER_WORKLOAD in names
     assert book.workloads.num_pooled == sum(labels.workload == OTHER_WORKLOAD for labels, _ in added) == 500 - 62
     assert max(map(len, names)) <= 64
+
+
+def test_finished_requests_make_room_for_new_labels_and_running_ones_keep_theirs() -> None:
+    now_s = [0.0]
+    book = RequestBook(lambda: now_s[0])
+    for number in range(MAX_WORKLOADS - 2):
+        book.add(f"r{number}", params(honed_workload=f"w{number}"))
+        if number:
+            book.remove(f"r{number}")
+    now_s[0] = RECENT_S
+    names = [book.add(f"s{number}", params(honed_workload=f"late{number}"))[0].workload for number in range(100)]
+    assert names == [f"late{number}" for number in range(61)] + [OTHER_WORKLOAD] * 39
+    assert book.add("t", params(honed_workload="w0"))[0].workload == "w0"
+    assert book.workloads.num_pooled == 39
+
+
+def test_the_workers_read_the_name_that_the_events_have() -> None:
+    book = RequestBook()
+    given = [params(honed_workload=f"w{number}", honed_session="s") for number in range(100)]
+    for number, one in enumerate(given):
+        labels, _ = book.add(f"r{number}", one)
+        assert read_labels(one) == labels
+    assert read_labels(given[-1]) == Labels(OTHER_WORKLOAD, session="s")
+
+
+@pytest.mark.parametrize(("given", "kept"), [(float("nan"), 0.0), (float("inf"), MAX_TEMPERATURE), (1e30, MAX_TEMPERATURE)])
+def test_a_temperature_that_the_wire_cannot_carry_is_one_that_it_can(given: float, kept: float) -> None:
+    _, tracked = RequestBook().add("r", SimpleNamespace(temperature=given, extra_args=None))
+    assert tracked.temperature == kept
 
 
 def test_keys_are_stable_within_a_boot_and_differ_between_boots() -> None:

@@ -40,7 +40,7 @@ def test_labels_of_all_engines_beyond_the_bound_count_as_other(
     for _ in range(2):  # a scrape counts nothing itself
         assert scrape(service)["honed_workload_labels_pooled_total"] == {"": MAX_WORKLOADS - 2}
     (text,) = told(service)
-    assert text == "all engines together send more than 64 workload labels: the rest counts as 'other'"
+    assert text == "all engines together send more than 64 workload labels within 10 minutes: the rest counts as 'other'"
 
 
 @pytest.mark.parametrize("pooled", [0, 1234])
@@ -54,5 +54,7 @@ def test_an_engine_that_has_pooled_requests_is_named(
     assert list(scrape(service)["honed_requests_pooled_total"].values()) == [pooled]
     (shown,) = views.engines(service)
     assert shown["pooled_requests"] == pooled
-    texts = ["engine engine-0: 1,234 requests counted as workload 'other': clients send more than 64 labels"]
+    texts = [
+        "engine engine-0: 1,234 requests counted as workload 'other': clients send more than 64 workload labels within 10 minutes"
+    ]
     assert told(service) == (texts if pooled else [])
