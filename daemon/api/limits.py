@@ -12,7 +12,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 ROLE = "honed.role"
 """Key of the authenticated role in the ASGI scope."""
@@ -81,7 +81,7 @@ class Limits:
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
         hosts = [value for name, value in scope["headers"] if name.lower() == b"host"]
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        name = _host_name(host)
         if self._hosts and name.lower() not in self._hosts:
             return 421, "Unknown host", f"this listener is not {name!r}"
         length = headers.get(b"content-length", b"0")
@@ -95,6 +95,14 @@ class Limits:
         ):
             return 429, "Too many changes", "wait a moment"
         return None
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header: without the port, and without the brackets of an IPv6 address."""
+    name, _, port = host.rpartition(":")
+    if not port.isdecimal() or (":" in name and not name.endswith("]")):
+        name = host
+    return name[1:-1] if name.startswith("[") and name.endswith("]") else name
 
 
 async def answer(send: Send, status: int, title: str, detail: str, extra: Headers = ()) -> None:

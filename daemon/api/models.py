@@ -41,7 +41,7 @@ class RollbackRequest(ReasonRequest):
 
 
 class OverrideRequest(ReasonRequest):
-    value: int | float | Label
+    value: Annotated[int, Field(ge=-(2**31), lt=2**31)] | Annotated[float, Field(allow_inf_nan=False)] | Label
     ttl_s: Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
 
 

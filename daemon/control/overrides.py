@@ -6,6 +6,7 @@ While the daemon runs, the monotonic clock measures that time, so setting the wa
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapp
     """Raise UnknownError for an unknown name, RequestError for an invalid value."""
     if name not in NAMES:
         raise UnknownError(f"no override {name!r}; there are {', '.join(NAMES)}", cure="`honed override set --help`")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if name == "draft_tokens":
         most = max((drafts_most or {}).values(), default=MAX_DRAFT_TOKENS)
         if not (is_number and value == int(value) and 0 <= value <= MAX_DRAFT_TOKENS):

@@ -247,6 +247,17 @@ def test_policy_table_lives_as_long_as_the_settings_have_a_table(settings: Setti
     assert "needs a table" in last["reason"]
 
 
+@pytest.mark.parametrize("name", ["draft_tokens", "capture_share", "policy"])
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "1" + "0" * 400, "true", "1e308"])
+def test_a_number_that_is_none_is_refused(client: TestClient, service: Service, name: str, value: str) -> None:
+    body = f'{{"value": {value}, "ttl_s": 60}}'
+    answer = client.put(f"/v1/overrides/{name}", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422, answer.text
+    answer = client.put("/v1/overrides/policy", content=f'{{"value": "off", "ttl_s": {value}}}')
+    assert answer.status_code == 422, answer.text
+    assert service.overrides.listing() == []
+
+
 def test_an_override_whose_time_is_over_is_gone(client: TestClient, service: Service) -> None:
     client.put("/v1/overrides/draft_tokens", json={"value": 1, "ttl_s": 60})
     with service.lock:
