@@ -39,7 +39,7 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -
             unseen = command.model if target is None else command.drafter
             yield Check(subject, "unknown", f"drafter and target not compared: {unseen} isn't a folder on this machine")
         else:
-            yield from check_pair(target, drafter, subject, command.drafter)
+            yield from check_pair(target, drafter, subject, command.drafter, command.max_model_len)
 
 
 def check_process(
@@ -140,8 +140,14 @@ def check_version(version: str, subject: str) -> Iterator[Check]:
         yield Check(subject, "ok", f"vLLM {version} is supported")
 
 
-def check_pair(target: dict[str, Any], drafter: dict[str, Any], subject: str, name: str) -> Iterator[Check]:
-    """Compare a drafter's config.json with its target's, to see that it was trained for it."""
+def check_pair(
+    target: dict[str, Any], drafter: dict[str, Any], subject: str, name: str, max_model_len: int = 0
+) -> Iterator[Check]:
+    """Compare a drafter's config.json with its target's, to see that it was trained for it.
+
+    Args:
+        max_model_len: vLLM's longest context; 0: the target's own.
+    """
     target = target.get("text_config") or target
     layers = target.get("num_hidden_layers")
     ids = (drafter.get("dflash_config") or {}).get("target_layer_ids") or []
@@ -154,11 +160,20 @@ def check_pair(target: dict[str, Any], drafter: dict[str, Any], subject: str, na
     wrong = [f"{what} {ours}, the target has {theirs}" for what, ours, theirs in pairs if ours and theirs and ours != theirs]
     if layers and ids and max(ids) >= layers:
         wrong.append(f"it reads target layer {max(ids)}, the target's last is {layers - 1}")
+    mask = (drafter.get("dflash_config") or drafter).get("mask_token_id")
+    vocabulary = drafter.get("vocab_size") or target.get("vocab_size")
+    if mask is not None and vocabulary and not 0 <= mask < vocabulary:
+        wrong.append(f"its mask token {mask} is outside the vocabulary of {vocabulary}")
     if wrong:
         cure = "Serve the drafter that was trained for this target, or train one for it; recalibration can't fix this."
         yield Check(subject, "error", f"drafter {name} was trained for another target: {'; '.join(wrong)}", cure)
     else:
         yield Check(subject, "ok", f"drafter {name} has its target's shapes")
+    ours, theirs = drafter.get("max_position_embeddings"), max_model_len or target.get("max_position_embeddings")
+    if ours and theirs and ours < theirs:
+        text = f"drafter {name} knows {ours:,} positions, the target serves {theirs:,}: later ones get no drafts, or bad ones"
+        cure = f"Start vLLM with --max-model-len {ours}, or use a drafter for long contexts, where such requests matter."
+        yield Check(subject, "warning", text, cure)
 
 
 def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:

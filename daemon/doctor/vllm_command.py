@@ -7,6 +7,7 @@ Pure: words in, values out. Flags may have any form that vLLM takes: `--a-b x`, 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class VllmCommand:
     is_lora: bool = False
     pipeline_parallel_size: int = 1
     gpu_memory_utilization: float = 0.0
+    max_model_len: int = 0
     config_file: str = ""
     """File with further flags, which isn't read here."""
     unreadable: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ def parse(words: Sequence[str]) -> VllmCommand:
         is_lora="--enable-lora" in values,
         pipeline_parallel_size=int(_number(values.get("--pipeline-parallel-size", ""), 1)),
         gpu_memory_utilization=_number(values.get("--gpu-memory-utilization", ""), 0.0),
+        max_model_len=int(_number(values.get("--max-model-len", ""), 0)),
         config_file=values.get("--config", ""),
         unreadable=tuple(unreadable),
     )
@@ -130,7 +133,7 @@ def _is_number(word: str) -> bool:
 
 
 def _number(text: str, default: float) -> float:
-    return float(text) if _is_number(text) else default
+    return float(text) if _is_number(text) and math.isfinite(float(text)) else default
 
 
 def _json(text: str) -> Any:

@@ -103,6 +103,28 @@ def test_a_drafter_trained_for_another_target(tmp_path: Path, changes: dict[str,
     assert wrong(checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *speculative()])))
 
 
+@pytest.mark.parametrize("mask", [4096, -1, 151669])
+def test_a_mask_token_outside_the_vocabulary(tmp_path: Path, mask: int) -> None:
+    config = json.loads((TINY / "drafter" / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = mask
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["vllm", "serve", str(TINY / "target"), *FLAGS, *speculative(model=str(tmp_path))]
+    (bad,) = wrong(checks(parse(words)))
+    assert (bad.level, f"its mask token {mask} is outside the vocabulary of 4096" in bad.text) == ("error", True)
+
+
+@pytest.mark.parametrize(("positions", "max_model_len", "is_short"), [(64, "", True), (64, "64", False), (64, "inf", True)])
+def test_a_drafter_with_a_shorter_context(tmp_path: Path, positions: int, max_model_len: str, is_short: bool) -> None:
+    config = json.loads((TINY / "drafter" / "config.json").read_text()) | {"max_position_embeddings": positions}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["vllm", "serve", str(TINY / "target"), *FLAGS, *speculative(model=str(tmp_path))]
+    found = wrong(checks(parse([*words, *(["--max-model-len", max_model_len] if max_model_len else [])])))
+    assert [one.level for one in found] == ["warning"] * is_short
+    if is_short:
+        assert "knows 64 positions, the target serves" in found[0].text
+        assert "--max-model-len 64" in found[0].cure
+
+
 # --- and the rest ---------------------------------------------------------------------------------------------------------
 
 
