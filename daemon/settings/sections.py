@@ -24,11 +24,20 @@ from honed.recalib.gate.gate import GateSettings
 D = TypeVar("D")
 
 
+def home() -> Path:
+    """The user's home folder. Raises ValueError if nothing names it."""
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        text = f"user {os.geteuid()} has no home folder (no HOME, no entry in the user database)"
+        raise ValueError(f"{text}: set HONED_STATE_DIR or --state-dir to a folder of its own") from error
+
+
 def default_state_dir(env: Mapping[str, str] = os.environ) -> Path:
     """/var/lib/honed for root, else the user's XDG state folder."""
     if os.geteuid() == 0:
         return Path("/var/lib/honed")
-    return Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "honed"
+    return Path(env.get("XDG_STATE_HOME") or home() / ".local" / "state") / "honed"
 
 
 def default_runtime_dir(env: Mapping[str, str] = os.environ) -> Path:

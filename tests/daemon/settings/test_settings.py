@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +191,17 @@ def test_every_section_lists_its_keys() -> None:
         "gate",
     }
     assert "controller.drift.low_gap" in keys
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes a user that doesn't exist")
+def test_a_user_without_a_home_gets_one_line(tmp_path: Path) -> None:
+    code = "import os; os.setuid(61234); from honed.daemon.commands.main import main; main()"
+    env = {name: value for name, value in os.environ.items() if name != "HOME" and not name.startswith(("HONED_", "XDG_"))}
+    for command in ("status", "serve", "train"):
+        words = [sys.executable, "-c", f"import honed.daemon.settings.settings, honed.daemon.commands.main; {code}", command]
+        made = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert made.returncode == 2
+        line = "user 61234 has no home folder (no HOME, no entry in the user database): set HONED_STATE_DIR"
+        assert made.stderr.startswith("honed: ")
+        assert line in made.stderr
+        assert "Traceback" not in made.stderr
