@@ -20,14 +20,15 @@ MAX_TOKEN_IDS = 1 << 22
 MAX_DRAFT_TOKENS = 4096
 """Most draft tokens of a round."""
 MAX_TEMPERATURE = 1e6
+MAX_TEXT_CHARS = 8192
 
 Identifier: TypeAlias = Annotated[str, Meta(max_length=200, pattern=r"\A[\w-][\w.-]*\Z")]
-"""Id of an engine or a boot; also a file name."""
+"""Id of an engine; also a file name."""
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-"""Version, id of a command or an operation, or another short text."""
+"""Version, id of a boot, a command or an operation, or another short text."""
 Label: TypeAlias = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 """Workload."""
-Text: TypeAlias = Annotated[str, Meta(max_length=8192)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 """Path or sentences."""
 Texts: TypeAlias = Annotated[list[Text], Meta(max_length=256)]
 Labels: TypeAlias = Annotated[list[Label], Meta(max_length=1024)]

@@ -83,7 +83,7 @@ class EngineHello(_Message, frozen=True):
 
     wire_version: Count
     engine_id: Identifier
-    boot_id: Identifier
+    boot_id: Name
     """Random per engine process: sequence numbers are only comparable within one boot."""
     model_name: Text
     target_path: Text
@@ -180,7 +180,7 @@ class EventBatch(_Message, frozen=True):
     """
 
     engine_id: Identifier
-    boot_id: Identifier
+    boot_id: Name
     seq: PositiveNumber
     sent_unix_ns: Number
     sent_mono_ns: Number
@@ -202,7 +202,7 @@ class BatchNumbers(msgspec.Struct, tag="EventBatch", frozen=True, gc=False):
     """The fields that place a batch in its boot."""
 
     engine_id: Identifier
-    boot_id: Identifier
+    boot_id: Name
     seq: PositiveNumber
     first_seq: Number = 0
 
@@ -211,7 +211,7 @@ class EngineStatus(_Message, frozen=True):
     """A heartbeat, about once a second, also while the engine is idle."""
 
     engine_id: Identifier
-    boot_id: Identifier
+    boot_id: Name
     num_running: Count
     num_waiting: Count
     policy_generation: Count
@@ -243,7 +243,7 @@ class CommandResult(_Message, frozen=True):
     """The answer to a `Command`; `figures` are numbers (for a swap: pause_ms, stage_ms), `detail` is text."""
 
     engine_id: Identifier
-    boot_id: Identifier
+    boot_id: Name
     command_id: Name
     ok: bool
     error: Text = ""

@@ -91,7 +91,7 @@ class Router:
 
     Args:
         path: the socket's file.
-        on_odd_frame: called with the reason when a connection is closed for what it sent.
+        on_odd_frame: called with a word for the reason when a message or a connection is dropped.
         on_close: called with each peer whose connection has ended.
     """
 
@@ -115,8 +115,6 @@ class Router:
         self._num_accepted = 0
         self._limit = most_connections()
         self._accepts_from_s = 0.0
-        self.num_refused = 0
-        """Connections refused, since there were too many."""
 
     def start(self) -> None:
         """Bind and begin to read. Raises StartError."""
@@ -184,8 +182,8 @@ class Router:
                 return
             accepted.setblocking(False)
             if len(self._connections) >= self._limit and not self._make_room(now_s):
-                self.num_refused += 1
                 accepted.close()
+                self._on_odd_frame("too_many_connections")
                 continue
             self._num_accepted += 1
             connection = _Connection(self._num_accepted.to_bytes(8), accepted, now_s)
@@ -223,7 +221,8 @@ class Router:
             return
         except ZmtpError as error:
             self._close(connection)
-            self._on_odd_frame(str(error))
+            log.debug("a connection is closed for what it sent", error=str(error))
+            self._on_odd_frame("broken_protocol")
         except OSError:  # reset, or closed by us meanwhile
             self._close(connection)
 
@@ -233,13 +232,13 @@ class Router:
         except Exception as error:
             # One message may fail; the thread must not.
             log.exception("a message could not be handled", error=str(error))
-            self._on_odd_frame("internal error")
+            self._on_odd_frame("internal_error")
 
     def _bound_incomplete(self) -> None:
         sizes = {peer: one.zmtp.num_bytes for peer, one in self._connections.items()}
         if sum(sizes.values()) > MAX_INCOMPLETE_BYTES:
             self._close(self._connections[max(sizes, key=sizes.__getitem__)])
-            self._on_odd_frame("too many bytes of incomplete messages")
+            self._on_odd_frame("incomplete_messages")
 
     def _write(self) -> bool:
         """Send what can be sent. Returns True if something is left."""

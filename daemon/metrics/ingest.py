@@ -10,7 +10,12 @@ from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, gauge, labels_of, summed
 from honed.daemon.service import Service
 
-REJECTIONS = frozenset({"undecodable", "store_unavailable", "wire_version"})
+REJECTIONS = frozenset(
+    {
+        *("undecodable", "store_unavailable", "wire_version", "not_introduced", "refused_hello"),
+        *("broken_protocol", "incomplete_messages", "too_many_connections"),
+    }
+)
 
 
 def families(service: Service) -> Iterator[Metric]:

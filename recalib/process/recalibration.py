@@ -21,6 +21,7 @@ import structlog
 import torch
 
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.fields import MAX_TEXT_CHARS
 from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
@@ -267,7 +268,7 @@ class Recalibration:
             operation_id=self.request.operation_id,
             ok=ok,
             version=version,
-            error=error,
+            error=error[:MAX_TEXT_CHARS],
             gate=progress.gate,
             steps=progress.steps,
             tokens=progress.tokens,
