@@ -86,10 +86,12 @@ PURE = {
     "struct",
     "types",
     "typing",
+    "zlib",
     "msgspec",
     "numpy",
 }
-"""What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed."""
+"""What adapt is made of: no I/O, no clock, no threads, no torch. `random` only as a generator with a given seed,
+`zlib` only for CRC-32."""
 COMPILED = {"numba", "llvmlite"}
 """What adapt/lengths/compiled.py takes beside that; nobody imports it before it is needed, since the daemon may not make
 code."""

@@ -1,31 +1,48 @@
-"""Layout of the shared-memory ring through which an engine's worker passes training samples to the trainer.
+"""Layout of the file through which an engine's worker passes training samples to the trainer: a ring of records.
 
-There are one writer (the worker that captures), any number of readers, and no locks. The writer never waits and overwrites the
-oldest bytes. A reader that fell behind notices and skips, counting what it missed. The file is a header of `HEADER_BYTES` and a
-data area of `capacity_bytes`, addressed by ever-growing offsets taken modulo the capacity.
+There are one writer (the worker that captures), any number of readers, and no locks. The writer never waits for a reader and
+overwrites the oldest bytes. A reader that fell behind notices and skips, counting what it missed. All use pwrite and pread, and
+never a map: on a full filesystem, or when somebody cuts the file off, a call returns an error where a map would raise SIGBUS.
 
-A record is written in this order: `reserved` (header) is raised past the record's end, the bytes are written, `written` is
-raised to the same value. A reader copies a record that lies before `written`. It discards the copy when `reserved` has
-meanwhile passed `offset + capacity_bytes`: only then can the writer have touched it. Records are 8-byte aligned and never wrap:
-a PAD record and zeros fill the rest, and with fewer than `RECORD_BYTES` left both ends skip them. They carry a CRC-32 of their
-payload as a second defence. So every multiple of the capacity is the start of a record.
+The file is a header of `HEADER_BYTES` and a data area of `capacity_bytes`, addressed by ever-growing offsets taken modulo the
+capacity. Records are 8-byte aligned. One that reaches the end of the data area continues at its start. A record is written in
+this order: its bytes at offset `written`, then the header with `written` raised past them. So the writer touches only bytes
+from `written` to `written + max_record_bytes(capacity)`. A reader copies a record that lies before `written`, then reads the
+header again. It trusts the copy only if the record's offset is still at least `oldest_offset(written)`: then the writer hadn't
+begun to overwrite it.
+
+This order holds between processes. Two pwrites of a process become visible in their order, since the file's lock is released
+between them. Two preads of a process see the pages in their order, since each takes a reference to its page, a full barrier. So
+a reader that copied a byte of a record that is being written finds the header that preceded the record.
+
+Neither call is atomic, so a reader can meet half of a header or of a record. The header has a CRC-32 of itself: a reader that
+finds it wrong reads again. A record has a CRC-32 of all its bytes, and its own offset: neither half a record nor one of an
+earlier lap passes. Each header is written whole, so a file that was cut off becomes readable again.
+
+Whoever erases the ring writes a new random `generation`. The CRC leaves it out, because other processes than the writer write
+it. Half of a new generation differs from the last one too.
 
 Payload of a ROWS record: labels (see `pack_rows_head`), then `num_rows` committed rows of one request, at positions
 `first_position`, `first_position + 1`, … in this order: token ids int32 [n], padding to 8 bytes, features
-[n, feature_size] of `feature_dtype`. Row i holds the token *at* its position and the features that the target computed
+[n, feature_size] of the ring's dtype. Row i holds the token *at* its position and the features that the target computed
 *for* that position (with all tokens up to and including it).
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 MAGIC = 0x484F4E45_52494E47  # "HONERING"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 HEADER_BYTES = 4096
+MAX_CAPACITY_BYTES = 1 << 36
+MAX_FEATURE_SIZE = 1 << 18
+"""Most values in a row."""
 RECORD_MAGIC = 0x484E5243
-KIND_PAD = 0
 KIND_ROWS = 1
 KIND_END = 2
 """The request is over (payload: head only, no rows)."""
@@ -43,25 +60,36 @@ ROW_FORMATS = {1: "<f4", 2: "<f2", 3: "<u2"}
 FEATURE_KINDS = {1: "fused", 2: "layers"}
 """fused: hidden_norm(fc(aux hidden states)), H values a row. layers: the concatenated aux hidden states themselves."""
 
-_HEADER = struct.Struct("<QIIQQQQIIIIQQ")
-_RECORD = struct.Struct("<IIQIIIIqIIII")
-RECORD_BYTES = _RECORD.size
+_FIXED = struct.Struct("<QIIQIIIIQ")
+_WRITTEN = struct.Struct("<Q")
+_GENERATION = struct.Struct("<Q")
+_RECORD = struct.Struct("<IIQQIIIIq")
+_CRC = struct.Struct("<I4x")
+GENERATION_OFFSET = _FIXED.size + _WRITTEN.size + _CRC.size
+"""Byte offset of `generation` in the header (uint64, little endian)."""
+RECORD_BYTES = _RECORD.size + _CRC.size
+_MAX_TEXT_BYTES = 255
+MAX_HEAD_BYTES = 4 * (_MAX_TEXT_BYTES + 1)
+"""Most bytes of a record's labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """The ring's fixed parameters and its two moving offsets, read at one moment."""
+    """The ring's fixed parameters, the end of its records and its generation, read at one moment."""
 
     capacity_bytes: int
-    reserved: int
-    written: int
-    num_records: int
     feature_size: int
     feature_dtype: int
     feature_kind: int
-    generation: int
-    """Raised at every purge: readers then forget what they hold."""
     created_unix_ns: int
+    written: int = 0
+    """Offset where the next record begins."""
+    generation: int = 0
+    """Changed at every purge: readers then forget what they hold."""
+
+    def oldest_offset(self, written: int) -> int:
+        """Return the lowest offset that the writer leaves alone until `written` is raised."""
+        return max(written + max_record_bytes(self.capacity_bytes) - self.capacity_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,87 +99,113 @@ class RecordHeader:
     kind: int
     flags: int
     seq: int
+    """Number of records before it."""
+    offset: int
     payload_bytes: int
-    crc32: int
     num_rows: int
     head_bytes: int
-    first_position: int
-    feature_size: int
-    feature_dtype: int
     temperature_milli: int
+    first_position: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes from this record's beginning to the next one's."""
+        return RECORD_BYTES + self.payload_bytes + -self.payload_bytes % 8
 
 
-RESERVED_OFFSET = 24
-"""Byte offset of `reserved` in the header (uint64, little endian); `written` follows at +8, `num_records` at +16."""
+def max_record_bytes(capacity_bytes: int) -> int:
+    """Return the most bytes of a record, in a multiple of 8: a reader that keeps up must be able to keep some records."""
+    return min(capacity_bytes // 8, 16 << 20) & ~7
 
 
-def pack_header(header: RingHeader) -> bytes:
-    """Encode a ring header (shorter than HEADER_BYTES; the rest stays zero)."""
-    return _HEADER.pack(
+def pack_fixed(header: RingHeader) -> bytes:
+    """Encode the values that never change, for `pack_state`."""
+    return _FIXED.pack(
         MAGIC,
         LAYOUT_VERSION,
         HEADER_BYTES,
         header.capacity_bytes,
-        header.reserved,
-        header.written,
-        header.num_records,
         header.feature_size,
         header.feature_dtype,
         header.feature_kind,
         0,
-        header.generation,
         header.created_unix_ns,
     )
 
 
+def pack_state(fixed: bytes, written: int) -> bytes:
+    """Encode a header up to its CRC; the generation follows it, and zeros up to HEADER_BYTES."""
+    checked = fixed + _WRITTEN.pack(written)
+    return checked + _CRC.pack(zlib.crc32(checked))
+
+
 def unpack_header(data: bytes) -> RingHeader:
     """Decode a ring header. Raises ValueError naming the file's defect."""
-    if len(data) < _HEADER.size:
-        raise ValueError(f"sample ring is {len(data)} bytes long, shorter than its header: the file is cut off")
-    magic, version, header_bytes, capacity, reserved, written, records, size, dtype, kind, _, gen, created = (
-        _HEADER.unpack_from(data)
-    )
+    if len(data) < GENERATION_OFFSET + _GENERATION.size:
+        raise ValueError(f"it is {len(data)} bytes long, shorter than its header: the file is cut off")
+    magic, version, header_bytes, capacity, size, dtype, kind, _, created = _FIXED.unpack_from(data)
     if magic != MAGIC:
-        raise ValueError("not a honed sample ring: wrong magic number")
+        raise ValueError("it is no honed sample ring: wrong magic number")
     if version != LAYOUT_VERSION or header_bytes != HEADER_BYTES:
-        raise ValueError(f"sample ring has layout {version}, this honed reads {LAYOUT_VERSION}: use one honed version")
+        raise ValueError(f"it has layout {version}, this honed reads {LAYOUT_VERSION}: use one honed version")
+    checked_bytes = _FIXED.size + _WRITTEN.size
+    if _CRC.unpack_from(data, checked_bytes) != (zlib.crc32(data[:checked_bytes]),):
+        raise ValueError("its header is damaged: wrong CRC")
     if dtype not in FEATURE_DTYPES or kind not in FEATURE_KINDS:
-        raise ValueError(f"sample ring has unknown feature dtype {dtype} or kind {kind}")
-    return RingHeader(capacity, reserved, written, records, size, dtype, kind, gen, created)
+        raise ValueError(f"it has unknown feature dtype {dtype} or kind {kind}")
+    if max_record_bytes(capacity) < RECORD_BYTES or capacity % 8 or capacity > MAX_CAPACITY_BYTES:
+        raise ValueError(f"it claims to hold {capacity} bytes, which no ring does")
+    if not 1 <= size <= MAX_FEATURE_SIZE:
+        raise ValueError(f"it claims to hold rows of {size} values, which no ring does")
+    (written,) = _WRITTEN.unpack_from(data, _FIXED.size)
+    if written % 8:
+        raise ValueError(f"it claims that its next record begins at {written}, where none does")
+    (generation,) = _GENERATION.unpack_from(data, GENERATION_OFFSET)
+    return RingHeader(capacity, size, dtype, kind, created, written, generation)
 
 
-def pack_record(record: RecordHeader) -> bytes:
-    """Encode a record's fixed part."""
-    return _RECORD.pack(
+def pack_record(record: RecordHeader, payload: Iterable[Any]) -> bytes:
+    """Encode a record's fixed part, with the CRC of itself and its payload (buffers, in order)."""
+    fixed = _RECORD.pack(
         RECORD_MAGIC,
         record.kind | record.flags << 8,
         record.seq,
+        record.offset,
         record.payload_bytes,
-        record.crc32,
         record.num_rows,
         record.head_bytes,
-        record.first_position,
-        record.feature_size,
-        record.feature_dtype,
         record.temperature_milli,
-        0,
+        record.first_position,
     )
+    return fixed + _CRC.pack(_crc(fixed, payload))
 
 
 def unpack_record(data: bytes) -> RecordHeader:
     """Decode a record's fixed part. Raises ValueError when it isn't one."""
     if len(data) < RECORD_BYTES:
         raise ValueError("record header is cut off")
-    magic, kind, seq, payload, crc, rows, head, position, size, dtype, temperature, _ = _RECORD.unpack_from(data)
+    magic, kind, seq, offset, payload, rows, head, temperature, position = _RECORD.unpack_from(data)
     if magic != RECORD_MAGIC:
         raise ValueError("not a record: wrong magic number")
-    return RecordHeader(kind & 0xFF, kind >> 8, seq, payload, crc, rows, head, position, size, dtype, temperature)
+    return RecordHeader(kind & 0xFF, kind >> 8, seq, offset, payload, rows, head, temperature, position)
+
+
+def is_intact(fixed: bytes, payload: bytes) -> bool:
+    """Return whether a record's CRC fits its fixed part and its payload."""
+    return _CRC.unpack_from(fixed, _RECORD.size) == (_crc(fixed[: _RECORD.size], [payload]),)
+
+
+def _crc(fixed: bytes, payload: Iterable[Any]) -> int:
+    crc = zlib.crc32(fixed)
+    for part in payload:
+        crc = zlib.crc32(part, crc)
+    return crc
 
 
 def pack_rows_head(request: str, workload: str, drafter_version: str, session: str = "") -> bytes:
-    """Encode a record's labels, padded to 8 bytes: NUL-terminated UTF-8 texts."""
+    """Encode a record's labels, padded to 8 bytes: NUL-terminated UTF-8 texts, each of at most 255 bytes."""
     texts = (request, workload, drafter_version, session)
-    head = b"\0".join(text.replace("\0", "").encode(errors="replace") for text in texts) + b"\0"
+    head = b"".join(text.replace("\0", "").encode(errors="replace")[:_MAX_TEXT_BYTES] + b"\0" for text in texts)
     return head + b"\0" * (-len(head) % 8)
 
 

@@ -1,17 +1,15 @@
-"""Writing end of the sample ring: rows of captured requests go into shared memory, and the writer never waits.
+"""Writing end of the sample ring: rows of captured requests go into a file on a tmpfs, and the writer never waits for a reader.
 
-`adapt.protocol.sample_ring` defines the layout and the order of writes; this file follows it. The two moving offsets are stored
-as aligned 64-bit words, so a reader never sees half of one. The memory is the mapped file, allocated and touched once at the
-start: a machine without that much memory reports it then, not by a signal while serving.
+`adapt.protocol.sample_ring` defines the layout and the order of writes; this file follows it. A record costs two system calls:
+one writes it, one publishes it. The file is allocated once at the start, so a machine without that much memory reports it then.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import secrets
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +22,22 @@ from honed.adapt.protocol.sample_ring import (
     FLAG_GAP,
     HEADER_BYTES,
     KIND_END,
-    KIND_PAD,
     KIND_ROWS,
+    MAX_CAPACITY_BYTES,
+    MAX_FEATURE_SIZE,
+    MAX_HEAD_BYTES,
     RECORD_BYTES,
-    RESERVED_OFFSET,
     ROW_FORMATS,
     RecordHeader,
     RingHeader,
-    pack_header,
+    max_record_bytes,
+    pack_fixed,
     pack_record,
     pack_rows_head,
+    pack_state,
 )
 
-_MIN_RECORDS = 8
-"""Least number of records in the ring: a reader that keeps up must be able to keep some."""
-_RESERVED, _WRITTEN, _NUM_RECORDS, _GENERATION = (RESERVED_OFFSET + at for at in (0, 8, 16, 40))
+_PADDING = bytes(8)
 
 
 class RingWriter:
@@ -56,32 +55,26 @@ class RingWriter:
         """Complete the file under another name, then rename it: a reader never sees half a header.
 
         Raises:
-            ValueError: for an unknown dtype or kind, or a capacity that can't hold a few rows.
+            ValueError: for an unknown dtype or kind, too wide a row, or a capacity that is too small or too large.
             OSError: when there isn't room for the file.
         """
         self.path = Path(path)
-        self._dtype_code = _code(FEATURE_DTYPES, feature_dtype)
-        self._dtype: np.dtype[Any] = np.dtype(ROW_FORMATS[self._dtype_code])
+        dtype_code = _code(FEATURE_DTYPES, feature_dtype)
+        self._dtype: np.dtype[Any] = np.dtype(ROW_FORMATS[dtype_code])
         self._feature_size = feature_size
         self._capacity = capacity_bytes & ~7
         row_bytes = feature_size * self._dtype.itemsize + 4
-        self._max_rows = (self._capacity // _MIN_RECORDS - 2048) // row_bytes
+        self._max_rows = (max_record_bytes(self._capacity) - RECORD_BYTES - MAX_HEAD_BYTES - 16) // row_bytes
         if self._max_rows < 1:
             raise ValueError(f"a sample ring of {capacity_bytes} bytes is too small for rows of {row_bytes} bytes")
-        header = RingHeader(
-            self._capacity,
-            0,
-            0,
-            0,
-            feature_size,
-            self._dtype_code,
-            _code(FEATURE_KINDS, feature_kind),
-            0,
-            time.time_ns(),
-        )
-        self._map = _make_file(self.path, HEADER_BYTES + self._capacity, pack_header(header), mode)
-        self._words = np.frombuffer(self._map, "<u8", HEADER_BYTES // 8)
-        self._bytes = np.frombuffer(self._map, np.uint8, self._capacity, HEADER_BYTES)
+        if self._capacity > MAX_CAPACITY_BYTES or feature_size > MAX_FEATURE_SIZE:
+            raise ValueError(
+                f"a sample ring holds at most {MAX_CAPACITY_BYTES} bytes in rows of {MAX_FEATURE_SIZE} values, not "
+                f"{capacity_bytes} in rows of {feature_size}: lower HONED_RING_BYTES, or use HONED_FEATURES=fused"
+            )
+        kind_code = _code(FEATURE_KINDS, feature_kind)
+        self._fixed = pack_fixed(RingHeader(self._capacity, feature_size, dtype_code, kind_code, time.time_ns()))
+        self._fd = _make_file(self.path, HEADER_BYTES + self._capacity, pack_state(self._fixed, 0), mode)
         self._written = self._num_records = 0
 
     def write_rows(
@@ -100,6 +93,7 @@ class RingWriter:
 
         Raises:
             ValueError: when rows and tokens don't match, or the features aren't of the ring's kind.
+            OSError: the filesystem is full, for one. The ring can still be written to.
         """
         num_rows = len(token_ids)
         if features.shape != (num_rows, self._feature_size) or features.dtype != self._dtype:
@@ -107,86 +101,48 @@ class RingWriter:
                 f"features are {features.dtype} {features.shape}, the ring holds {self._dtype} "
                 f"({num_rows}, {self._feature_size})"
             )
-        head = pack_rows_head(request[:256], workload[:256], drafter_version[:256], session[:256])
+        head = pack_rows_head(request, workload, drafter_version, session)
         milli = min(max(round(temperature * 1000), 0), 0xFFFFFFFF)
         for start in range(0, num_rows, self._max_rows):
             chunk = slice(start, min(start + self._max_rows, num_rows))
             ids = np.ascontiguousarray(token_ids[chunk], "<i4")
-            parts = [np.frombuffer(head, np.uint8), ids.view(np.uint8), _PADDING[: -ids.nbytes % 8]]
-            parts.append(np.ascontiguousarray(features[chunk]).reshape(-1).view(np.uint8))
+            parts = [head, ids, _PADDING[: -ids.nbytes % 8], np.ascontiguousarray(features[chunk])]
             chunk_flags = flags if start == 0 else flags & ~FLAG_GAP
             self._append(KIND_ROWS, parts, len(head), chunk_flags, len(ids), first_position + start, milli)
 
     def write_end(self, request: str, workload: str) -> None:
-        """Record that a request is over: its rows are complete."""
-        head = pack_rows_head(request[:256], workload[:256], "")
-        self._append(KIND_END, [np.frombuffer(head, np.uint8)], len(head), 0, 0, 0, 0)
-
-    def purge(self) -> None:
-        """Overwrite everything with zeros and make readers forget what they have read."""
-        self._words[_RESERVED // 8] = self._written + self._capacity  # a reader that is copying discards its copy
-        self._bytes[:] = 0
-        # Whole laps keep offsets and places in step, and a reader looks for the next record at a new lap.
-        self._written = -(-(self._written + self._capacity) // self._capacity) * self._capacity
-        self._words[_RESERVED // 8] = self._written
-        self._words[_WRITTEN // 8] = self._written
-        self._words[_GENERATION // 8] += np.uint64(1)
+        """Record that a request is over: its rows are complete. Raises OSError, as `write_rows`."""
+        head = pack_rows_head(request, workload, "")
+        self._append(KIND_END, [head], len(head), 0, 0, 0, 0)
 
     def close(self) -> None:
-        """Unmap. The file stays, so that a reader can still read what is in it."""
-        del self._words, self._bytes
-        self._map.close()
+        """Close the file. It stays, so that a reader can still read what is in it."""
+        os.close(self._fd)
 
     @property
     def num_records(self) -> int:
-        """Records written so far, PADs not counted."""
+        """Records written so far."""
         return self._num_records
 
-    def _append(
-        self, kind: int, parts: list[NDArray[np.uint8]], head: int, flags: int, rows: int, position: int, milli: int
-    ) -> None:
-        payload_bytes = sum(part.nbytes for part in parts)
-        total = RECORD_BYTES + payload_bytes + -payload_bytes % 8
-        left = self._capacity - self._written % self._capacity
-        skipped = left if total > left else 0
-        end = self._written + skipped + total
-        self._words[_RESERVED // 8] = end
-        if skipped:
-            # A valid record was here a lap ago; a reader that looks for its place must not take it for one.
-            self._bytes[self._written % self._capacity :] = 0
-        if skipped >= RECORD_BYTES:
-            pad = RecordHeader(KIND_PAD, 0, self._num_records, skipped - RECORD_BYTES, 0, 0, 0, 0, 0, 0, 0)
-            self._put(self._written % self._capacity, np.frombuffer(pack_record(pad), np.uint8))
-        place = (self._written + skipped) % self._capacity
-        at, crc = place + RECORD_BYTES, 0
-        for part in parts:
-            self._put(at, part)
-            crc = zlib.crc32(part.data, crc)
-            at += part.nbytes
-        record = RecordHeader(
-            kind,
-            flags,
-            self._num_records,
-            payload_bytes,
-            crc,
-            rows,
-            head,
-            position,
-            self._feature_size,
-            self._dtype_code,
-            milli,
-        )
-        self._put(place, np.frombuffer(pack_record(record), np.uint8))
-        self._written = end
+    def _append(self, kind: int, parts: list[Any], head: int, flags: int, rows: int, position: int, milli: int) -> None:
+        payload_bytes = sum(memoryview(part).nbytes for part in parts)
+        record = RecordHeader(kind, flags, self._num_records, self._written, payload_bytes, rows, head, milli, position)
+        self._put([pack_record(record, parts), *parts], RECORD_BYTES + payload_bytes)
+        # Whole, so that a file that was cut off has a header again.
+        _write(self._fd, [pack_state(self._fixed, self._written + record.total_bytes)], 0)
+        self._written += record.total_bytes
         self._num_records += 1
-        self._words[_NUM_RECORDS // 8] = self._num_records
-        self._words[_WRITTEN // 8] = end
 
-    def _put(self, place: int, data: NDArray[np.uint8]) -> None:
-        self._bytes[place : place + data.nbytes] = data
-
-
-_PADDING = np.zeros(8, np.uint8)
+    def _put(self, parts: list[Any], num_bytes: int) -> None:
+        """Write a record's bytes where the next record begins; beyond the end of the data area they continue at its start."""
+        place = self._written % self._capacity
+        left = self._capacity - place
+        if num_bytes <= left:
+            _write(self._fd, parts, HEADER_BYTES + place)
+        else:
+            whole = memoryview(b"".join(parts))
+            _write(self._fd, [whole[:left]], HEADER_BYTES + place)
+            _write(self._fd, [whole[left:]], HEADER_BYTES)
 
 
 def _code(names: dict[int, str], wanted: str) -> int:
@@ -196,20 +152,25 @@ def _code(names: dict[int, str], wanted: str) -> int:
     raise ValueError(f"{wanted!r} is none of {', '.join(names.values())}")
 
 
-def _make_file(path: Path, num_bytes: int, header: bytes, mode: int) -> mmap.mmap:
-    """Make a mapped file of that size; it gets its name only with its header in place."""
+def _write(fd: int, parts: list[Any], at: int) -> None:
+    """Write buffers at a place of the file. Raises OSError unless all of them are written."""
+    missing = sum(memoryview(part).nbytes for part in parts) - os.pwritev(fd, parts, at)
+    if missing:
+        raise OSError(errno.ENOSPC, f"{missing} bytes of a sample couldn't be written: make room in the ring's filesystem")
+
+
+def _make_file(path: Path, num_bytes: int, header: bytes, mode: int) -> int:
+    """Make a file of that size and return its descriptor; it gets its name only with its header in place."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         os.fchmod(fd, mode)  # whatever the umask
-        os.posix_fallocate(fd, 0, num_bytes)  # a sparse file would fail by SIGBUS once the memory runs out
-        mapped = mmap.mmap(fd, num_bytes)
-        mapped[: len(header)] = header
+        os.posix_fallocate(fd, 0, num_bytes)
+        _write(fd, [header], 0)
         os.rename(temporary, path)
-        return mapped
+        return fd
     except BaseException:
         os.unlink(temporary)
-        raise
-    finally:
         os.close(fd)
+        raise

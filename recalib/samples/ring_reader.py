@@ -1,41 +1,57 @@
 """Reader of the sample ring, which counts the records that it missed.
 
-`adapt.protocol.sample_ring` has the layout. A record that can't be fully trusted (overwritten during the copy, wrong CRC,
-inconsistent sizes) is counted and never returned. The reader then searches for the next record with the right CRC, so it loses
-the damaged part and not the whole ring.
+`adapt.protocol.sample_ring` has the layout, and says why a copy can be trusted. A record that can't be (overwritten during the
+copy, wrong CRC, inconsistent sizes) is counted and never returned. The reader then searches for the next intact record, so it
+loses the damaged part and not the whole ring.
+
+Anyone who may write to the engines' folder may have made the file. Only a regular file is opened, never through a symbolic
+link, and what it says is bounded before anything is read or allocated. A file that can't be read is skipped: `error` has the
+cause and the cure, which are logged once.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
-import struct
-import zlib
+import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from honed.adapt.protocol.sample_ring import (
+    GENERATION_OFFSET,
     HEADER_BYTES,
     KIND_END,
-    KIND_PAD,
     KIND_ROWS,
+    MAX_HEAD_BYTES,
     RECORD_BYTES,
     RECORD_MAGIC,
-    RESERVED_OFFSET,
     ROW_FORMATS,
     RecordHeader,
     RingHeader,
+    is_intact,
+    max_record_bytes,
     unpack_header,
     unpack_record,
     unpack_rows_head,
     unpack_session,
 )
 
-_RESERVED, _WRITTEN, _GENERATION = (RESERVED_OFFSET + at for at in (0, 8, 40))
+log = structlog.get_logger("honed.samples")
+
+MOST_POLL_BYTES = 64 << 20
+"""Most bytes read in one poll: a ring full of damage holds nobody up."""
+_MAX_POSITION = 1 << 31
+_SEARCHED_BYTES = 1 << 20
+_ERASED_BYTES = 1 << 16
+"""Bytes erased by one write: the writer waits for as long, since writes of a file exclude each other."""
+_HEADER_READS = 10
+_CURE = "stop its engine and remove the file"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -73,143 +89,170 @@ class RingReader:
         self.lost_records = 0
         """Records that were overwritten before they were read."""
         self.bad_records = 0
-        """Records that were present but couldn't be trusted."""
+        """Damaged places: records that were present but couldn't be trusted."""
         self.error = ""
-        """Reason why the file at the path isn't read; "" if it is read or absent."""
-        self._ring: _MappedRing | None = None
+        """What is wrong with the file at the path, with the cure; "" if nothing is, or it is absent."""
+        self._ring: _RingFile | None = None
 
     @property
     def header(self) -> RingHeader | None:
-        """The fixed values of the ring being read, None if there is none."""
+        """The ring being read, as it was when it was opened; None if there is none."""
         return self._ring.header if self._ring else None
 
     def poll(self, max_records: int = 256) -> RingNews:
         """Return the next records, at most `max_records`; never waits."""
         if self._ring is not None and not self._ring.is_at(self.path):
-            if records := self._read(max_records):
-                return RingNews(records)  # first the records that the last engine left
-            self._ring = None
+            news = self._news(max_records)
+            if news.records or news.is_purged:
+                return news  # first the records that the last engine left
+            self.close()
         is_new = self._ring is None and self._open()
-        if self._ring is None:
-            return RingNews([])
-        is_purged = self._ring.notice_purge()
-        return RingNews(self._read(max_records), is_new, is_purged)
+        return self._news(max_records, is_new) if self._ring is not None else RingNews([])
 
     def erase(self) -> str:
         """Forget what the ring holds, and zero it. Returns why samples may remain in it, "" if none do."""
         self.poll(0)
-        if self._ring is None or self._ring.erase():
+        if self._ring is None:
             return self.error
-        return f"sample ring {self.path} is read-only for this user: stop its engine and remove the file"
+        try:
+            self._ring.erase()
+        except OSError as error:
+            return f"sample ring {self.path} can't be erased: {error}; {_CURE}"
+        return ""
+
+    def close(self) -> None:
+        """Close the file; the next poll opens it again."""
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def _open(self) -> bool:
         try:
-            self._ring = _MappedRing(self.path)
+            self._ring = _RingFile(self.path)
         except FileNotFoundError:
-            self.error = ""
+            self._tell("")
+        except PermissionError as error:
+            self._tell(f"{error}; put this process's user into the group of the engine's folder")
         except (OSError, ValueError) as error:
-            self.error = f"sample ring {self.path} can't be read: {error}"
-        else:
-            self.error = ""
-            return True
-        return False
+            is_link = isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR)
+            self._tell(f"{'it or its folder is a symbolic link' if is_link else error}; {_CURE}")
+        return self._ring is not None
 
-    def _read(self, max_records: int) -> list[RingRecord]:
+    def _tell(self, defect: str) -> None:
+        error = f"sample ring {self.path}: {defect}" if defect else ""
+        if error and error != self.error:
+            log.warning(error)
+        self.error = error
+
+    def _news(self, max_records: int, is_new: bool = False) -> RingNews:
         assert self._ring is not None
+        is_purged = self._ring.begin_poll()
+        self._tell(self._ring.defect)
         records: list[RingRecord] = []
         while len(records) < max_records and (found := self._ring.next_payload()) is not None:
             try:
-                record = _decode(*found, self._ring.header)
+                records.append(_decode(*found, self._ring.header))
             except ValueError:
                 self.bad_records += 1
-                continue
-            records.append(record)
         self.lost_records += self._ring.take_lost()
         self.bad_records += self._ring.take_bad()
-        return records
+        return RingNews(records, is_new, is_purged)
 
 
-class _MappedRing:
-    """One ring file in memory, and the position up to which it has been read."""
+class _RingFile:
+    """One open ring file, and the position up to which it has been read."""
 
     def __init__(self, path: Path) -> None:
+        """Open it. Raises OSError, or ValueError for a file that isn't a ring."""
+        self._fd, self._is_writable = _open_file(path)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            access = mmap.ACCESS_WRITE
-        except PermissionError:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            access = mmap.ACCESS_READ
-        try:
-            status = os.fstat(fd)
-            self.header = unpack_header(os.pread(fd, HEADER_BYTES, 0))
-            capacity = self.header.capacity_bytes
-            if capacity < RECORD_BYTES or capacity % 8 or status.st_size < HEADER_BYTES + capacity:
-                raise ValueError(f"it has {status.st_size} bytes and claims to hold {capacity}: the file is cut off")
-            self._map = mmap.mmap(fd, HEADER_BYTES + capacity, access=access)
-        finally:
-            os.close(fd)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it isn't a regular file")
+            self.header = self._read_header()
+            self._num_bytes = HEADER_BYTES + self.header.capacity_bytes
+            if status.st_size > self._num_bytes:
+                raise ValueError(f"it has {status.st_size} bytes instead of {self._num_bytes}")
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._identity = (status.st_dev, status.st_ino)
-        self._is_writable = access == mmap.ACCESS_WRITE
-        self._words = np.frombuffer(self._map, "<u8", HEADER_BYTES // 8)
-        self._bytes = np.frombuffer(self._map, np.uint8, capacity, HEADER_BYTES)
-        self._generation = self._word(_GENERATION)
-        self._expected_seq: int | None = None
-        self._lost = self._bad = 0
-        self._offset = self._find_record(0)
+        self._written, self._generation = self.header.written, self.header.generation
+        self.defect = ""
+        self._offset = self._end = self.header.oldest_offset(self._written)
+        self._is_searching = self._offset > 0
+        self._expected_seq = None if self._is_searching else 0
+        self._lost = self._bad = self._budget = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
 
     def is_at(self, path: Path) -> bool:
         """Return whether the path still names this file, or nothing: a stopped engine may come back."""
         try:
-            status = os.stat(path)
+            status = os.lstat(path)
         except OSError:
             return True
         return (status.st_dev, status.st_ino) == self._identity
 
-    def notice_purge(self) -> bool:
-        """Return whether the ring was purged since the last call; if so, only later records are left."""
-        generation = self._word(_GENERATION)
-        if generation == self._generation:
-            return False
-        self._generation, self._offset, self._expected_seq = generation, self._find_record(self._offset), None
-        return True
+    def begin_poll(self) -> bool:
+        """Begin a poll, which may read `MOST_POLL_BYTES`; `defect` says what is wrong with the file.
 
-    def erase(self) -> bool:
-        """Zero the data area and raise the generation.
-
-        The writer takes no lock, so a record written at the same time may be partly zeroed. Its CRC shows that.
+        Returns:
+            whether the ring was purged since the last poll: then only later records are left.
         """
-        self._offset, self._expected_seq = self._word(_WRITTEN), None
-        if not self._is_writable:
+        self._budget = MOST_POLL_BYTES
+        generation = self._refresh()
+        num_bytes = os.fstat(self._fd).st_size
+        if num_bytes < self._num_bytes and not self.defect:
+            self.defect = f"it is cut off ({num_bytes} bytes instead of {self._num_bytes}), samples are lost; {_CURE}"
+        if generation in (None, self._generation):
             return False
-        self._bytes[:] = 0
-        self._words[_GENERATION // 8] += np.uint64(1)
-        self._generation = self._word(_GENERATION)
+        self._generation, self._is_searching, self._expected_seq = generation, True, None
         return True
+
+    def erase(self) -> None:
+        """Zero the data area, then change the generation. Raises OSError.
+
+        Holes stay holes: whoever made a huge sparse file doesn't fill the filesystem with it. The writer takes no lock, so a
+        record written at the same time may be partly zeroed. Its CRC shows that.
+        """
+        self._offset, self._is_searching, self._expected_seq = self._written, False, None
+        if not self._is_writable:
+            raise PermissionError("it is read-only for this user")
+        at = HEADER_BYTES
+        while at < self._num_bytes:
+            hole = min(self._seek(at, os.SEEK_HOLE, at), self._num_bytes)
+            while at < hole:
+                at += os.pwrite(self._fd, bytes(min(_ERASED_BYTES, hole - at)), at)
+            at = self._seek(at, os.SEEK_DATA, self._num_bytes)
+        generation = secrets.token_bytes(8)
+        os.pwrite(self._fd, generation, GENERATION_OFFSET)
+        self._generation = int.from_bytes(generation, "little")
 
     def next_payload(self) -> tuple[RecordHeader, bytes] | None:
-        """Return a copy of the next record that isn't a PAD, None if there is none yet."""
-        while self._offset < self._word(_WRITTEN):
-            capacity = self.header.capacity_bytes
-            place = self._offset % capacity
-            if capacity - place < RECORD_BYTES:
-                self._offset += capacity - place
-                continue
-            found = self._copy(place)
-            if self._is_overwritten(self._offset):
-                self._offset = self._find_record(self._offset)
-                continue
-            if found is None or self._is_of_the_past(found[0]):
+        """Return a copy of the next record, None if there is none yet or the poll has read enough."""
+        while self._budget > 0 and self._offset < self._written:
+            offset = self._offset
+            if offset < (oldest := self.header.oldest_offset(self._written)):
+                # Further ahead than needed, or a fast writer would pass again before a record is found.
+                self._offset, self._is_searching = oldest + self.header.capacity_bytes // 256 * 8, True
+            elif self._is_searching:
+                self._search()
+            else:
+                found = self._copy(offset)
+                if self._refresh() is None:
+                    return None
+                if offset < self.header.oldest_offset(self._written) or offset != self._offset:
+                    continue  # it may have been overwritten meanwhile
+                if found is not None and self._accept(found[0]):
+                    return found
                 self._bad += 1
-                self._offset = self._find_record(self._offset + 8)
-                continue
-            record, payload = found
-            self._offset += _total_bytes(record)
-            if record.kind == KIND_PAD:
-                continue
-            if self._expected_seq is not None:
-                self._lost += record.seq - self._expected_seq
-            self._expected_seq = record.seq + 1
-            return record, payload
+                self._offset, self._is_searching = offset + 8, True
         return None
 
     def take_lost(self) -> int:
@@ -222,73 +265,129 @@ class _MappedRing:
         bad, self._bad = self._bad, 0
         return bad
 
-    def _word(self, at: int) -> int:
-        return int(self._words[at // 8])
+    def _accept(self, record: RecordHeader) -> bool:
+        """Move past a record; return False for one whose number can't be right."""
+        if self._expected_seq is not None:
+            lost = record.seq - self._expected_seq
+            if not 0 <= lost <= (self._offset - self._end) // RECORD_BYTES:
+                return False
+            self._lost += lost
+        self._expected_seq = record.seq + 1
+        self._offset = self._end = self._offset + record.total_bytes
+        return True
 
-    def _is_overwritten(self, offset: int) -> bool:
-        return self._word(_RESERVED) > offset + self.header.capacity_bytes
-
-    def _is_of_the_past(self, record: RecordHeader) -> bool:
-        return record.kind != KIND_PAD and self._expected_seq is not None and record.seq < self._expected_seq
-
-    def _copy(self, place: int) -> tuple[RecordHeader, bytes] | None:
-        """Copy the record at a place; None if there is no sound one."""
+    def _refresh(self) -> int | None:
+        """Read the header again; returns the generation, None if it can't be read now."""
         try:
-            record = unpack_record(self._bytes[place : place + RECORD_BYTES].tobytes())
-        except (ValueError, struct.error):
+            header = self._read_header()
+        except (OSError, ValueError) as error:
+            self.defect = f"{error}; {_CURE}"
             return None
-        if place + _total_bytes(record) > self.header.capacity_bytes:
+        self.defect = ""
+        self._written = header.written
+        if self._written < self._offset:  # somebody else wrote what was read before
+            self._bad += 1
+            self._is_searching = True
+            if self._end <= self._written:
+                self._offset = self._end
+            else:
+                self._offset, self._expected_seq = header.oldest_offset(self._written), None
+        return header.generation
+
+    def _read_header(self) -> RingHeader:
+        """Read the header, more than once where the writer is writing it. Raises ValueError, OSError."""
+        for _ in range(_HEADER_READS - 1):
+            try:
+                return unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
+            except ValueError:
+                continue
+        return unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
+
+    def _copy(self, offset: int) -> tuple[RecordHeader, bytes] | None:
+        """Copy the record at an offset; None if there is no intact one."""
+        fixed = self._read(offset, RECORD_BYTES)
+        try:
+            record = unpack_record(fixed)
+        except ValueError:
             return None
-        if record.kind == KIND_PAD:
-            return record, b""
-        start = place + RECORD_BYTES
-        payload = self._bytes[start : start + record.payload_bytes].tobytes()
-        return (record, payload) if zlib.crc32(payload) == record.crc32 else None
+        if record.offset != offset or record.total_bytes > max_record_bytes(self.header.capacity_bytes):
+            return None
+        payload = self._read(offset + RECORD_BYTES, record.payload_bytes)
+        return (record, payload) if is_intact(fixed, payload) else None
 
-    def _find_record(self, offset: int) -> int:
-        """Find the first sound record at or after an offset that the writer won't reach soon.
-
-        A lap of the data area always begins with a record. Elsewhere the magic number and CRC identify records.
-        """
-        capacity, written, reserved = self.header.capacity_bytes, self._word(_WRITTEN), self._word(_RESERVED)
-        offset = max(offset, reserved - capacity + capacity // 64 if reserved > capacity else 0)
-        offset += -offset % 8
-        lap = written // capacity * capacity
-        end = lap if offset <= lap else written
-        place = offset % capacity
-        if offset in (0, lap):
-            return offset
-        words = self._bytes[place : place + max(end - offset, 0)].view("<u4")[::2]
+    def _search(self) -> None:
+        """Move to the first intact record in the next bytes, or past them. The magic number, offset and CRC identify it."""
+        begin, capacity = self._offset, self.header.capacity_bytes
+        end = min(begin + _SEARCHED_BYTES, self._written, begin + capacity - begin % capacity)
+        data = self._read(begin, end - begin)
+        words = np.frombuffer(data, "<u4", len(data) // 8 * 2)[::2]
         for hit in np.flatnonzero(words == RECORD_MAGIC).tolist():
-            if self._copy(place + 8 * hit) is not None:
-                return int(offset + 8 * hit)
-        return max(end, offset) if offset <= written else written
+            self._offset = begin + 8 * hit
+            if self._budget <= 0:
+                return
+            if self._copy(self._offset) is not None:
+                self._is_searching = False
+                return
+        self._offset = end
+
+    def _read(self, offset: int, num_bytes: int) -> bytes:
+        """Read bytes of the data area: fewer where the file is cut off, none where the filesystem fails."""
+        self._budget -= max(num_bytes, RECORD_BYTES)
+        place = offset % self.header.capacity_bytes
+        before_end = min(num_bytes, self.header.capacity_bytes - place)
+        try:
+            data = os.pread(self._fd, before_end, HEADER_BYTES + place)
+            if before_end < num_bytes:
+                data += os.pread(self._fd, num_bytes - before_end, HEADER_BYTES)
+        except OSError:
+            return b""
+        return data
+
+    def _seek(self, at: int, whence: int, otherwise: int) -> int:
+        """Return where the next data or the next hole begins; `otherwise` where the file has ended."""
+        try:
+            return os.lseek(self._fd, at, whence)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return otherwise
+            raise
 
 
-def _total_bytes(record: RecordHeader) -> int:
-    return RECORD_BYTES + record.payload_bytes + -record.payload_bytes % 8
+def _open_file(path: Path) -> tuple[int, bool]:
+    """Open a file, through no symbolic link to it or its folder, and without waiting for anybody.
+
+    Returns:
+        the descriptor, and whether it can be written to.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | flags)
+    try:
+        return os.open(path.name, os.O_RDWR | os.O_NONBLOCK | flags, dir_fd=folder), True
+    except PermissionError:
+        return os.open(path.name, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder), False
+    finally:
+        os.close(folder)
 
 
 def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecord:
-    """Decode a payload. Raises ValueError if its sizes are inconsistent or its kind isn't the ring's."""
-    head = payload[: record.head_bytes]
-    request, workload, drafter_version = unpack_rows_head(head)
-    session = unpack_session(head) or request
-    row_dtype: np.dtype[Any] = np.dtype(ROW_FORMATS[ring.feature_dtype])
+    """Decode a payload. Raises ValueError if its sizes are inconsistent."""
     if record.kind not in (KIND_ROWS, KIND_END):
         raise ValueError(f"unknown kind of record {record.kind}")
-    if (record.feature_size, record.feature_dtype) != (ring.feature_size, ring.feature_dtype):
-        raise ValueError("record has other features than its ring")
     num_rows = record.num_rows if record.kind == KIND_ROWS else 0
+    row_dtype: np.dtype[Any] = np.dtype(ROW_FORMATS[ring.feature_dtype])
     ids_bytes = 4 * num_rows
     start = record.head_bytes + ids_bytes + -ids_bytes % 8
-    if start + num_rows * ring.feature_size * row_dtype.itemsize != len(payload) or record.first_position < 0:
+    if start + num_rows * ring.feature_size * row_dtype.itemsize != len(payload) or record.head_bytes > MAX_HEAD_BYTES:
         raise ValueError(f"record of {num_rows} rows has {len(payload)} bytes")
+    if not 0 <= record.first_position <= _MAX_POSITION:
+        raise ValueError(f"record begins at position {record.first_position}")
+    head = payload[: record.head_bytes]
+    request, workload, drafter_version = unpack_rows_head(head)
     return RingRecord(
         kind=record.kind,
         flags=record.flags,
         request=request,
-        session=session,
+        session=unpack_session(head) or request,
         workload=workload,
         drafter_version=drafter_version,
         first_position=record.first_position,

@@ -2,14 +2,26 @@
 
 import multiprocessing
 import os
+import shlex
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, HEADER_BYTES, KIND_END, RECORD_BYTES, unpack_header
+from honed.adapt.protocol.sample_ring import (
+    FLAG_GAP,
+    FLAG_PREFILL,
+    HEADER_BYTES,
+    KIND_END,
+    MAX_CAPACITY_BYTES,
+    MAX_FEATURE_SIZE,
+    RECORD_BYTES,
+    unpack_header,
+)
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.samples.ring_reader import RingReader
 
@@ -186,20 +198,6 @@ def test_reader_waits_for_a_ring_and_follows_one_that_is_replaced(path):
     assert [r.first_position for r in reader.poll().records] == [503]
 
 
-def test_purge_by_the_writer_is_noticed_and_leaves_no_bytes(path):
-    ring = make(path)
-    write(ring, 0, 50, request="secret")
-    reader = RingReader(path)
-    reader.poll(0)
-    ring.purge()
-    write(ring, 50, 2, request="later")
-    news = reader.poll()
-    assert news.is_purged
-    assert [r.request for r in news.records] == ["later"]
-    assert b"secret" not in path.read_bytes()
-    assert [r.request for r in drain(RingReader(path))] == ["later"]
-
-
 def test_erasing_by_the_reader_leaves_no_bytes_and_the_writer_goes_on(path):
     ring = make(path)
     write(ring, 0, 50, request="secret")
@@ -277,3 +275,135 @@ def test_two_processes_never_see_a_torn_row(path):
     assert reader.bad_records == 0
     # What was overwritten before the reader had met its first record can't be counted, only what follows it.
     assert count + 1 >= got + reader.lost_records > 0
+
+
+HURT = """
+import errno, os, sys
+from pathlib import Path
+import numpy as np
+from honed.attach.capture.ring_writer import RingWriter
+from honed.recalib.samples.ring_reader import RingReader
+path = Path(sys.argv[1])
+ring, reader = RingWriter(path, 1 << 18, 6, "float32"), RingReader(path)
+def write(first):
+    ring.write_rows("r", "w", "v", first, np.arange(first, first + 100, dtype=np.int32), np.ones((100, 6), np.float32))
+def positions():
+    return [record.first_position for record in reader.poll().records]
+"""
+
+
+def survives(path, script):
+    """Run a script in a process of its own, which a signal may end; see HURT for its names."""
+    done = subprocess.run([sys.executable, "-c", HURT + script, path], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("length", [0, HEADER_BYTES, HEADER_BYTES + 6000])
+def test_ring_that_is_cut_off_ends_neither_writer_nor_reader(path, length):
+    """Through a map, its next byte was a SIGBUS: vLLM ended without a word, and the trainer alike."""
+    survives(
+        path,
+        f"""
+write(0)
+assert positions() == [0]
+for first in range(100, 500, 100):
+    write(first)
+os.truncate(path, {length})
+kept = positions()
+assert kept == {[100] if length > HEADER_BYTES else []}, kept
+assert "cut off" in reader.error
+write(500)
+assert positions() == [500]
+assert "cut off" in reader.error
+assert reader.lost_records + reader.bad_records > 0
+assert [record.first_position for record in RingReader(path).poll().records][-1] == 500
+for first in range(600, 20_000, 100):
+    write(first)
+    assert positions() == [first]
+assert reader.error == "", "it fills again"
+""",
+    )
+
+
+def test_ring_that_is_cut_off_while_it_is_erased_ends_nobody(path):
+    survives(
+        path,
+        """
+for first in range(0, 5000, 100):
+    write(first)
+reader.poll(0)
+os.truncate(path, 5000)
+assert reader.erase() == ""
+assert not any(path.read_bytes()[4096:])
+pwrite = os.pwrite
+def cut_and_write(*args):  # in the midst of it
+    os.truncate(path, 4096)
+    return pwrite(*args)
+write(5000)
+os.pwrite = cut_and_write
+assert reader.erase() == ""
+os.pwrite = pwrite
+assert not any(path.read_bytes()[4096:])
+write(5100)
+assert positions() == [5100]
+""",
+    )
+
+
+def test_full_filesystem_is_an_error_and_the_ring_goes_on(tmp_path):
+    """A ring whose memory was taken from it, on a tmpfs that has no more: through a map that was a SIGBUS."""
+    script = (
+        HURT
+        + """
+write(0)
+os.truncate(path, 0)
+filler = open(path.with_name("filler"), "wb", buffering=0)
+try:
+    while filler.write(bytes(4096)):
+        pass
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+for first in (100, 200):
+    try:
+        write(first)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+    else:
+        raise AssertionError("there was room")
+try:
+    RingWriter(path.with_name("other"), 1 << 18, 6, "float32")
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+else:
+    raise AssertionError("there was room")
+assert sorted(os.listdir(path.parent)) == ["filler", "ring"]
+os.truncate(path.with_name("filler"), 0)
+write(300)
+assert positions() == [300]
+assert ring.num_records == 2
+"""
+    )
+    run = shlex.join([sys.executable, "-c", script, f"{tmp_path}/ring"])
+    command = f"mount -t tmpfs -o size=512k none {tmp_path} && exec {run}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("no user namespace with a tmpfs of its own can be made here")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+def test_no_side_keeps_a_map_of_the_ring(path):
+    """Whatever happens to the file, no address of these processes is backed by it."""
+    ring = make(path)
+    write(ring, 0, 50)
+    reader = RingReader(path)
+    assert len(drain(reader)) == 1
+    reader.erase()
+    with open("/proc/self/maps") as maps:
+        assert str(path) not in maps.read()
+
+
+@pytest.mark.parametrize(("capacity", "size"), [(MAX_CAPACITY_BYTES + 8, F), (1 << 30, MAX_FEATURE_SIZE + 1)])
+def test_a_ring_that_no_reader_would_accept_is_not_made(path, capacity, size):
+    with pytest.raises(ValueError, match="HONED_RING_BYTES"):
+        RingWriter(path, capacity, size)
+    assert list(path.parent.iterdir()) == []
