@@ -194,9 +194,9 @@ class Capturer:
 
     def _tell_ends(self) -> None:
         if self._ended and not self._pending:
-            for ended in self._ended:
-                self.writer.take_end(ended)
-            self._ended = []
+            ended, self._ended = self._ended, []
+            for request in ended:
+                self.writer.take_end(request)
 
     def _give_up(self) -> None:
         """Stop capturing for a while: no ring can be made, usually for lack of room."""

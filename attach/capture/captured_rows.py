@@ -108,14 +108,14 @@ class RowWriter:
             self._put(rows)
 
     def take_end(self, request: CapturedRequest) -> None:
-        """Note a finished request whose rows were taken."""
+        """Note a finished request whose rows were taken; `raise_failure` raises what goes wrong."""
         if self.is_done:
             self._write_end(request)
         else:
             self._put(request)
 
     def raise_failure(self) -> None:
-        """Raise the thread's error since the last call, if any."""
+        """Raise the last error since the last call that wasn't raised, if any."""
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -146,8 +146,7 @@ class RowWriter:
                 else:
                     self._write(item)
             except Exception as error:
-                with self._lock:
-                    self._failure = error.with_traceback(None)  # its frames hold pinned memory
+                self._note(error)
             finally:
                 with self._lock:
                     self._num_waiting -= 1
@@ -158,9 +157,16 @@ class RowWriter:
         with self._lock:
             self.num_skipped += num_rows
 
+    def _note(self, error: Exception) -> None:
+        with self._lock:
+            self._failure = error.with_traceback(None)  # its frames hold pinned memory
+
     def _write_end(self, request: CapturedRequest) -> None:
-        if self._ring is not None:
-            self._ring.write_end(request.key, request.workload)
+        try:
+            if self._ring is not None:
+                self._ring.write_end(request.key, request.workload)
+        except OSError as error:
+            self._note(error)
 
     def _write(self, rows: CapturedRows) -> None:
         features = _to_numpy(rows.features)
@@ -178,14 +184,14 @@ class RowWriter:
         positions = rows.positions.numpy()
         rejected = rows.num_rejected.tolist() if rows.num_rejected is not None else [0] * len(rows.counts)
         start = 0
-        refused: ValueError | None = None
+        refused: ValueError | OSError | None = None
         for request, count, num_rejected in zip(rows.requests, rows.counts, rejected, strict=True):
             part = slice(start, start + count - num_rejected)
             start += count
             try:
                 flags = FLAG_REJECTED if num_rejected else 0
                 self._write_request(request, rows.drafter_version, token_ids[part], positions[part], features[part], flags)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 self._skip(count - num_rejected)
                 refused = error
         if refused is not None:
@@ -209,7 +215,6 @@ class RowWriter:
         flags |= FLAG_PREFILL if first < request.prompt_tokens else 0
         if first != request.next_position:
             flags |= FLAG_GAP
-        request.next_position = first + count
         assert self._ring is not None
         self._ring.write_rows(
             request.key,
@@ -222,6 +227,7 @@ class RowWriter:
             request.temperature,
             request.session,
         )
+        request.next_position = first + count  # only now: rows that couldn't be written leave a gap
         self.num_rows += count
         self.num_bytes += features.nbytes
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, KIND_END
 from honed.attach.capture import captured_rows
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
+from honed.attach.capture.ring_writer import RingWriter
+from honed.recalib.samples.ring_reader import RingReader
 
 H = 4
 
@@ -40,6 +47,17 @@ def request(key: str) -> CapturedRequest:
 def rows(of: CapturedRequest, first: int, count: int, version: str = "v1") -> CapturedRows:
     positions = torch.arange(first, first + count)
     return CapturedRows([of], [count], torch.zeros(count, H), positions.int(), positions, None, None, version)
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Every write of this process to any file fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def wait(writer: RowWriter) -> None:
@@ -139,3 +157,30 @@ def test_an_idle_thread_ends_and_another_one_takes_over(monkeypatch: pytest.Monk
     writer.take_end(a)
     assert ring.seen == ["a@0", "a@1", "a@2", "end of a"]
     assert len(threads) == 3
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_rows_that_the_filesystem_refuses_are_counted_and_leave_a_gap(tmp_path: Path, is_apart: bool) -> None:
+    """Rows of all requests of a step are counted, and what follows isn't joined to what came before."""
+    a, b = request("a"), request("b")
+    writer = RowWriter(lambda size, dtype: RingWriter(tmp_path / "ring", 1 << 20, size, dtype))
+    both = CapturedRows([a, b], [2, 3], torch.zeros(5, H), *(torch.tensor([2, 3, 0, 1, 2]),) * 2, None, None, "v1")
+    writer.take(rows(a, 0, 2), is_apart)
+    wait(writer)
+    with no_room():
+        with contextlib.ExitStack() as stack:
+            if not is_apart:
+                stack.enter_context(pytest.raises(OSError, match="File too large"))
+            writer.take(both, is_apart)
+        wait(writer)
+        writer.take_end(b)
+    with pytest.raises(OSError, match="File too large"):
+        writer.raise_failure()
+    writer.raise_failure()
+    writer.take(rows(a, 4, 2), is_apart)
+    wait(writer)
+    writer.take_end(a)
+    assert (writer.num_rows, writer.num_skipped) == (4, 5)
+    *records, end = RingReader(tmp_path / "ring").poll().records
+    assert [(r.request, r.first_position, r.flags) for r in records] == [("a", 0, FLAG_PREFILL), ("a", 4, FLAG_GAP)]
+    assert (end.kind, end.request) == (KIND_END, "a")
