@@ -472,6 +472,8 @@ class TrainerStatus(_Message, frozen=True):
     """Estimated memory of the training on its device; 0 before it is known."""
     spilled_bytes: Count = 0
     """Samples on disk."""
+    defective_rings: int = 0
+    """Sample rings that can't be read, or not all of them."""
 
 
 class TrainResult(_Message, frozen=True):

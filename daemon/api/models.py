@@ -79,6 +79,8 @@ class TrainerView(BaseModel):
     """Samples on disk."""
     lost_records: int
     """Samples overwritten in the ring before being read, since the trainer's start: HONED_RING_BYTES is too small."""
+    defective_rings: int
+    """Sample rings that can't be read, or not all of them; the trainer's log names each."""
     sessions: int
     steps: int
     max_steps: int

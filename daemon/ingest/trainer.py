@@ -112,6 +112,7 @@ class Trainer:
             "samples_bytes": status.samples_bytes if status else 0,
             "spilled_bytes": status.spilled_bytes if status else 0,
             "lost_records": status.ring_lost_records if status else 0,
+            "defective_rings": status.defective_rings if status else 0,
         }
 
 

@@ -112,6 +112,10 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
         if (names := [e.get("engine_id", "") for e in status.get("engines") or []]) and not fnmatch.filter(names, pattern):
             text = f"trainer.yields_to names {pattern!r}, which matches no engine: training doesn't yield to it"
             yield Finding("warning", text, f"Engines are named {', '.join(names)}.")
+    if rings := (status.get("trainer") or {}).get("defective_rings"):
+        yield Finding(
+            "warning", f"{rings:,} sample rings can't be read, or not all of them: the trainer's log has cause and cure"
+        )
     if status.get("training_paused"):
         yield Finding("warning", "training is paused: `honed resume` resumes it")
     if error := (status.get("shared_registry") or {}).get("last_error"):

@@ -295,7 +295,8 @@ class Trainer:
             preemption_delays_s=delays_s,
             preemption_computing_s=computing_s,
             idle_ratio=self._idleness.ratio,
-            ring_lost_records=sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds),
+            ring_lost_records=min(sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds), 1 << 53),
+            defective_rings=sum(bool(feed.reader.error) for feed in feeds),
         )
         self._link.send(_with_progress(status, operation) if operation else status)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -171,6 +172,27 @@ def test_what_is_asked_along_with_a_cancellation_is_begun(daemon: zmq.Socket[byt
     trainer.close()
     assert "nobody waits for it" in results["op"].error
     assert results["next"].ok, results["next"].error
+
+
+def test_rings_that_no_engine_made_are_told_and_the_others_are_read(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path)
+    for name in ("odd", "cut", "linked"):
+        RingWriter(tmp_path / "engines" / name / "ring", 1 << 20, WIDTH).close()
+    with (tmp_path / "engines" / "odd" / "ring").open("r+b") as file:
+        file.write(os.urandom(4096))
+    os.truncate(tmp_path / "engines" / "cut" / "ring", 10_000)
+    (tmp_path / "engines" / "linked" / "ring").unlink()
+    (tmp_path / "engines" / "linked" / "ring").symlink_to(tmp_path / "engines" / "e" / "ring")
+    told = None
+    until_s = time.monotonic() + 60.0
+    while not (told and told.samples == 40) and time.monotonic() < until_s:
+        trainer.turn()
+        while daemon.poll(0):
+            message = wire.decode_to_daemon(daemon.recv_multipart()[1])
+            told = message if isinstance(message, wire.TrainerStatus) else told
+    trainer.close()
+    assert told
+    assert (told.defective_rings, told.samples) == (3, 40)
 
 
 def test_waiting_for_an_engine_at_work_costs_next_to_nothing(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (changed(engines=[]), "warning", "vllm-args"),
         (changed(trainer=None), "warning", "no trainer"),
         (changed(training_paused=True), "warning", "paused: `honed resume`"),
+        (changed(trainer={"defective_rings": 2}), "warning", "2 sample rings can't be read"),
         (
             changed(trainer={"yields_to": ["engine-*", "chat"]}),
             "warning",
