@@ -32,14 +32,14 @@ class BusyFlagReader:
     def is_busy(self) -> bool:
         """Return whether the engine has work now."""
         try:
-            status = os.stat(self._path)
+            status = os.lstat(self._path)
             if self._descriptor < 0 or (status.st_dev, status.st_ino) != self._identity:
                 self.close()
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 self._identity = (status.st_dev, status.st_ino)
             is_busy, self._raised_ns = _LAYOUT.unpack(os.pread(self._descriptor, _LAYOUT.size, 0))
             return is_busy and self._is_held()
-        except (OSError, struct.error):  # not there, too short, or not ours to read
+        except (OSError, struct.error):  # not there, a link, too short, or not ours to read
             self.close()
             return False
 

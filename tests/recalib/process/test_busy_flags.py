@@ -45,6 +45,16 @@ def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
     assert not flag.is_busy()
 
 
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+    """Whoever may write to the folder could have the trainer lock another file, or wait for another engine."""
+    engine = BusyFlag(tmp_path / "elsewhere")
+    engine.set(True)
+    (tmp_path / "busy").symlink_to(tmp_path / "elsewhere")
+    assert BusyFlagReader(tmp_path / "elsewhere").is_busy()
+    assert not BusyFlagReader(tmp_path / "busy").is_busy()
+    engine.close()
+
+
 def test_when_work_came_is_known_to_the_trainer(tmp_path):
     engine, flag = BusyFlag(tmp_path / "busy"), BusyFlagReader(tmp_path / "busy")
     assert flag.raised_s == 0.0
