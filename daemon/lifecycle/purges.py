@@ -19,7 +19,7 @@ from honed.daemon.errors import ConflictError
 from honed.daemon.ingest.trainer import Trainer
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operation, Operations
-from honed.recalib.samples.ring_reader import RingReader
+from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
 
 log = structlog.get_logger("honed.purges")
 
@@ -121,4 +121,4 @@ def erase_files(engines_dir: Path, spill_dir: Path) -> list[str]:
         pass
     except OSError as error:
         problems.append(f"samples on disk can't be removed: {error}; remove {spill_dir} yourself")
-    return problems
+    return problems[:MOST_PROBLEMS]

@@ -44,6 +44,9 @@ from honed.adapt.protocol.sample_ring import (
 
 log = structlog.get_logger("honed.samples")
 
+MOST_PROBLEMS = 20
+"""Most problems that a purge names; the next one names others."""
+
 MOST_POLL_BYTES = 64 << 20
 """Most bytes read in one poll: a ring full of damage holds nobody up."""
 _MAX_POSITION = 1 << 31

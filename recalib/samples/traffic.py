@@ -11,7 +11,7 @@ from pathlib import Path
 from honed.adapt.protocol.sample_ring import FEATURE_KINDS, RingHeader
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
-from honed.recalib.samples.ring_reader import RingReader
+from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.samples.spill import Spill, remove
 from honed.recalib.samples.store import SampleStore
@@ -118,7 +118,7 @@ class Traffic:
             feed.forget()
         if self._spill_dir is not None:
             problems.append(remove(self._spill_dir))
-        return [problem for problem in problems if problem]
+        return [problem for problem in problems if problem][:MOST_PROBLEMS]
 
     @property
     def spilled_bytes(self) -> int:

@@ -17,7 +17,10 @@ from honed.daemon.api.app import make_app
 from honed.daemon.lifecycle.purges import erase_files
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
-from honed.recalib.samples.ring_reader import RingReader
+from honed.recalib.config.trainer import SampleSettings
+from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
+from honed.recalib.samples.traffic import Traffic
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 
@@ -153,6 +156,19 @@ def test_a_damaged_ring_is_named_and_the_others_are_erased(settings: Settings) -
     (problem,) = erase_files(ring.parents[1], settings.paths.state_dir / "samples")
     assert str(ring) in problem
     assert holding([other, spilled]) == []
+
+
+def test_of_many_damaged_rings_a_bounded_number_is_named(settings: Settings) -> None:
+    """Anyone who may make folders there would otherwise choose the size of the operation's error."""
+    ring, other, _ = write_samples(settings.paths)
+    for number in range(2 * MOST_PROBLEMS):
+        odd = ring.parents[1] / f"a{number}" / "ring"
+        odd.parent.mkdir()
+        odd.touch()
+    engines_dir, spill_dir = ring.parents[1], settings.paths.state_dir / "samples"
+    assert len(erase_files(engines_dir, spill_dir)) == MOST_PROBLEMS
+    assert len(Traffic(engines_dir.parent, SampleSettings(), HoldOut(b"k" * 16)).purge()) == MOST_PROBLEMS
+    assert holding([ring, other]) == []
 
 
 @pytest.fixture

@@ -269,6 +269,9 @@ def test_a_purge_of_a_sparse_ring_leaves_its_holes_and_erases_the_rest(path: Pat
         for place in (0, 1 << 28):
             file.seek(HEADER_BYTES + place)
             assert not any(file.read(1 << 16))
+    os.truncate(path, HEADER_BYTES)
+    assert reader.erase() == ""
+    assert blocks(path) <= before, "what was cut off isn't made again"
 
 
 def test_a_huge_empty_ring_holds_up_no_poll(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
