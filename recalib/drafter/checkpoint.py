@@ -1,17 +1,19 @@
-"""Read and write drafter checkpoints and the target's shared tensors. Safetensors only: nothing is unpickled."""
+"""Read and write drafter checkpoints and the target's shared tensors. Safetensors only: nothing is unpickled.
+
+No file is mapped, as `safe_open` does: one that somebody cuts off afterwards would end this process with SIGBUS.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
 from honed.recalib.registry.durable import read_document
+from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
@@ -29,6 +32,20 @@ OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
 ALIASES = {"encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc.", "midlayer.": "layers.0."}
 """Other names of the same tensors that vLLM 0.32 reads (`hf_to_vllm_mapper` of `qwen3_dflash.py`)."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class CheckpointError(ValueError):
@@ -84,30 +101,48 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise CheckpointError(f"{folder} has no *.safetensors; convert the weights to safetensors, the only format read")
-    return {name: path for path in paths for name in _tensor_names(path)}
+    return {name: path for path in paths for name in _entries(path)}
 
 
-def _tensor_names(path: Path) -> list[str]:
+def _entries(path: Path) -> dict[str, TensorEntry]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError) as error:
+        return {entry.name: entry for entry in read_tensor_entries(path)}
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch the checkpoint again") from error
+
+
+def _read(path: Path, entry: TensorEntry) -> Tensor:
+    """Read one tensor as it is stored."""
+    data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    view, at = data.numpy().data, 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(entry.begin)
+            while at < len(view) and (count := file.readinto(view[at:])):
+                at += count
+        if at < len(view):
+            raise ValueError("the file is cut off")
+        return data.view(_DTYPES[entry.dtype]).view(entry.shape)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: {entry.name} cannot be read ({error}); fetch the checkpoint again") from error
 
 
 def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Read some tensors of a checkpoint, in float32."""
+    return {name: tensor.float() for name, tensor in _read_stored(folder, names)}
+
+
+def _read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read some tensors of a checkpoint, one after another, as they are stored."""
     files = tensor_files(folder)
-    tensors = {}
+    entries: dict[Path, dict[str, TensorEntry]] = {}
     for name in names:
-        if name not in files:
+        path = files.get(name)
+        if path is not None and path not in entries:
+            entries[path] = _entries(path)
+        if path is None or name not in entries[path]:
             raise CheckpointError(f"{folder} has no tensor {name}; it is incomplete or of another model family")
-        try:
-            with safe_open(files[name], framework="pt") as file:
-                tensors[name] = file.get_tensor(name).float()
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{files[name]}: {name} cannot be read ({error}); fetch the checkpoint again") from error
-    return tensors
+        yield name, _read(path, entries[path][name])
 
 
 def load_target_head(target_dir: Path | str) -> TargetHead:
@@ -241,18 +276,12 @@ def save_drafter(
     stored = stored_names(parent)
     own = drafter.state_dict()
     tensors = {stored.get(name, name): value.detach().to("cpu", dtype).contiguous() for name, value in own.items()}
-    for name in sorted(stored.keys() - own.keys()):
-        tensors[stored[name]] = _read_as_stored(parent, stored[name])
+    if untrained := sorted(stored.keys() - own.keys()):
+        tensors |= _read_stored(parent, [stored[name] for name in untrained])
     part = folder / f".{WEIGHTS_NAME}.part"
     part.write_bytes(save(tensors, metadata={"format": "pt"}))  # not save_file: that one makes the file 0600
     _write_config(folder, parent, layout, target)
     return part.replace(folder / WEIGHTS_NAME)
-
-
-def _read_as_stored(folder: Path, name: str) -> Tensor:
-    with safe_open(tensor_files(folder)[name], framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
 
 
 def _write_config(folder: Path, parent: Path, layout: str, target: str) -> None:
