@@ -68,12 +68,12 @@ def forge(path: Path, **fields: int) -> None:
         os.truncate(path, HEADER_BYTES + min(header.capacity_bytes, 1 << 40))
 
 
-def forge_record(path: Path, offset: int, payload: bytes = b"", **fields: Any) -> None:
+def forge_record(path: Path, place: int, payload: bytes = b"", **fields: Any) -> None:
     """Put a record with the right CRC at a place."""
     known = {"kind": KIND_END, "flags": 0, "seq": 0, "num_rows": 0, "head_bytes": 0, "temperature_milli": 0}
-    given = known | {"first_position": 0, "offset": offset, "payload_bytes": len(payload)} | fields
+    given = known | {"first_position": 0, "offset": place, "payload_bytes": len(payload)} | fields
     with path.open("r+b") as file:
-        file.seek(HEADER_BYTES + offset)
+        file.seek(HEADER_BYTES + place)
         file.write(pack_record(RecordHeader(**given), [payload]) + payload)
 
 
@@ -182,6 +182,8 @@ def test_a_record_whose_number_cannot_be_right_is_not_counted_as_a_loss(path: Pa
     [
         {"num_rows": 2**32 - 1, "kind": KIND_ROWS},
         {"head_bytes": 2**32 - 1},
+        {"head_bytes": 4008},
+        {"offset": 8},
         {"first_position": -1},
         {"first_position": 2**62},
         {"kind": 3},
@@ -193,7 +195,7 @@ def test_a_record_with_sizes_that_do_not_fit_is_counted_and_never_returned(path:
     ring, reader = make(path), RingReader(path)
     reader.poll()
     at = ring._written
-    head = pack_rows_head("r", "w", "v")
+    head = pack_rows_head("r", "w", "v").ljust(fields.get("head_bytes", 0) % (2**32 - 1), b"\0")
     forge_record(path, at, head, **({"seq": 5, "head_bytes": len(head)} | fields))
     forge(path, written=at + RECORD_BYTES + len(head))
     assert firsts(reader) == []
@@ -330,12 +332,30 @@ def test_half_a_header_is_read_again(path: Path, monkeypatch: pytest.MonkeyPatch
     def half(fd: int, num_bytes: int, at: int) -> bytes:
         data = bytearray(pread(fd, num_bytes, at))
         if at == 0 and next(halves) % 3:
-            data[40:44] = struct.pack("<I", 12345)  # half of `written`
+            data[48:52] = struct.pack("<I", 12344)  # half of `written`
         return bytes(data)
 
     monkeypatch.setattr(os, "pread", half)
     assert firsts(reader) == [100]
     assert (reader.error, reader.lost_records, reader.bad_records) == ("", 0, 0)
+
+
+def test_a_record_that_is_overwritten_while_it_is_copied_is_lost_and_not_bad(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, reader, pread = make(path), RingReader(path), os.pread
+
+    def overtaken(fd: int, num_bytes: int, at: int) -> bytes:
+        if num_bytes > 500 and at > HEADER_BYTES and ring.num_records == 5:
+            for first in range(100, 20 * 450, 20):
+                write(ring, first)
+        return pread(fd, num_bytes, at)
+
+    monkeypatch.setattr(os, "pread", overtaken)
+    seen = firsts(reader, 10)
+    assert len(seen) > 300
+    assert seen[-1] == 20 * 449
+    assert (len(seen) + reader.lost_records, reader.bad_records) == (450, 0)
 
 
 def test_each_of_two_that_erase_is_noticed_by_all_others(path: Path) -> None:
