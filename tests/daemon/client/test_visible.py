@@ -12,7 +12,6 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from hypothesis import given

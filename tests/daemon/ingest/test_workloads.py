@@ -55,6 +55,7 @@ def test_an_engine_that_has_pooled_requests_is_named(
     (shown,) = views.engines(service)
     assert shown["pooled_requests"] == pooled
     texts = [
-        "engine engine-0: 1,234 requests counted as workload 'other': clients send more than 64 workload labels within 10 minutes"
+        "engine engine-0: 1,234 requests counted as workload 'other': "
+        "clients send more than 64 workload labels within 10 minutes"
     ]
     assert told(service) == (texts if pooled else [])
