@@ -64,24 +64,40 @@ class RopeScaling:
         )
 
 
-def scale_frequencies(inverse: Tensor, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:  # [D/2]
-    """Return the scaled frequencies, and the factor for cosine and sine."""
+def frequencies(
+    powers: Tensor,  # [D/2] theta^(2i / D)
+    theta: float,
+    scaling: RopeScaling | None,
+) -> tuple[Tensor, float, float]:  # [D/2]
+    """Return the frequencies, the divisor of positions, and the factor for cosine and sine.
+
+    The operations are vLLM's, in its order: angles are large, so an ulp of a frequency shows at far positions.
+    """
+    inverse = 1.0 / powers
+    if scaling is None:
+        return inverse, 1.0, 1.0
     if scaling.kind == "linear":
-        return inverse / scaling.factor, 1.0
-    turns = scaling.original_positions * inverse / (2 * math.pi)  # within the original context
+        return inverse, scaling.factor, 1.0
     if scaling.kind == "llama3":
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1) if span else (turns >= scaling.low_freq_factor).float()
-        return inverse * (kept + (1 - kept) / scaling.factor), 1.0
+        return _llama3(inverse, scaling), 1.0, 1.0
     assert scaling.kind == "yarn"
-    half = len(inverse)
+    half = len(powers)
     low, high = (_dimension(scaling, turns, half, theta) for turns in (scaling.beta_fast, scaling.beta_slow))
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    ramp = (inverse.new_tensor(range(half)) - low) / (high - low or 0.001)
+    ramp = (powers.new_tensor(range(half)) - low) / (high - low or 0.001)
     kept = 1 - ramp.clamp(0, 1)
-    return inverse * (kept + (1 - kept) / scaling.factor), _magnitude(scaling)
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + inverse * kept, 1.0, _magnitude(scaling)
+
+
+def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:  # [D/2] -> [D/2]
+    lengths = 2 * math.pi / inverse  # positions of a whole turn
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = (scaling.original_positions / lengths - low) / (high - low) if low != high else 0.0 * inverse
+    between = (1 - kept) * inverse / scaling.factor + kept * inverse
+    is_short, is_long = lengths < scaling.original_positions / high, lengths > scaling.original_positions / low
+    return inverse.where(is_short, (inverse / scaling.factor).where(is_long, between))
 
 
 def _dimension(scaling: RopeScaling, turns: float, half: int, theta: float) -> float:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.config.rope_scaling import RopeScaling, scale_frequencies
+from honed.recalib.config.rope_scaling import RopeScaling, frequencies
 
 __all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
 
@@ -44,12 +44,10 @@ class RMSNorm(nn.Module):
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:  # 2 x [..., D/2]
-    """Cosine and sine of each position's angles, in float32."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    magnitude = 1.0
-    if scaling is not None:
-        inverse, magnitude = scale_frequencies(inverse, theta, scaling)
-    angles = positions.float().unsqueeze(-1) * inverse
+    """Cosine and sine of each position's angles, in float32; bit for bit vLLM's tables."""
+    powers = theta ** (torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    inverse, divisor, magnitude = frequencies(powers, theta, scaling)
+    angles = (positions.float() / divisor).unsqueeze(-1) * inverse
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
