@@ -148,6 +148,7 @@ def training_refusal(raw: Mapping[str, Any]) -> str | None:
         "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
         "interleaved RoPE": not raw.get("is_neox_style", True),
         "scaled RoPE": rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES,
+        "partial RoPE": {rope.get("partial_rotary_factor"), raw.get("partial_rotary_factor")} - {None, 1.0},
         "sliding-window attention": dflash.get("use_swa") or "sliding_attention" in (raw.get("layer_types") or ()),
         "causal drafting": dflash.get("causal") or raw.get("is_causal"),
         "a reduced draft vocabulary": raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")),

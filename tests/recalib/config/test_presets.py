@@ -118,6 +118,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"draft_vocab_size": 32000}, "a reduced draft vocabulary is not supported"),
     "causal": ({"is_causal": True}, "causal drafting is not supported"),
     "rotation": ({"rope_scaling": {"rope_type": "longrope"}}, "scaled RoPE is not supported"),
+    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial RoPE is not supported"),
+    "partial rotation in RoPE's parameters": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        "partial RoPE is not supported",
+    ),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization is not supported"),
 }
 
