@@ -237,6 +237,8 @@ class EngineStatus(_Message, frozen=True):
     """Number of times that vLLM was given new weights of the target in this boot, without a restart."""
     pooled_requests: Count = 0
     """Requests of this boot that counted as `workloads.OTHER_WORKLOAD`, since clients sent too many labels."""
+    capture_nonfinite_rows: Count = 0
+    """Rows with NaN or infinity, which capture dropped."""
 
 
 class CommandResult(_Message, frozen=True):
@@ -472,8 +474,12 @@ class TrainerStatus(_Message, frozen=True):
     """Estimated memory of the training on its device; 0 before it is known."""
     spilled_bytes: Count = 0
     """Samples on disk."""
-    defective_rings: int = 0
+    defective_rings: Count = 0
     """Sample rings that can't be read, or not all of them."""
+    nonfinite_rows: Count = 0
+    """Rows with NaN or infinity that were read and dropped since its start."""
+    dropped_updates: Count = 0
+    """Updates of the operation whose loss or gradient wasn't finite; they changed no weight."""
 
 
 class TrainResult(_Message, frozen=True):
@@ -488,6 +494,8 @@ class TrainResult(_Message, frozen=True):
     tokens: Count = 0
     train_seconds: Amount = 0.0
     elapsed_s: Amount = 0.0
+    dropped_updates: Count = 0
+    """See `TrainerStatus.dropped_updates`."""
 
 
 class Purge(_Message, frozen=True):

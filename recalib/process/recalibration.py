@@ -123,10 +123,10 @@ class Recalibration:
         """Each `yield` names the kind of the next unit; the caller decides when it may run."""
         parent = self._registry.verify(self.request.parent_version)
         parent_dir = self._registry.path(parent.version)
-        is_usable = self._usable(parent)
         run = self._run = TrainingRun(
             self.request, self._settings, parent_dir, self._feed, self.progress, self._working_s, self._state_dir
         )
+        is_usable = self._usable(parent, run.vocab_size)
         run.check_memory()
         while missing := self._missing(is_usable):
             if self.elapsed_s > self._settings.collect_s:
@@ -211,10 +211,18 @@ class Recalibration:
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    def _usable(self, parent: Manifest) -> Callable[[Stretch], bool]:
-        """Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them."""
+    def _usable(self, parent: Manifest, vocab_size: int) -> Callable[[Stretch], bool]:
+        """Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them.
+
+        A token outside the vocabulary would end the training, and on a GPU the process.
+        """
         same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
-        return lambda stretch: not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
+
+        def is_usable(stretch: Stretch) -> bool:
+            is_known = not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
+            return is_known and bool(stretch.token_ids.max(initial=0) < vocab_size)
+
+        return is_usable
 
     def _missing(self, is_usable: Callable[[Stretch], bool]) -> str:
         """List what is still needed before training can begin; "" if nothing is."""
@@ -274,6 +282,7 @@ class Recalibration:
             tokens=progress.tokens,
             train_seconds=progress.train_seconds,
             elapsed_s=self.elapsed_s,
+            dropped_updates=progress.dropped_updates,
         )
 
 

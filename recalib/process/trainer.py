@@ -297,6 +297,7 @@ class Trainer:
             idle_ratio=self._idleness.ratio,
             ring_lost_records=min(sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds), 1 << 53),
             defective_rings=sum(bool(feed.reader.error) for feed in feeds),
+            nonfinite_rows=min(sum(feed.reader.nonfinite_rows for feed in feeds), 1 << 53),
         )
         self._link.send(_with_progress(status, operation) if operation else status)
 
@@ -326,6 +327,7 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
             "tokens": progress.tokens,
             "loss": progress.loss,
             "train_seconds": progress.train_seconds,
+            "dropped_updates": progress.dropped_updates,
             "elapsed_s": operation.elapsed_s,
             "gate": progress.gate,
             "memory_bytes": progress.memory_bytes,

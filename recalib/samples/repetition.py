@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from honed.adapt.protocol.sample_ring import runs_of
+
 MAX_LOOP_PERIOD = 16
 """Longest period, in tokens, of a repetition that is kept out of the samples."""
 MIN_LOOP_ROWS = 32
@@ -21,18 +23,13 @@ def loop_rows(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int)
     """Mark rows that repeat, again and again, the token one period earlier."""
     is_loop = np.zeros(len(token_ids), bool)
     for period in range(1, min(max_period, len(token_ids) - 1) + 1):
-        is_equal = np.concatenate(([False], token_ids[period:] == token_ids[:-period], [False]))
-        runs = np.flatnonzero(is_equal[1:] != is_equal[:-1]).reshape(-1, 2)
-        for start, end in runs[runs[:, 1] - runs[:, 0] >= max(min_loop_rows, 2 * period)]:
-            is_loop[period + start : period + end] = True
+        for run in runs_of(token_ids[period:] == token_ids[:-period]):
+            if run.stop - run.start >= max(min_loop_rows, 2 * period):
+                is_loop[period + run.start : period + run.stop] = True
     return is_loop
 
 
 def longest_varied_stretch(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> slice:
     """Find the longest run of rows without a loop (the first of equal ones); empty if there is none."""
-    is_varied = np.concatenate(([False], ~loop_rows(token_ids, max_period, min_loop_rows), [False]))
-    runs = np.flatnonzero(is_varied[1:] != is_varied[:-1]).reshape(-1, 2)
-    if not len(runs):
-        return slice(0, 0)
-    start, end = runs[np.argmax(runs[:, 1] - runs[:, 0])]
-    return slice(int(start), int(end))
+    runs = runs_of(~loop_rows(token_ids, max_period, min_loop_rows))
+    return max(runs, key=lambda run: run.stop - run.start, default=slice(0, 0))

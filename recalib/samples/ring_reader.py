@@ -2,7 +2,8 @@
 
 `adapt.protocol.sample_ring` has the layout, and says why a copy can be trusted. A record that can't be (overwritten during the
 copy, wrong CRC, inconsistent sizes) is counted and never returned. The reader then searches for the next intact record, so it
-loses the damaged part and not the whole ring.
+loses the damaged part and not the whole ring. Rows with NaN or infinity are counted and left out: one of them would spoil a
+training.
 
 Anyone who may write to the engines' folder may have made the file. Only a regular file is opened, never through a symbolic
 link, and what it says is bounded before anything is read or allocated. A file that can't be read is skipped: `error` has the
@@ -15,7 +16,7 @@ import errno
 import os
 import secrets
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import structlog
 from numpy.typing import NDArray
 
 from honed.adapt.protocol.sample_ring import (
+    FLAG_REJECTED,
     GENERATION_OFFSET,
     HEADER_BYTES,
     KIND_END,
@@ -34,8 +36,10 @@ from honed.adapt.protocol.sample_ring import (
     ROW_FORMATS,
     RecordHeader,
     RingHeader,
+    finite_rows,
     is_intact,
     max_record_bytes,
+    runs_of,
     unpack_header,
     unpack_record,
     unpack_rows_head,
@@ -93,6 +97,8 @@ class RingReader:
         """Records that were overwritten before they were read."""
         self.bad_records = 0
         """Damaged places: records that were present but couldn't be trusted."""
+        self.nonfinite_rows = 0
+        """Rows with NaN or infinity."""
         self.error = ""
         """What is wrong with the file at the path, with the cure; "" if nothing is, or it is absent."""
         self._ring: _RingFile | None = None
@@ -157,12 +163,20 @@ class RingReader:
         records: list[RingRecord] = []
         while len(records) < max_records and (found := self._ring.next_payload()) is not None:
             try:
-                records.append(_decode(*found, self._ring.header))
+                records += self._finite_parts(_decode(*found, self._ring.header))
             except ValueError:
                 self.bad_records += 1
         self.lost_records += self._ring.take_lost()
         self.bad_records += self._ring.take_bad()
         return RingNews(records, is_new, is_purged)
+
+    def _finite_parts(self, record: RingRecord) -> list[RingRecord]:
+        """The record, or its runs of finite rows."""
+        is_finite = finite_rows(record.features)
+        if is_finite.all():
+            return [record]
+        self.nonfinite_rows += int((~is_finite).sum())
+        return [_part(record, run) for run in runs_of(is_finite)]
 
 
 class _RingFile:
@@ -372,6 +386,17 @@ def _open_file(path: Path) -> tuple[int, bool]:
         os.close(folder)
 
 
+def _part(record: RingRecord, rows: slice) -> RingRecord:
+    is_last = rows.stop == len(record.token_ids)
+    return replace(
+        record,
+        flags=record.flags if is_last else record.flags & ~FLAG_REJECTED,
+        first_position=record.first_position + rows.start,
+        token_ids=record.token_ids[rows],
+        features=record.features[rows],
+    )
+
+
 def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecord:
     """Decode a payload. Raises ValueError if its sizes are inconsistent."""
     if record.kind not in (KIND_ROWS, KIND_END):
@@ -386,6 +411,9 @@ def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecor
         raise ValueError(f"record begins at position {record.first_position}")
     head = payload[: record.head_bytes]
     request, workload, drafter_version = unpack_rows_head(head)
+    token_ids = np.frombuffer(payload, "<i4", num_rows, record.head_bytes)
+    if token_ids.min(initial=0) < 0:
+        raise ValueError("record has token ids below zero")
     return RingRecord(
         kind=record.kind,
         flags=record.flags,
@@ -394,7 +422,7 @@ def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecor
         workload=workload,
         drafter_version=drafter_version,
         first_position=record.first_position,
-        token_ids=np.frombuffer(payload, "<i4", num_rows, record.head_bytes),
+        token_ids=token_ids,
         features=np.frombuffer(payload, row_dtype, offset=start).reshape(num_rows, ring.feature_size)
         if num_rows
         else np.zeros((0, ring.feature_size), row_dtype),

@@ -9,6 +9,7 @@ between two updates and resumed from `state`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class StepFigures:
     num_tokens: int
     is_update: bool
     grad_norm: float | None
+    """None between two updates; NaN or infinite if the update was dropped, since the loss or the gradient wasn't finite."""
     seconds: float
     correct: tuple[int, ...]  # [K] right at each position, independent of earlier ones
     counted: tuple[int, ...]  # [K]
@@ -51,6 +53,8 @@ class StepFigures:
 class _Progress:
     micro_steps: int = 0
     updates: int = 0
+    is_finite: bool = True
+    """Whether every loss since the last update was."""
     generator: torch.Generator = field(default_factory=torch.Generator)
 
 
@@ -140,6 +144,7 @@ class MicroTrainer:
             part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
             part_loss, part_drafts = self._learn(part)
             loss, done = loss + part_loss, done + len(part.anchors)
+            self._progress.is_finite &= math.isfinite(part_loss)
             drafts.append(part_drafts)
             if pace is not None:
                 pace.observe(len(part.anchors), time.perf_counter() - part_began_s)
@@ -147,8 +152,8 @@ class MicroTrainer:
             yield
             began_s = time.perf_counter()
         self._progress.micro_steps += 1
-        is_update = self.is_between_updates
-        grad_norm = self._update(remaining) if is_update else None
+        grad_norm = self._update(remaining) if self.is_between_updates else None
+        is_update = grad_norm is not None and math.isfinite(grad_norm)
         return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
 
     def finish(self) -> None:
@@ -237,8 +242,12 @@ class MicroTrainer:
         return features if packed.is_fused else self.drafter.fuse(features)
 
     def _update(self, remaining: float) -> float:
-        """Clip, set the learning rate, step, average."""
-        norm = nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm)
+        """Clip, set the learning rate, step, average; drop the gradients instead if something in them isn't finite."""
+        norm = float(nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm))
+        is_finite, self._progress.is_finite = self._progress.is_finite, True
+        if not (is_finite and math.isfinite(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            return math.nan
         self._progress.updates += 1
         schedule = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
         if self.settings.cooldown_share > 0:
@@ -248,7 +257,7 @@ class MicroTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         if self._average is not None:
             self._average.update(self._progress.updates)
-        return float(norm)
+        return norm
 
 
 def set_scope(drafter: DFlashDrafter, scope: Scope) -> None:

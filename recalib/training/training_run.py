@@ -6,6 +6,7 @@ figures. Samples aren't saved: the engine's ring still has the latest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,6 +32,10 @@ from honed.recalib.training.progress import OperationError, Progress
 from honed.recalib.training.training_state import TrainingState
 
 log = structlog.get_logger("honed.trainer")
+
+MOST_DROPPED = 5
+"""Updates dropped in a row after which a training ends."""
+_SAVED = ("steps", "tokens", "loss", "first_loss", "dropped_updates", "train_seconds")
 
 
 class TrainingRun:
@@ -61,6 +66,12 @@ class TrainingRun:
         about = {"request": msgspec.to_builtins(request), "training": asdict(self._training)}
         self._state = TrainingState(state_dir, request.operation_id, about) if state_dir and settings.save_state_s else None
         self._head: TargetHead | None = None
+        self._dropped_in_a_row = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the drafter's vocabulary."""
+        return self._config.vocab_size
 
     def check_memory(self) -> None:
         """Estimate the training's memory.
@@ -132,6 +143,7 @@ class TrainingRun:
         if trainer.is_between_updates and progress.train_seconds > saved_s:
             yield
             self._save(trainer, mix)  # the gate may be interrupted as well
+        self._check_loss()
         trainer.finish()
         yield
 
@@ -157,8 +169,39 @@ class TrainingRun:
             began_s = self._working_s()
         progress.steps += 1
         progress.tokens += figures.num_tokens
-        progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
+        if math.isfinite(figures.loss):
+            progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
+        if progress.steps <= self._training.micro_steps_per_update:
+            progress.first_loss = progress.loss
+        if figures.grad_norm is not None:
+            self._note_update(figures.is_update, trainer.num_updates)
         progress.train_seconds += spent_s + self._working_s() - began_s
+
+    def _note_update(self, is_update: bool, num_updates: int) -> None:
+        if is_update:
+            self._dropped_in_a_row = 0
+            return
+        self._dropped_in_a_row += 1
+        self._progress.dropped_updates += 1
+        if self._dropped_in_a_row < MOST_DROPPED:
+            return
+        if num_updates:
+            why = f"training diverged: neither loss nor gradient was finite in {MOST_DROPPED} updates in a row"
+            raise OperationError(f"{why}; {self._lower_rate}")
+        raise OperationError(
+            f"no loss was finite in {MOST_DROPPED} updates from the start: the parent's weights or the captured features "
+            "are broken; promote another version, or look for NaN in what the target computes"
+        )
+
+    def _check_loss(self) -> None:
+        """Raise OperationError if the training made the drafter much worse: more than twice its loss, and 1 more at least."""
+        first, last = self._progress.first_loss, self._progress.loss
+        if last - first > max(1.0, abs(first)):
+            raise OperationError(f"training diverged: the loss rose from {first:.2f} to {last:.2f}; {self._lower_rate}")
+
+    @property
+    def _lower_rate(self) -> str:
+        return f"lower trainer.learning_rate ({self._training.learning_rate:g})"
 
     def discard_state(self) -> None:
         """Delete the saved state: the operation has ended and must not be resumed."""
@@ -177,7 +220,7 @@ class TrainingRun:
         if self._state is None:
             return
         progress = self._progress
-        figures = {name: getattr(progress, name) for name in ("steps", "tokens", "loss", "train_seconds")}
+        figures = {name: getattr(progress, name) for name in _SAVED}
         try:
             self._state.save(trainer.state(), {"progress": figures, "mix": mix.state()})
         except OSError as error:  # a full disk does not stop training

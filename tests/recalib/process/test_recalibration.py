@@ -1,5 +1,6 @@
 """One operation, unit by unit, with a clock that the test turns."""
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +18,7 @@ from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.traffic import Traffic
 from honed.recalib.training.pace import Pace
 from honed.recalib.training.training_run import TrainingRun
-from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
+from tests.recalib.toy_traffic import WIDTH, make_pair, tokens, write_sessions
 
 SETTINGS = TrainerSettings(
     min_training_rows=1000, max_steps=300, rows_per_micro_step=120, learning_rate=5e-3, micro_steps_per_update=1
@@ -337,3 +338,81 @@ def test_what_a_training_takes_is_said_before_it_begins(site):
     operation.advance()
     assert operation.progress.stage == "collecting"
     assert operation.progress.memory_bytes > site.parent.bytes
+
+
+def write_request(ring, number, features):
+    """One request of workload b with other features."""
+    ids = tokens("b", number, len(features))
+    ring.write_rows(f"odd-{number}", "b", "", 0, ids, features)
+    ring.write_end(f"odd-{number}", "b")
+
+
+def bfloat16(value, rows=80):
+    return torch.full((rows, WIDTH), value).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def test_a_row_that_is_not_finite_costs_a_training_nothing_but_that_row(site):
+    write_sessions(site.ring, "b", 40)
+    odd = bfloat16(1.0)
+    odd[40, 3] = 0x7FC0  # NaN
+    write_request(site.ring, 0, odd)
+    result = site.finish(site.begin())
+    assert (result.error, result.dropped_updates) == ("", 0)
+    assert site.registry.verify(result.version)
+    assert site.traffic.feeds[0].reader.nonfinite_rows == 1
+
+
+def test_a_sample_that_overflows_costs_the_updates_it_is_drawn_for(site):
+    write_sessions(site.ring, "b", 40)
+    for number in range(3):
+        write_request(site.ring, number, bfloat16(3e38))
+    result = site.finish(site.begin())
+    assert result.error == ""
+    assert 0 < result.dropped_updates < SETTINGS.max_steps // 2
+    assert result.version
+
+
+def test_a_sample_with_tokens_outside_the_vocabulary_is_not_used(site):
+    """On a GPU such a row would end the process."""
+    write_sessions(site.ring, "b", 40)
+    site.ring.write_rows("odd", "b", "", 0, tokens("b", 0, 80) + 50, bfloat16(1.0))
+    site.ring.write_end("odd", "b")
+    result = site.finish(site.begin())
+    assert result.error == ""
+    assert result.version
+
+
+def test_a_training_that_diverges_says_so(site):
+    """A candidate that was ruined isn't one that gained too little."""
+    write_sessions(site.ring, "b", 40)
+    good = site.finish(site.begin()).version
+    result = site.finish(site.begin(replace(SETTINGS, learning_rate=1.0), parent_version=good, max_steps=100))
+    assert not result.ok
+    said = r"training diverged: the loss rose from \d+\.\d+ to \d+\.\d+; lower trainer\.learning_rate \(1\)"
+    assert re.fullmatch(said, result.error), result.error
+    assert len(site.registry.versions()) == 2
+
+
+def test_samples_without_a_finite_loss_are_the_reason_given(site):
+    for number in range(40):
+        write_request(site.ring, number, bfloat16(3e38))
+    result = site.finish(site.begin())
+    assert not result.ok
+    assert "no loss was finite in 5 updates from the start: the parent's weights or the captured features" in result.error
+    assert (result.steps, result.dropped_updates) == (5, 5)
+
+
+def test_a_training_whose_weights_stop_being_finite_says_so(site, monkeypatch):
+    write_sessions(site.ring, "b", 40)
+    made, load = [], TrainingRun.load_drafter
+    monkeypatch.setattr(TrainingRun, "load_drafter", lambda run: made.append(load(run)) or made[-1])
+    operation = site.begin()
+    while operation.progress.steps < 30:
+        site.now_s += 0.01
+        operation.advance()
+    for parameter in made[0].parameters():
+        parameter.data.fill_(torch.nan)
+    result = site.finish(operation)
+    assert not result.ok
+    assert result.error.startswith("training diverged: neither loss nor gradient was finite in 5 updates")
+    assert result.steps == 35

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -309,3 +310,22 @@ def test_kept_samples_are_not_revealed(make_drafter: MakeDrafter, make_sample: M
     figures = trainer.step([make_sample()], kept=[True])
     assert figures.acceptance.num_blocks == figures.num_anchors
     assert figures.loss == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_update_without_a_finite_loss_is_dropped(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """Weights, moments and the average stay finite, and the next update goes on from them."""
+    drafter = make_drafter()
+    trainer = MicroTrainer(drafter, replace(QUICK, micro_steps_per_update=2, ema_decay=0.5))
+    for _ in range(2):
+        trainer.step([make_sample()])
+    before = weights(drafter)
+    broken = replace(make_sample(), features=torch.full((30, 16), 3e38))
+    figures = [trainer.step([sample]) for sample in (make_sample(), broken)]
+    assert (figures[1].is_update, trainer.num_updates, trainer.is_between_updates) == (False, 1, True)
+    assert figures[1].grad_norm is not None
+    assert not math.isfinite(figures[1].grad_norm)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(drafter).items())
+    figures = [trainer.step([make_sample()]) for _ in range(2)]
+    assert figures[1].is_update
+    assert all(tensor.isfinite().all() for tensor in trainer.state().values() if tensor.is_floating_point())
+    assert not torch.equal(weights(drafter)["norm.weight"], before["norm.weight"])
