@@ -156,7 +156,7 @@ class HonedWorkerExtension:
             return {}
         side.capturer.set_share(share, drafter_version)
         writer, errors = side.capturer.writer, self._honed_errors.count
-        return {"rows": writer.num_rows, "skipped": writer.num_skipped, "errors": errors}
+        return {"rows": writer.num_rows, "skipped": writer.num_skipped, "nonfinite": writer.num_nonfinite, "errors": errors}
 
     @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, finite_rows, runs_of
 from honed.attach.capture.ring_writer import RingWriter
 
 MOST_BYTES = 256 << 20
@@ -75,6 +75,8 @@ class RowWriter:
         self.num_bytes = 0
         self.num_skipped = 0
         """Rows that couldn't be written."""
+        self.num_nonfinite = 0
+        """Rows with NaN or infinity, which are never written: one of them would spoil a training."""
 
     @property
     def has_ring(self) -> bool:
@@ -183,17 +185,21 @@ class RowWriter:
         token_ids = rows.token_ids.numpy().astype(np.int32)
         positions = rows.positions.numpy()
         rejected = rows.num_rejected.tolist() if rows.num_rejected is not None else [0] * len(rows.counts)
-        start = 0
+        is_finite = finite_rows(features)
+        begin = 0
         refused: ValueError | OSError | None = None
         for request, count, num_rejected in zip(rows.requests, rows.counts, rejected, strict=True):
-            part = slice(start, start + count - num_rejected)
-            start += count
-            try:
-                flags = FLAG_REJECTED if num_rejected else 0
-                self._write_request(request, rows.drafter_version, token_ids[part], positions[part], features[part], flags)
-            except (ValueError, OSError) as error:
-                self._skip(count - num_rejected)
-                refused = error
+            end = begin + count - num_rejected
+            runs = [slice(begin + run.start, begin + run.stop) for run in runs_of(is_finite[begin:end])]
+            self.num_nonfinite += end - begin - sum(run.stop - run.start for run in runs)
+            begin += count
+            for run in runs:
+                flags = FLAG_REJECTED if num_rejected and run.stop == end else 0
+                try:
+                    self._write_request(request, rows.drafter_version, token_ids[run], positions[run], features[run], flags)
+                except (ValueError, OSError) as error:
+                    self._skip(run.stop - run.start)
+                    refused = error
         if refused is not None:
             raise refused
 
@@ -207,8 +213,6 @@ class RowWriter:
         flags: int,
     ) -> None:
         count = len(token_ids)
-        if not count:
-            return
         first = int(positions[0])
         if int(positions[-1]) - first != count - 1:
             raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")

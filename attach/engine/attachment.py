@@ -411,6 +411,7 @@ class Attachment:
             decide_us_p99=decide_p99,
             captured_rows=int(self._workers.captured.get("rows", 0)),
             capture_skipped_rows=int(self._workers.captured.get("skipped", 0)),
+            capture_nonfinite_rows=int(self._workers.captured.get("nonfinite", 0)),
             is_asleep=self.commands.is_asleep,
             target_updates=self._target_updates,
             pooled_requests=self._requests.workloads.num_pooled,

@@ -81,6 +81,10 @@ class TrainerView(BaseModel):
     """Samples overwritten in the ring before being read, since the trainer's start: HONED_RING_BYTES is too small."""
     defective_rings: int
     """Sample rings that can't be read, or not all of them; the trainer's log names each."""
+    nonfinite_rows: int
+    """Rows with NaN or infinity that it read from rings and dropped, since its start."""
+    dropped_updates: int
+    """Updates in its present operation whose loss or gradient wasn't finite; they changed no weight."""
     sessions: int
     steps: int
     max_steps: int

@@ -32,7 +32,7 @@ class Trainer:
         self.status: wire.TrainerStatus | None = None
         self.is_paused = False
         self.sums: Counter[str] = Counter()
-        """Steps, tokens and preemptions of all operations since the daemon started."""
+        """Steps, tokens, preemptions and dropped updates of all operations since the daemon started."""
         self.delays = Histogram(DELAY_BOUNDS_S)
         """Its pre-emptions since the daemon started, in seconds."""
         self.computing = Histogram(DELAY_BOUNDS_S)
@@ -65,7 +65,7 @@ class Trainer:
         """Add to our sums; its own figures restart with each operation."""
         before = self.status
         is_same = before is not None and before.operation_id == status.operation_id and before.steps <= status.steps
-        for name in ("steps", "tokens", "preemptions"):
+        for name in ("steps", "tokens", "preemptions", "dropped_updates"):
             self.sums[name] += max(0, getattr(status, name) - (getattr(before, name) if is_same else 0))
         for delay_s in status.preemption_delays_s:
             self.delays.observe(delay_s)
@@ -113,6 +113,8 @@ class Trainer:
             "spilled_bytes": status.spilled_bytes if status else 0,
             "lost_records": status.ring_lost_records if status else 0,
             "defective_rings": status.defective_rings if status else 0,
+            "nonfinite_rows": status.nonfinite_rows if status else 0,
+            "dropped_updates": status.dropped_updates if status else 0,
         }
 
 

@@ -24,6 +24,8 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_training_steps", "Micro-steps trained.", trainer.sums["steps"])
     yield counter("honed_training_tokens", "Tokens trained on.", trainer.sums["tokens"])
     yield counter("honed_training_preemptions", "Times the trainer yielded to the engine.", trainer.sums["preemptions"])
+    dropped = "Updates that changed no weight, since the loss or the gradient wasn't finite."
+    yield counter("honed_training_dropped_updates", dropped, trainer.sums["dropped_updates"])
     delay = HistogramMetricFamily("honed_training_preemption_seconds", "Time from work's arrival until the trainer stopped.")
     delay.add_metric([], *trainer.delays.exposition())
     yield delay
@@ -35,14 +37,18 @@ def families(service: Service) -> Iterator[Metric]:
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
         yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])
         yield gauge("honed_samples_spilled_bytes", "Samples on the trainer's disk.", view["spilled_bytes"])
+        nonfinite = "Rows with NaN or infinity that the trainer dropped since its start."
+        yield counter("honed_samples_nonfinite_rows", nonfinite, view["nonfinite_rows"])
     yield from _captured(service.engines)
 
 
 def _captured(engines: Engines) -> Iterator[Metric]:
     captured = engine_counter("honed_captured_rows", "Context feature rows captured in the engine's present boot.")
     skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write in the engine's present boot.")
+    nonfinite = engine_counter("honed_capture_nonfinite_rows", "Rows with NaN or infinity that capture dropped in this boot.")
     for engine in engines_shown(engines):
         if engine.status is not None:
             captured.add_metric(labels_of(engine), engine.status.captured_rows)
             skipped.add_metric(labels_of(engine), engine.status.capture_skipped_rows)
-    yield from (captured, skipped)
+            nonfinite.add_metric(labels_of(engine), engine.status.capture_nonfinite_rows)
+    yield from (captured, skipped, nonfinite)

@@ -72,6 +72,8 @@ class EngineView:
     draft_tokens_per_round: float
     tokens_per_s: float
     captured_rows: int
+    nonfinite_rows: int
+    """Captured rows with NaN or infinity, which were dropped, since its vLLM's start."""
     pooled_requests: int
     """Requests counted as workload "other" since its vLLM's start, because clients send too many labels."""
     drafted_by_position: list[int]
@@ -135,6 +137,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         draft_tokens_per_round=(recent if recent.rounds else stored).draft_tokens_per_round,
         tokens_per_s=tokens_per_s,
         captured_rows=status.captured_rows if status else 0,
+        nonfinite_rows=status.capture_nonfinite_rows if status else 0,
         pooled_requests=status.pooled_requests if status else 0,
         drafted_by_position=stored.drafted.tolist(),
         accepted_by_position=stored.accepted.tolist(),

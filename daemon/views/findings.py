@@ -22,6 +22,8 @@ LATELY_S = 3600.0
 TOO_MANY_LABELS = f"more than {MAX_WORKLOADS} workload labels within {RECENT_S / 60:.0f} minutes"
 FEWER_LABELS = "Label kinds of traffic, not users or requests: `honed_workload` in the requests' `vllm_xargs`."
 
+NONFINITE = "The target computes such values: look at its answers, and serve it in bfloat16 if it is in float16 now."
+
 FALLBACKS = {
     "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
     "stale_policy": "has had no message from the daemon for too long and drafts its static length",
@@ -96,6 +98,9 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
         if pooled := engine.get("pooled_requests"):
             text = f"engine {name}: {pooled:,} requests counted as workload {OTHER_WORKLOAD!r}"
             yield Finding("warning", f"{text}: clients send {TOO_MANY_LABELS}", FEWER_LABELS)
+        if nonfinite := engine.get("nonfinite_rows"):
+            text = f"engine {name}: {nonfinite:,} captured rows held NaN or infinity and were dropped"
+            yield Finding("warning", text, NONFINITE)
         for remark in [engine.get("note"), *(engine.get("limits") or [])]:
             if remark:
                 yield Finding("warning", f"engine {name}: {remark}")
@@ -108,7 +113,14 @@ def _was_lately(age_s: float | None) -> bool:
 def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     if status.get("trainer") is None:
         yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
-    for pattern in (status.get("trainer") or {}).get("yields_to") or []:
+    trainer = status.get("trainer") or {}
+    if nonfinite := trainer.get("nonfinite_rows"):
+        text = f"{nonfinite:,} rows with NaN or infinity came to the trainer, which dropped them"
+        yield Finding("warning", text, "Capture drops them: see that engines and trainer have the same honed version.")
+    if dropped := trainer.get("dropped_updates"):
+        text = f"{dropped:,} updates of the training were dropped: their loss or gradient wasn't finite"
+        yield Finding("warning", text, "When many are, lower trainer.learning_rate.")
+    for pattern in trainer.get("yields_to") or []:
         if (names := [e.get("engine_id", "") for e in status.get("engines") or []]) and not fnmatch.filter(names, pattern):
             text = f"trainer.yields_to names {pattern!r}, which matches no engine: training doesn't yield to it"
             yield Finding("warning", text, f"Engines are named {', '.join(names)}.")

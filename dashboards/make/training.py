@@ -75,10 +75,11 @@ def progress() -> list[Panel]:
         ),
         plot(
             "Capture",
-            "Rows of context features that engines pass on a second, and rows that they skipped.",
+            "Rows of context features that engines pass on a second, rows that they skipped, and rows with NaN or infinity.",
             [
                 (rate("honed_captured_rows_total", "engine", ENGINE), "captured {{engine}}"),
                 (rate("honed_capture_skipped_rows_total", "engine", ENGINE), "skipped {{engine}}"),
+                (rate("honed_capture_nonfinite_rows_total", "engine", ENGINE), "not finite {{engine}}"),
             ],
             low=0,
         ),

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, KIND_END
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
 from honed.attach.capture import captured_rows
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
 from honed.attach.capture.ring_writer import RingWriter
@@ -184,3 +185,23 @@ def test_rows_that_the_filesystem_refuses_are_counted_and_leave_a_gap(tmp_path: 
     *records, end = RingReader(tmp_path / "ring").poll().records
     assert [(r.request, r.first_position, r.flags) for r in records] == [("a", 0, FLAG_PREFILL), ("a", 4, FLAG_GAP)]
     assert (end.kind, end.request) == (KIND_END, "a")
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_row_that_is_not_finite_is_dropped_and_counted(tmp_path: Path, dtype: torch.dtype, is_apart: bool) -> None:
+    """One such row in a training makes all weights NaN."""
+    ring = RingWriter(tmp_path / "ring", 1 << 16, H, str(dtype).removeprefix("torch."))
+    writer, a = RowWriter(lambda size, dtype: ring), request("a")
+    features = torch.ones(9, H).to(dtype)
+    features[0, 1], features[3, 0], features[4, 3], features[8] = torch.nan, torch.inf, -torch.inf, torch.nan
+    positions = torch.arange(9)
+    rejected = torch.tensor([1])  # the last row is a refused draft's, and is no loss
+    writer.take(CapturedRows([a], [9], features, positions.int(), positions, rejected, None, "v1"), is_apart)
+    wait(writer)
+    assert (writer.num_rows, writer.num_nonfinite, writer.num_skipped) == (5, 3, 0)
+    found = RingReader(tmp_path / "ring").poll().records
+    assert [record.token_ids.tolist() for record in found] == [[1, 2], [5, 6, 7]]
+    assert [record.flags & FLAG_GAP for record in found] == [FLAG_GAP, FLAG_GAP]
+    assert [record.flags & FLAG_REJECTED for record in found] == [0, FLAG_REJECTED]
+    assert all(np.isfinite(record.features.astype(np.float32)).all() for record in found)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from honed.adapt.protocol.sample_ring import (
     FLAG_GAP,
     FLAG_PREFILL,
+    FLAG_REJECTED,
     HEADER_BYTES,
     KIND_END,
     MAX_CAPACITY_BYTES,
@@ -407,3 +408,36 @@ def test_a_ring_that_no_reader_would_accept_is_not_made(path, capacity, size):
     with pytest.raises(ValueError, match="HONED_RING_BYTES"):
         RingWriter(path, capacity, size)
     assert list(path.parent.iterdir()) == []
+
+
+NAN_BITS = 0x7FC0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_dtype", "nan"),
+    [("float32", np.float32, np.nan), ("float16", np.float16, -np.inf), ("bfloat16", np.uint16, NAN_BITS)],
+)
+def test_rows_that_are_not_finite_are_left_out_and_counted(path, dtype, row_dtype, nan):
+    """A ring's writer may be damaged or of another version: the reader doesn't rely on it."""
+    ring = make(path, dtype=dtype)
+    ids, features = rows(7, 6, row_dtype)
+    features[2, 1] = features[3, 0] = nan
+    ring.write_rows("r", "w", "", 7, ids, features, FLAG_GAP | FLAG_REJECTED)
+    broken = np.full_like(features, nan)
+    ring.write_rows("r", "w", "", 13, ids + 6, broken)
+    reader = RingReader(path)
+    first, second = drain(reader)
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([7, 8], [11, 12])
+    assert (first.first_position, second.first_position) == (7, 11)
+    assert (first.flags & FLAG_REJECTED, second.flags & FLAG_REJECTED) == (0, FLAG_REJECTED)
+    np.testing.assert_array_equal(second.features, features[4:])
+    assert (reader.nonfinite_rows, reader.bad_records, reader.lost_records) == (8, 0, 0)
+
+
+def test_token_ids_below_zero_are_a_bad_record(path):
+    ring = make(path)
+    ids, features = rows(0, 3)
+    ring.write_rows("r", "w", "", 0, ids - 2, features)
+    reader = RingReader(path)
+    assert drain(reader) == []
+    assert reader.bad_records == 1

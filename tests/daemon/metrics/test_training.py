@@ -35,6 +35,7 @@ def test_a_trainers_figures(service: Service, settings: Settings) -> None:
 
 def check_figures(service: Service, trainer: FakeTrainer) -> None:
     status = {"operation_id": "op-1", "state": "training", "steps": 30, "tokens": 600, "preemptions": 2, "loss": 1.5}
+    status |= {"dropped_updates": 2, "nonfinite_rows": 9}
     figures = {"samples_bytes": 4096, "spilled_bytes": 512, "idle_ratio": 0.75}
     trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **figures, preemption_delays_s=[0.004, 0.02]))
     wait_for(lambda: states(service) == {"state=training"}, "the trainer's state")
@@ -43,8 +44,10 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
     assert found["honed_gpu_idle_ratio"] == {"": 0.75}
     assert found["honed_samples_held_bytes"] == {"": 4096}
     assert found["honed_samples_spilled_bytes"] == {"": 512}
+    assert found["honed_samples_nonfinite_rows_total"] == {"": 9}
+    assert found["honed_training_dropped_updates_total"] == {"": 2}
     # Its own figures begin anew with the next operation; a counter goes on.
-    status |= {"operation_id": "op-2", "steps": 5, "state": "waiting"}
+    status |= {"operation_id": "op-2", "steps": 5, "state": "waiting", "dropped_updates": 1}
     told = {"preemption_delays_s": [0.002, 3.0], "preemption_computing_s": [0.125, 0.5]}
     trainer.send(wire.TrainerStatus(trainer_id="trainer-0", **status, **told))
     wait_for(lambda: states(service) == {"state=waiting"}, "the next operation")
@@ -52,6 +55,7 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
     assert found["honed_training_steps_total"] == {"": 35}
     assert found["honed_training_tokens_total"] == {"": 1200}
     assert found["honed_training_preemptions_total"] == {"": 4}
+    assert found["honed_training_dropped_updates_total"] == {"": 3}
     buckets = found["honed_training_preemption_seconds_bucket"]
     assert [buckets[f"le={bound}"] for bound in ("0.001", "0.0025", "0.005", "0.025", "2.5", "+Inf")] == [0, 1, 2, 3, 3, 4]
     assert found["honed_training_preemption_seconds_sum"][""] == pytest.approx(3.026)
@@ -75,8 +79,10 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
 def test_what_an_engine_captured(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
     engine = make_engine()
     engine.hello()
-    engine.send_status(captured_rows=100, capture_skipped_rows=7)
+    engine.send_status(captured_rows=100, capture_skipped_rows=7, capture_nonfinite_rows=3)
     wait_for(lambda: scrape(service).get("honed_captured_rows_total"), "the status")
     found = scrape(service)
     assert found["honed_captured_rows_total"] == {"engine=engine-0 model_name=tiny": 100}
     assert found["honed_capture_skipped_rows_total"] == {"engine=engine-0 model_name=tiny": 7}
+    assert found["honed_capture_nonfinite_rows_total"] == {"engine=engine-0 model_name=tiny": 3}
+    assert views.engines(service)[0]["nonfinite_rows"] == 3
