@@ -120,7 +120,7 @@ contract: setup
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
 # Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
-BENCHMARKS := decide hotpath scrape regret trees kernels against-vllm canary swap capture yield overhead recalib adapt
+BENCHMARKS := decide hotpath scrape regret trees kernels against-vllm canary gate swap capture yield overhead recalib adapt
 MODULE_kernels := kernel_bench
 MODULE_yield := yielding
 bench: $(BENCHMARKS:%=bench-%)
@@ -130,8 +130,8 @@ gpu: setup
 	@echo "== everything that only a CUDA GPU can show (about nine minutes; without a GPU a dry run)"
 	@$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)
 
-bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary: export OMP_NUM_THREADS = 1
-bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary: export OPENBLAS_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-gate: export OPENBLAS_NUM_THREADS = 1
 bench-%: setup
 	@echo "== benchmarks/$(or $(MODULE_$*),$(subst -,_,$*)).py"
 	@$(BIN)/python -m benchmarks.$(or $(MODULE_$*),$(subst -,_,$*))

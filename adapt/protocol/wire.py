@@ -414,6 +414,8 @@ class TrainRequest(_Message, frozen=True):
     dry_run: bool = False
     vllm_version: Name = ""
     """The engine's."""
+    error_share: float = 1.0
+    """This attempt's part of the gate's error, see recalib.gate.gate."""
 
 
 class TrainCancel(_Message, frozen=True):
@@ -441,6 +443,8 @@ class GateFigures(_Message, frozen=True):
     gain_high: float
     passed: bool
     must_gain: bool = False
+    p_value: float = 1.0
+    """Probability of such a gain if both drafters were equal; 1 where no gain is asked for."""
 
 
 GateTable: TypeAlias = Annotated[list[GateFigures], msgspec.Meta(max_length=256)]

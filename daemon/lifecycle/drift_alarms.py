@@ -26,6 +26,14 @@ log = structlog.get_logger("honed.recalibrations")
 MAX_ATTEMPTS = 6
 """Attempts per alarm; with the default pause the last starts about eight hours after the first."""
 
+FIRST_ERROR_SHARE = 0.5
+"""The first attempt's part of the gate's error; the others have equal parts of the rest."""
+
+
+def error_share(num_failed: int) -> float:
+    """Return the part of the gate's error for an attempt after so many failed ones."""
+    return (1.0 - FIRST_ERROR_SHARE) / (MAX_ATTEMPTS - 1) if num_failed else FIRST_ERROR_SHARE
+
 
 @dataclass(slots=True)
 class Standing:

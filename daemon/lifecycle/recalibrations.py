@@ -23,7 +23,7 @@ from honed.daemon.ingest.engines import Engine
 from honed.daemon.ingest.trainer import Trainer
 from honed.daemon.lifecycle.canaries import Canaries
 from honed.daemon.lifecycle.drafters import Drafters
-from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing
+from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing, error_share
 from honed.daemon.lifecycle.eligible_engines import EligibleEngines
 from honed.daemon.lifecycle.lifecycle import Lifecycle
 from honed.daemon.lifecycle.rollout import Rollout
@@ -99,8 +99,13 @@ class Recalibrations:
         actor: str,
         dry_run: bool = False,
         key: str | None = None,
+        share: float = 1.0,
     ) -> Operation:
-        """Request a candidate from the trainer. Raises ConflictError, UnknownError."""
+        """Request a candidate from the trainer. Raises ConflictError, UnknownError.
+
+        Args:
+            share: this attempt's part of the gate's error, of all attempts that answer the same alarm.
+        """
         if self._rollout.training is not None:
             running = self._rollout.training.operation_id
             raise ConflictError(
@@ -157,6 +162,7 @@ class Recalibrations:
             reason=reason,
             dry_run=dry_run,
             vllm_version=hello.vllm_version,
+            error_share=share,
         )
         self._trainer.tell(self._request)
         if not dry_run:
@@ -245,7 +251,13 @@ class Recalibrations:
         """Try to begin a recalibration; True if begun. The alarm stays while no trainer or engine can do it."""
         engine_id, alarm = standing.engine_id, standing.alarm
         try:
-            self.recalibrate(engine_id=engine_id, workloads=[alarm.workload], reason=alarm.text, actor="honed")
+            self.recalibrate(
+                engine_id=engine_id,
+                workloads=[alarm.workload],
+                reason=alarm.text,
+                actor="honed",
+                share=error_share(standing.num_failed),
+            )
         except (ConflictError, UnknownError) as error:
             standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)
             return False

@@ -103,7 +103,8 @@ class TrainerSettings(SampleSettings):
     """Largest share of the device's idle time that training uses. The trainer rests after each unit for the remainder."""
 
     blends: tuple[float, ...] = (1.0, 0.5)
-    """Candidates judged in turn until one passes, as shares of the way from the parent to the trained weights."""
+    """Candidates judged in turn, as shares of the way from the parent to the trained weights, while each gains where it must
+    and loses too much elsewhere."""
 
     min_training_rows: int = 4096
     """Rows needed before training begins, from the workloads that must gain (from all, if none is named)."""

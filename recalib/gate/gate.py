@@ -1,19 +1,28 @@
 """The gate: compares a candidate with its parent on held-out sessions, by workload, and decides whether it may serve.
 
-The figure is the gain g = tau(candidate) / tau(parent), tau = 1 + accepted / rounds over a workload's sessions. Its interval
-comes from a paired bootstrap over *sessions*: rounds of one conversation aren't independent, and both drafters saw the same
-text. The rules:
+The figure is the gain g = tau(candidate) / tau(parent), tau = 1 + accepted / rounds over a workload's sessions. Sessions are
+compared, not rounds: rounds of one conversation aren't independent, and both drafters saw the same text. The rules:
 
-    a workload that must gain    with `full_sessions` or more: g_low > 1 + margin
-                                 with fewer: that, or g > 1 + few_margin and g_low > few_floor
-                                 with fewer than `min_sessions`: refused, too few to judge
+    a workload that must gain    g > 1 + margin, and p <= (1 - confidence) * share
+                                 with fewer than `sessions_needed`: refused, too few to judge
     any other                    with `min_sessions` or more: g >= 1 - max_loss; with fewer it isn't judged
 
-If no workload must gain, all sessions together must. No torch here: the daemon reads the settings.
+p is the probability of such a gain if the two were equal. Then their figures could as well be swapped in any session, so p is
+the share of all swaps whose gain is as large. It is exact for any number of sessions; 6 give 1/64 at best.
+
+1 - confidence is the error of a whole procedure: how often a candidate that equals its parent passes. `share` is an attempt's
+part of it, and the parts of all attempts that answer one alarm add up to 1. A second blend is judged only after the first has
+gained, so it adds no error. If several workloads must gain, all of them must. If none must, all sessions together must.
+
+No torch here: the daemon reads the settings.
+
+Source: R. A. Fisher, The Design of Experiments (1935), section 21 (the randomization test); fixed sequences of tests need no
+correction: W. Maurer et al., Multiple comparisons in drug clinical trials (1995).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,27 +46,22 @@ class GateSettings:
 
     min_sessions: int = 6
     """Minimum held-out sessions for judging a workload."""
-    full_sessions: int = 30
-    """Number of sessions from which the interval alone decides."""
     margin: float = 0.0
-    """Gain that the interval's lower end must exceed."""
-    few_margin: float = 0.03
-    """Gain that passes with fewer than `full_sessions`, if `few_floor` is met."""
-    few_floor: float = 0.98
-    """Value that the interval's lower end must exceed for `few_margin`."""
+    """Gain that the estimate must exceed."""
     max_loss: float = 0.03
     """Largest loss allowed for a workload that needn't gain."""
     confidence: float = 0.95
-    """Confidence of the interval."""
+    """Probability that no candidate passes that equals its parent, over all attempts and blends that answer one alarm.
+    Confidence of the interval, too."""
     resamples: int = 2000
-    """Resamples of the bootstrap."""
+    """Resamples of the bootstrap, and swaps of the test where there are too many to try all."""
     seed: int = 0
-    """Seed of the bootstrap."""
+    """Seed of both."""
 
     RANGES: ClassVar[Ranges] = {
-        **dict.fromkeys(("min_sessions", "full_sessions"), COUNT),
-        **dict.fromkeys(("margin", "few_margin"), Range(0, 10)),
-        **dict.fromkeys(("few_floor", "max_loss"), SHARE),
+        "min_sessions": COUNT,
+        "margin": Range(0, 10),
+        "max_loss": SHARE,
         "confidence": PROBABILITY,
         "resamples": Range(100, 1_000_000),
         "seed": Range(0),
@@ -65,6 +69,14 @@ class GateSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+    def error(self, share: float) -> float:
+        """Largest p that passes in an attempt with this share of the error."""
+        return (1.0 - self.confidence) * share
+
+    def sessions_needed(self, share: float) -> int:
+        """Held-out sessions with which a candidate can pass: n of them give p = 2^-n at best."""
+        return max(self.min_sessions, math.ceil(-math.log2(self.error(share)) - 1e-9))
 
 
 @dataclass(frozen=True)
@@ -75,18 +87,25 @@ class Verdict:
     figures: list[GateFigures] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
+    @property
+    def has_gained(self) -> bool:
+        """Whether the candidate has gained wherever it must."""
+        return all(figure.passed for figure in self.figures if figure.must_gain)
+
 
 def judge(
     parent: Iterable[SessionFigures],
     candidate: Iterable[SessionFigures],
     must_gain: Iterable[str],
     settings: GateSettings,
+    share: float = 1.0,
 ) -> Verdict:
     """Compare two drafters on the same held-out sessions.
 
     Args:
         parent, candidate: figures of both; several of one session and workload are added up.
         must_gain: workloads that must gain; none: all sessions together, reported as workload "".
+        share: this attempt's part of the error.
 
     Raises:
         ValueError: the two weren't judged on the same sessions.
@@ -98,7 +117,7 @@ def judge(
     figures, reasons = [], []
     for workload in wanted or [""]:
         pairs = _pairs(before, after, [workload] if workload else sorted(before))
-        figure, reason = _judge_gain(workload, pairs, settings)
+        figure, reason = _judge_gain(workload, pairs, settings, share)
         figures.append(figure)
         reasons.append(reason)
     for workload in sorted(set(before) - set(wanted)):
@@ -132,17 +151,18 @@ def _pairs(before: Counts, after: Counts, workloads: Iterable[str]) -> NDArray[n
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _judge_gain(workload: str, pairs: NDArray[np.int64], settings: GateSettings) -> tuple[GateFigures, str]:
+def _judge_gain(workload: str, pairs: NDArray[np.int64], settings: GateSettings, share: float) -> tuple[GateFigures, str]:
     low, high, parent, candidate = _interval(pairs, settings)
+    p_value = swap_p_value(pairs, settings.resamples, settings.seed)
     named = f"workload {workload!r}" if workload else "the traffic as a whole"
+    needed, most = settings.sessions_needed(share), settings.error(share)
     reason = ""
-    if len(pairs) < settings.min_sessions:
-        reason = f"{named} has {len(pairs)} held-out sessions, {settings.min_sessions} are needed to judge a gain"
-    elif low <= 1.0 + settings.margin:
-        is_enough = len(pairs) < settings.full_sessions and low > settings.few_floor
-        if not is_enough or candidate / parent <= 1.0 + settings.few_margin:
-            reason = f"no sure gain on {named}: {_range(candidate / parent, low, high)}"
-    return _figures(workload, pairs, (low, high, parent, candidate), not reason, True), reason
+    if len(pairs) < needed:
+        reason = f"{named} has {len(pairs)} held-out sessions, {needed} are needed to judge a gain"
+    elif p_value > most or candidate / parent <= 1.0 + settings.margin:
+        chance = f"by chance with p = {p_value:.3f}, at most {most:.3g} passes"
+        reason = f"no sure gain on {named}: {_range(candidate / parent, low, high)}; {chance}"
+    return _figures(workload, pairs, (low, high, parent, candidate), not reason, True, p_value), reason
 
 
 def _judge_loss(workload: str, pairs: NDArray[np.int64], settings: GateSettings) -> tuple[GateFigures, str]:
@@ -157,7 +177,12 @@ def _range(gain: float, low: float, high: float) -> str:
 
 
 def _figures(
-    workload: str, pairs: NDArray[np.int64], found: tuple[float, float, float, float], passed: bool, must_gain: bool
+    workload: str,
+    pairs: NDArray[np.int64],
+    found: tuple[float, float, float, float],
+    passed: bool,
+    must_gain: bool,
+    p_value: float = 1.0,
 ) -> GateFigures:
     low, high, parent, candidate = found
     return GateFigures(
@@ -169,6 +194,7 @@ def _figures(
         gain_high=high,
         passed=passed,
         must_gain=must_gain,
+        p_value=p_value,
     )
 
 
@@ -189,6 +215,25 @@ def bootstrap_gains(pairs: NDArray[np.int64], resamples: int, seed: int) -> NDAr
     weights = rng.multinomial(len(pairs), np.full(len(pairs), 1.0 / len(pairs)), size=resamples)  # [R, S]
     parent, candidate = _lengths(weights @ pairs)
     return np.asarray(candidate / parent, np.float64)
+
+
+def swap_p_value(pairs: NDArray[np.int64], resamples: int, seed: int) -> float:  # [S, 4]
+    """Share of the swaps of parent and candidate, session by session, whose gain is at least the one found.
+
+    All 2^S of them, or `resamples` random ones and the one found where those are fewer.
+    """
+    num_sessions = len(pairs)
+    if not num_sessions:
+        return 1.0
+    is_whole = 2.0**num_sessions <= resamples + 1
+    if is_whole:
+        swaps = np.arange(2**num_sessions)[:, None] >> np.arange(num_sessions) & 1  # [2^S, S]
+    else:
+        swaps = np.random.default_rng(seed).integers(0, 2, (resamples + 1, num_sessions))
+        swaps[0] = 0
+    parent, candidate = _lengths(pairs.sum(axis=0) + swaps @ (pairs[:, [2, 3, 0, 1]] - pairs))
+    gains = candidate / parent
+    return float(np.mean(gains >= gains[0] * (1.0 - 1e-12)))
 
 
 def _lengths(sums: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # [..., 4] -> 2 x [...]

@@ -150,11 +150,11 @@ class Recalibration:
             _round_weights(drafter, _stored_dtype(parent_dir))
             yield "gating"
             after = yield from self._evaluate(run, drafter, held_out)
-            verdict = judge(before, after, self.request.workloads, self._gate)
+            verdict = judge(before, after, self.request.workloads, self._gate, self.request.error_share)
             self.progress.gate = verdict.figures
-            if verdict.passed:
+            if verdict.passed or not verdict.has_gained:
                 break
-        else:
+        if not verdict.passed:
             return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
         if self.request.dry_run:
             return self._result(ok=True)
@@ -236,9 +236,9 @@ class Recalibration:
         if not self.request.workloads:
             held = {"": sum(held.values())}
         for workload, sessions in held.items():
-            if sessions < self._gate.min_sessions:
+            if sessions < self._sessions_needed:
                 named = f" of workload {workload!r}" if workload else ""
-                lacks.append(f"{sessions} of {self._gate.min_sessions} held-out sessions{named}")
+                lacks.append(f"{sessions} of {self._sessions_needed} held-out sessions{named}")
         return ", ".join(lacks)
 
     def _held_out(self, workload: str, is_usable: Callable[[Stretch], bool]) -> list[Stretch]:
@@ -254,11 +254,15 @@ class Recalibration:
         num_rows = 0
         in_order = sorted(sessions, key=lambda s: hashlib.blake2b(s.encode(errors="replace")).digest())
         for number, session in enumerate(in_order):
-            if num_rows >= self._settings.max_gate_rows and number >= self._gate.min_sessions:
+            if num_rows >= self._settings.max_gate_rows and number >= self._sessions_needed:
                 break
             chosen += sessions[session]
             num_rows += sum(stretch.num_judged for stretch in sessions[session])
         return chosen
+
+    @property
+    def _sessions_needed(self) -> int:
+        return self._gate.sessions_needed(self.request.error_share)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

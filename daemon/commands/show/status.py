@@ -160,7 +160,7 @@ def swap_line(detail: Document) -> Text:
 
 def gate(rows: Iterable[Document]) -> RenderableType:
     """Expected acceptance length on held-out sessions, parent against candidate, one workload a line."""
-    table = Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "must gain", "passed")
+    table = Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "p", "must gain", "passed")
     for g in rows:
         parent, candidate = g.get("parent") or 0.0, g.get("candidate") or 0.0
         gain = f"{100 * (candidate / parent - 1):+.1f} %" if parent else cells.NOTHING
@@ -173,6 +173,7 @@ def gate(rows: Iterable[Document]) -> RenderableType:
             cells.number(candidate, 3),
             gain,
             interval,
+            cells.number(g.get("p_value"), 3) if g.get("must_gain") else "",
             "yes" if g.get("must_gain") else "",
             Text("passed", "green") if g.get("passed") else Text("failed", "red"),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from honed.adapt.monitor.drift import Alarm
-from honed.daemon.lifecycle.drift_alarms import MAX_ATTEMPTS, DriftAlarms, Standing
+from honed.daemon.lifecycle.drift_alarms import MAX_ATTEMPTS, DriftAlarms, Standing, error_share
 from honed.daemon.store.operations import Operation
 
 PAUSE_S = 100.0
@@ -73,6 +73,12 @@ def test_what_failed_is_tried_again_after_pauses_that_double_and_not_for_ever() 
     assert (given_up["failed_attempts"], given_up["due_in_s"], given_up["hindrance"]) == (MAX_ATTEMPTS, None, "no gain")
     alarms.note("e", alarm("b", "worse still"))
     assert [one.alarm.text for one in alarms.due(now_s)] == ["worse still"]
+
+
+def test_all_attempts_together_have_the_whole_error() -> None:
+    shares = [error_share(num_failed) for num_failed in range(MAX_ATTEMPTS)]
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares[0] == max(shares)
 
 
 @pytest.mark.parametrize("is_explained", [False, True])

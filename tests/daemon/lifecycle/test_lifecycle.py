@@ -342,6 +342,7 @@ def test_without_a_trainer_or_an_engine_a_clear_refusal(service: Service) -> Non
 
 def test_a_trainer_that_restarts_is_asked_again_a_few_times(stage: Stage) -> None:
     operation_id, request = stage.recalibrate()
+    assert request.error_share == 1.0
     stage.trainer.introduce(operation_id=operation_id)
     assert stage.operation(operation_id)["state"] == "running"
     for _ in range(MAX_RESTARTS):
@@ -462,6 +463,7 @@ def test_an_automatic_recalibration_that_failed_is_tried_again(stage: Stage) -> 
         stage.service.tick(stage.service.monotonic() + interval_s)
     again = stage.trainer.expect(wire.TrainRequest)
     assert (again.workloads, again.reason) == (["b"], "b lost")
+    assert (request.error_share, again.error_share) == (0.5, 0.1), "all attempts together have the gate's error"
     assert stage.client.get("/v1/status").json()["drift_alarms"] == []
 
 

@@ -51,7 +51,7 @@ class Site:
                 **request,
             ),
             settings,
-            gate or GateSettings(min_sessions=3),
+            gate or GateSettings(min_sessions=3, confidence=0.8),
             self.registry,
             self.traffic.feeds[0],
             self.clock,
@@ -235,8 +235,8 @@ def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, mon
     write_sessions(site.ring, "b", 40)
     judged = []
 
-    def refuse_once(before, after, must_gain, settings):
-        verdict = judge(before, after, must_gain, settings)
+    def refuse_once(before, after, must_gain, settings, share):
+        verdict = judge(before, after, must_gain, settings, share)
         judged.append(after)
         return replace(verdict, passed=len(judged) > 1, reasons=[] if len(judged) > 1 else ["loss on workload 'a'"])
 
@@ -245,6 +245,24 @@ def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, mon
     assert result.ok, result.error
     assert len(judged) == 2
     assert site.registry.get(result.version).figures["blend"] == 0.5
+
+
+def test_without_a_gain_nothing_else_is_judged(site, monkeypatch):
+    """A second look at the same sessions would be a second chance to pass by luck."""
+    write_sessions(site.ring, "b", 40)
+    judged = []
+    monkeypatch.setattr("honed.recalib.process.recalibration.judge", lambda *given: judged.append(given[4]) or judge(*given))
+    result = site.finish(site.begin(max_steps=1, error_share=0.5))
+    assert result.error.startswith("gate: no sure gain")
+    assert judged == [0.5]
+
+
+def test_a_later_attempt_waits_for_more_sessions(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(error_share=2.0**-12)
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    assert "of 15 held-out sessions of workload 'b'" in operation._missing(lambda stretch: True)
 
 
 def test_blending_goes_from_the_parent_to_what_was_trained(site):

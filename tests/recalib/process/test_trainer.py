@@ -67,7 +67,15 @@ def make_trainer(
     write_sessions(ring, "b", 40)
     traffic = Traffic(folder, settings, HoldOut(b"k" * 16))
     endpoint = f"ipc://{folder}/engine.sock"
-    trainer = Trainer(settings, GateSettings(min_sessions=3), registry, traffic, endpoint, monotonic=monotonic, on_tick=on_tick)
+    trainer = Trainer(
+        settings,
+        GateSettings(min_sessions=3, confidence=0.8),
+        registry,
+        traffic,
+        endpoint,
+        monotonic=monotonic,
+        on_tick=on_tick,
+    )
     request = wire.TrainRequest(
         operation_id="op",
         capture_path=str(ring.path),

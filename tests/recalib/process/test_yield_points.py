@@ -167,7 +167,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     ticks: list[str] = []
     trainer = Trainer(
         settings,
-        GateSettings(min_sessions=3),
+        GateSettings(min_sessions=3, confidence=0.8),
         registry,
         Traffic(runtime, settings, HoldOut(b"salt", settings.held_out_share)),
         endpoint,
