@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
+from honed.adapt.protocol.drafter_tensors import is_shared, names_of
 from honed.attach.swap.checkpoint_file import load_file
 from honed.attach.swap.live_checksum import LiveChecksum
 from honed.attach.swap.shard import Shard, shard_of
 from honed.attach.swap.staging import Staging, num_bytes, use_device
-
-_SHARED = ("embed_tokens", "lm_head")
 
 
 class SwapError(ValueError):
@@ -105,11 +104,20 @@ class Swapper:
         found, whole = load_file(file)
         if sha256 and found != sha256:
             raise SwapError(f"{file} has sha256 {found[:12]}…, expected {sha256[:12]}…: the file is damaged, not used")
-        tensors = {n: t for n, t in whole.items() if not any(s in n for s in _SHARED)}
+        tensors = self._swapped(whole)
         self._check(tensors)
         tensors = {n: self._shards[n].cut(tensor).to(self._dtypes[n]).contiguous() for n, tensor in tensors.items()}
         held = sum(num_bytes(one) for one in self._held.values())
         return self._staging.bring(tensors, held)
+
+    def _swapped(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Select what a swap changes, by our names: not the target's, and nothing that vLLM ignores."""
+        try:
+            names = names_of(whole)
+        except ValueError as error:
+            raise SwapError(f"the checkpoint isn't sound: {error}") from error
+        ignored = {name for name in names if is_shared(name) or (name.endswith(".bias") and name not in self._shapes)}
+        return {ours: whole[theirs] for ours, theirs in names.items() if ours not in ignored}
 
     def _check(self, tensors: dict[str, torch.Tensor]) -> None:
         live = self._shapes
@@ -150,18 +158,19 @@ class Swapper:
 
     @torch.inference_mode()
     def part_of(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cut this rank's part from a tensor of another source, in host memory, by its name; empty for the target's tensors.
+        """Cut this rank's part from a tensor of another source, in host memory, by its name; empty for one that isn't swapped.
 
         Raises:
             SwapError: this drafter has no such tensor.
         """
-        if any(s in name for s in _SHARED):
-            return {}
-        if name not in self._shapes:
-            raise SwapError(f"the running drafter has no {name}: it was trained for another drafter")
-        self._check_tensor(name, whole)
-        part = self._shards[name].cut(whole)
-        return {name: torch.empty(part.shape, dtype=self._dtypes[name]).copy_(part)}
+        parts = {}
+        for ours, tensor in self._swapped({name: whole}).items():
+            if ours not in self._shapes:
+                raise SwapError(f"the running drafter has no {ours}: it was trained for another drafter")
+            self._check_tensor(ours, tensor)
+            part = self._shards[ours].cut(tensor)
+            parts[ours] = torch.empty(part.shape, dtype=self._dtypes[ours]).copy_(part)
+        return parts
 
     @torch.inference_mode()
     def overwrite(self, parts: dict[str, torch.Tensor]) -> None:
@@ -208,7 +217,7 @@ class Swapper:
         inner = self._model.model
         packed = {id(layer) for layer in _packed_linears(inner)}
         for module_name, module in inner.named_modules():
-            if any(s in module_name for s in _SHARED):
+            if is_shared(module_name):
                 continue
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 name = f"{module_name}.{parameter_name}" if module_name else parameter_name

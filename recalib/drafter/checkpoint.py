@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
+from honed.adapt.protocol.drafter_tensors import names_of
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
@@ -30,8 +31,6 @@ EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight"
 OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that a drafter may bring instead of sharing the target's. They are used but never trained."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
-ALIASES = {"encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc.", "midlayer.": "layers.0."}
-"""Other names of the same tensors that vLLM 0.32 reads (`hf_to_vllm_mapper` of `qwen3_dflash.py`)."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -211,18 +210,15 @@ def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHe
 
 
 def stored_names(folder: Path) -> dict[str, str]:
-    """Map our name of each tensor to its name in the checkpoint; empty if there are no weights."""
+    """Map our name of each tensor to its name in the checkpoint, see `names_of`; empty if there are no weights."""
     try:
         names = tensor_files(folder)
     except CheckpointError:
         return {}
-    renamed = {}
-    for name in names:
-        ours = name
-        for theirs, plain in ALIASES.items():
-            ours = ours.replace(theirs, plain)
-        renamed[ours] = name
-    return renamed
+    try:
+        return names_of(names)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def check_pair(config: DrafterConfig, head: TargetHead, drafter_dir: Path, target_dir: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from honed.recalib.registry.durable import read_document, sha256_file
-from honed.recalib.registry.tensor_file import read_tensor_entries, sha256_tensors
+from honed.recalib.registry.tensor_file import read_drafter_entries, sha256_tensors
 
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 
@@ -61,7 +61,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
     weights, config = folder / WEIGHTS, folder / CONFIG
     cure = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
     try:
-        entries = read_tensor_entries(weights)
+        entries = read_drafter_entries(weights)
         msgspec.json.decode(read_document(config), type=dict[str, Any])
         return Manifest(
             version=version,

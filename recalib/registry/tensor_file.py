@@ -12,11 +12,13 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from honed.adapt.protocol.drafter_tensors import names_of
 
 MAX_HEADER_BYTES = 8 << 20
 """About 60,000 tensors."""
@@ -87,6 +89,16 @@ def read_tensor_entries(path: Path) -> list[TensorEntry]:
     if not entries:
         raise ValueError("it holds no tensors")
     return entries
+
+
+def read_drafter_entries(path: Path) -> list[TensorEntry]:
+    """Read the entries of a drafter's tensors under our names, without those that vLLM ignores.
+
+    Raises:
+        ValueError, OSError: as `read_tensor_entries`, and if two tensors have the same name.
+    """
+    entries = {entry.name: entry for entry in read_tensor_entries(path)}
+    return [replace(entries[theirs], name=ours) for ours, theirs in names_of(entries).items()]
 
 
 def sha256_tensors(path: Path, entries: list[TensorEntry], is_chosen: Callable[[str], bool]) -> str:

@@ -1,7 +1,7 @@
 """Digest of a checkpoint's weights as an engine holds them: equals `attach.swap.swap.Swapper.checksum`.
 
-It is the SHA-256 over name, shape and float32 bytes of every tensor by name order, without those shared with the target. An
-engine that serves in a narrower type than the file's has rounded them, so each type has its digest.
+It is the SHA-256 over name, shape and float32 bytes of every tensor by name order, without those shared with the target and those
+that vLLM ignores. An engine that serves in a narrower type than the file's has rounded them, so each type has its digest.
 
 Imports no torch: the daemon uses it.
 """
@@ -11,27 +11,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from honed.recalib.registry.tensor_file import read_tensor_entries
+from honed.adapt.protocol.drafter_tensors import is_shared
+from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries
 
 Floats = npt.NDArray[np.float32]
 Read = Callable[[bytes], Floats]
 
-_SHARED: Final = ("embed_tokens", "lm_head")
-
 
 def weights_digests(path: Path) -> set[str]:
-    """Digests of a safetensors file's weights as they are, and as bfloat16 and float16 engines hold them.
+    """Digests of a checkpoint's weights as they are, and as bfloat16 and float16 engines hold them.
+
+    Args:
+        path: the safetensors file; its config.json, beside it, says whether vLLM has biases.
 
     Raises:
-        ValueError: the file isn't sound, or holds values of a type that drafters aren't stored in.
+        ValueError: a file isn't sound, or holds values of a type that drafters aren't stored in.
         OSError: it can't be read.
     """
-    entries = sorted((e for e in read_tensor_entries(path) if not any(s in e.name for s in _SHARED)), key=lambda e: e.name)
+    has_bias = _has_bias(path.with_name("config.json"))
+    entries = sorted((e for e in read_drafter_entries(path) if _is_served(e, has_bias)), key=lambda e: e.name)
     digests = [hashlib.sha256() for _ in _SERVED_AS]
     with path.open("rb") as file:
         for entry in entries:
@@ -44,6 +48,15 @@ def weights_digests(path: Path) -> set[str]:
                 digest.update(head)
                 digest.update(rounded(values).tobytes())
     return {digest.hexdigest() for digest in digests}
+
+
+def _is_served(entry: TensorEntry, has_bias: bool) -> bool:
+    return not is_shared(entry.name) and (has_bias or not entry.name.endswith(".bias"))
+
+
+def _has_bias(config: Path) -> bool:
+    raw = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+    return bool((raw.get("transformer_layer_config") or raw).get("attention_bias"))
 
 
 def _widen(data: bytes) -> Floats:

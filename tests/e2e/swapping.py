@@ -31,6 +31,23 @@ def perturbed_drafter(folder: Path) -> Path:
     return folder
 
 
+def renamed_drafter(source: Path, folder: Path) -> Path:
+    """The same drafter under other names that vLLM reads, and with tensors that it ignores."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder)
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for ours, theirs in (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."), ("layers.0.", "midlayer.")):
+            name = theirs + name.removeprefix(ours) if name.startswith(ours) else name
+        tensors[name] = tensor
+    tensors["layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["layers.1.self_attn.o_proj.bias"] = torch.ones(4)
+    tensors["t2d"] = torch.ones(4, dtype=torch.bool)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def swap(
     running: TestEngine, version: str, folder: Path, sha256: str = "", step: Callable[[], object] | None = None, **more: Any
 ) -> wire.CommandResult:

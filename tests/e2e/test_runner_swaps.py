@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from honed.adapt.protocol import wire
+from honed.recalib.registry.weights_digest import weights_digests
 from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_SLOW, TestEngine, engine, held_out
 from tests.e2e.logged import check_tokens, counted, keys_of, rounds, set_policy, take_batches
-from tests.e2e.swapping import Drafts, perturbed_drafter, swap, worker_of
+from tests.e2e.swapping import Drafts, perturbed_drafter, renamed_drafter, swap, worker_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_SLOW else 48
@@ -158,8 +159,14 @@ def test_swapped_weights_draft_as_a_fresh_load_does(attached: TestEngine, tmp_pa
     assert attached.checksum() == stock_sum
     assert drafts_of(attached) == stock_drafts
 
+    renamed = renamed_drafter(other, tmp_path / "renamed")
+    result = swap(attached, "renamed", renamed)
+    assert result.ok, result.error
+    assert attached.checksum() == swapped_sum
+    assert swapped_sum in weights_digests(renamed / "model.safetensors"), "it can be verified"
+
     # Last: when an engine ends it takes vLLM's process groups with it, and the other one can't load weights any more.
-    with engine(tmp_path / "fresh-run", drafter=other, max_num_seqs=4 if IS_SLOW else 8) as fresh:
+    with engine(tmp_path / "fresh-run", drafter=renamed, max_num_seqs=4 if IS_SLOW else 8) as fresh:
         fresh.honed.before_schedule()
         assert fresh.checksum() == swapped_sum
         assert drafts_of(fresh) == swapped_drafts

@@ -9,7 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from honed.recalib.registry.registry import Registry, RegistryConflictError, RegistryError
 from tests.tools import ROOT
@@ -61,6 +63,23 @@ def test_context_digest_is_equal_where_fc_is(registry):
     first, second = registry.create(checkpoint(1)), registry.create(checkpoint(2))
     assert first.sha256 != second.sha256
     assert first.context_sha256 == second.context_sha256 != ""
+
+
+def named(folder: Path, norm: float, *names: str) -> None:
+    """A checkpoint of `fc` and `hidden_norm` under these names, with a tensor that vLLM ignores."""
+    values = (np.ones(4, np.float32), np.full(3, norm, np.float32))
+    save_file(dict(zip(names, values, strict=True)) | {"t2d": np.zeros(2, bool)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+
+
+def test_digests_know_a_tensor_by_any_name_that_vllm_reads(registry):
+    other_names = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
+    plain = registry.create(lambda folder: named(folder, 1.0, "fc.weight", "hidden_norm.weight"))
+    other = registry.create(lambda folder: named(folder, 1.0, *other_names))
+    another_norm = registry.create(lambda folder: named(folder, 2.0, *other_names))
+    assert plain.sha256 != other.sha256
+    assert (plain.context_sha256, plain.kv_sha256) == (other.context_sha256, other.kv_sha256)
+    assert plain.context_sha256 != another_norm.context_sha256, "their fused features mean something else"
 
 
 def test_import_is_idempotent(registry, tmp_path):

@@ -1,0 +1,48 @@
+"""Names of a DFlash drafter's tensors: vLLM reads several for the same tensor, and skips some tensors.
+
+Every reader and writer of a checkpoint goes by these names, so that what is trained can be swapped and verified. Ours are those
+inside vLLM's model. A written checkpoint has the names of its parent.
+
+Source: vLLM 0.32 `qwen3_dflash.py` (`hf_to_vllm_mapper`, `load_weights`) and `models/utils.py` (`AutoWeightsLoader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+OTHER_NAMES = {"midlayer.": "layers.0.", "encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc."}
+IGNORED = (
+    "t2d",
+    "mask_embedding",
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+"""Tensors that vLLM skips. Biases are skipped as well where the config asks for none."""
+SHARED = ("embed_tokens", "lm_head")
+"""Tensors of the target, or the drafter's own in their place. They are never trained or swapped."""
+
+
+def names_of(stored: Iterable[str]) -> dict[str, str]:
+    """Map our name of each tensor to its name in the checkpoint, without the ignored ones.
+
+    Raises:
+        ValueError: two tensors have the same name.
+    """
+    found: dict[str, str] = {}
+    for theirs in stored:
+        if any(part in theirs for part in IGNORED):
+            continue
+        ours = theirs
+        for other, plain in OTHER_NAMES.items():
+            ours = ours.replace(other, plain, 1)
+        if ours in found:
+            raise ValueError(f"{found[ours]} and {theirs} are the same tensor: keep one of them")
+        found[ours] = theirs
+    return found
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a tensor is one of `SHARED`."""
+    return any(part in name for part in SHARED)
