@@ -25,7 +25,7 @@ class StartError(HonedError, RuntimeError):
 
 
 class StoreError(HonedError, OSError):
-    """The database refused a read or a write (full disk, I/O error, closed)."""
+    """The database or the registry refused a read or a write (full disk, I/O error, closed)."""
 
 
 class UnknownError(HonedError, LookupError):

@@ -95,7 +95,7 @@ class Service:
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, daemon_id, settings.recalibration.trainer_lost_s, monotonic)
         self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
-        self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic)
+        self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic, self._on_refusal)
         self.live = LiveRounds()
         """Rounds since the daemon started."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
@@ -277,6 +277,9 @@ class Service:
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a long job, which takes the lock only when needed."""
         self._background.submit(job)
+
+    def _on_refusal(self, version: str) -> None:
+        self.in_background(lambda: self.drafters.read_ahead(version))
 
     def _on_move(self) -> None:
         self.in_background(self.old_versions.remove)

@@ -1,9 +1,9 @@
 """The whole procedure that answers a drift alarm, simulated: up to six attempts, each with a candidate in both blends.
 
 Held-out sessions differ in length and difficulty. A round accepts tokens one by one with the session's probability, up to a
-whole block. All attempts judge on the same sessions, with the same figures of the parent. Every drafter has an effect of its own
-on each session, with mean zero: training makes some conversations better and others worse. A candidate that gains has better odds
-everywhere besides. Half-way to its parent it has the mean of both drafters' odds.
+whole block. All attempts judge on the same sessions, with the same figures of the parent. Every drafter has an effect of its
+own on each session, with mean zero: training makes some conversations better and others worse. A candidate that gains has
+better odds everywhere besides. Half-way to its parent it has the mean of both drafters' odds.
 """
 
 from __future__ import annotations

@@ -142,8 +142,10 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/drafters:rollback", status_code=202, response_model=models.OperationView)
     def rollback(generation: Generation, actor: Actor, body: models.RollbackRequest | None = None, key: Key = None) -> Any:
-        """Go back to the previous version."""
+        """Go back to the previous version, or past it if it is damaged."""
         asked = body or models.RollbackRequest()
+        if previous := service.drafters.alias("previous"):
+            service.drafters.read_ahead(previous)
         return changes.operation(
             generation,
             key,

@@ -154,6 +154,8 @@ class StatusView(BaseModel):
     trainer: TrainerView | None
     training_paused: bool
     drafters: dict[str, str | None]
+    drafter_problems: dict[str, str]
+    """Aliases whose version is removed or damaged, and why; "floor" too."""
     shared_registry: dict[str, int | float | str] | None
     """Traffic with `registry.url` since the daemon's start, and its latest error; null without sharing."""
     acceptance: dict[str, Acceptance]

@@ -36,7 +36,7 @@ STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
     PreconditionError: (412, "Changed meanwhile"),
     RequestError: (422, "Invalid request"),
     ReusedKeyError: (422, "Key was used before"),
-    StoreError: (503, "Database unavailable"),
+    StoreError: (503, "Storage unavailable"),
 }
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
+
+log = structlog.get_logger("honed.drafters")
 
 LISTED = "`honed drafters` lists the versions"
 READ_S = 600.0
@@ -30,6 +33,8 @@ class Drafters:
         self.registry, self._on_move = registry, on_move
         self._read: dict[str, tuple[float, object]] = {}
         """Versions with intact files -> time of reading, and state of the files then."""
+        self._damaged: dict[str, tuple[object, str]] = {}
+        """Versions with damaged files -> state of the files when that was found, and the damage."""
 
     def identify(self, hello: EngineHello) -> str:
         """The registry version of an engine's checkpoint, imported if needed; "" if it has none.
@@ -79,22 +84,45 @@ class Drafters:
         Reads them unless `read_ahead` has just done so. Call that first if the caller must not block.
         """
         manifest = self.manifest(version)
-        read_s, stamp = self._read.get(version, (float("-inf"), None))
-        try:
-            if time.monotonic() - read_s > READ_S or stamp != self.registry.stamp(version):
+        if not (why := self.fault(version)):
+            try:
                 self._verify(version)
-        except RegistryError as error:
-            raise ConflictError(str(error), cure=f"{LISTED}; `honed promote` takes any that is whole.") from error
+            except RegistryError as error:
+                why = str(error)
+        if why:
+            raise ConflictError(why, cure=f"{LISTED}; `honed promote` takes any that is whole.")
         return manifest
 
     def read_ahead(self, version: str) -> None:
-        """Read a version's files for `verified`, which reports their faults. Thread-safe; don't hold the service's lock."""
+        """Read a version's files for `verified` and `fault`, which report faults. Thread-safe; don't hold the lock."""
         with contextlib.suppress(RegistryError):
             self._verify(version)
 
+    def fault(self, version: str) -> str:
+        """Reason why a version can't be used, as far as that is known without reading its weights; "" if none is."""
+        try:
+            self.registry.get(version)
+            stamp, why = self._damaged.get(version, (None, ""))
+            return why if why and stamp == self.registry.stamp(version) else ""
+        except RegistryError as error:
+            return str(error)
+
+    def faults(self) -> dict[str, str]:
+        """Aliases whose version can't be used, and why."""
+        return {name: why for name, version in self.aliases().items() if version and (why := self.fault(version))}
+
     def _verify(self, version: str) -> None:
+        """Compare a version's files with its manifest, unless that has just been done. Raises RegistryError."""
         stamp = self.registry.stamp(version)
-        self.registry.verify(version)
+        read_s, stamp_then = self._read.get(version, (float("-inf"), None))
+        if time.monotonic() - read_s <= READ_S and stamp == stamp_then:
+            return
+        try:
+            self.registry.verify(version)
+        except RegistryError as error:
+            self._damaged[version] = stamp, str(error)
+            log.error("a drafter version is damaged", version=version, error=str(error))
+            raise
         self._read[version] = time.monotonic(), stamp
 
     def path(self, version: str) -> Path:

@@ -123,7 +123,11 @@ class Lifecycle:
     def roll_back(
         self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
     ) -> Operation:
-        """Go back to the previous version, or end a candidate's canary. Raises ConflictError if there is neither."""
+        """Go back to the previous version, else the floor, whichever is whole, or end a candidate's canary.
+
+        Raises:
+            ConflictError: there is none of these, with the reasons.
+        """
         trial = self._rollout.trial
         if trial is not None and trial.kind == "canary":
             new, old = trial.canary.new, trial.canary.old
@@ -136,10 +140,13 @@ class Lifecycle:
             self._operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
             return operation
         aliases = self._drafters.aliases()
-        active, target = aliases["active"] or "", aliases["previous"] or aliases["floor"] or ""
-        if not target or target == active:
+        active = aliases["active"] or ""
+        faults = {v: self._drafters.fault(v) for v in (aliases["previous"], aliases["floor"]) if v and v != active}
+        target = next((version for version, fault in faults.items() if not fault), "")
+        if not target:
+            why = "".join(f"; {fault}" for fault in faults.values())
             raise ConflictError(
-                f"there is no previous drafter to go back to; active is {active or 'none'}",
+                f"there is no previous drafter to go back to; active is {active or 'none'}{why}",
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
         self._rollout.check_no_swap()
@@ -216,7 +223,7 @@ class Lifecycle:
             return
         self._journal.mark("promote", f"{old} -> {swap.version}")
         self._journal.audit("honed", f"{operation.kind}.swapped", swap.version, operation.reason)
-        is_watched = bool(old) and old != swap.version and not operation.detail.get("force")
+        is_watched = bool(old) and old != swap.version and not operation.detail.get("force") and not self._drafters.fault(old)
         stage = "watching" if is_watched else "done"
         self._operations.finish(operation, "succeeded", stage=stage, version=swap.version, **swaps.figures(swap))
         if is_watched:
@@ -315,7 +322,8 @@ class Lifecycle:
 
     def _make_active(self, version: str, kind: str) -> None:
         old = self._drafters.active
-        changes: dict[str, str | None] = {"previous": old} if old and old != version else {}
+        is_way_back = bool(old) and old != version and not self._drafters.fault(old)
+        changes: dict[str, str | None] = {"previous": old} if is_way_back else {}
         self._drafters.move(changes | {"active": version, "candidate": None})
         self.promotions[kind] += 1
 

@@ -131,6 +131,9 @@ class Recalibrations:
                 f"no drafter version is active, so there is none to start from ({known} in the registry)",
                 cure="`honed promote VERSION` makes one active; the first that an engine loads becomes active automatically.",
             )
+        if why := self._drafters.fault(active):
+            cure = "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other."
+            raise ConflictError(f"the active version can't be trained: {why}", cure=cure)
         scope = scope or self._settings.scope
         if scope == "full" and hello.features == "fused":
             raise ConflictError(

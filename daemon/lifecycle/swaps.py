@@ -2,9 +2,9 @@
 
 A swap is a command to each engine, and its answer. If an engine goes away meanwhile, its reported version after its return
 decides whether to ask again. An engine that runs another version than `active` (after its restart, the daemon's restart or a
-half-failed swap) is swapped to it, with growing pauses between attempts. While two versions take turns, canaries.py decides
-which one an engine runs. An engine whose drafter got weights through vLLM's own endpoints is left alone until an operator
-promotes a version.
+half-failed swap) is swapped to it, with growing pauses between attempts, unless that version is damaged. While two versions
+take turns, canaries.py decides which one an engine runs. An engine whose drafter got weights through vLLM's own endpoints is
+left alone until an operator promotes a version.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ class _Attempts:
 
 
 class Swaps:
-    """All running swaps. Guarded by the service's lock."""
+    """All running swaps. Guarded by the service's lock.
+
+    Args:
+        on_refusal: called with a version that an engine refused: its files may be damaged.
+    """
 
     def __init__(
         self,
@@ -82,9 +86,10 @@ class Swaps:
         rollout: Rollout,
         send: Callable[[bytes, wire.SwapCommand], None],
         monotonic: Callable[[], float],
+        on_refusal: Callable[[str], object],
     ) -> None:
         self._engines, self._drafters, self._rollout, self._send = engines, drafters, rollout, send
-        self._monotonic = monotonic
+        self._monotonic, self._on_refusal = monotonic, on_refusal
         self._sent: dict[str, _Sent] = {}
         self._attempts: dict[str, _Attempts] = {}
         self.results: Counter[str] = Counter()
@@ -142,6 +147,7 @@ class Swaps:
             tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
         if not result.ok and not _NOT_NOW & result.detail.keys():
             sent.swap.refused.add(sent.engine_id)
+            self._on_refusal(sent.swap.version)
         self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
 
     def on_engine(self, engine: Engine, now_s: float) -> None:
@@ -168,7 +174,7 @@ class Swaps:
         if self._sent or self._rollout.trial is not None:
             return
         active = self._drafters.active
-        if not active:
+        if not active or self._drafters.fault(active):
             return
         for engine in self._engines.connected(now_s):
             attempts = self._attempts.setdefault(engine.engine_id, _Attempts())

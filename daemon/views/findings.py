@@ -44,7 +44,8 @@ class Finding:
 
 def findings(status: dict[str, Any]) -> list[Finding]:
     """All findings of a status document, errors before warnings."""
-    found = [*_of_daemon(status), *_of_events(status), *_of_engines(status), *_of_training(status)]
+    parts = (_of_daemon, _of_events, _of_engines, _of_drafters, _of_training)
+    found = [finding for part in parts for finding in part(status)]
     return sorted(found, key=lambda f: f.level != "error")
 
 
@@ -104,6 +105,15 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
         for remark in [engine.get("note"), *(engine.get("limits") or [])]:
             if remark:
                 yield Finding("warning", f"engine {name}: {remark}")
+
+
+def _of_drafters(status: dict[str, Any]) -> Iterator[Finding]:
+    for role, why in (status.get("drafter_problems") or {}).items():
+        text = f"the {role} drafter version can't be used: {why}"
+        if role == "active":
+            yield Finding("error", text, "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other.")
+        else:
+            yield Finding("warning", text, "`honed rollback` goes past it, and `honed drafters` lists the versions.")
 
 
 def _was_lately(age_s: float | None) -> bool:

@@ -40,6 +40,7 @@ def status(service: Service) -> dict[str, Any]:
     for counts, _ in recent.values():
         last_minute.add(counts)
     total = total_counts(service.store)
+    faults = service.drafters.faults()
     with service.lock:
         problems = service.problems
         operation = service.rollout.current
@@ -56,6 +57,7 @@ def status(service: Service) -> dict[str, Any]:
             "trainer": service.trainer.view(),
             "training_paused": service.trainer.is_paused,
             "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
+            "drafter_problems": faults,
             "shared_registry": service.sharing.view(),
             "acceptance": {"last_minute": acceptance(last_minute), "total": acceptance(total)},
             "events": {

@@ -1,7 +1,7 @@
 """Digest of a checkpoint's weights as an engine holds them: equals `attach.swap.swap.Swapper.checksum`.
 
-It is the SHA-256 over name, shape and float32 bytes of every tensor by name order, without those shared with the target and those
-that vLLM ignores. An engine that serves in a narrower type than the file's has rounded them, so each type has its digest.
+It is the SHA-256 over name, shape and float32 bytes of every tensor by name order, without those shared with the target and
+those that vLLM ignores. An engine that serves in a narrower type than the file's has rounded them, so each type has its digest.
 
 Imports no torch: the daemon uses it.
 """

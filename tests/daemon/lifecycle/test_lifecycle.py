@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -275,13 +276,130 @@ def test_a_restarted_engine_is_brought_to_the_active_version(stage: Stage) -> No
     wait_for(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the active version")
 
 
-def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:
-    new = stage.version(1.0)
-    weights = stage.service.drafters.path(new) / "model.safetensors"
+def damage(stage: Stage, version: str) -> None:
+    """Change a byte of its weights, as a failing disk does."""
+    weights = stage.service.drafters.path(version) / "model.safetensors"
     weights.chmod(0o640)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
+
+
+def remove(stage: Stage, version: str) -> None:
+    shutil.rmtree(stage.service.drafters.path(version))
+
+
+def swaps_sent(stage: Stage, after_s: float) -> int:
+    """Swaps on their way after a tick."""
+    with stage.service.lock:
+        stage.service.swaps.tick(stage.service.monotonic() + after_s)
+        return len(stage.service.swaps._sent)
+
+
+@pytest.mark.parametrize("way_out", ["rollback", "promote", "restore"])
+def test_damaged_active_weights_are_named_and_there_is_a_way_out(stage: Stage, way_out: str) -> None:
+    """The engine restarts with its own drafter and refuses the damaged file: that went on for ever, and nothing said so."""
+    other, new = stage.version(2.0), stage.version(1.0)
+    stage.promote(new)
+    whole = (stage.service.drafters.path(new) / "model.safetensors").read_bytes()
+    damage(stage, new)
+    stage.engine.boot_id = "second boot"
+    stage.engine.reconnect()
+    stage.engine.hello(drafter_path=str(stage.folder / "drafter"))
+    assert stage.engine.answer_swap(ok=False, error="model.safetensors has another sha256: not used").weights.version == new
+    status = wait_for(lambda: (s := stage.client.get("/v1/status").json())["drafter_problems"] and s, "the problem")
+    assert new in status["drafter_problems"]["active"]
+    (found,) = [one for one in findings(status) if "active drafter version" in one.text]
+    assert (found.level, "honed rollback" in found.cure) == ("error", True)
+    assert swaps_sent(stage, 2.0) == 0, "it would only be refused again"
+    if way_out == "rollback":
+        assert stage.client.post("/v1/drafters:rollback").status_code == 202
+        wanted = stage.first
+    elif way_out == "promote":
+        assert stage.client.post(f"/v1/drafters/{other}:promote").status_code == 202
+        wanted = other
+    else:
+        (stage.service.drafters.path(new) / "model.safetensors").write_bytes(whole)
+        assert swaps_sent(stage, 2.0) == 1
+        wanted = new
+    assert stage.engine.answer_swap().weights.version == wanted
+    wait_for(lambda: stage.aliases()["active"] == wanted == stage.engine.live_version, "the other version")
+    assert stage.aliases()["previous"] != new
+    wait_for(lambda: not stage.client.get("/v1/status").json()["drafter_problems"], "all to be well")
+
+
+def test_an_alias_of_a_removed_version_is_named_and_a_roll_back_goes_past_it(stage: Stage) -> None:
+    """Somebody removed a folder: the roll-back to it answered that the database was unavailable."""
+    one, two = stage.version(1.0), stage.version(2.0)
+    stage.promote(one)
+    stage.promote(two)
+    assert stage.aliases()["previous"] == one
+    remove(stage, one)
+    problems = stage.client.get("/v1/status").json()["drafter_problems"]
+    assert list(problems) == ["previous"]
+    assert f"no version '{one}'" in problems["previous"]
+    assert stage.client.post("/v1/drafters:rollback").status_code == 202
+    assert stage.engine.answer_swap().weights.version == stage.first
+    wait_for(lambda: stage.aliases()["active"] == stage.first, "the floor")
+
+
+@pytest.mark.parametrize("spoil", [remove, damage])
+def test_from_a_lost_active_version_every_whole_one_can_be_promoted(stage: Stage, spoil: Callable[[Stage, str], None]) -> None:
+    one, two = stage.version(1.0), stage.version(2.0)
+    stage.promote(one)
+    spoil(stage, one)
+    stage.service.drafters.read_ahead(one)
+    assert list(stage.client.get("/v1/status").json()["drafter_problems"]) == ["active"]
+    stage.promote(two, force=False)
+    assert stage.aliases() | {"floor": None} == {"active": two, "previous": stage.first, "candidate": None, "floor": None}
+    assert stage.service.rollout.trial is None, "it can't be watched against what is lost"
+    assert stage.client.get("/v1/status").json()["drafter_problems"] == {}
+
+
+def test_a_roll_back_goes_past_a_previous_version_that_is_damaged(stage: Stage) -> None:
+    one, two = stage.version(1.0), stage.version(2.0)
+    stage.promote(one)
+    stage.promote(two)
+    damage(stage, one)
+    assert stage.client.post("/v1/drafters:rollback").json()["detail"]["version"] == stage.first
+
+
+def test_from_a_lost_active_version_nothing_is_trained(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.promote(new)
+    remove(stage, new)
+    answer = stage.client.post("/v1/recalibrations", json={})
+    assert answer.status_code == 409
+    assert f"no version '{new}'" in answer.json()["detail"]
+    assert "honed rollback" in answer.json()["cure"]
+
+
+def test_with_nothing_whole_to_go_back_to_the_reasons_are_given(stage: Stage) -> None:
+    new = stage.version(1.0)
+    stage.promote(new)
+    remove(stage, stage.first)
+    answer = stage.client.post("/v1/drafters:rollback")
+    assert answer.status_code == 409
+    assert f"no version '{stage.first}'" in answer.json()["detail"]
+    assert "honed promote" in answer.json()["cure"]
+
+
+def test_a_registry_that_cannot_be_written_is_storage_that_is_unavailable(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.promote(stage.version(1.0))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("honed.recalib.registry.registry.replace_file", refuse)
+    answer = stage.client.post("/v1/drafters:rollback")
+    assert (answer.status_code, answer.json()["title"]) == (503, "Storage unavailable")
+
+
+def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:
+    new = stage.version(1.0)
+    damage(stage, new)
     answer = stage.client.post(f"/v1/drafters/{new}:promote")
     assert answer.status_code == 409
     assert answer.headers["content-type"] == "application/problem+json"

@@ -87,6 +87,12 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (engine(missing_batches=1, loss_age_s=5.0), "error", "never arrived"),
         (engine(malformed_batches=1, loss_age_s=5.0), "error", "inconsistent"),
         (engine(errors=1), "warning", "caught inside vLLM"),
+        (
+            changed(drafter_problems={"active": "its sha256 differs"}),
+            "error",
+            "active drafter version can't be used: its sha256",
+        ),
+        (changed(drafter_problems={"previous": "no version"}), "warning", "previous drafter version can't be used"),
         (engine(nonfinite_rows=1234), "warning", "1,234 captured rows held NaN or infinity"),
         (changed(trainer=HEALTHY["trainer"] | {"nonfinite_rows": 3}), "warning", "3 rows with NaN or infinity"),
         (changed(trainer=HEALTHY["trainer"] | {"dropped_updates": 2}), "warning", "2 updates of the training"),
