@@ -20,7 +20,7 @@ from honed.daemon.views.views import engines
 from honed.recalib.registry.weights_digest import weights_digests
 from tests.e2e.engine import DRAFTER, TARGET, TestEngine, engine, held_out
 from tests.e2e.logged import set_policy
-from tests.e2e.swapping import perturbed_drafter, swap, wait_for, worker_of
+from tests.e2e.swapping import perturbed_drafter, renamed_drafter, swap, wait_for, worker_of
 from tests.e2e.test_engine_modes import late_daemon
 
 pytestmark = pytest.mark.e2e
@@ -105,7 +105,7 @@ def test_a_drafter_through_vllms_own_endpoint_drafts_as_after_honeds_swap(tmp_pa
 
         inner = worker_of(running)._honed_side.runner.draft_model.model
         address = inner._fused_kv_weight.data_ptr()
-        send(running, "start_draft_weight_update", other)
+        send(running, "start_draft_weight_update", renamed_drafter(other, tmp_path / "renamed"))
         assert (running.checksum(), drafted()) == sent
         assert inner._fused_kv_weight.data_ptr() == address, "captured graphs know no other"
 
