@@ -49,7 +49,7 @@ MARGINS = (0.04, 0.08, 0.16)
 """Losses of conditional acceptance that a workload may have to be shown not to have."""
 MOST_COST = 0.004
 """Tolerated loss of a workload, as a share of all traffic: the less traffic a workload is, the larger its margin."""
-_HELD_BETS = (0.2, 0.5, 0.3)
+_HELD_BETS = (0.5, 0.3, 0.2)
 _CHANGES = np.array(list(WORSE_BETS))
 _LOG_WEIGHTS = np.log([list(WORSE_BETS.values()), list(BETTER_BETS.values()), *(_HELD_BETS for _ in MARGINS)])  # [2 + M, B]
 _FEW_PAIRS = 4.0
