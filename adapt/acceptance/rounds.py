@@ -18,6 +18,7 @@ class Rounds:
 
     request: npt.NDArray[np.uint64]
     num_draft_tokens: Ints
+    """Where the request ended within the round: those delivered, which were accepted. What follows a text's end isn't text."""
     num_accepted_tokens: Ints
     num_invalid_tokens: Ints
     """Drafts never verified: rejected by a grammar or trimmed by vLLM's own adaptive verification."""
@@ -39,6 +40,11 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     accepted = _ints(columns.num_accepted_tokens, "num_accepted_tokens", count)
     invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
     invalid = np.maximum(invalid, 0) + trimmed_tokens(columns, count)
+    if columns.num_delivered:
+        delivered = _ints(columns.num_delivered, "num_delivered", count)
+        is_cut = delivered <= accepted
+        drafted, accepted = np.where(is_cut, delivered, drafted), np.minimum(delivered, accepted)
+        invalid = np.where(is_cut, 0, invalid)
     position = _ints(columns.position or [0] * count, "position", count)
     request = _hashes(columns.request, count)
     feature = _floats(columns.feature, "feature", count) if columns.feature else None

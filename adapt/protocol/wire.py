@@ -156,6 +156,7 @@ class RoundColumns(_Message, frozen=True):
     """Scheduled drafts that a grammar rejected beforehand; vLLM doesn't count them as drafted."""
     temperature: RoundTemperatures = []
     num_emitted: RoundDrafts = []
+    """Tokens sampled: the accepted ones and the bonus token, as vLLM counts them."""
     emitted: TokenIds = []
     """Token ids emitted, concatenated; empty unless token ids are logged."""
     draft: TokenIds = []
@@ -166,6 +167,8 @@ class RoundColumns(_Message, frozen=True):
     num_trimmed_tokens: RoundDrafts = []
     """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, without the invalid ones; vLLM
     counts them as drafted. Empty: none."""
+    num_delivered: RoundDrafts = []
+    """Emitted tokens that vLLM kept: fewer than `num_emitted` where the request ended within the round. Empty: all."""
 
 
 class EventBatch(_Message, frozen=True):

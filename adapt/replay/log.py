@@ -30,7 +30,7 @@ _STEP_COLUMNS = (
     "context_tokens",
     "num_drafting",
 )
-_ROUND_COLUMNS = ("step", "workload", "position", "num_draft_tokens", "num_accepted_tokens", "num_emitted")
+_ROUND_COLUMNS = ("step", "workload", "position", "num_draft_tokens", "num_accepted_tokens")
 _STRIDE = np.array([0xD6E8FEB86659FD93], dtype=np.uint64)
 _MOST_CELLS = 4096
 
@@ -50,7 +50,7 @@ class Log:
     position: Ints  # [R]
     drafted: Ints  # [R] without drafts that a grammar rejected or vLLM trimmed
     accepted: Ints  # [R]
-    emitted: Ints  # [R]
+    emitted: Ints  # [R] up to the request's end
     is_struck: npt.NDArray[np.bool_]  # [R] a grammar rejected drafts: none beyond would have been verified
     cell: Ints  # [Q] index into `cells`
     cells: tuple[tuple[str, str], ...]
@@ -93,8 +93,9 @@ class LogBuilder:
         count = rounds.shape[1]
         invalid = np.array(batch.rounds.num_invalid_tokens or [0] * count, dtype=np.int64)
         trimmed = trimmed_tokens(batch.rounds, count)
+        delivered = np.array(batch.rounds.num_delivered or batch.rounds.num_emitted, dtype=np.int64)
         request = np.array(batch.rounds.request, dtype=np.uint64)
-        if not len(invalid) == len(request) == count:
+        if not len(invalid) == len(request) == len(delivered) == count:
             raise ValueError("the batch has round columns of unequal length")
         if count and not 0 <= rounds[1].min() <= rounds[1].max() < len(batch.workloads):
             raise ValueError("the batch names a workload by an index that its list of workloads doesn't have")
@@ -110,7 +111,7 @@ class LogBuilder:
         place = np.searchsorted(steps[0], rounds[0])
         cell = cells[rounds[1]] if count else rounds[1]
         key = (request + (boot * _MOST_CELLS + cell).astype(np.uint64) * _STRIDE).view(np.int64)
-        columns = (np.cumsum(is_wanted)[place] - 1 + self._num_steps, key, cell, *rounds[2:], invalid, trimmed)
+        columns = (np.cumsum(is_wanted)[place] - 1 + self._num_steps, key, cell, *rounds[2:], delivered, invalid, trimmed)
         self._rounds.append(np.stack(columns)[:, is_wanted[place]])
         self._steps.append(np.concatenate([steps, np.full((1, steps.shape[1]), boot)])[:, is_wanted])
         self._num_steps += int(is_wanted.sum())
@@ -121,7 +122,7 @@ class LogBuilder:
     def log(self) -> Log:
         """Make the log of the gathered batches."""
         steps = np.concatenate([np.zeros((len(_STEP_COLUMNS) + 1, 0), dtype=np.int64), *self._steps], axis=1)
-        rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 3, 0), dtype=np.int64), *self._rounds], axis=1)
+        rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 4, 0), dtype=np.int64), *self._rounds], axis=1)
         rounds = rounds[:, np.argsort(rounds[0], kind="stable")]
         step, key, cell, position, drafted, accepted, emitted, invalid, trimmed = rounds
         number, end_ns, duration_us, requests, tokens, prefill, context, block, boot = steps

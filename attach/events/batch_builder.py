@@ -150,21 +150,25 @@ class BatchBuilder:
         columns["num_draft_tokens"] += [row[1] for row in rows]
         columns["num_accepted_tokens"] += [row[2] for row in rows]
         columns["num_invalid_tokens"] += [step.invalid.get(row[0], 0) for row in rows] if step.invalid else [0] * len(rows)
-        if step.has_token_ids:
-            emitted = [step.sampled[step.row_of[row[0]]] for row in rows]
+        delivered = [len(step.sampled[step.row_of[row[0]]]) for row in rows]
+        columns["num_delivered"] += delivered
+        if step.emitted is not None:
+            emitted = [step.emitted[step.row_of[row[0]]] for row in rows]
             columns["num_emitted"] += map(len, emitted)
             for row, tokens in zip(rows, emitted, strict=True):
                 columns["emitted"] += tokens
                 columns["draft"] += step.drafts.get(row[0], ())
         else:
             columns["num_emitted"] += [row[2] + 1 for row in rows]
-        for request, row in zip(requests, rows, strict=True):
-            request.num_tokens += row[2] + 1
+        for request, num_tokens in zip(requests, delivered, strict=True):
+            request.num_tokens += num_tokens
 
     def take(self) -> Batch:
         """Take the gathered batch; the builder is empty afterwards, and still knows the requests."""
         if not any(self._rounds["num_trimmed_tokens"]):
             self._rounds["num_trimmed_tokens"] = []
+        if self._rounds["num_delivered"] == self._rounds["num_emitted"]:
+            self._rounds["num_delivered"] = []
         steps, rounds = StepColumns(**self._steps), RoundColumns(**self._rounds)
         made = Batch(self.drafter_version, list(self._workloads), steps, rounds, self._holds)
         self._clear()

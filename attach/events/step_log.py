@@ -40,16 +40,21 @@ class Step(NamedTuple):
     """Tokens of each request in the step."""
     drafts: Mapping[str, Sequence[int]]
     sampled: Sequence[Sequence[int]]
-    """Emitted tokens, a row a request (`row_of`); cut where a request stopped, unless `has_token_ids`."""
+    """Delivered tokens, a row a request (`row_of`): vLLM's own lists, which it cuts where a request ends."""
     row_of: Mapping[str, int]
     invalid: Mapping[str, int]
     """Drafts that a grammar rejected, by request."""
     num_verified: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None
     """Drafts that the device verified, a row a request (`row_of`); None: all."""
-    has_token_ids: bool = False
-    """Whether to log token ids: `drafts` and `sampled` are copies then."""
+    emitted: Sequence[Sequence[int]] | None = None
+    """Copy of `sampled` before vLLM cut it, if token ids are to be logged; then `drafts` is a copy too."""
     padded: Collection[str] = ()
     """Requests whose drafts were padding: vLLM counts them, but they tell nothing about the drafter."""
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether to log token ids."""
+        return self.emitted is not None
 
 
 class Started(NamedTuple):

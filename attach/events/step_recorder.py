@@ -48,9 +48,9 @@ class StepRecorder:
         self._output: Any = None
         self._row_of: Mapping[str, int] = _NOTHING
         self._sampled: Any = ()
+        self._emitted: list[list[int]] | None = None
         self._drafts: Any = _NOTHING
         self._num_verified: Any = None
-        self._has_token_ids = False
         self._over: list[str] = []
         self._ended_ns = 0
         self.spent_ns = 0
@@ -73,9 +73,9 @@ class StepRecorder:
         self.verified, self.invalid = [], output.num_invalid_spec_tokens or _NOTHING
         self._sampled, self._drafts = runner_output.sampled_token_ids, output.scheduled_spec_decode_tokens
         self._num_verified = getattr(runner_output, NUM_VERIFIED, None)
-        self._has_token_ids = self.is_logging_token_ids
-        if self._has_token_ids:  # copied: vLLM cuts the first lists at a stop, and may still change the second
-            self._sampled = list(map(list, self._sampled))
+        self._emitted = None
+        if self.is_logging_token_ids:  # copied: vLLM cuts the first lists where a request ends, and may change the second
+            self._emitted = list(map(list, self._sampled))
             self._drafts = _draft_ids(self._drafts, runner_output)
         self._output, self._row_of = output, runner_output.req_id_to_index
         if dropped:
@@ -107,7 +107,7 @@ class StepRecorder:
                     self._row_of,
                     self.invalid,
                     self._num_verified,
-                    self._has_token_ids,
+                    self._emitted,
                     plan.padded,
                 )
             )

@@ -61,7 +61,12 @@ class Acceptance(BaseModel):
     rounds: int
     draft_tokens: int
     accepted_tokens: int
+    delivered_tokens: int
+    """Tokens of all decode rounds up to their requests' ends."""
     acceptance_length: float
+    """vLLM's figure: 1 + accepted_tokens / rounds, tokens past a request's end included."""
+    tokens_per_round: float
+    """Tokens delivered per round with drafts, up to the requests' ends."""
     acceptance_rate: float
     draft_tokens_per_round: float
 
@@ -187,7 +192,7 @@ class TimelinePoint(BaseModel):
     rounds: int
     draft_tokens: int
     accepted_tokens: int
-    emitted_tokens: int
+    delivered_tokens: int
     draft_tokens_per_round: float
 
 

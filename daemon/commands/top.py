@@ -112,15 +112,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def per_second(points: Sequence[dict[str, Any]], now_s: int, seconds: int = SECONDS_BACK) -> dict[str, list[float]]:
-    """Tokens emitted, acceptance length and draft tokens a round for each complete second; 0 when idle."""
+    """Tokens delivered, acceptance length and draft tokens a round for each complete second; 0 when idle."""
     sums: dict[int, list[int]] = {}
     for point in points:
         row = sums.setdefault(int(point["t"]), [0, 0, 0, 0])
-        for i, name in enumerate(("emitted_tokens", "rounds", "accepted_tokens", "draft_tokens")):
+        for i, name in enumerate(("delivered_tokens", "rounds", "accepted_tokens", "draft_tokens")):
             row[i] += int(point[name])
     rows = [sums.get(t, [0, 0, 0, 0]) for t in range(now_s - seconds, now_s - 1)]
     return {
-        "tokens/s": [float(emitted) for emitted, *_ in rows],
+        "tokens/s": [float(delivered) for delivered, *_ in rows],
         "acceptance length": [1 + accepted / rounds if rounds else 0.0 for _, rounds, accepted, _ in rows],
         "draft tokens a round": [drafted / rounds if rounds else 0.0 for _, rounds, _, drafted in rows],
     }

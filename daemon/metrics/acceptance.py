@@ -31,7 +31,9 @@ def families(rounds: Rounds) -> Iterator[Metric]:
     yield from _totals(rounds)
     yield from _by_position(rounds)
     length = HistogramMetricFamily(
-        "honed_acceptance_length", "Tokens emitted per round, bonus token included.", labels=ROUND_LABELS
+        "honed_acceptance_length",
+        "Tokens sampled per round with drafts, bonus token included: vLLM's own figure, past a request's end too.",
+        labels=ROUND_LABELS,
     )
     for labels, counts in rounds:
         length.add_metric(labels, _buckets(counts), counts.rounds + counts.accepted_tokens)
@@ -40,10 +42,16 @@ def families(rounds: Rounds) -> Iterator[Metric]:
 
 def _totals(rounds: Rounds) -> Iterator[Metric]:
     for name, text, field in (
-        ("honed_verify_rounds", "Verify rounds with at least one draft token.", "rounds"),
-        ("honed_draft_tokens", "Draft tokens verified.", "draft_tokens"),
-        ("honed_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
-        ("honed_emitted_tokens", "Tokens emitted, including plain steps.", "emitted_tokens"),
+        ("honed_verify_rounds", "Verify rounds with at least one draft token, as vLLM counts drafts.", "rounds"),
+        ("honed_plain_rounds", "Decode rounds without draft tokens.", "plain_rounds"),
+        ("honed_draft_tokens", "Draft tokens verified: vLLM's own figure.", "draft_tokens"),
+        ("honed_accepted_tokens", "Draft tokens accepted: vLLM's own figure, past a request's end too.", "accepted_tokens"),
+        (
+            "honed_emitted_tokens",
+            "Tokens sampled in rounds with or without drafts, past a request's end too.",
+            "emitted_tokens",
+        ),
+        ("honed_delivered_tokens", "Tokens of these up to their request's end.", "delivered_tokens"),
     ):
         family = CounterMetricFamily(name, text, labels=ROUND_LABELS)
         for labels, counts in rounds:

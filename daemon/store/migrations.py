@@ -29,7 +29,7 @@ CREATE TABLE boots (
   rounds INTEGER NOT NULL DEFAULT 0,         -- with at least one draft token, as vLLM counts drafts
   draft_tokens INTEGER NOT NULL DEFAULT 0,
   accepted_tokens INTEGER NOT NULL DEFAULT 0,
-  emitted_tokens INTEGER NOT NULL DEFAULT 0,
+  delivered_tokens INTEGER NOT NULL DEFAULT 0,
   plain_rounds INTEGER NOT NULL DEFAULT 0,
   drafted_by_position TEXT NOT NULL DEFAULT '[]',
   tried_by_position TEXT NOT NULL DEFAULT '[]',
@@ -60,7 +60,7 @@ CREATE TABLE rollups (
   resolution_s INTEGER NOT NULL, bucket_s INTEGER NOT NULL,
   engine_id TEXT NOT NULL, workload TEXT NOT NULL, drafter_version TEXT NOT NULL,
   rounds INTEGER NOT NULL, draft_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
-  emitted_tokens INTEGER NOT NULL, plain_rounds INTEGER NOT NULL,
+  delivered_tokens INTEGER NOT NULL, plain_rounds INTEGER NOT NULL,
   drafted_by_position TEXT NOT NULL, tried_by_position TEXT NOT NULL, accepted_by_position TEXT NOT NULL,
   PRIMARY KEY (resolution_s, bucket_s, engine_id, workload, drafter_version)
 ) WITHOUT ROWID;

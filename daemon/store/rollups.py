@@ -7,7 +7,9 @@ Positions count from 0 for the first draft token. Of the rounds with at least on
     accepted[j] = of these, rounds that also accepted draft j: the successes of a_j
 
 so a_j = accepted[j] / tried[j] for any draft lengths, Σ drafted = draft tokens and Σ accepted = accepted tokens.
-A round without draft tokens is a plain decode step; it counts in `plain_rounds` and `emitted_tokens` only.
+A round without draft tokens is a plain decode step; it counts in `plain_rounds` and `delivered_tokens` only.
+
+These are vLLM's own counts, but for `delivered_tokens`: vLLM also accepts tokens past a request's end, which nobody gets.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Counts:
     rounds: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    emitted_tokens: int = 0
+    delivered_tokens: int = 0
     plain_rounds: int = 0
     drafted: Ints = field(default_factory=no_positions)  # [K]
     tried: Ints = field(default_factory=no_positions)  # [K]
@@ -55,16 +57,26 @@ class Counts:
         self.rounds += other.rounds
         self.draft_tokens += other.draft_tokens
         self.accepted_tokens += other.accepted_tokens
-        self.emitted_tokens += other.emitted_tokens
+        self.delivered_tokens += other.delivered_tokens
         self.plain_rounds += other.plain_rounds
         self.drafted = add_positions(self.drafted, other.drafted)
         self.tried = add_positions(self.tried, other.tried)
         self.accepted = add_positions(self.accepted, other.accepted)
 
     @property
+    def emitted_tokens(self) -> int:
+        """Tokens that vLLM sampled, past a request's end too."""
+        return self.rounds + self.accepted_tokens + self.plain_rounds
+
+    @property
     def acceptance_length(self) -> float:
-        """Tokens per round, bonus token included: 1 + accepted / rounds; 0 without rounds."""
+        """vLLM's own figure, bonus token included: 1 + accepted / rounds; 0 without rounds."""
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens delivered per round with drafts: a plain round delivers one; 0 without rounds."""
+        return (self.delivered_tokens - self.plain_rounds) / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -86,7 +98,7 @@ class Counts:
             "rounds": self.rounds,
             "draft_tokens": self.draft_tokens,
             "accepted_tokens": self.accepted_tokens,
-            "emitted_tokens": self.emitted_tokens,
+            "delivered_tokens": self.delivered_tokens,
             "plain_rounds": self.plain_rounds,
             "drafted_by_position": to_json(self.drafted),
             "tried_by_position": to_json(self.tried),
@@ -100,7 +112,7 @@ class Counts:
             row["rounds"],
             row["draft_tokens"],
             row["accepted_tokens"],
-            row["emitted_tokens"],
+            row["delivered_tokens"],
             row["plain_rounds"],
             from_json(row["drafted_by_position"]),
             from_json(row["tried_by_position"]),
@@ -108,7 +120,7 @@ class Counts:
         )
 
 
-COUNT_COLUMNS = ("rounds", "draft_tokens", "accepted_tokens", "emitted_tokens", "plain_rounds")
+COUNT_COLUMNS = ("rounds", "draft_tokens", "accepted_tokens", "delivered_tokens", "plain_rounds")
 POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_position")
 
 
@@ -168,9 +180,13 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     trimmed = batch.rounds.num_trimmed_tokens
     verified = drafted - _column(trimmed, "num_trimmed_tokens", num_rounds) if trimmed else drafted
     emitted = _column(batch.rounds.num_emitted, "num_emitted", num_rounds) if batch.rounds.num_emitted else accepted + 1
+    ended = batch.rounds.num_delivered
+    delivered = _column(ended, "num_delivered", num_rounds) if ended else emitted
     is_shrinking = (drafted <= scheduled).all() and (verified <= drafted).all()
-    if verified.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or not is_shrinking or emitted.min() < 0:
+    if verified.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or not is_shrinking or delivered.min() < 0:
         raise MalformedBatchError("a round's number of tokens is out of range")
+    if (delivered > emitted).any():
+        raise MalformedBatchError("a round delivered more than it emitted")
     if accepted.min() < 0 or (accepted > verified).any():
         raise MalformedBatchError("a round accepted more than was drafted")
     if workload.min() < 0 or workload.max() >= len(batch.workloads):
@@ -179,7 +195,7 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     second = _seconds(batch, received_unix_ns, num_rounds)
     keys, cell = np.unique(second * len(names) + workload, return_inverse=True)
     width = int(drafted.max()) + 1
-    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, verified, accepted, emitted)
+    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, verified, accepted, delivered)
     for key, counts in zip(keys.tolist(), table, strict=True):
         where = (key // len(names), names[key % len(names)])
         out.cells.setdefault(where, Counts()).add(counts)
@@ -195,7 +211,7 @@ def _tabulate(
     drafted: Ints,
     verified: Ints,
     accepted: Ints,
-    emitted: Ints,
+    delivered: Ints,
 ) -> list[Counts]:
     """Counts of each cell, from the rounds' columns."""
     is_tried = verified > 0
@@ -210,7 +226,7 @@ def _tabulate(
         return table
 
     rounds, plain = sums(is_draft.astype(np.int64)), sums((~is_draft).astype(np.int64))
-    sum_drafted, sum_accepted, sum_emitted = sums(drafted), sums(accepted), sums(emitted)
+    sum_drafted, sum_accepted, sum_delivered = sums(drafted), sums(accepted), sums(delivered)
     by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
     by_tried = at_least(np.minimum(verified - 1, accepted), is_tried)
     return [
@@ -218,7 +234,7 @@ def _tabulate(
             rounds[i],
             sum_drafted[i],
             sum_accepted[i],
-            sum_emitted[i],
+            sum_delivered[i],
             plain[i],
             by_drafted[i, 1:].copy(),
             by_tried[i, : width - 1].copy(),

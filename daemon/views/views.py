@@ -27,7 +27,9 @@ def acceptance(counts: Counts) -> dict[str, Any]:
         "rounds": counts.rounds,
         "draft_tokens": counts.draft_tokens,
         "accepted_tokens": counts.accepted_tokens,
+        "delivered_tokens": counts.delivered_tokens,
         "acceptance_length": counts.acceptance_length,
+        "tokens_per_round": counts.tokens_per_round,
         "acceptance_rate": counts.acceptance_rate,
         "draft_tokens_per_round": counts.draft_tokens_per_round,
     }
@@ -99,15 +101,15 @@ def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts,
     """Each engine's rounds of the last minute, and its recent tokens per second."""
     now = int(now_unix_s)
     found: dict[str, tuple[Counts, float]] = {}
-    emitted: dict[str, int] = defaultdict(int)
+    delivered: dict[str, int] = defaultdict(int)
     rows = store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s >= ?", (now - RECENT_S,))
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
         counts.add(Counts.from_row(row))
         # The present second isn't over; the last one may not be committed yet.
         if now - RATE_S - 1 <= row["bucket_s"] < now - 1:
-            emitted[row["engine_id"]] += row["emitted_tokens"]
-    return {engine_id: (counts, emitted[engine_id] / RATE_S) for engine_id, (counts, _) in found.items()}
+            delivered[row["engine_id"]] += row["delivered_tokens"]
+    return {engine_id: (counts, delivered[engine_id] / RATE_S) for engine_id, (counts, _) in found.items()}
 
 
 def total_counts(store: Store) -> Counts:
@@ -178,7 +180,7 @@ def timeline(store: Store, resolution: str, since: float, workload: str) -> dict
     """Points of one resolution since a moment, oldest first, with the marks."""
     rows = store.read(
         """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
-             sum(accepted_tokens) AS accepted_tokens, sum(emitted_tokens) AS emitted_tokens
+             sum(accepted_tokens) AS accepted_tokens, sum(delivered_tokens) AS delivered_tokens
            FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND (? = '' OR workload = ?)
            GROUP BY 1, 2, 3 ORDER BY 1 DESC LIMIT ?""",
         (RESOLUTIONS[resolution], int(since), workload, workload, MAX_POINTS),

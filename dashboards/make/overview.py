@@ -24,7 +24,12 @@ def now() -> list[Panel]:
     length = f"1 + {ratio(ACCEPTED, ROUNDS, 'job')}"
     lost = f"sum by (job) (honed_events_lost_total{{{ENGINE}}})"
     return [
-        number("Acceptance length", "Tokens a verify round emits, bonus token included.", [(length, "")], decimals=2),
+        number(
+            "Acceptance length",
+            "Tokens a verify round samples, bonus token included: vLLM's own figure.",
+            [(length, "")],
+            decimals=2,
+        ),
         number(
             "Estimated speed-up",
             "Tokens per second relative to no drafting, estimated by the controller.",
@@ -52,7 +57,7 @@ def acceptance() -> list[Panel]:
     return [
         plot(
             "Acceptance length",
-            "Tokens a round emits, bonus token included, by workload and drafter version.",
+            "Tokens a round samples, bonus token included, by workload and drafter version: vLLM's own figure.",
             [(length, LEGEND)],
             low=1,
         ),
@@ -87,9 +92,9 @@ def speed() -> list[Panel]:
     return [
         plot(
             "Tokens a second",
-            "Tokens emitted, including plain decode steps, by workload; and all tokens that vLLM generated.",
+            "Tokens delivered, including plain decode steps, by workload; and all tokens that vLLM generated.",
             [
-                (rate("honed_emitted_tokens_total", "workload"), "{{workload}}"),
+                (rate("honed_delivered_tokens_total", "workload"), "{{workload}}"),
                 (rate("vllm:generation_tokens_total", "model_name", VLLM), "vLLM {{model_name}}"),
             ],
             low=0,

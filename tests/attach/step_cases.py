@@ -20,6 +20,7 @@ def a_step(
     plain: Mapping[str, int] | None = None,
     version: str = "v1",
     silent: Sequence[str] = (),
+    has_token_ids: bool = False,
     **fields: Any,
 ) -> Step:
     """A step with these rounds, and with requests that had no drafts (`plain`: tokens of each), of which some gave nothing."""
@@ -42,5 +43,6 @@ def a_step(
         sampled=sampled,
         row_of=row_of,
         invalid={},
+        emitted=[list(row) for row in sampled] if has_token_ids else None,
     )
     return made._replace(**fields)

@@ -43,6 +43,7 @@ def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
                     "trimmed": columns.num_trimmed_tokens[i] if columns.num_trimmed_tokens else 0,
                     "accepted": columns.num_accepted_tokens[i],
                     "num_emitted": columns.num_emitted[i],
+                    "delivered": columns.num_delivered[i] if columns.num_delivered else columns.num_emitted[i],
                     "emitted": emitted,
                     "draft": draft,
                 }

@@ -75,7 +75,7 @@ def _presence(engine: Document) -> tuple[str, str]:
 
 def workloads(rows: Sequence[Document]) -> RenderableType:
     """The drafter's acceptance on each workload, position by position."""
-    columns = ("engine", "workload", "drafter", "rounds", "acc. length", "acc. rate")
+    columns = ("engine", "workload", "drafter", "rounds", "acc. length", "tokens/round", "acc. rate")
     table = Rows.of(*columns, "by position (conditional)", "drift")
     for w in rows:
         drift = w.get("drift") or {}
@@ -86,6 +86,7 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
             cells.text(w.get("drafter_version")),
             cells.count(w.get("rounds")),
             cells.number(w.get("acceptance_length"), 3),
+            cells.number(w.get("tokens_per_round"), 3),
             cells.percent(w.get("acceptance_rate")),
             " ".join(f"{p:.2f}" for p in w.get("by_position") or []) or cells.NOTHING,
             Text(state, STATE_STYLES.get(state, "")),
@@ -263,12 +264,13 @@ def _verdict(document: Document) -> RenderableType:
 
 
 def _acceptance(document: Document) -> RenderableType:
-    table = Rows.of("acceptance", "rounds", "draft tokens", "accepted", "acc. length", "acc. rate", "k/round")
+    table = Rows.of("acceptance", "rounds", "draft tokens", "accepted", "acc. length", "tokens/round", "acc. rate", "k/round")
     for key, label in (("last_minute", "last minute"), ("total", "total")):
         a = document.get(key) or {}
         counts = [cells.count(a.get(k)) for k in ("rounds", "draft_tokens", "accepted_tokens")]
-        length, rate = cells.number(a.get("acceptance_length"), 3), cells.percent(a.get("acceptance_rate"))
-        table.add_row(label, *counts, length, rate, cells.number(a.get("draft_tokens_per_round"), 2))
+        length, gained = cells.number(a.get("acceptance_length"), 3), cells.number(a.get("tokens_per_round"), 3)
+        rate, drafted = cells.percent(a.get("acceptance_rate")), cells.number(a.get("draft_tokens_per_round"), 2)
+        table.add_row(label, *counts, length, gained, rate, drafted)
     return table
 
 

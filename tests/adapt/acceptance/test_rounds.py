@@ -23,3 +23,12 @@ def test_drafts_that_vllm_trimmed_were_never_verified():
     assert found.num_invalid_tokens.tolist() == [1, 0]
     with pytest.raises(ValueError, match="num_trimmed_tokens has 1 entries"):
         list(rounds_by_workload(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, num_trimmed_tokens=[1]))))
+
+
+def test_what_follows_a_requests_end_teaches_nothing():
+    batch = make_batch([3, 3, 3], [3, 2, 1], requests=[1, 2, 3])
+    rounds = msgspec.structs.replace(batch.rounds, num_delivered=[1, 3, 2], num_invalid_tokens=[0, 1, 0])
+    ((_, found),) = rounds_by_workload(msgspec.structs.replace(batch, rounds=rounds))
+    assert found.num_draft_tokens.tolist() == [1, 3, 3]  # the first ended with its first draft, which was accepted
+    assert found.num_accepted_tokens.tolist() == [1, 2, 1]
+    assert found.num_invalid_tokens.tolist() == [0, 1, 0]

@@ -113,6 +113,12 @@ def test_only_steps_of_the_span_are_taken():
     assert len(log_of(one, since_unix_ns=at(31)).step) == 0
 
 
+def test_a_text_ends_where_its_request_ended():
+    ended = batch([(1, 5, 3, 3), (2, 6, 3, 1)])
+    ended.rounds.num_delivered[:] = [2, 2]
+    assert log_of(ended).emitted.tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
     "spoilt",
     [

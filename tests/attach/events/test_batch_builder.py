@@ -35,6 +35,16 @@ def test_columns_have_one_entry_a_step_and_a_round() -> None:
     assert all(len(getattr(steps, f)) == 2 for f in steps.__struct_fields__)
 
 
+def test_tokens_past_a_requests_end_were_emitted_but_not_delivered() -> None:
+    whole, ending = a_step(1, [("r", 3, 2), ("s", 3, 3)]), a_step(2, [("r", 3, 2), ("s", 3, 0)])
+    ending.sampled[0][1:] = []  # as vLLM cuts it: r ends with the first of its three tokens
+    for has_token_ids in (False, True):
+        steps = [step._replace(emitted=[[100, 101, 7], [7]] if has_token_ids else None) for step in (whole, ending)]
+        rounds = builder(*steps[1:]).take().rounds
+        assert (rounds.num_accepted_tokens, rounds.num_emitted, rounds.num_delivered) == ([2, 0], [3, 1], [1, 1])
+    assert builder(whole).take().rounds.num_delivered == [], "nothing was cut: not worth a column"
+
+
 def test_positions_follow_from_what_came_out() -> None:
     prompt = a_step(1, [], plain={"r": 40}, silent="r")  # the first half of it
     last = a_step(2, [], plain={"r": 2})  # the other half, and the first token

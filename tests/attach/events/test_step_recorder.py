@@ -67,7 +67,8 @@ def test_token_ids_that_are_to_be_logged_are_those_before_vllm_cuts_them() -> No
         recorder.end(Plan(1, 0, "policy", 7))
     _, step = entries(log)
     assert step.has_token_ids
-    assert (step.sampled, step.drafts) == ([[5, 6, 9]], {"r": [5, 6, 7]})
+    assert (step.emitted, step.drafts) == ([[5, 6, 9]], {"r": [5, 6, 7]})
+    assert step.sampled == [[5]], "what was delivered"
 
 
 def test_steps_that_overlap_take_their_own_time_only() -> None:

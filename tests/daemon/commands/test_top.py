@@ -28,7 +28,7 @@ from tests.daemon.conftest import DaemonProcess
 
 
 def point(t: int, workload: str = "a", **changes: int) -> dict[str, Any]:
-    fields = {"emitted_tokens": 30, "rounds": 10, "accepted_tokens": 20, "draft_tokens": 40}
+    fields = {"delivered_tokens": 30, "rounds": 10, "accepted_tokens": 20, "draft_tokens": 40}
     return {"t": t, "workload": workload} | fields | changes
 
 
@@ -43,7 +43,7 @@ def frame(**changes: Any) -> Frame:
 
 
 def test_seconds_are_summed_over_workloads_and_idle_ones_are_nothing() -> None:
-    points = [point(97), point(97, "b", emitted_tokens=10, rounds=10, accepted_tokens=0, draft_tokens=0), point(95)]
+    points = [point(97), point(97, "b", delivered_tokens=10, rounds=10, accepted_tokens=0, draft_tokens=0), point(95)]
     figures = top.per_second(points, 100, seconds=5)
     assert figures["tokens/s"] == [30.0, 0.0, 40.0, 0.0]
     assert figures["acceptance length"] == [3.0, 0.0, 2.0, 0.0]

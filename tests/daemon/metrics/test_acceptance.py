@@ -26,6 +26,8 @@ def test_rounds_tokens_and_positions(service: Service, make_engine: Callable[...
     assert found["honed_draft_tokens_total"] == {ROUNDS: 8}
     assert found["honed_accepted_tokens_total"] == {ROUNDS: 6}
     assert found["honed_emitted_tokens_total"] == {ROUNDS: 10}
+    assert found["honed_delivered_tokens_total"] == {ROUNDS: 10}
+    assert found["honed_plain_rounds_total"] == {ROUNDS: 1}
     assert by_position(found["honed_position_drafted_total"]) == [3, 3, 2]
     assert by_position(found["honed_position_tried_total"]) == [3, 3, 1]
     assert by_position(found["honed_position_accepted_total"]) == [3, 2, 1]
@@ -35,7 +37,7 @@ def test_rounds_tokens_and_positions(service: Service, make_engine: Callable[...
 
 
 def test_versions_and_workloads_that_come_and_go_dont_make_a_scrape_grow(service: Service) -> None:
-    one = Counts(rounds=1, draft_tokens=2, accepted_tokens=1, emitted_tokens=2)
+    one = Counts(rounds=1, draft_tokens=2, accepted_tokens=1, delivered_tokens=2)
     live = LiveRounds()
     for number in range(MOST_CELLS + 10):
         live.add(("engine-0", "a" if number % 2 else "b", f"v{number:04}"), one)
