@@ -157,7 +157,13 @@ class _HonedScheduler:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._honed is not None:
-            self._honed.request_preempted(request)
+            self._honed.request_interrupted(request)
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        is_over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]
+        if not is_over and self._honed is not None:
+            self._honed.request_interrupted(request)
+        return is_over
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._honed is not None:

@@ -97,6 +97,8 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
 def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats) -> None:
     """Add rounds [N] to the requests' failures, successes and contexts, [S]; slot −1 is ignored.
 
+    A round's own token is in the context since the round's decision (`expect`).
+
     Args:
         on_failure: addition for a failure after n accepted drafts, [W, K+1]; `on_success`: for the n accepted drafts.
     """
@@ -106,7 +108,7 @@ def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_fail
         if slot < 0:
             continue
         request, num_accepted = requests[slot], min(max(accepted[i], 0), num_drafted)
-        request["context"] += num_accepted + 1
+        request["context"] += num_accepted
         if num_drafted == 0:
             continue
         row = request["row"]
@@ -114,6 +116,36 @@ def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_fail
         root = math.exp(request["shift"] * HALF_STEP)
         request["failures"] = request["failures"] * REQUEST_DECAY + failed / root
         request["successes"] = request["successes"] * REQUEST_DECAY + on_success[row, num_accepted] * root
+
+
+@_compiled
+def expect(
+    slots: Ints, contexts: Ints, first: int, every: int, requests: Records, num_spec_tokens: int, are_equal: bool
+) -> tuple[int, int, int]:
+    """Note the lengths of contexts, of every so many-th request from the first on; count on a token more of each request.
+
+    Unless the lengths have to be equal, ceilings are lowered to what the requests can still take.
+
+    Returns:
+        The number of ceilings that fell below K; the most that any request can take, at most its ceiling; the fewest tokens
+        that one has left beside the next round's own.
+    """
+    for i in range(len(contexts)):
+        at = first + i * every
+        if at < len(slots):
+            requests[slots[at]]["context"] = contexts[i]
+    num_lowered, most_room, least_left = 0, 0, 1 << 62
+    for i in range(len(slots)):
+        request = requests[slots[i]]
+        request["context"] += 1
+        left = request["end"] - request["context"] - 1  # the next round samples one token beside its drafts
+        ceiling = request["ceiling"]
+        room = max(min(ceiling, left), 0)
+        if room < ceiling and not are_equal:
+            request["ceiling"] = room
+            num_lowered += ceiling == num_spec_tokens
+        most_room, least_left = max(most_room, room), min(least_left, left)
+    return num_lowered, most_room, least_left
 
 
 @_compiled
@@ -418,6 +450,7 @@ def decide(
     hold_threshold: float,
     hold_cap: int,
     hold_hysteresis: float,
+    num_spec_tokens: int,
     requests: Records,
     workloads: Records,
     steps: Floats,
@@ -429,8 +462,8 @@ def decide(
     captured_below: Ints,
     kind_rows: Ints,
     kind_effects: Floats,
-) -> tuple[int, float, int, float]:
-    """Do `curves` and `search` in one call, after noting the lengths of contexts.
+) -> tuple[int, float, int, float, tuple[int, int, int]]:
+    """Do `expect`, `curves` and `search` in one call.
 
     Args:
         contexts: of every so many-th request from the first on.
@@ -438,13 +471,9 @@ def decide(
         context_tokens: sum of the requests' contexts; −1: of what is noted.
 
     Returns:
-        The longest draft length, the threshold, the cap and the margin of drafting.
+        The longest draft length, the threshold, the cap, the margin of drafting, and the result of `expect`.
     """
-    count = len(slots)
-    for i in range(len(contexts)):
-        at = first + i * every
-        if at < count:
-            requests[slots[at]]["context"] = contexts[i]
+    count, expected = len(slots), expect(slots, contexts, first, every, requests, num_spec_tokens, False)
     group = curves(slots, requests, workloads, are_contexts_known, steps)
     ceilings, noted = np.empty(count, np.int64), 0
     for i in range(count):
@@ -469,7 +498,7 @@ def decide(
         (hold_threshold, hold_cap, hold_hysteresis),
     )
     lengths[:count] = found
-    return longest, threshold, cap, drafting / without - 1.0
+    return longest, threshold, cap, drafting / without - 1.0, expected
 
 
 def prepare() -> None:
@@ -482,6 +511,7 @@ def prepare() -> None:
     with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
     learn(slots, slots, slots, requests, table, table)
+    expect(slots, slots, 0, 1, requests, 1, True)
     decide(
         slots,
         slots,
@@ -494,6 +524,7 @@ def prepare() -> None:
         1.0,
         NO_PREVIOUS,
         0.0,
+        1,
         requests,
         workloads,
         table,

@@ -18,6 +18,9 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
 Where a policy wants equal lengths, all requests of a step get one allowed length: the table's, rounded down. Only K and an
 operator's override of `draft_tokens` stay as they are.
 
+No request gets more drafts than it can still take before it ends, except under equal lengths: then the step gets no more than
+the one of its requests that can take the most. Without a policy, and under "off", vLLM's lengths stay.
+
 Where the decider isn't called, the attachment gives the reason: "observe" (this engine allows no decisions), "off", "error"
 (disabled after too many errors) or "unplanned" (deciding this step failed).
 
@@ -41,6 +44,7 @@ from honed.adapt.lengths.policy_tables import PolicyTables
 from honed.adapt.lengths.request_beliefs import RequestBeliefs
 from honed.adapt.lengths.rules import RULES, make_rule
 from honed.adapt.lengths.rules_base import LengthRule
+from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import Policy
 
 _COLD_EXPLORE_SHARE = 0.25
@@ -180,6 +184,31 @@ class Decider:
             now_s: a monotonic time.
             contexts: contexts to note, of every `every`-th request from `first` on; None: none.
         """
+        decision = self._choose(request_ids, context_tokens, num_prefill_tokens, now_s, (contexts, first, every))
+        policy, requests = self._tables.policy, self.requests
+        if policy is None or not decision.block or decision.reason == "off":
+            return decision
+        most: Ints | int
+        if policy.equal_lengths:
+            if decision.block <= requests.most_room:
+                return decision
+            most = round_down(requests.most_room, self._tables.shared_lengths)
+        elif self._rule is None or not requests.num_ceilings:
+            return decision
+        else:
+            most = requests.ceiling[requests.slots_of(request_ids)]
+        lengths = np.minimum(decision.num_draft_tokens, most).tolist()
+        return Decision(lengths, max(lengths), decision.reason)
+
+    def _choose(
+        self,
+        request_ids: Sequence[str],
+        context_tokens: int,
+        num_prefill_tokens: int,
+        now_s: float,
+        noted: tuple[Sequence[int] | None, int, int],
+    ) -> Decision:
+        """Choose for `decide`, which holds rules, and equal lengths, to what the requests can still take."""
         self._refresh_fallback(now_s)
         tables = self._tables
         policy, static_k = tables.policy, tables.static_k
@@ -187,12 +216,13 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
+        is_priced = policy.kind in ("goodput", "latency") and self._model.is_ready and not self._fallback
+        if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
+            self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:
             if context_tokens < 0:
-                if contexts is not None:
-                    self.requests.note_contexts(request_ids, contexts, first, every)
                 context_tokens = self.requests.noted_tokens(request_ids)
             return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
         if policy.kind not in ("goodput", "latency"):
@@ -208,7 +238,6 @@ class Decider:
         elif not request_ids:
             return Decision([], 0, "policy")
         else:
-            noted = contexts, first, every
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
             count = len(lengths)
             is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
@@ -295,9 +324,6 @@ class Decider:
             )
             self._point = OperatingPoint(threshold, cap)
             return lengths, longest, margin
-        contexts, first, every = noted
-        if contexts is not None:
-            requests.note_contexts(request_ids, contexts, first, every)
         gains = requests.sums_of(request_ids, limit, are_contexts_known=are_contexts_known)
         if context_tokens < 0:
             context_tokens = requests.noted_tokens(request_ids)

@@ -24,6 +24,7 @@ from honed.adapt.protocol.arrays import Floats, Ints
 REQUEST_FORGETTING_ROUNDS = 128.0
 _MOST_SLOTS = 1 << 20
 _MOST_LABELS = 1024
+_NO_END = 1 << 62
 MIDDLE = NUM_THETAS // 2 + 0.5
 HALF_STEP = 0.5 / THETA_STEPS
 REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)
@@ -31,9 +32,10 @@ REQUEST = np.dtype(
     [
         ("failures", np.float64),
         ("successes", np.float64),
-        ("context", np.int64),  # tokens, when it was last noted
-        ("ceiling", np.int64),  # most draft tokens
-        ("row", np.int64),  # of the tables, for its workload
+        ("context", np.int64),  # tokens that it has for certain once the steps under way are over
+        ("end", np.int64),  # tokens at which it ends at the latest
+        ("ceiling", np.int32),  # most draft tokens
+        ("row", np.int32),  # of the tables, for its workload
         ("shift", np.float64),  # steps of theta, for the length of the context
         ("shown", np.float64),  # sum of the features of earlier rounds' drafts
         ("num_shown", np.float64),
@@ -51,12 +53,15 @@ class RequestBeliefs:
         self.num_ceilings = 0
         """Requests with a ceiling below K."""
         size = max(int(max_num_seqs), 1)
+        self.most_room = self.least_left = _NO_END
+        """Most drafts that any request of the last batch can take in its next round, at most its ceiling; and the fewest tokens
+        that one of them has left beside the next round's own."""
         self._tables, self._num_priced = tables, 0
         self._arguments: tuple[object, ...] = ()
         """Arguments of `compiled.decide` that hold for every step under one policy."""
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
-        self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64))
+        self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64), np.zeros(size, np.int64))
         self._labels: dict[str, int] = {"default": 0}
         self._last_ids: list[str] = []
         """The last batch given to `slots_of`, its slots, and the slots of requests that ended since then."""
@@ -66,8 +71,8 @@ class RequestBeliefs:
         self._compiled: ModuleType | None = None  # imported when it is needed
         self.use(tables)
 
-    def _keep(self, known: Records, label: Ints) -> None:
-        self.known, self._label = known, label
+    def _keep(self, known: Records, label: Ints, limit: Ints) -> None:
+        self.known, self._label, self._limit = known, label, limit
         """State by slot, [S] of REQUEST."""
         self.ceiling: Ints = known["ceiling"]
         self.context: Ints = known["context"]
@@ -98,8 +103,8 @@ class RequestBeliefs:
         self._is_left_retaken |= slot in self._left
         label = self._label_of(workload)
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
-        self._label[slot] = label
-        self.known[slot] = (0.0, 0.0, 0, limit, self._rows[label], 0.0, 0.0, 0.0)
+        self._label[slot], self._limit[slot] = label, limit
+        self.known[slot] = (0.0, 0.0, 0, _NO_END, limit, self._rows[label], 0.0, 0.0, 0.0)
         self.num_ceilings += limit < self.num_spec_tokens
 
     def finish(self, request_id: str) -> None:
@@ -142,15 +147,38 @@ class RequestBeliefs:
                 shown[slot] += min(max(feature, -MOST_LOG_ODDS), MOST_LOG_ODDS)
                 num_shown[slot] += 1.0
 
-    def note_context(self, request_id: str, num_tokens: int) -> None:
-        """Note the length of a request's context; an unknown one is fine."""
+    def note_context(self, request_id: str, num_tokens: int, end: int = _NO_END) -> None:
+        """Note the length of a request's context, and the one at which it ends at the latest; an unknown request is fine."""
         slot = self.slot_of.get(request_id, -1)
         if slot >= 0:
-            self.context[slot] = num_tokens
+            most, limit = self.num_spec_tokens, int(self._limit[slot])
+            self.num_ceilings += (limit < most) - (int(self.ceiling[slot]) < most)
+            self.context[slot], self.known["end"][slot], self.ceiling[slot] = num_tokens, end, limit
 
-    def note_contexts(self, request_ids: Sequence[str], contexts: Sequence[int], first: int = 0, every: int = 1) -> None:
-        """Note the contexts' lengths, of every `every`-th request of a batch from `first` on."""
-        self.context[self.slots_of(request_ids)[first::every]] = contexts
+    def expect(
+        self, request_ids: Sequence[str], contexts: Sequence[int] | None, first: int, every: int, *, are_equal: bool
+    ) -> None:
+        """Note contexts, of every `every`-th request of a batch from `first` on, and count on a token more of each request.
+
+        No ceiling stays above what the request can still take, unless all requests of a step get the same length.
+        """
+        compiled = self._compiled or self._load()
+        noted = _NOTHING_NOTED if contexts is None else np.array(contexts, dtype=np.int64)
+        self._take(
+            compiled.expect(self.slots_of(request_ids), noted, first, every, self.known, self.num_spec_tokens, are_equal)
+        )
+
+    def _take(self, expected: tuple[int, int, int]) -> None:
+        num_lowered, self.most_room, self.least_left = expected
+        self.num_ceilings += num_lowered
+
+    def ending(self, request_ids: Sequence[str], lengths: Sequence[int]) -> list[str]:
+        """Choose requests of the last batch that may take less than these lengths once the rounds under way are known."""
+        if self.least_left >= 2 * self.num_spec_tokens:
+            return []
+        slots = self.slots_of(request_ids)
+        left = self.known["end"][slots] - self.context[slots] - 1 - self.num_spec_tokens
+        return [request_ids[i] for i in np.flatnonzero(left < np.array(lengths)).tolist()]
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
         """Sum of a batch's contexts as last noted."""
@@ -174,7 +202,7 @@ class RequestBeliefs:
         Args:
             context_tokens: sum of its contexts; −1: use the noted ones.
             hold: see `block_size.to_hold`.
-            contexts: to be noted, as in `note_contexts`.
+            contexts: to be noted, as in `expect`.
             are_contexts_known: whether the noted contexts predict acceptance.
         """
         compiled = self._compiled or self._load()
@@ -186,7 +214,7 @@ class RequestBeliefs:
         if count > len(self._lengths):  # a request occurs twice
             self._lengths = np.zeros(count, dtype=np.int64)
         noted = _NOTHING_NOTED if contexts is None else np.array(contexts, dtype=np.int64)
-        longest, threshold, cap, margin = compiled.decide(
+        longest, threshold, cap, margin, expected = compiled.decide(
             slots,
             noted,
             self._lengths,
@@ -196,8 +224,10 @@ class RequestBeliefs:
             num_prefill_tokens,
             self._tables.has_shift and are_contexts_known,
             *hold,
+            self.num_spec_tokens,
             *self._arguments,
         )
+        self._take(expected)
         return self._lengths[:count].tolist(), longest, threshold, cap, margin
 
     def _price(self, num_tokens: int) -> None:
@@ -316,7 +346,7 @@ class RequestBeliefs:
             self.finish(next(iter(self.slot_of)))
             return self.free.pop()
         if used == len(self._label):
-            self._keep(*(np.concatenate([array, np.zeros_like(array)]) for array in (self.known, self._label)))
+            self._keep(*(np.concatenate([array, np.zeros_like(array)]) for array in (self.known, self._label, self._limit)))
         return used
 
     def _label_of(self, workload: str) -> int:

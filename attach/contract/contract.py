@@ -84,8 +84,10 @@ EVENTS: tuple[Clause, ...] = (
         "Scheduler",
         "update_from_output",
         ("scheduler_output", "model_runner_output"),
-        calls=("make_spec_decoding_stats",),
+        calls=("make_spec_decoding_stats", "_update_request_with_output"),
     ),
+    # It cuts a row of `sampled_token_ids` where the request ends, in place (step_log.py).
+    Method(_SCHED, "Scheduler", "_update_request_with_output", ("new_token_ids",)),
     Passes(
         _SCHED,
         "Scheduler",
@@ -157,7 +159,9 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Method(_ASYNC, "AsyncScheduler", "_update_after_schedule", first=("scheduler_output",)),
     Attributes("v1/core/sched/output.py", "SchedulerOutput", ("num_spec_tokens_to_schedule", "total_num_scheduled_tokens")),
     Attributes("v1/outputs.py", "DraftTokenIds", ("req_ids",)),
-    Attributes("v1/request.py", "Request", ("spec_token_ids",)),
+    Attributes("v1/request.py", "Request", ("spec_token_ids", "num_prompt_tokens", "max_tokens", "num_output_placeholders")),
+    Attributes("config/model.py", "ModelConfig", ("max_model_len",)),
+    Method(_SCHED, "Scheduler", "_handle_stopped_request", first=("request",)),
     Attributes(_SCHED, "Scheduler", ("dynamic_sd_lookup",)),
     Attributes(_V2, "GPUModelRunner", ("cudagraph_manager",)),
     Attributes("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", ("graphs",)),

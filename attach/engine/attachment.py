@@ -61,6 +61,7 @@ class Attachment:
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
         self._is_block_open = can_shorten_block(vllm_config)
         self._can_shorten = self._can_decide and self._is_block_open
+        self._max_model_len: int = vllm_config.model_config.max_model_len
         self._can_skip = self._can_decide and can_skip_draft_pass(vllm_config)
         self.errors = Errors()
         self.log_latency = Latency()
@@ -80,6 +81,8 @@ class Attachment:
         self._began_ns = 0
         self._decide_ns = 0
         self._decided: tuple[list[str], list[int]] | None = None
+        self._ending: list[str] = []
+        """Requests that may be able to take fewer drafts than were chosen, once their last rounds are known."""
         self._in_prompt: set[str] = set()
         """Requests whose prompt isn't computed yet, or no longer is."""
         self._with_stale_steps: set[str] = set()
@@ -139,17 +142,25 @@ class Attachment:
         self._decider.finish(request_id)
 
     @guarded
-    def request_preempted(self, request: Any) -> None:
-        """Note that a request lost its cache; if vLLM schedules ahead, it may drop the tokens of a step under way."""
+    def request_interrupted(self, request: Any) -> None:
+        """Note that a request lost its cache, or that a session waits for more input.
+
+        If vLLM schedules ahead, it may drop the tokens of a step under way.
+        """
         self._in_prompt.add(request.request_id)
         if request.drop_stale_output and request.num_stale_output_tokens > 0:
             self._with_stale_steps.add(request.request_id)
 
     @guarded
     def before_schedule(self) -> None:
-        """Apply what arrived since the last step: a policy, commands. Start the step's clock."""
+        """Apply what arrived since the last step: a policy, commands, results of requests that end. Start the step's clock."""
         self._model_wait.end()
         self._take_news()
+        for request_id in self._ending:
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.spec_token_ids:
+                most = max(self._end_of(request) - _sure_tokens(request) - 1, 0)  # a round samples one token beside its drafts
+                request.spec_token_ids = request.spec_token_ids[:most]
         self._began_ns = time.monotonic_ns()
 
     @guarded
@@ -178,7 +189,7 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        self._block, self._decided = self._num_spec_tokens, None  # the defaults if anything below fails
+        self._block, self._decided, self._ending = self._num_spec_tokens, None, []  # the defaults if anything below fails
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill, padded = list(scheduled), 0, []
@@ -190,7 +201,7 @@ class Attachment:
                 if request.num_computed_tokens + num_tokens >= request.num_tokens:
                     in_prompt.remove(request_id)
                     self._in_prompt.remove(request_id)
-                    self._decider.requests.note_context(request_id, request.num_tokens)
+                    self._decider.requests.note_context(request_id, request.num_tokens, self._end_of(request))
                 else:
                     num_prefill += num_tokens
             if in_prompt:
@@ -199,9 +210,11 @@ class Attachment:
         if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)
             first = self._step % every
-            contexts = [requests[request_id].num_tokens for request_id in ids[first::every]]
+            contexts = [_sure_tokens(requests[request_id]) for request_id in ids[first::every]]
             decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
+            if self._policy is not None and not self._policy.equal_lengths:  # shorter ones for some would lose the graph
+                self._ending = self._decider.requests.ending(ids, lengths)
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule)
                 output.num_spec_tokens_to_schedule = block
@@ -322,6 +335,11 @@ class Attachment:
         self._drafter_generation += 1
         self._workers.label(version)
 
+    def _end_of(self, request: Any) -> int:
+        """Tokens at which a request ends at the latest."""
+        longest: int = request.num_prompt_tokens + request.max_tokens
+        return min(longest, self._max_model_len)
+
     def _dropped(self, output: Any) -> set[str]:
         """Requests whose tokens of this step vLLM is about to drop: it has resumed them since the step was scheduled."""
         requests = self._scheduler.requests
@@ -435,3 +453,9 @@ class Attachment:
 
     def _wake(self) -> None:
         self._workers.wake(self._take_news)
+
+
+def _sure_tokens(request: Any) -> int:
+    """A request's tokens, and the one that a step under way is sure to add: the placeholders tell that there is one."""
+    num_tokens: int = request.num_tokens + (request.num_output_placeholders > 0)
+    return num_tokens

@@ -398,7 +398,7 @@ def test_only_who_runs_learns_however_a_batch_changes():
             come_in(f"s{number}")
         decider.observe(seen, [3] * len(seen), [2] * len(seen))
         for request_id in seen:
-            contexts[request_id] += 3
+            contexts[request_id] += 2  # the third is counted on when the round is decided
         for request_id in running:
             slot = decider.requests.slot_of[request_id]
             assert decider.requests.context[slot] == contexts[request_id]
@@ -414,6 +414,83 @@ def test_contexts_that_were_noted_count_as_those_that_are_told():
     noted.requests.note_context("unheard of", 5)
     assert noted.requests.noted_tokens(ids) == sum(contexts)
     assert noted.decide(ids, -1, 0, 0.0) == told.decide(ids, sum(contexts), 0, 0.0, contexts)
+
+
+KINDS = [
+    {"kind": "static", "static_k": K},
+    {"kind": "goodput"},
+    {"kind": "goodput", "explore_share": 1.0},
+    {"kind": "goodput", "step_seconds": [], "static_k": K},
+    {"kind": "latency"},
+    {"kind": "table", "static_k": K},
+    {"kind": "ema"},
+    {"ttl_s": -1.0, "static_k": K},
+]
+
+
+@pytest.mark.parametrize("changes", KINDS)
+@pytest.mark.parametrize("others", [1, 100])
+def test_nobody_gets_more_drafts_than_it_can_still_take(changes, others):
+    """A round samples one token beside its drafts, and so does the step that is under way when it is decided."""
+    decider = make_decider(make_policy(**changes))
+    more = [f"r{i}" for i in range(others)]
+    for request_id in ("ends", *more):
+        decider.start(request_id, "good")
+        decider.requests.note_context(request_id, 100)
+    decider.requests.note_context("ends", 100, end=106)
+    ids, known, lengths = ["ends", *more], 100, []
+    while known < 106:
+        decision = decider.decide(ids, -1, 0, 0.0)
+        known += 1
+        assert decision.block == max(decision.num_draft_tokens)
+        lengths.append(decision.num_draft_tokens[0])
+        assert lengths[-1] <= max(106 - known - 1, 0)
+        decider.observe(ids, [1] * len(ids), [1, *[0] * others])  # it accepts one draft a round, and so gets two tokens
+        known += 1
+    assert lengths[-1] == 0
+    if changes.get("kind") != "goodput":
+        assert lengths[0] > 0
+    decider.finish("ends")
+    assert decider.requests.num_ceilings == 0
+
+
+def test_a_request_that_goes_on_after_its_end_gets_its_own_most_drafts_again():
+    decider = make_decider(make_policy(kind="static", static_k=K))
+    for request_id, ceiling in (("s", -1), ("t", 3)):
+        decider.start(request_id, ceiling=ceiling)
+        decider.requests.note_context(request_id, 10, end=12)
+    assert decider.decide(["s", "t"], -1, 0, 0.0).num_draft_tokens == [0, 0]
+    for request_id in ("s", "t"):
+        decider.requests.note_context(request_id, 20, end=50)
+    assert decider.decide(["s", "t"], -1, 0, 0.0).num_draft_tokens == [K, 3]
+    assert decider.requests.num_ceilings == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kind": "static", "static_k": K}, {}, {"kind": "ema"}, {"step_seconds": [], "static_k": K}]
+)
+def test_equal_lengths_stay_equal_and_stop_where_nobody_can_take_more(changes):
+    decider = make_decider(make_policy(equal_lengths=True, captured_lengths=[2, 4, K], **changes))
+    for request_id, end in (("a", 104), ("b", 107)):
+        decider.start(request_id, "good")
+        decider.requests.note_context(request_id, 100, end)
+    decider.start("c", "good")
+    before = decider.decide(["c"], -1, 0, 0.0).num_draft_tokens
+    assert before[0] > 4
+    assert decider.decide(["a", "b", "c"], -1, 0, 0.0).num_draft_tokens == before * 3, "one of them can take all"
+    decider.finish("c")
+    assert decider.decide(["a", "b"], -1, 0, 0.0).num_draft_tokens == [4, 4]  # b has 102 for certain by now
+
+
+def test_those_that_may_end_sooner_than_it_seems_are_named():
+    decider = make_decider(make_policy(kind="static", static_k=3))
+    for request_id, end in (("soon", 108), ("late", 112), ("later", 500)):
+        decider.start(request_id)
+        decider.requests.note_context(request_id, 100, end)
+    ids = ["late", "soon", "later"]
+    lengths = decider.decide(ids, -1, 0, 0.0).num_draft_tokens
+    assert lengths == [3, 3, 3]
+    assert decider.requests.ending(ids, lengths) == ["soon"]  # 6 left, and the round under way may take up to 7
 
 
 @pytest.mark.parametrize("name", ["threshold", "kelly", "tide", "table", "ema"])
