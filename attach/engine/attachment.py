@@ -86,6 +86,10 @@ class Attachment:
         self._in_prompt: set[str] = set()
         """Requests whose prompt isn't computed yet, or no longer is."""
         self._with_stale_steps: set[str] = set()
+        # V1's worker has only the drafts of the step before.
+        self._are_drafts_forgotten = vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
+        self._last_scheduled: dict[str, int] | None = None
+        """Requests of the last step, if a running one wasn't among them: its drafts will be forgotten."""
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         self._log = StepLog()
@@ -206,6 +210,10 @@ class Attachment:
                     num_prefill += num_tokens
             if in_prompt:
                 ids = [request_id for request_id in ids if request_id not in in_prompt]
+        if self._last_scheduled is not None:
+            padded += output.scheduled_spec_decode_tokens.keys() - self._last_scheduled.keys()
+        if scheduled and self._are_drafts_forgotten:
+            self._last_scheduled = scheduled if len(self._scheduler.running) > len(scheduled) else None
         reason, block, lengths = self._why_undecided(), self._num_spec_tokens, None
         if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)

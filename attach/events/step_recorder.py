@@ -27,8 +27,8 @@ class Plan(NamedTuple):
     drafter_version: str = ""
     """Version whose drafts the step verifies."""
     padded: Collection[str] = ()
-    """Requests new to the batch, or back in it, whose drafts are padding. vLLM pads their step when only one token is left to
-    compute, so that all rows are alike."""
+    """Requests new to the batch, or back in it, whose drafts are padding. vLLM pads a step when only one token is left to
+    compute, so that all rows are alike. And a scheduler that runs ahead counts on drafts that V1's worker has forgotten."""
 
 
 class StepRecorder:

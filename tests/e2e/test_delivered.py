@@ -1,16 +1,18 @@
 """What is logged as delivered is what requests got, whatever a round sampled past their end; the same on every runner.
 
-`pytest -k A3` chooses these; HONED_TEST_RUNNER chooses V1 or V2, see engine.py.
+`pytest -k A3` and `-k A4` choose the two faults; HONED_TEST_RUNNER chooses V1 or V2, see engine.py.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.e2e.engine import IS_ASYNC, IS_SLOW, K, TestEngine, held_out
-from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.engine import ARE_DRAFTS_KNOWN, IS_ASYNC, IS_SLOW, RUNNER, K, TestEngine, held_out
+from tests.e2e.logged import counted, keys_of, rounds, set_policy, take_batches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 NUM_REQUESTS = 16
@@ -100,3 +102,62 @@ def test_A3_a_request_of_two_tokens_drafts_nothing(attached: TestEngine) -> None
     set_policy(attached, static_k=K)
     _, rows = logged(attached, prompts(NUM_REQUESTS), max_tokens=2, ignore_eos=True)
     assert [(row["k"], row["num_emitted"]) for row in rows] == [(0, 1)] * NUM_REQUESTS
+
+
+def answered(running: TestEngine, disturb: Callable[[int], None]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Two requests, step by step with `disturb` before each: completions, and rounds with their requests' numbers."""
+    from vllm import SamplingParams
+
+    set_policy(running, static_k=K)
+    take_batches(running)
+    before, llm_engine, found = running.counters(), running.llm.llm_engine, {}
+    for number, prompt in enumerate(prompts(2)):
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        llm_engine.add_request(f"request-{number}", prompt, params)
+    keys = keys_of(running)
+    for step in itertools.count():
+        disturb(step)
+        found |= {one.request_id: list(one.outputs[0].token_ids) for one in llm_engine.step() if one.finished}
+        if not llm_engine.has_unfinished_requests() and not running.core.batch_queue:
+            break
+    rows = [row | {"number": keys.index(row["request"])} for row in rounds(take_batches(running))]
+    after = running.counters()
+    assert {name: after[name] - before[name] for name in after} == counted(rows)
+    return [found[name] for name in sorted(found)], rows
+
+
+@pytest.mark.parametrize("way", ["sits out a step", "is preempted"])
+def test_A4_only_the_drafters_own_drafts_teach_once_a_request(
+    attached: TestEngine, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, decider, learned = attached.scheduler, attached.honed._decider, []
+    observe = decider.observe
+    monkeypatch.setattr(decider, "observe", lambda *args: learned.extend(args[0]) or observe(*args))
+    whole, steps = scheduler.max_num_scheduled_tokens, (4, 7)
+
+    def disturb(step: int) -> None:
+        if way == "is preempted" and step in steps:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif way == "sits out a step":  # as if others' prompts took the step's tokens
+            monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 1 + K if step in steps else whole)
+
+    undisturbed, expected = answered(attached, lambda _: None)
+    learned.clear()
+    completions, rows = answered(attached, disturb)
+    assert completions == undisturbed, "no token changes"
+    assert len(learned) == len([row for row in rows if row["k"] > row["trimmed"]])
+    found: dict[int, dict[str, Any]] = {}
+    late, normal = [], {(row["number"], row["position"]): row for row in expected}
+    for row in rows:
+        before, found[row["number"]] = found.get(row["number"]), row
+        if before is not None and row["step"] > before["step"] + 1:
+            late.append(row)
+        if row["trimmed"] == 0 and (same := normal.get((row["number"], row["position"]))) is not None:
+            most = min(row["k"], same["k"])
+            assert min(row["accepted"], most) == min(same["accepted"], most), "its drafts weren't the drafter's"
+            assert not ARE_DRAFTS_KNOWN or row["draft"][:most] == same["draft"][:most]
+    assert late, "no request missed a step: this test shows nothing"
+    if RUNNER == "v1-async" and way == "sits out a step":  # its worker has only the drafts of the step before
+        assert all(row["trimmed"] == row["k"] > 0 == row["accepted"] for row in late)
+    else:
+        assert all(row["trimmed"] == 0 for row in late)
