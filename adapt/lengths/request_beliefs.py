@@ -172,13 +172,18 @@ class RequestBeliefs:
         num_lowered, self.most_room, self.least_left = expected
         self.num_ceilings += num_lowered
 
-    def ending(self, request_ids: Sequence[str], lengths: Sequence[int]) -> list[str]:
-        """Choose requests of the last batch that may take less than these lengths once the rounds under way are known."""
+    def overlong(self, request_ids: Sequence[str], lengths: Sequence[int]) -> list[tuple[str, int]]:
+        """Find the requests of the last batch that can't take these draft lengths any more, now that more rounds are known.
+
+        Returns:
+            them, with the most drafts that each can take; some may be over.
+        """
         if self.least_left >= 2 * self.num_spec_tokens:
             return []
-        slots = self.slots_of(request_ids)
-        left = self.known["end"][slots] - self.context[slots] - 1 - self.num_spec_tokens
-        return [request_ids[i] for i in np.flatnonzero(left < np.array(lengths)).tolist()]
+        slots = np.frombuffer(self._running_slots(request_ids), np.int64)
+        left = np.maximum(self.known["end"][slots] - self.context[slots] - 1, 0)
+        found = np.flatnonzero((left < np.array(lengths)) & (slots >= 0)).tolist()
+        return [(request_ids[i], int(left[i])) for i in found]
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
         """Sum of a batch's contexts as last noted."""

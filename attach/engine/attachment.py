@@ -81,8 +81,8 @@ class Attachment:
         self._began_ns = 0
         self._decide_ns = 0
         self._decided: tuple[list[str], list[int]] | None = None
-        self._ending: list[str] = []
-        """Requests that may be able to take fewer drafts than were chosen, once their last rounds are known."""
+        self._unequal: tuple[list[str], list[int]] = [], []
+        """The last step's requests and draft lengths, if each request has its own."""
         self._in_prompt: set[str] = set()
         """Requests whose prompt isn't computed yet, or no longer is."""
         self._with_stale_steps: set[str] = set()
@@ -160,10 +160,9 @@ class Attachment:
         """Apply what arrived since the last step: a policy, commands, results of requests that end. Start the step's clock."""
         self._model_wait.end()
         self._take_news()
-        for request_id in self._ending:
+        for request_id, most in self._decider.requests.overlong(*self._unequal):
             request = self._scheduler.requests.get(request_id)
-            if request is not None and request.spec_token_ids:
-                most = max(self._end_of(request) - _sure_tokens(request) - 1, 0)  # a round samples one token beside its drafts
+            if request is not None:
                 request.spec_token_ids = request.spec_token_ids[:most]
         self._began_ns = time.monotonic_ns()
 
@@ -193,7 +192,11 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        self._block, self._decided, self._ending = self._num_spec_tokens, None, []  # the defaults if anything below fails
+        self._block, self._decided, self._unequal = (
+            self._num_spec_tokens,
+            None,
+            ([], []),
+        )  # the defaults if anything below fails
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill, padded = list(scheduled), 0, []
@@ -222,7 +225,7 @@ class Attachment:
             decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
             if self._policy is not None and not self._policy.equal_lengths:  # shorter ones for some would lose the graph
-                self._ending = self._decider.requests.ending(ids, lengths)
+                self._unequal = ids, lengths
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule)
                 output.num_spec_tokens_to_schedule = block
@@ -253,7 +256,8 @@ class Attachment:
             return
         ids, lengths = self._decided
         if request_ids == ids:
-            drafts[:] = [row[:length] for row, length in zip(drafts, lengths, strict=True)]
+            most = self._num_spec_tokens
+            drafts[:] = [row if length >= most else row[:length] for row, length in zip(drafts, lengths, strict=True)]
         else:  # the runner has its own order
             length_of = dict(zip(ids, lengths, strict=True)).get
             drafts[:] = [row[: length_of(request_id)] for request_id, row in zip(request_ids, drafts, strict=True)]

@@ -83,7 +83,9 @@ def test_draft_lengths_are_obeyed_per_request_and_change_no_token(attached: Test
 def test_a_static_policy_sets_every_round(attached: TestEngine) -> None:
     set_policy(attached, static_k=2)
     attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
-    assert {r["k"] for r in rounds(take_batches(attached))} <= {1, 2}  # 1: fewer tokens were left to generate
+    lengths = [r["k"] for r in rounds(take_batches(attached))]
+    assert max(lengths) == 2
+    assert lengths.count(2) > len(lengths) / 2  # fewer: a request could take no more
     set_policy(attached, static_k=0)
     before = attached.counters()
     attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)

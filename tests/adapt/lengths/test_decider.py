@@ -482,15 +482,21 @@ def test_equal_lengths_stay_equal_and_stop_where_nobody_can_take_more(changes):
     assert decider.decide(["a", "b"], -1, 0, 0.0).num_draft_tokens == [4, 4]  # b has 102 for certain by now
 
 
-def test_those_that_may_end_sooner_than_it_seems_are_named():
+def test_those_that_got_nearer_to_their_end_than_it_seemed_are_named():
     decider = make_decider(make_policy(kind="static", static_k=3))
-    for request_id, end in (("soon", 108), ("late", 112), ("later", 500)):
+    for request_id, end in (("soon", 105), ("done", 105), ("near", 109), ("later", 500)):
         decider.start(request_id)
         decider.requests.note_context(request_id, 100, end)
-    ids = ["late", "soon", "later"]
+    ids = ["near", "soon", "done", "later"]
     lengths = decider.decide(ids, -1, 0, 0.0).num_draft_tokens
-    assert lengths == [3, 3, 3]
-    assert decider.requests.ending(ids, lengths) == ["soon"]  # 6 left, and the round under way may take up to 7
+    assert lengths == [3, 3, 3, 3]
+    assert decider.requests.overlong(ids, lengths) == []
+    decider.observe(ids, [3] * 4, [2] * 4)
+    decider.finish("done")
+    found = dict(decider.requests.overlong(ids, lengths))
+    found.pop("done", None)
+    assert found == {"soon": 1}  # it has 103, and one of the two left isn't a draft
+    assert set(decider.requests.slot_of) == {"near", "soon", "later"}
 
 
 @pytest.mark.parametrize("name", ["threshold", "kelly", "tide", "table", "ema"])
