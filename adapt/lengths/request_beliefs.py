@@ -56,6 +56,8 @@ class RequestBeliefs:
         self.most_room = self.least_left = _NO_END
         """Most drafts that any request of the last batch can take in its next round, at most its ceiling; and the fewest tokens
         that one of them has left beside the next round's own."""
+        self._expected: Ints = _NOTHING_NOTED
+        """Slots of the last batch that was decided for."""
         self._tables, self._num_priced = tables, 0
         self._arguments: tuple[object, ...] = ()
         """Arguments of `compiled.decide` that hold for every step under one policy."""
@@ -164,9 +166,8 @@ class RequestBeliefs:
         """
         compiled = self._compiled or self._load()
         noted = _NOTHING_NOTED if contexts is None else np.array(contexts, dtype=np.int64)
-        self._take(
-            compiled.expect(self.slots_of(request_ids), noted, first, every, self.known, self.num_spec_tokens, are_equal)
-        )
+        slots = self._expected = self.slots_of(request_ids)
+        self._take(compiled.expect(slots, noted, first, every, self.known, self.num_spec_tokens, are_equal))
 
     def _take(self, expected: tuple[int, int, int]) -> None:
         num_lowered, self.most_room, self.least_left = expected
@@ -180,9 +181,11 @@ class RequestBeliefs:
         """
         if self.least_left >= 2 * self.num_spec_tokens:
             return []
-        slots = np.frombuffer(self._running_slots(request_ids), np.int64)
+        slots = self._expected  # one that was taken by a new request since has no end yet
+        if len(slots) != len(lengths):
+            return []
         left = np.maximum(self.known["end"][slots] - self.context[slots] - 1, 0)
-        found = np.flatnonzero((left < np.array(lengths)) & (slots >= 0)).tolist()
+        found = np.flatnonzero(left < np.array(lengths)).tolist()
         return [(request_ids[i], int(left[i])) for i in found]
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
@@ -211,7 +214,7 @@ class RequestBeliefs:
             are_contexts_known: whether the noted contexts predict acceptance.
         """
         compiled = self._compiled or self._load()
-        slots = self.slots_of(request_ids)
+        slots = self._expected = self.slots_of(request_ids)
         count = len(slots)
         most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
         if most_tokens >= self._num_priced:
