@@ -38,7 +38,16 @@ from dataclasses import replace
 import numpy as np
 
 from honed.adapt.lengths.block_size import OperatingPoint, choose_equal, rates_of, to_hold
-from honed.adapt.lengths.explore import MOST_STARTING, UNSEEN, LengthTrials, Option, Trials, alone_share, neighbour
+from honed.adapt.lengths.explore import (
+    MOST_EXPLORING,
+    MOST_STARTING,
+    UNSEEN,
+    LengthTrials,
+    Option,
+    Trials,
+    alone_share,
+    neighbour,
+)
 from honed.adapt.lengths.length_policy import Decision, round_down
 from honed.adapt.lengths.policy_tables import PolicyTables
 from honed.adapt.lengths.request_beliefs import RequestBeliefs
@@ -241,12 +250,13 @@ class Decider:
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
             count = len(lengths)
             is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
+            has_trials = count <= MOST_EXPLORING and not policy.equal_lengths  # of lengths that are nearly as good
             moved = lengths
             if block and not is_trial:
                 # The same draw, rescaled, given that the step neither explores alone nor belongs to the other trials.
                 begins = (1.0 - chance) / max(min(share, MOST_STARTING), 1e-9)
-                moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins)
-            is_exploring = is_trial or chance < alone_share(share, margin, block > 0) or moved is not lengths
+                moved = self._moved(request_ids, lengths, max(num_prefill_tokens, 0), begins, has_trials)
+            is_exploring = is_trial or chance < alone_share(share, margin, block > 0, has_trials) or moved is not lengths
             if is_trial and block:
                 lengths = [0] * count
             elif moved is not lengths:
@@ -275,7 +285,9 @@ class Decider:
         length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
         return [length] * len(lengths) if ceilings is None else np.minimum(ceilings, length).tolist()
 
-    def _moved(self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float) -> list[int]:
+    def _moved(
+        self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float, tries_near: bool
+    ) -> list[int]:
         """The same list, or one with a trial of other lengths, which may begin where `begins` is below 1."""
         limit, requests = self._tables.limit, self.requests
         moves = self._length_trials.go_on()
@@ -294,7 +306,7 @@ class Decider:
                 num_prefill_tokens=num_prefill_tokens,
             )
             options = map(Option, ways.tolist(), moved.mean(axis=1).tolist(), rates.tolist(), seconds.tolist())
-            self._length_trials.begin(begins, len(lengths), list(options))
+            self._length_trials.begin(begins, len(lengths), list(options), tries_near=tries_near)
             moves = self._length_trials.go_on()
         found: list[int] = np.clip(now + moves, 0, ceilings).tolist()
         return found if found != lengths else lengths

@@ -49,16 +49,19 @@ def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_ST
     return min(_STARTING * explore_share, MOST_STARTING) * _closeness(margin, close) ** 2
 
 
-def alone_share(explore_share: float, margin: float, is_drafting: bool) -> float:
+def alone_share(explore_share: float, margin: float, is_drafting: bool, has_trials: bool) -> float:
     """Share of the steps that try something in that step alone.
 
     Such a step costs much and teaches little where nothing is drafted and drafting would be far worse: it is rarer there. It is
-    also rarer where something is drafted: other lengths have trials of their own (`LengthTrials`), which cost less.
+    also rarer where lengths that are nearly as good have their own trials, which cost less.
 
     Args:
         margin: see `block_size.Choice`.
+        has_trials: see `LengthTrials`.
     """
-    return explore_share * (_LEAST_ALONE if is_drafting else max(_closeness(margin, _CLOSE), _LEAST_ALONE))
+    if is_drafting:
+        return explore_share * (_LEAST_ALONE if has_trials else 1.0)
+    return explore_share * max(_closeness(margin, _CLOSE), _LEAST_ALONE)
 
 
 def _close(num_seen: float) -> float:
@@ -131,11 +134,13 @@ class LengthTrials:
         self._seen: dict[tuple[int, int], tuple[float, int]] = {}
         """Steps by batch size and length, as they are remembered, and the last of them."""
 
-    def begin(self, chance: float, num_requests: int, options: Sequence[Option]) -> None:
+    def begin(self, chance: float, num_requests: int, options: Sequence[Option], *, tries_near: bool) -> None:
         """Perhaps begin a trial.
 
         Args:
             chance: drawn evenly; a trial of a length that is nearly as good begins below 1.
+            tries_near: not only lengths of unknown price are tried, but also those that are nearly as good. A large batch tries
+                these in a few of its requests, which costs less.
             options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included.
         """
         best, candidates, unseen = max(option.rate for option in options), [(0.0, 0.0, 0)], list[tuple[float, float, int]]()
@@ -146,7 +151,7 @@ class LengthTrials:
                 known_s = seconds
             elif length and rate * seconds / known_s >= best * _WORTH_A_LOOK:
                 unseen.append((rate * seconds / known_s, known_s, moves))
-            if moves and length:
+            if moves and length and tries_near:
                 share = _closeness(1.0 - rate / best, _close(seen)) ** 2
                 candidates.append((share / (ENOUGH_STEPS + seen), share, moves))
         _, share, chosen = max(candidates)

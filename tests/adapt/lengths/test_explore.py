@@ -74,14 +74,15 @@ def test_the_more_was_seen_of_the_other_side_the_closer_it_has_to_be() -> None:
     assert trial_share(0.02, -0.005, 1e6) == shares[0]
 
 
-def test_where_drafting_is_far_worse_less_is_tried_in_steps_alone() -> None:
-    even, worse, far_worse = (alone_share(0.02, margin, False) for margin in (-0.03, -0.1, -0.5))
+@pytest.mark.parametrize("has_trials", [False, True])
+def test_where_drafting_is_far_worse_less_is_tried_in_steps_alone(has_trials: bool) -> None:
+    even, worse, far_worse = (alone_share(0.02, margin, False, has_trials) for margin in (-0.03, -0.1, -0.5))
     assert 0.02 == even > worse > far_worse > 0.004
-    assert alone_share(0.0, -0.5, False) == 0.0
+    assert alone_share(0.0, -0.5, False, has_trials) == 0.0
 
 
 def test_where_lengths_have_trials_of_their_own_less_is_tried_in_steps_alone() -> None:
-    assert 0.02 > alone_share(0.02, 0.5, True) > 0.004
+    assert 0.02 == alone_share(0.02, 0.5, True, False) > alone_share(0.02, 0.5, True, True) > 0.004
 
 
 @pytest.mark.parametrize("is_drafting", [False, True])
@@ -124,7 +125,7 @@ def tried_lengths(trials: LengthTrials, num_steps: int, seed: int = 1) -> dict[i
     for _ in range(num_steps):
         moves = trials.go_on()
         if not moves:
-            trials.begin(rng.random(), 1, options(RATES))
+            trials.begin(rng.random(), 1, options(RATES), tries_near=True)
             moves = trials.go_on()
         trials.note(1, RATES[moves][0])
         steps[moves] += 1
@@ -152,15 +153,25 @@ def test_other_batch_sizes_have_trials_of_their_own() -> None:
     trials = LengthTrials()
     for _ in range(1000):
         trials.note(1, 5.0)
-    trials.begin(0.9, 1, options({0: (3.0, 1.0), 2: (5.0, 0.96)}))
+    trials.begin(0.9, 1, options({0: (3.0, 1.0), 2: (5.0, 0.96)}), tries_near=True)
     assert trials.go_on() == 0
-    trials.begin(0.9, 4, options({0: (3.0, 1.0), 2: (5.0, 0.96)}))
+    trials.begin(0.9, 4, options({0: (3.0, 1.0), 2: (5.0, 0.96)}), tries_near=True)
     assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [2] * TRIAL_STEPS + [0]
+
+
+def test_a_large_batch_only_tries_lengths_of_unknown_price() -> None:
+    trials = LengthTrials()
+    near = [Option(0, 3.0, 1.0, 1.0), Option(1, 4.0, 0.99, 1.0)]
+    for _ in range(200):
+        trials.begin(0.5, 64, near, tries_near=False)
+    assert trials.go_on() == 0
+    trials.begin(0.5, 64, [Option(0, 3.0, 1.0, 1.0), Option(1, 4.0, 0.9, 1.2)], tries_near=False)
+    assert trials.go_on() == 1
 
 
 def test_where_there_is_no_other_length_nothing_is_tried() -> None:
     trials = LengthTrials()
-    trials.begin(0.0, 1, options({0: (1.0, 1.0)}))
+    trials.begin(0.0, 1, options({0: (1.0, 1.0)}), tries_near=True)
     assert trials.go_on() == 0
 
 
@@ -179,7 +190,9 @@ def test_a_jump_of_the_step_time_is_found_between_lengths_that_were_seen(jump: i
         ]
         rates = [(1.0 + 0.11 * length) / spent for length, spent in enumerate(seconds)]
         best = max(range(16), key=rates.__getitem__)
-        trials.begin(0.5, 4, [Option(length - best, length, rates[length], seconds[length]) for length in range(16)])
+        trials.begin(
+            0.5, 4, [Option(length - best, length, rates[length], seconds[length]) for length in range(16)], tries_near=True
+        )
         while moves := trials.go_on():
             trials.note(4, best + moves)
             known[best + moves] = 1.0 if best + moves <= jump else 1.5
