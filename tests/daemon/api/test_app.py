@@ -98,6 +98,8 @@ def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: F
         "acceptance_length": 2.5,
         "acceptance_rate": 0.5,
         "draft_tokens_per_round": 3.0,
+        "delivered_tokens": 20,
+        "tokens_per_round": 2.5,
     }
     view = status["engines"][0]
     assert (view["connected"], view["rounds"], view["accepted_by_position"]) == (True, 8, [6, 4, 2])
