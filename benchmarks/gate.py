@@ -23,7 +23,7 @@ from honed.recalib.gate.gate import GateSettings
 RESULTS = ROOT / "benchmarks" / "results"
 SESSIONS = (6, 8, 12, 20, 40)
 CHANGES = (0.0, 0.05, 0.1, 0.2, 0.4)
-"""Of the log-odds of acceptance."""
+"""True gains, in log-odds of acceptance."""
 
 
 def run(runs: int) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Trials:
 
 
 class Option(NamedTuple):
-    """What a step may do."""
+    """A choice of lengths for a step, with its predicted rate and time."""
 
     moves: int
     """By how much everybody's length moves."""
@@ -156,7 +156,8 @@ class LengthTrials:
                 candidates.append((share / (ENOUGH_STEPS + seen), share, moves))
         _, share, chosen = max(candidates)
         if unseen:
-            gap = [moves for _, lowest_s, moves in unseen if lowest_s == max(unseen)[1]]
+            _, promising_s, _ = max(unseen)
+            gap = [moves for _, lowest_s, moves in unseen if lowest_s == promising_s]
             share, chosen = UNSEEN, gap[len(gap) // 2]
         if chance < share:
             self._num_left, self._moves = TRIAL_STEPS, chosen

@@ -100,7 +100,7 @@ class RingReader:
         self.nonfinite_rows = 0
         """Rows with NaN or infinity."""
         self.error = ""
-        """What is wrong with the file at the path, with the cure; "" if nothing is, or it is absent."""
+        """The file's defect, with the cure; "" for a sound or absent file."""
         self._ring: _RingFile | None = None
 
     @property
@@ -235,7 +235,7 @@ class _RingFile:
     def erase(self) -> None:
         """Zero the data area, then change the generation. Raises OSError.
 
-        Holes stay holes: whoever made a huge sparse file doesn't fill the filesystem with it. The writer takes no lock, so a
+        Holes stay holes, so a huge sparse file doesn't fill the filesystem. The writer takes no lock, so a
         record written at the same time may be partly zeroed. Its CRC shows that.
         """
         self._offset, self._is_searching, self._expected_seq = self._written, False, None

@@ -1,4 +1,4 @@
-"""What is logged as delivered is what requests got, whatever a round sampled past their end; the same on every runner.
+"""The log's delivered tokens are those that requests got. Tokens past a request's end don't count, on any runner.
 
 `pytest -k A3` and `-k A4` choose the two faults; HONED_TEST_RUNNER chooses V1 or V2, see engine.py.
 """
