@@ -133,7 +133,7 @@ class Router:
         """Send queued messages, close the connections, remove the socket's file."""
         self._is_stopping = True
         self._wake()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:  # it was started; it may have ended by now
             self._thread.join()
             self._listener.close()
             self._path.unlink(missing_ok=True)
