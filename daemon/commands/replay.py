@@ -323,7 +323,7 @@ def _opened(database: Path) -> Iterator[Any]:
     """Yield a read-only connection; SQLite errors become ReplayError."""
     import pysqlite3
 
-    from honed.daemon.store.database import connect
+    from honed.daemon.store.database import connect, reader_cure
 
     if not database.exists():
         cure = "Name the daemon's state folder with --state-dir."
@@ -335,8 +335,7 @@ def _opened(database: Path) -> Iterator[Any]:
         finally:
             connection.close()
     except pysqlite3.Error as error:
-        cure = "You may lack the right to read it: try as the daemon's user, or sudo."
-        raise ReplayError(f"{database} can't be read: {error}", cure=cure) from error
+        raise ReplayError(f"{database} can't be read: {error}", cure=reader_cure(error)) from error
 
 
 def _start(database: Path, engine_id: str, question: Question) -> tuple[float | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,34 @@ def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -
     return database
 
 
+class DatabaseFiles:
+    """The database's three files as they were when it was opened.
+
+    SQLite writes on into a file that was deleted, and all of it is gone with the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._paths = [f"{path}{suffix}" for suffix in ("", "-wal", "-shm")]
+        self._identities = [_identity(name) for name in self._paths]
+
+    def check(self) -> None:
+        """Raises sqlite3.OperationalError if one was deleted or replaced."""
+        for name, identity in zip(self._paths, self._identities, strict=True):
+            if _identity(name) != identity:
+                raise sqlite3.OperationalError(
+                    f"{name} was deleted or replaced while honed ran, so nothing is stored: restart honed; engines keep "
+                    "their events until then"
+                )
+
+
+def _identity(name: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(name)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def why_not(error: sqlite3.Error, path: Path) -> str:
     """Cure for a database that can't be opened, as the end of a sentence; "" if unknown."""
     text = str(error)
@@ -54,4 +83,19 @@ def why_not(error: sqlite3.Error, path: Path) -> str:
     # SQLite reports an I/O error if its log can't grow.
     if ("I/O" in text or "full" in text) and shutil.disk_usage(path.parent).free < LEAST_FREE_BYTES:
         return f"; the disk of {path.parent} is full: free some space"
+    return ""
+
+
+def reader_cure(error: sqlite3.Error) -> str:
+    """Cure for a database that can't be read, as a sentence; "" if unknown."""
+    text = str(error)
+    if "not a database" in text or "malformed" in text:
+        return (
+            "The file is damaged. Stop honed and move the file away: honed makes a new one. `sqlite3 FILE .recover` may save "
+            "what it held."
+        )
+    if "unable to open" in text or "readonly" in text:
+        return "You may lack the right to read it: try as the daemon's user, or sudo."
+    if "locked" in text or "busy" in text:
+        return "Another program holds it: try again."
     return ""

@@ -22,6 +22,7 @@ import msgspec
 from honed.adapt.protocol import wire
 from honed.daemon.errors import HonedError, RequestError, UnknownError
 from honed.daemon.store.batch_tables import read_frame
+from honed.daemon.store.database import reader_cure
 
 if TYPE_CHECKING:
     import pyarrow
@@ -168,8 +169,7 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
         finally:
             connection.close()
     except pysqlite3.Error as error:
-        cure = "You may lack the right to read it: try as the daemon's user, or sudo."
-        raise ExportError(f"{database} can't be read: {error}", cure=cure) from error
+        raise ExportError(f"{database} can't be read: {error}", cure=reader_cure(error)) from error
 
 
 def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:

@@ -2,12 +2,13 @@
 
 Guarantees: a batch reported as committed survives a killed process and a power cut (synchronous=FULL: the log is synced
 before COMMIT returns). One transaction stores a batch and counts it in the roll-ups. The same (engine, boot, seq) is
-never stored twice. While the disk refuses, batches wait in memory up to `queue_bytes` and are retried; above that `put`
-returns False and the engine keeps them.
+never stored twice. While the disk refuses, or a file of the database is gone, batches wait in memory up to `queue_bytes` and are
+retried; above that `put` returns False and the engine keeps them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import batch_tables
 from honed.daemon.store.batch_tables import StoredBatch
-from honed.daemon.store.database import check_sqlite_version, connect, why_not
+from honed.daemon.store.database import DatabaseFiles, check_sqlite_version, connect, why_not
 from honed.daemon.store.histogram import Histogram
 from honed.daemon.store.migrations import check_known, migrations
 from honed.daemon.store.pruning import Pruning
@@ -57,6 +58,8 @@ class Store:
             check_known(self._db, path)
             migrations.apply(self._db)
             self._reader = connect(path, read_only=True)
+            self._reader.conn.execute("SELECT count(*) FROM meta").fetchone()  # the log's files exist from now on
+            self._files = DatabaseFiles(path)
         except sqlite3.Error as error:
             raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
         self._reader_lock = threading.Lock()
@@ -184,7 +187,7 @@ class Store:
         while self._jobs:
             job, future = self._jobs.popleft()
             try:
-                with self._db.atomic():
+                with self._transaction():
                     result = job(self._db)
             except sqlite3.Error as error:
                 self.note_error(error)
@@ -195,6 +198,14 @@ class Store:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Commit at the end. What is in a file that is gone doesn't count as committed."""
+        self._files.check()
+        with self._db.atomic():
+            yield
+        self._files.check()
 
     def _commit_batches(self) -> None:
         """Store a group of batches in one transaction; keep them for later if the disk refuses."""
@@ -218,7 +229,7 @@ class Store:
 
     def _store(self, group: list[StoredBatch]) -> None:
         started = time.perf_counter()
-        with self._db.atomic():
+        with self._transaction():
             batch_tables.insert(self._db, group)
         self.commit_times.observe(time.perf_counter() - started)
         self.is_failing = False
@@ -245,7 +256,7 @@ class Store:
                 log.exception("a batch can't be stored; it is dropped, and counted as malformed", error=str(error))
                 item.counts = BatchCounts(malformed=str(error))
                 try:
-                    with self._db.atomic():
+                    with self._transaction():
                         batch_tables.refuse(self._db, item)
                 except Exception as refusal:
                     self.note_error(refusal)

@@ -281,6 +281,7 @@ def test_a_file_that_is_no_database_ends_with_1(run: Run, tmp_path: Path) -> Non
     failed = run("static:1")
     assert failed.exit_code == 1
     assert "can't be read" in failed.stderr
+    assert "The file is damaged" in failed.stderr
 
 
 def test_without_a_span_only_the_latest_rounds_are_read(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:

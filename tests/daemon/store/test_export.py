@@ -194,9 +194,20 @@ def test_a_missing_database_is_not_made(tmp_path: Path) -> None:
 def test_a_file_that_is_no_database_leaves_no_output(tmp_path: Path) -> None:
     path = tmp_path / "honed.db"
     path.write_bytes(b"x" * 4096)
-    with pytest.raises(ExportError, match="can't be read"):
+    with pytest.raises(ExportError, match="can't be read") as caught:
         export.export(path, str(tmp_path / "out"), "jsonl", Chosen())
+    assert "damaged" in caught.value.cure
     assert [p.name for p in tmp_path.iterdir()] == ["honed.db"]
+
+
+def test_a_damaged_database_is_not_called_unreadable_for_want_of_rights(database: Path, tmp_path: Path) -> None:
+    with database.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (database.stat().st_size - 4096))
+    with pytest.raises(ExportError, match="malformed") as caught:
+        export.export(database, str(tmp_path / "out"), "jsonl", Chosen())
+    assert "damaged" in caught.value.cure
+    assert "right" not in caught.value.cure
 
 
 def test_an_unwritable_target_is_one_clear_error(database: Path) -> None:

@@ -230,6 +230,31 @@ def test_readers_do_not_wait_for_the_writer(store: Store) -> None:
     future.result(20)
 
 
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_nothing_is_committed_into_a_file_that_is_gone(folder: Path, suffix: str, is_replaced: bool) -> None:
+    committed: list[int] = []
+    store = Store(
+        folder / "honed.db",
+        StoreSettings(commit_interval_s=0.0),
+        on_commit=lambda batches: committed.extend(item.batch.seq for item in batches),
+    )
+    store.start()
+    put(store, stored(make_batch(1)))
+    path = folder / f"honed.db{suffix}"
+    path.unlink()
+    if is_replaced:
+        path.write_bytes(b"")
+    assert store.put(stored(make_batch(2)))
+    wait_for(lambda: store.is_failing, "the loss to be noticed")
+    assert committed == [1]
+    assert f"honed.db{suffix} was deleted or replaced" in store.last_error
+    with pytest.raises(StoreError, match="deleted or replaced"):
+        store.write(lambda db: None)
+    store.close()
+    assert committed == [1]
+
+
 # --- pruning --------------------------------------------------------------------------------------------------------
 
 
