@@ -150,7 +150,8 @@ def add_reading(app: APIRouter, service: Service) -> None:
     ) -> Any:
         """Sums over time, with marks: swaps, drift, overrides."""
         span = 600 * views.RESOLUTIONS[resolution]
-        return views.timeline(service.store, resolution, service.clock() - span if since is None else since, workload)
+        now = service.clock()
+        return views.timeline(service.store, resolution, now - span if since is None else since, now, workload)
 
     @app.get("/v1/drafters", response_model=models.Drafters)
     def drafters() -> Any:

@@ -35,8 +35,6 @@ DEFAULT_ROUNDS = 200_000
 """Latest rounds replayed if no span is given: a few seconds for each policy."""
 MOST_ROUNDS = 1_000_000
 """Most rounds of a span: with long drafts and short requests, a minute for each policy and 2 GB."""
-_LATEST_S = 60.0
-"""Batches sent this long after a span, and all later ones, have no steps of it, unless the clock was set back."""
 
 
 class ReplayError(RuntimeError):
@@ -148,8 +146,10 @@ def replay(database: Path, question: Question) -> Document:
     from honed.adapt.replay.rules import parse_rule
 
     engine_id, hello = _engine(database, question.engine)
-    since_s, num_left_out = _start(database, engine_id, question)
-    log, span, unreadable = _read(database, engine_id, since_s, question.until_s)
+    now_s = time.time()  # what a clock that was wrong has stamped later isn't the latest
+    until_s = now_s if question.until_s is None else min(question.until_s, now_s)
+    since_s, num_left_out = _start(database, engine_id, question, until_s)
+    log, span, unreadable = _read(database, engine_id, since_s, until_s)
     num_spec_tokens = max(log.most_drafted, hello.num_spec_tokens if hello else 0)
     settings = question.settings or ControllerSettings()
     settings = settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
@@ -338,14 +338,14 @@ def _opened(database: Path) -> Iterator[Any]:
         raise ReplayError(f"{database} can't be read: {error}", cure=reader_cure(error)) from error
 
 
-def _start(database: Path, engine_id: str, question: Question) -> tuple[float | None, int]:
+def _start(database: Path, engine_id: str, question: Question, until_s: float) -> tuple[float | None, int]:
     """Start of the replay (None: the first round), and the number of older rounds left out.
 
     Raises:
         ReplayError: the requested span has too many rounds.
     """
     with _opened(database) as conn:
-        rounds = _rounds_by_time(conn, engine_id, question.since_s, question.until_s)
+        rounds = _rounds_by_time(conn, engine_id, question.since_s, until_s)
     total = sum(count for _, count in rounds)
     if question.since_s is None:
         if total <= DEFAULT_ROUNDS:
@@ -366,7 +366,7 @@ def _too_many(rounds: str, shorter: str) -> ReplayError:
     return ReplayError(message, cure=f"Take a shorter one: {shorter} fits.", exit_code=EXIT_USAGE)
 
 
-def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: float | None) -> list[tuple[int, int]]:
+def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: float) -> list[tuple[int, int]]:
     """Unix second and number of a span's verify rounds, latest first: by second; older ones by minute."""
     oldest = conn.execute("SELECT sent_unix_ns FROM batches WHERE engine_id = ? ORDER BY id LIMIT 1", (engine_id,)).fetchone()
     first_s = max(since_s or 0.0, oldest[0] / 1e9 - 1.0 if oldest else 0.0)  # sums are kept for longer than batches
@@ -379,7 +379,7 @@ def _rounds_by_time(conn: Any, engine_id: str, since_s: float | None, until_s: f
         rounds += conn.execute(
             "SELECT bucket_s, sum(rounds + plain_rounds) FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ?"
             " AND engine_id = ? GROUP BY bucket_s ORDER BY bucket_s DESC",
-            (resolution_s, max(low_s, int(first_s) // resolution_s * resolution_s), min(high_s, until_s or high_s), engine_id),
+            (resolution_s, max(low_s, int(first_s) // resolution_s * resolution_s), min(high_s, until_s), engine_id),
         ).fetchall()
     # The minute at the boundary has its last seconds in the sums by second.
     counted = conn.execute(
@@ -401,7 +401,7 @@ def _start_of_latest(rounds: list[tuple[int, int]], most: int) -> int:
     return start_s
 
 
-def _read(database: Path, engine_id: str, since_s: float | None, until_s: float | None) -> tuple[Log, tuple[int, int], int]:
+def _read(database: Path, engine_id: str, since_s: float | None, until_s: float) -> tuple[Log, tuple[int, int], int]:
     """Read the span's batches: log, ends of its first and last step, and number of unreadable batches.
 
     Raises:
@@ -410,15 +410,11 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float 
     from honed.adapt.replay.log import LogBuilder
     from honed.daemon.store import export
 
-    builder = LogBuilder(
-        float("-inf") if since_s is None else since_s * 1e9, float("inf") if until_s is None else until_s * 1e9
-    )
+    builder = LogBuilder(float("-inf") if since_s is None else since_s * 1e9, until_s * 1e9)
     tally = export.Tally()
     try:
         last_ns = 0
-        for batch in export.batches(database, export.Chosen(engine=engine_id, since_s=since_s), tally):
-            if until_s is not None and batch.sent_unix_ns > (until_s + _LATEST_S) * 1e9:
-                break
+        for batch in export.batches(database, export.Chosen(engine=engine_id, since_s=since_s, until_s=until_s), tally):
             try:
                 builder.add(batch)
             except ValueError:

@@ -19,15 +19,15 @@ _COLUMNS = (*COUNT_COLUMNS, *POSITION_COLUMNS)
 _NAMED = ", ".join(f":{name}" for name in _COLUMNS)
 
 INSERT_BATCH = """
-INSERT INTO batches (engine_id, boot_id, seq, received_unix_ns, sent_unix_ns, drafter_version, steps, rounds,
-  draft_tokens, accepted_tokens, malformed, bytes, frame_bytes, frame)
-VALUES (:engine_id, :boot_id, :seq, :received_unix_ns, :sent_unix_ns, :drafter_version, :steps, :rounds,
-  :draft_tokens, :accepted_tokens, :malformed, :bytes, :frame_bytes, :frame)
+INSERT INTO batches (engine_id, boot_id, seq, received_unix_ns, sent_unix_ns, stored_s, drafter_version, steps,
+  rounds, draft_tokens, accepted_tokens, malformed, bytes, frame_bytes, frame)
+VALUES (:engine_id, :boot_id, :seq, :received_unix_ns, :sent_unix_ns, :stored_s, :drafter_version, :steps,
+  :rounds, :draft_tokens, :accepted_tokens, :malformed, :bytes, :frame_bytes, :frame)
 """
 ADD_RAW_BYTES = "UPDATE meta SET value = value + ? WHERE key = 'raw_bytes'"
 ADD_TO_ROLLUP = f"""
-INSERT INTO rollups (resolution_s, bucket_s, engine_id, workload, drafter_version, {", ".join(_COLUMNS)})
-VALUES (:resolution_s, :bucket_s, :engine_id, :workload, :drafter_version, {_NAMED})
+INSERT INTO rollups (resolution_s, bucket_s, engine_id, workload, drafter_version, stored_s, {", ".join(_COLUMNS)})
+VALUES (:resolution_s, :bucket_s, :engine_id, :workload, :drafter_version, :stored_s, {_NAMED})
 ON CONFLICT DO UPDATE SET {_ADD_COUNTS}
 """
 ADD_TO_BOOT = f"""
@@ -70,8 +70,12 @@ class _Boot:
     values: dict[str, int]
 
 
-def insert(db: Database, group: list[StoredBatch]) -> int:
-    """Store new batches and add their sums. Returns the number of new ones."""
+def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
+    """Store new batches and add their sums. Returns the number of new ones.
+
+    Args:
+        now_s: of the AgeClock.
+    """
     committed: dict[tuple[str, str], int] = {}
     boots: dict[tuple[str, str], _Boot] = {}
     rollups: dict[tuple[int, int, str, str, str], Counts] = {}
@@ -93,6 +97,7 @@ def insert(db: Database, group: list[StoredBatch]) -> int:
             "seq": batch.seq,
             "received_unix_ns": item.received_unix_ns,
             "sent_unix_ns": batch.sent_unix_ns,
+            "stored_s": int(now_s),
             "drafter_version": batch.drafter_version,
             "steps": counts.steps,
             "rounds": total.rounds,
@@ -120,7 +125,7 @@ def insert(db: Database, group: list[StoredBatch]) -> int:
         db.conn.execute(ADD_TO_BOOT, row)
     for (resolution, bucket, engine_id, workload, version), sums in rollups.items():
         row = {"resolution_s": resolution, "bucket_s": bucket, "engine_id": engine_id, "workload": workload}
-        db.conn.execute(ADD_TO_ROLLUP, row | {"drafter_version": version} | sums.row())
+        db.conn.execute(ADD_TO_ROLLUP, row | {"drafter_version": version, "stored_s": int(now_s)} | sums.row())
     if raw_bytes:
         db.conn.execute(ADD_RAW_BYTES, (raw_bytes,))
     return sum(boot.values["batches"] for boot in boots.values())

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 PAGE_BATCHES = 64
+LATEST_S = 60.0
+"""A batch sent so long after a round does not hold it."""
 ROW_GROUP_ROWS = 65_536
 
 COLUMNS = {
@@ -150,14 +152,15 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
         cure = "Name the daemon's state folder with --state-dir."
         raise UnknownError(f"there is no database at {database}", cure=cure)
     since_ns = int((chosen.since_s or 0.0) * 1e9)
+    until_ns = (1 << 63) - 1 if chosen.until_s is None else int((chosen.until_s + LATEST_S) * 1e9)
     after = 0
     try:
         connection = pysqlite3.connect(f"file:{_uri_path(database)}?mode=ro", uri=True, timeout=10.0)
         try:
             while page := connection.execute(
                 "SELECT id, malformed, frame FROM batches"
-                " WHERE id > ? AND sent_unix_ns >= ? AND (? = '' OR engine_id = ?) ORDER BY id LIMIT ?",
-                (after, since_ns, chosen.engine, chosen.engine, PAGE_BATCHES),
+                " WHERE id > ? AND sent_unix_ns BETWEEN ? AND ? AND (? = '' OR engine_id = ?) ORDER BY id LIMIT ?",
+                (after, since_ns, until_ns, chosen.engine, chosen.engine, PAGE_BATCHES),
             ).fetchall():
                 after = page[-1][0]
                 for _, malformed, frame in page:

@@ -17,7 +17,7 @@ from honed.daemon.errors import StartError
 migrations = Migrations("honed")
 
 SCHEMA_1 = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE meta (key TEXT PRIMARY KEY, value NUMERIC NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('raw_bytes', 0);    -- sum of batches.frame_bytes, kept by every insert and delete
 
 CREATE TABLE boots (
@@ -47,6 +47,7 @@ CREATE TABLE batches (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
   engine_id TEXT NOT NULL, boot_id TEXT NOT NULL, seq INTEGER NOT NULL,
   received_unix_ns INTEGER NOT NULL, sent_unix_ns INTEGER NOT NULL,
+  stored_s INTEGER NOT NULL,                 -- of the clock that ages are counted on (age.py)
   drafter_version TEXT NOT NULL,
   steps INTEGER NOT NULL, rounds INTEGER NOT NULL, draft_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
   malformed TEXT NOT NULL DEFAULT '',
@@ -62,8 +63,10 @@ CREATE TABLE rollups (
   rounds INTEGER NOT NULL, draft_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
   delivered_tokens INTEGER NOT NULL, plain_rounds INTEGER NOT NULL,
   drafted_by_position TEXT NOT NULL, tried_by_position TEXT NOT NULL, accepted_by_position TEXT NOT NULL,
+  stored_s INTEGER NOT NULL,                 -- first time, of the clock that ages are counted on
   PRIMARY KEY (resolution_s, bucket_s, engine_id, workload, drafter_version)
 ) WITHOUT ROWID;
+CREATE INDEX rollups_by_age ON rollups (resolution_s, stored_s);
 
 CREATE TABLE operations (
   operation_id TEXT PRIMARY KEY, kind TEXT NOT NULL, state TEXT NOT NULL, stage TEXT NOT NULL,

@@ -8,35 +8,27 @@ from typing import Any
 from sqlite_utils import Database
 
 from honed.daemon.settings.sections import StoreSettings
+from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import ADD_RAW_BYTES
 
 BATCHES_PER_ROUND = 2000
 PAGES_PER_ROUND = 2000
-
-
 EVERY_S = 10.0
 SOON_S = 0.5
 """Pause between rounds while work is left, so that batches are committed in between."""
-MOST_DRIFT_S = 60.0
-SETTLING_S = 600.0
 
 
 class Pruning:
     """Deletion rounds, when due.
 
-    The wall clock decides what is too old. It is ignored for `SETTLING_S` after the start, and after it has jumped by more than
-    `MOST_DRIFT_S`: a machine that boots with the wrong year would delete everything.
-
     Args:
-        clock: seconds since the epoch.
+        age: tells what is too old.
         monotonic: seconds.
     """
 
-    def __init__(self, settings: StoreSettings, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
-        self._settings, self._clock, self._monotonic = settings, clock, monotonic
+    def __init__(self, settings: StoreSettings, age: AgeClock, monotonic: Callable[[], float]) -> None:
+        self._settings, self._age, self._monotonic = settings, age, monotonic
         self._due_s = float("-inf")
-        self._offset_s = clock() - monotonic()
-        self._believed_from_s = monotonic() + SETTLING_S
 
     def due_in_s(self) -> float:
         """Seconds until the next round, 0 or more."""
@@ -48,11 +40,9 @@ class Pruning:
         if now_s < self._due_s:
             return
         self._due_s = now_s + EVERY_S  # in case the database refuses
-        unix_s = self._clock()
-        if abs(unix_s - now_s - self._offset_s) > MOST_DRIFT_S:
-            self._offset_s, self._believed_from_s = unix_s - now_s, now_s + SETTLING_S
         with db.atomic():
-            deleted = apply_deletions(db, self._settings, unix_s if now_s >= self._believed_from_s else None)
+            self._age.save(db)
+            deleted = apply_deletions(db, self._settings, self._age.now_s())
         if _give_pages_back(db) or deleted == BATCHES_PER_ROUND:
             self._due_s = now_s + SOON_S
 
@@ -68,29 +58,27 @@ def _num_free_pages(db: Database) -> int:
     return int(db.conn.execute("PRAGMA freelist_count").fetchone()[0])
 
 
-def apply_deletions(db: Database, settings: StoreSettings, now_s: float | None) -> int:
+def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> int:
     """Delete data above the age or size limits, at most one round's. Returns the number of deleted raw batches.
 
     Args:
-        now_s: seconds since the epoch; None if unknown: then nothing is too old.
+        now_s: of the AgeClock.
     """
     ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
     for resolution, age_s in ages.items():
-        if age_s and now_s is not None:
-            db.conn.execute("DELETE FROM rollups WHERE resolution_s = ? AND bucket_s < ?", (resolution, int(now_s - age_s)))
+        if age_s:
+            db.conn.execute("DELETE FROM rollups WHERE resolution_s = ? AND stored_s < ?", (resolution, int(now_s - age_s)))
     return _delete_batches(db, settings, now_s)
 
 
-def _delete_batches(db: Database, settings: StoreSettings, now_s: float | None) -> int:
+def _delete_batches(db: Database, settings: StoreSettings, now_s: float) -> int:
     """Delete batches from the lowest id, which is the oldest arrival, while one is too old or they are too many."""
     excess = raw_bytes(db) - settings.max_raw_bytes if settings.max_raw_bytes else 0
-    oldest_ns = int((now_s - settings.max_raw_age_s) * 1e9) if settings.max_raw_age_s and now_s is not None else 0
+    oldest_s = int(now_s - settings.max_raw_age_s) if settings.max_raw_age_s else 0
     last, freed, count = 0, 0, 0
-    rows: Any = db.conn.execute(
-        "SELECT id, frame_bytes, received_unix_ns FROM batches ORDER BY id LIMIT ?", (BATCHES_PER_ROUND,)
-    )
-    for batch_id, frame_bytes, received_unix_ns in rows:
-        if freed >= excess and received_unix_ns >= oldest_ns:
+    rows: Any = db.conn.execute("SELECT id, frame_bytes, stored_s FROM batches ORDER BY id LIMIT ?", (BATCHES_PER_ROUND,))
+    for batch_id, frame_bytes, stored_s in rows:
+        if freed >= excess and stored_s >= oldest_s:
             break
         last, freed, count = batch_id, freed + frame_bytes, count + 1
     if count:

@@ -2,8 +2,8 @@
 
 Guarantees: a batch reported as committed survives a killed process and a power cut (synchronous=FULL: the log is synced
 before COMMIT returns). One transaction stores a batch and counts it in the roll-ups. The same (engine, boot, seq) is
-never stored twice. While the disk refuses, or a file of the database is gone, batches wait in memory up to `queue_bytes` and are
-retried; above that `put` returns False and the engine keeps them.
+never stored twice. While the disk refuses, or a file of the database is gone, batches wait in memory up to `queue_bytes`
+and are retried; above that `put` returns False and the engine keeps them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sqlite_utils import Database
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import batch_tables
+from honed.daemon.store.age import AgeClock, uptime_s
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import DatabaseFiles, check_sqlite_version, connect, why_not
 from honed.daemon.store.histogram import Histogram
@@ -49,6 +50,7 @@ class Store:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        uptime: Callable[[], float] = uptime_s,
         on_commit: Callable[[list[StoredBatch]], None] = lambda batches: None,
     ) -> None:
         check_sqlite_version()
@@ -60,6 +62,7 @@ class Store:
             self._reader = connect(path, read_only=True)
             self._reader.conn.execute("SELECT count(*) FROM meta").fetchone()  # the log's files exist from now on
             self._files = DatabaseFiles(path)
+            self._age = AgeClock(self._db, wall=clock, uptime=uptime)
         except sqlite3.Error as error:
             raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
         self._reader_lock = threading.Lock()
@@ -69,7 +72,7 @@ class Store:
         self._queued_bytes = 0
         self._is_closing = False
         self._is_busy = False
-        self._pruning = Pruning(settings, clock, monotonic)
+        self._pruning = Pruning(settings, self._age, monotonic)
         self.errors = 0
         self.last_error = ""
         self.failed_at_s = float("-inf")
@@ -230,7 +233,7 @@ class Store:
     def _store(self, group: list[StoredBatch]) -> None:
         started = time.perf_counter()
         with self._transaction():
-            batch_tables.insert(self._db, group)
+            batch_tables.insert(self._db, group, self._age.now_s())
         self.commit_times.observe(time.perf_counter() - started)
         self.is_failing = False
 

@@ -102,7 +102,7 @@ def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts,
     now = int(now_unix_s)
     found: dict[str, tuple[Counts, float]] = {}
     delivered: dict[str, int] = defaultdict(int)
-    rows = store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s >= ?", (now - RECENT_S,))
+    rows = store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s BETWEEN ? AND ?", (now - RECENT_S, now))
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
         counts.add(Counts.from_row(row))
@@ -141,9 +141,12 @@ def workloads(
     """
     finest = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
     resolution = resolution_s or finest
-    since = int(service.clock() - window_s) // resolution * resolution if window_s else 0
+    now = int(service.clock())
+    since, until = (int(now - window_s) // resolution * resolution, now) if window_s else (0, 1 << 62)
     sums: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
-    rows = service.store.read("SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s >= ?", (resolution, since))
+    rows = service.store.read(
+        "SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ?", (resolution, since, until)
+    )
     for row in rows:
         sums[row["engine_id"], row["workload"], row["drafter_version"]].add(Counts.from_row(row))
     if believed is None:
@@ -176,14 +179,14 @@ def drift_of(beliefs: dict[str, Any], workload: str) -> dict[str, Any]:
     return drift if isinstance(drift, dict) else {"state": str(drift or "unknown"), "evidence": 0.0}
 
 
-def timeline(store: Store, resolution: str, since: float, workload: str) -> dict[str, Any]:
-    """Points of one resolution since a moment, oldest first, with the marks."""
+def timeline(store: Store, resolution: str, since: float, now: float, workload: str) -> dict[str, Any]:
+    """Points of one resolution between two moments, oldest first, with the marks."""
     rows = store.read(
         """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
              sum(accepted_tokens) AS accepted_tokens, sum(delivered_tokens) AS delivered_tokens
-           FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND (? = '' OR workload = ?)
+           FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ? AND (? = '' OR workload = ?)
            GROUP BY 1, 2, 3 ORDER BY 1 DESC LIMIT ?""",
-        (RESOLUTIONS[resolution], int(since), workload, workload, MAX_POINTS),
+        (RESOLUTIONS[resolution], int(since), int(now), workload, workload, MAX_POINTS),
     )
     for row in rows:
         row["draft_tokens_per_round"] = row["draft_tokens"] / row["rounds"] if row["rounds"] else 0.0

@@ -62,14 +62,23 @@ class Spill:
 
     Args:
         max_bytes: limit for all files; the oldest are removed first.
-        max_age_s: files older than this are removed.
+        max_age_s: files older than this are removed, and at a start those that a wrong clock has dated later than now.
+        clock: seconds since the epoch.
+        uptime: seconds; ages of this process are counted on it, since the other clock may jump.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self.max_bytes, self._max_age_s, self._clock = folder, max_bytes, max_age_s, clock
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        max_age_s: float,
+        clock: Callable[[], float] = time.time,
+        uptime: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self._folder, self.max_bytes, self._max_age_s, self._clock, self._uptime = folder, max_bytes, max_age_s, clock, uptime
         self._kind = ""
         self._held: deque[tuple[float, int, Key, SpilledStretch]] = deque()
-        """Time of writing, bytes of the file, key, stretch; oldest first."""
+        """Time of writing by `uptime`, bytes of the file, key, stretch; oldest first."""
         self.num_bytes = 0
         self.is_frozen = False
         """True during an operation: its chosen samples must stay."""
@@ -87,12 +96,14 @@ class Spill:
                 shutil.rmtree(other, ignore_errors=True)
         for path in sorted((self._folder / kind).glob("*")):
             try:
-                written_s = int(path.name.split("-")[0]) / 1e9
+                age_s = self._clock() - int(path.name.split("-")[0]) / 1e9
+                if age_s < 0.0:
+                    raise ValueError(f"{path} is of a time to come")
                 stretch = _open(path)
-            except (ValueError, OSError, SafetensorError, KeyError, TypeError):  # truncated by a crash, or not our file
+            except (ValueError, OSError, SafetensorError, KeyError, TypeError):  # truncated, of unknown age, or not ours
                 path.unlink(missing_ok=True)
                 continue
-            self._add(written_s, path.stat().st_size, key_of(stretch), stretch)
+            self._add(self._uptime() - age_s, path.stat().st_size, key_of(stretch), stretch)
         self.expire()
 
     def keep(self, stretch: Stretch, key: Key) -> None:
@@ -100,8 +111,7 @@ class Spill:
         if self.is_frozen or not self._kind or stretch.num_bytes > self.max_bytes:
             return
         folder = self._folder / self._kind
-        now_s = self._clock()
-        path = folder / f"{int(now_s * 1e9):020d}-{secrets.token_hex(4)}.safetensors"
+        path = folder / f"{int(self._clock() * 1e9):020d}-{secrets.token_hex(4)}.safetensors"
         labels = {name: getattr(stretch, name) for name in _LABELS}
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -117,7 +127,7 @@ class Spill:
             self._has_failed = True
             return
         self._has_failed = False
-        self._add(now_s, num_bytes, key, _without_features(stretch, path))
+        self._add(self._uptime(), num_bytes, key, _without_features(stretch, path))
         self.expire()
 
     def stretches(self, key: Key) -> Iterator[Stretch]:
@@ -132,7 +142,7 @@ class Spill:
         """Remove files that are too old, and the oldest beyond the size limit."""
         if self.is_frozen:
             return
-        oldest_s = self._clock() - self._max_age_s
+        oldest_s = self._uptime() - self._max_age_s
         while self._held and (self._held[0][0] < oldest_s or self.num_bytes > self.max_bytes):
             _, num_bytes, _, stretch = self._held.popleft()
             self.num_bytes -= num_bytes

@@ -284,6 +284,15 @@ def test_a_file_that_is_no_database_ends_with_1(run: Run, tmp_path: Path) -> Non
     assert "The file is damaged" in failed.stderr
 
 
+def test_what_a_wrong_clock_dated_later_than_now_is_left_out(run: Run, filled: Store) -> None:
+    right = answer(run("static:1", "--json"))
+    ten_years_later_ns = NOW_NS + 10 * 365 * 86400 * 10**9
+    put(filled, msgspec.structs.replace(engine_batch(99), sent_unix_ns=ten_years_later_ns), engine_batch(100))
+    found = answer(run("static:1", "--json"))
+    assert found["logged"]["rounds"] == right["logged"]["rounds"] + STEPS * REQUESTS
+    assert found["last_unix_s"] < NOW_NS / 1e9 + 200.0
+
+
 def test_without_a_span_only_the_latest_rounds_are_read(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "DEFAULT_ROUNDS", 3 * STEPS * REQUESTS + 1)
     every = 8 * STEPS * REQUESTS

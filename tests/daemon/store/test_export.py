@@ -73,6 +73,7 @@ def store(path: Path, frames: list[tuple[wire.EventBatch, bytes, str]]) -> None:
                 "boot_id": b.boot_id,
                 "seq": b.seq,
                 "received_unix_ns": b.sent_unix_ns,
+                "stored_s": 0,
                 "sent_unix_ns": b.sent_unix_ns,
                 "drafter_version": b.drafter_version,
                 "steps": 2,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 import time
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import batch_tables, pruning
+from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import check_sqlite_version, connect, why_not
 from honed.daemon.store.migrations import SCHEMA_1, migrations, split_statements
@@ -134,10 +137,10 @@ def test_a_batch_that_spoils_its_transaction_does_not_take_the_others_along(
 ) -> None:
     insert = batch_tables.insert
 
-    def spoiled(db: Any, group: list[StoredBatch]) -> int:
+    def spoiled(db: Any, group: list[StoredBatch], now_s: float) -> int:
         if any(item.batch.seq == 2 for item in group):
             raise ValueError("unstorable")
-        return insert(db, group)
+        return insert(db, group, now_s)
 
     monkeypatch.setattr(batch_tables, "insert", spoiled)
     acked: list[int] = []
@@ -163,10 +166,10 @@ def test_a_batch_that_spoils_its_transaction_does_not_take_the_others_along(
 def test_batches_wait_while_the_database_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     insert, is_damaged = batch_tables.insert, True
 
-    def damaged(db: Any, group: list[StoredBatch]) -> int:
+    def damaged(db: Any, group: list[StoredBatch], now_s: float) -> int:
         if is_damaged and group[-1].batch.seq >= 2:
             raise error
-        return insert(db, group)
+        return insert(db, group, now_s)
 
     monkeypatch.setattr(batch_tables, "insert", damaged)
     acked: list[int] = []
@@ -258,10 +261,20 @@ def test_nothing_is_committed_into_a_file_that_is_gone(folder: Path, suffix: str
 # --- pruning --------------------------------------------------------------------------------------------------------
 
 
+def insert(store: Store, batch: StoredBatch, age_s: float = 0.0) -> None:
+    """Store a batch as if it had come some time ago."""
+    now_s = store._age.now_s() - age_s
+    store.write(lambda db: batch_tables.insert(db, [batch], now_s))
+
+
+def delete(store: Store, settings: StoreSettings) -> int:
+    return store.write(lambda db: pruning.apply_deletions(db, settings, store._age.now_s()))
+
+
 def test_old_raw_batches_go_and_their_sums_stay(store: Store, clock: Clock) -> None:
-    put(store, stored(make_batch(1), clock.now - 100), stored(make_batch(2), clock.now))
-    settings = StoreSettings(max_raw_age_s=50)
-    assert store.write(lambda db: pruning.apply_deletions(db, settings, clock.now)) == 1
+    insert(store, stored(make_batch(1), clock.now), 100.0)
+    insert(store, stored(make_batch(2), clock.now))
+    assert delete(store, StoreSettings(max_raw_age_s=50)) == 1
     assert [row["seq"] for row in store.read("SELECT seq FROM batches")] == [2]
     assert store.read("SELECT rounds FROM boots")[0]["rounds"] == 16
 
@@ -269,17 +282,14 @@ def test_old_raw_batches_go_and_their_sums_stay(store: Store, clock: Clock) -> N
 def test_the_oldest_raw_batches_go_when_there_are_too_many_bytes(store: Store, clock: Clock) -> None:
     put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 11)])
     sizes = [row["frame_bytes"] for row in store.read("SELECT frame_bytes FROM batches ORDER BY id")]
-    settings = StoreSettings(max_raw_bytes=sum(sizes[-3:]))
-    store.write(lambda db: pruning.apply_deletions(db, settings, clock.now))
+    delete(store, StoreSettings(max_raw_bytes=sum(sizes[-3:])))
     assert [row["seq"] for row in store.read("SELECT seq FROM batches ORDER BY id")] == [8, 9, 10]
     assert store.write(pruning.raw_bytes) == sum(sizes[-3:])
 
 
 def test_rollups_go_by_age_and_resolution(store: Store, clock: Clock) -> None:
-    old_ns = int((clock.now - 1000) * 1e9)
-    put(store, stored(make_batch(1, unix_ns=old_ns), clock.now))
-    settings = StoreSettings(max_age_1s_s=500, max_age_1min_s=5000)
-    store.write(lambda db: pruning.apply_deletions(db, settings, clock.now))
+    insert(store, stored(make_batch(1), clock.now), 1000.0)
+    delete(store, StoreSettings(max_age_1s_s=500, max_age_1min_s=5000))
     assert {row["resolution_s"] for row in store.read("SELECT resolution_s FROM rollups")} == {60, 3600}
 
 
@@ -299,7 +309,7 @@ def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None
 def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "BATCHES_PER_ROUND", 2)
     put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 6)])
-    passes = Pruning(StoreSettings(max_raw_bytes=1), clock, clock)
+    passes = Pruning(StoreSettings(max_raw_bytes=1), store._age, clock)
     rest = []
     for _ in range(3):
         store.write(passes.run)
@@ -308,24 +318,110 @@ def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, mo
     assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
 
 
-def test_a_clock_that_jumps_makes_nothing_old(store: Store, clock: Clock) -> None:
-    put(store, stored(make_batch(1), clock.now))
-    monotonic = Clock()
-    passes = Pruning(StoreSettings(max_raw_age_s=3600.0, max_age_1s_s=3600), clock, monotonic)
+class Machine:
+    """A wall clock that can be wrong, and an uptime that can't."""
 
-    def rest_after(seconds: float) -> tuple[int, int]:
-        clock.now, monotonic.now = clock.now + seconds, monotonic.now + seconds
-        store.write(passes.run)
-        rows = store.read("SELECT (SELECT count(*) FROM batches), (SELECT count(*) FROM rollups WHERE resolution_s = 1)")
-        batches, seconds_kept = rows[0].values()
-        return batches, seconds_kept
+    def __init__(self) -> None:
+        self.wall_s, self.up_s, self.boot = 1.8e9, 1000.0, 1
 
-    assert rest_after(pruning.SETTLING_S)[0] == 1
-    clock.now += 10 * 365 * 86400.0
-    assert rest_after(pruning.EVERY_S)[0] == 1
-    clock.now -= 10 * 365 * 86400.0
-    assert rest_after(pruning.EVERY_S)[0] == 1
-    assert rest_after(3600.0) == (0, 0)
+    def passes(self, seconds: float) -> None:
+        self.wall_s, self.up_s = self.wall_s + seconds, self.up_s + seconds
+
+    def is_off(self, seconds: float) -> None:
+        self.wall_s, self.up_s, self.boot = self.wall_s + seconds, 0.0, self.boot + 1
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def aged(folder: Path, machine: Machine) -> Iterator[Callable[[float], tuple[int, int]]]:
+    """Let time pass in one process and count the rows of batches and of sums by second that an hour's limit leaves."""
+    db = connect(folder / "aged.db")
+    migrations.apply(db)
+    settings = StoreSettings(max_raw_age_s=3600.0, max_age_1s_s=3600.0)
+    numbers = itertools.count(1)
+    ages: dict[int, AgeClock] = {}
+
+    def after(seconds: float, *, is_stored: bool = False) -> tuple[int, int]:
+        if machine.boot not in ages:
+            clocks = {"wall": lambda: machine.wall_s, "uptime": lambda: machine.up_s, "boot": lambda: machine.boot}
+            ages[machine.boot] = AgeClock(db, **clocks)  # type: ignore[arg-type]
+        age = ages[machine.boot]
+        passes = Pruning(settings, age, lambda: machine.up_s)
+        if is_stored:
+            batch_tables.insert(
+                db, [stored(make_batch(next(numbers), unix_ns=int(machine.wall_s * 1e9)), machine.wall_s)], age.now_s()
+            )
+            db.conn.commit()
+        passes.run(db)
+        machine.passes(seconds)
+        machine.passes(pruning.EVERY_S)
+        passes.run(db)
+        counted = "SELECT (SELECT count(*) FROM batches), (SELECT count(*) FROM rollups WHERE resolution_s = 1)"
+        batches, seconds_kept = db.conn.execute(counted).fetchone()
+        return int(batches), int(seconds_kept)
+
+    yield after
+    db.close()
+
+
+def test_a_clock_that_is_wrong_for_hours_makes_nothing_old(aged: Callable[..., tuple[int, int]], machine: Machine) -> None:
+    assert aged(0.0, is_stored=True) == (1, 1)
+    for _ in range(2):
+        machine.wall_s += 10 * 365 * 86400.0
+        assert aged(1500.0) == (1, 1)
+    machine.wall_s -= 20 * 365 * 86400.0
+    assert aged(600.0) == (0, 0), "an hour has passed"
+
+
+def test_what_a_clock_dated_later_than_now_grows_old(aged: Callable[..., tuple[int, int]], machine: Machine) -> None:
+    """It neither stays for years, nor keeps what came after it."""
+    machine.wall_s += 10 * 365 * 86400.0
+    assert aged(0.0, is_stored=True) == (1, 1)
+    machine.wall_s -= 10 * 365 * 86400.0
+    assert aged(0.0, is_stored=True) == (2, 2)
+    assert aged(3600.0) == (0, 0)
+
+
+def test_a_start_in_the_wrong_year_makes_nothing_old(aged: Callable[..., tuple[int, int]], machine: Machine) -> None:
+    aged(2 * 86400.0)
+    assert aged(0.0, is_stored=True) == (1, 1)
+    machine.is_off(1800.0)
+    machine.wall_s += 10 * 365 * 86400.0
+    assert aged(1800.0) == (1, 1)
+    assert aged(1800.0) == (0, 0), "the machine has been on for an hour"
+
+
+def test_the_time_without_power_counts_once_the_clock_is_believed(
+    folder: Path, aged: Callable[..., tuple[int, int]], machine: Machine
+) -> None:
+    aged(2 * 86400.0)
+    machine.is_off(30 * 86400.0)
+    aged(0.0)
+    seconds = "SELECT value FROM meta WHERE key = 'age_s'"
+    reader = connect(folder / "aged.db", read_only=True)
+    before = reader.conn.execute(seconds).fetchone()[0]
+    aged(86400.0)
+    after = reader.conn.execute(seconds).fetchone()[0]
+    assert after - before == pytest.approx(31 * 86400.0, abs=30.0)
+    reader.close()
+
+
+def test_a_restart_of_the_daemon_alone_counts_its_absence(folder: Path) -> None:
+    machine = Machine()
+    clocks: Any = {"wall": lambda: machine.wall_s, "uptime": lambda: machine.up_s, "boot": lambda: machine.boot}
+    db = connect(folder / "aged.db")
+    migrations.apply(db)
+    age = AgeClock(db, **clocks)
+    began_s = age.now_s()
+    age.save(db)
+    machine.passes(500.0)
+    machine.wall_s = 0.0
+    assert AgeClock(db, **clocks).now_s() - began_s == 500.0
+    db.close()
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------

@@ -34,8 +34,14 @@ def stretch(number: int, session: str = "", workload: str = "w") -> Stretch:
 
 class Clock:
     now_s = 1e9
+    wrong_by_s = 0.0
+    """The wall clock less the right time; the uptime is always right."""
 
     def __call__(self) -> float:
+        self.now_s += 1e-3
+        return self.now_s + self.wrong_by_s
+
+    def uptime_s(self) -> float:
         self.now_s += 1e-3
         return self.now_s
 
@@ -48,7 +54,7 @@ def clock() -> Clock:
 @pytest.fixture
 def make(tmp_path: Path, clock: Clock) -> Callable[..., SampleStore]:
     def one(kept: int = 10, max_bytes: int = 1 << 20, kind: str = "8-1-fused") -> SampleStore:
-        spill = Spill(tmp_path / "samples", max_bytes, 3600.0, clock)
+        spill = Spill(tmp_path / "samples", max_bytes, 3600.0, clock, clock.uptime_s)
         settings = SampleSettings(sample_bytes=kept * NUM_BYTES, max_session_share=1.0)
         store = SampleStore(settings, HOLD_OUT, spill=spill)
         spill.begin(kind, store.key_of)
@@ -147,6 +153,24 @@ def test_old_ones_and_too_many_go_oldest_first(make: Callable[..., SampleStore],
     store.spill.expire()
     (last,) = [s for s in everything(store) if isinstance(s, SpilledStretch)]
     assert files(tmp_path) == [last.path]
+
+
+def test_a_wrong_clock_neither_removes_nor_keeps(make: Callable[..., SampleStore], tmp_path: Path, clock: Clock) -> None:
+    store = make()
+    for i in range(15):
+        store.add(stretch(i))
+    before = files(tmp_path)
+    clock.wrong_by_s = 1e9
+    assert store.spill is not None
+    store.spill.expire()
+    assert sorted(files(tmp_path)) == sorted(before) != [], "a clock that jumps makes nothing old"
+    for i in range(15, 25):
+        store.add(stretch(i))
+    clock.wrong_by_s = 0.0
+    clock.now_s += 3500.0
+    assert len(files(tmp_path)) > len(before)
+    assert {s.path for s in everything(make()) if isinstance(s, SpilledStretch)} == set(before)
+    assert sorted(files(tmp_path)) == sorted(before), "files of a time to come would stay for ever"
 
 
 def test_while_an_operation_is_under_way_nothing_comes_or_goes(
