@@ -187,20 +187,36 @@ class Store:
                 self._changed.notify_all()
 
     def _run_jobs(self) -> None:
-        while self._jobs:
-            job, future = self._jobs.popleft()
-            try:
-                with self._transaction():
-                    result = job(self._db)
-            except sqlite3.Error as error:
-                self.note_error(error)
-                failure = StoreError(f"database: {error}")
-                failure.__cause__ = error
-                future.set_exception(failure)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+        """Run the queued jobs in one transaction, which costs one sync of the disk, each in a savepoint of its own."""
+        jobs = [self._jobs.popleft() for _ in range(len(self._jobs))]
+        if not jobs:
+            return
+        done: list[tuple[Future[Any], Any]] = []
+        try:
+            with self._transaction():
+                for job, future in jobs:
+                    try:
+                        with self._db.atomic():
+                            done.append((future, job(self._db)))
+                    except Exception as error:
+                        if not self._db.conn.in_transaction:  # the error has ended the others' transaction too
+                            raise
+                        self._fail(future, error)
+        except Exception as error:
+            for _, future in jobs:
+                if not future.done():
+                    self._fail(future, error)
+            return
+        for future, result in done:
+            future.set_result(result)
+
+    def _fail(self, future: Future[Any], error: Exception) -> None:
+        if isinstance(error, sqlite3.Error):
+            self.note_error(error)
+            failure = StoreError(f"database: {error}")
+            failure.__cause__ = error
+            error = failure
+        future.set_exception(error)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -198,6 +198,46 @@ def test_jobs_run_in_a_transaction_of_their_own(store: Store) -> None:
         store.write(lambda db: db.conn.execute("INSERT INTO nowhere VALUES (1)"))
 
 
+def test_many_jobs_cost_one_commit(store: Store) -> None:
+    """A thousand hellos mustn't hold up batches for a thousand syncs of the disk."""
+    statements: list[str] = []
+    go_on, inside = threading.Event(), threading.Event()
+    store.write(lambda db: db.conn.set_trace_callback(statements.append))
+    waiting = store.submit(lambda db: (inside.set(), go_on.wait(20)))
+    assert inside.wait(20)
+
+    def broken(db: Any) -> None:
+        batch_tables.save_hello(db, "broken", "boot", "{}", 1)
+        raise ValueError("no")
+
+    def hello(number: int) -> Callable[[Any], None]:
+        return lambda db: batch_tables.save_hello(db, f"engine-{number}", "boot", "{}", 1)
+
+    jobs = [store.submit(hello(number)) for number in range(1000)]
+    bad = store.submit(broken)
+    go_on.set()
+    waiting.result(20)
+    for job in jobs:
+        job.result(20)
+    with pytest.raises(ValueError, match="no"):
+        bad.result(20)
+    assert statements.count("COMMIT") <= 4
+    names = [row["engine_id"] for row in store.read("SELECT engine_id FROM boots")]
+    assert len(names) == 1000
+    assert "broken" not in names
+
+
+def test_a_disk_that_fails_at_the_commit_fails_every_job(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise pysqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(store._files, "check", gone)
+    jobs = [store.submit(lambda db: None) for _ in range(3)]
+    for job in jobs:
+        with pytest.raises(StoreError, match="disk I/O error"):
+            job.result(20)
+
+
 def test_the_audit_table_only_grows(store: Store) -> None:
     store.write(lambda db: db.conn.execute("INSERT INTO audit VALUES (1, 1.0, 'me', 'promote', 'v', '', 'ok')") and None)
     for sql in ("DELETE FROM audit", "UPDATE audit SET actor = 'you'"):
