@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from pathlib import Path
 
 import msgspec
@@ -49,7 +50,8 @@ def load_file(file: Path) -> tuple[str, dict[str, torch.Tensor]]:
     size = file.stat().st_size
     data = np.empty(size, dtype=np.uint8)
     view, at = data.data, 0
-    with file.open("rb", buffering=0) as stream:
+    # A pipe in its place mustn't block for ever.
+    with open(file, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
         while at < size and (count := stream.readinto(view[at : at + (64 << 20)])):
             at += count
     found = hashlib.sha256(view[:at]).hexdigest()

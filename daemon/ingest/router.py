@@ -14,6 +14,7 @@ import os
 import resource
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -27,6 +28,7 @@ import structlog
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError
 from honed.daemon.ingest.zmtp import GREETING, READY, Zmtp, ZmtpError, frame
+from honed.recalib.registry.access import User
 
 log = structlog.get_logger("honed.router")
 
@@ -82,6 +84,7 @@ class _Connection:
     socket: socket.socket
     heard_s: float
     """Time of its latest message, or of its begin."""
+    user: User
     zmtp: Zmtp = field(default_factory=lambda: Zmtp(MAX_MESSAGE_BYTES))
     waiting: bytearray = field(default_factory=lambda: bytearray(GREETING + READY))
 
@@ -128,6 +131,11 @@ class Router:
         """Queue a message for a peer. Thread-safe."""
         self._outgoing.append((peer, wire.encode(message)))
         self._wake()
+
+    def user_of(self, peer: bytes) -> User | None:
+        """The user of the process at the other end; None once it has gone. Thread-safe."""
+        connection = self._connections.get(peer)
+        return connection.user if connection is not None else None
 
     def stop(self) -> None:
         """Send queued messages, close the connections, remove the socket's file."""
@@ -186,7 +194,8 @@ class Router:
                 self._on_odd_frame("too_many_connections")
                 continue
             self._num_accepted += 1
-            connection = _Connection(self._num_accepted.to_bytes(8), accepted, now_s)
+            _, *ids = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            connection = _Connection(self._num_accepted.to_bytes(8), accepted, now_s, User(*ids))
             self._connections[connection.peer] = connection
             self._selector.register(accepted, selectors.EVENT_READ, connection)
 

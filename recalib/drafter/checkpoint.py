@@ -21,7 +21,7 @@ from honed.adapt.protocol.drafter_tensors import names_of
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
-from honed.recalib.registry.durable import read_document
+from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -115,7 +115,7 @@ def _read(path: Path, entry: TensorEntry) -> Tensor:
     data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     view, at = data.numpy().data, 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             file.seek(entry.begin)
             while at < len(view) and (count := file.readinto(view[at:])):
                 at += count

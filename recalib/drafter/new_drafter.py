@@ -41,6 +41,7 @@ from honed.recalib.drafter.checkpoint import (
     tensor_files,
 )
 from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.registry.durable import open_regular
 
 NUM_LAYERS, BLOCK_SIZE, STD = 5, 16, 0.02
 SHAPE = (
@@ -117,7 +118,8 @@ def drafter_config(
 def unused_token_id(target_dir: Path, vocab_size: int) -> int | None:
     """Find a token that no text has: one named a mask, else the first beyond the tokenizer's (as in Qwen3's family)."""
     try:
-        tokenizer = json.loads((target_dir / "tokenizer.json").read_text())
+        with open_regular(target_dir / "tokenizer.json") as file:
+            tokenizer = json.load(file)
         added = {token["content"]: int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
         vocabulary = tokenizer["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

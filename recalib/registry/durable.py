@@ -14,9 +14,9 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
-CHUNK_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 4 << 20
 """Longest configuration or manifest."""
 
@@ -59,12 +59,18 @@ def make_folder(path: Path, mode: int = 0o750) -> None:
     path.chmod(mode | path.stat().st_mode & 0o2000)
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file that others may have made: a pipe could block for ever. Raises OSError if it is no regular file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(fd, "rb")
+
+
 def read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Read a file that should be short. Raises OSError: it can't be read, is longer, or is no regular file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", str(path))
@@ -72,12 +78,9 @@ def read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, as hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    """Return the SHA-256 of a file's bytes, as hex. Raises OSError: it can't be read, or is no regular file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

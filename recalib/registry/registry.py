@@ -14,18 +14,20 @@ Imports neither torch nor numpy: the daemon uses it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from honed.recalib.registry.durable import fsync_path, locked, make_folder, read_document, replace_file, sha256_file
+from honed.recalib.registry.access import User, check_readable
+from honed.recalib.registry.durable import fsync_path, locked, make_folder, open_regular, read_document, replace_file
 from honed.recalib.registry.manifest import (
     CONFIG,
     MANIFEST,
@@ -97,29 +99,39 @@ class Registry:
                 fsync_path(folder / name)
             return self._publish(folder, draft)
 
-    def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "") -> Manifest:
+    def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
         """Return the version with a checkpoint folder's weights and configuration; add it if there is none. Reads all bytes.
+
+        Args:
+            user: who named the folder, if somebody else; the user must be able to read it too.
 
         Raises:
             RegistryError: the folder isn't a checkpoint.
         """
         path = Path(path)
-        try:
-            config_sha256, sha256 = sha256_file(path / CONFIG), sha256_file(path / WEIGHTS)
-        except OSError as error:
-            raise RegistryError(
-                f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
-                f"{WEIGHTS} (not in shards) and {CONFIG}"
-            ) from error
-        for manifest in self.versions():
-            if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
-                return manifest
+        with ExitStack() as stack:
+            try:
+                files = {name: stack.enter_context(open_regular(path / name)) for name in (CONFIG, WEIGHTS)}
+                for file in files.values():
+                    if user is not None:
+                        check_readable(file, user)
+                config_sha256, sha256 = (hashlib.file_digest(file, "sha256").hexdigest() for file in files.values())
+            except OSError as error:
+                raise RegistryError(
+                    f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
+                    f"{WEIGHTS} (not in shards) and {CONFIG}"
+                ) from error
+            for manifest in self.versions():
+                if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
+                    return manifest
 
-        def copy(folder: Path) -> None:
-            for name in (WEIGHTS, CONFIG):
-                shutil.copyfile(path / name, folder / name)
+            def copy(folder: Path) -> None:
+                for name, file in files.items():
+                    file.seek(0)
+                    with (folder / name).open("wb") as out:
+                        shutil.copyfileobj(file, out, 1 << 20)
 
-        return self.create(copy, scope="imported", target_path=target_path, note=note or f"imported from {path}")
+            return self.create(copy, scope="imported", target_path=target_path, note=note or f"imported from {path}")
 
     def get(self, version: str) -> Manifest:
         """Return a version's manifest. Raises RegistryError if there is no such version or it is damaged."""

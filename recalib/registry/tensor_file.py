@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from honed.adapt.protocol.drafter_tensors import names_of
+from honed.recalib.registry.durable import open_regular
 
 MAX_HEADER_BYTES = 8 << 20
 """About 60,000 tensors."""
@@ -64,7 +65,7 @@ def read_tensor_entries(path: Path) -> list[TensorEntry]:
         ValueError: names the first fault.
         OSError: the file can't be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -105,7 +106,7 @@ def sha256_tensors(path: Path, entries: list[TensorEntry], is_chosen: Callable[[
     """SHA-256 over name, dtype, shape and bytes of the chosen tensors by name order; "" when none is chosen."""
     chosen = sorted((entry for entry in entries if is_chosen(entry.name)), key=lambda entry: entry.name)
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for entry in chosen:
             digest.update(f"{entry.name}\0{entry.dtype}\0{entry.shape}\0".encode())
             file.seek(entry.begin)

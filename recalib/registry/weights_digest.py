@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.protocol.drafter_tensors import is_shared
+from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries
 
 Floats = npt.NDArray[np.float32]
@@ -37,7 +38,7 @@ def weights_digests(path: Path) -> set[str]:
     has_bias = _has_bias(path.with_name("config.json"))
     entries = sorted((e for e in read_drafter_entries(path) if _is_served(e, has_bias)), key=lambda e: e.name)
     digests = [hashlib.sha256() for _ in _SERVED_AS]
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for entry in entries:
             if entry.dtype not in _READ:
                 raise ValueError(f"{path}: {entry.name} is stored as {entry.dtype}, drafters as {', '.join(_READ)}")
@@ -55,7 +56,7 @@ def _is_served(entry: TensorEntry, has_bias: bool) -> bool:
 
 
 def _has_bias(config: Path) -> bool:
-    raw = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+    raw = msgspec.json.decode(read_document(config), type=dict[str, Any])
     return bool((raw.get("transformer_layer_config") or raw).get("attention_bias"))
 
 

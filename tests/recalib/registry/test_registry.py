@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from honed.recalib.registry.access import User
 from honed.recalib.registry.registry import Registry, RegistryConflictError, RegistryError
 from tests.tools import ROOT
 
@@ -124,6 +126,51 @@ def test_import_of_half_a_checkpoint_says_what_is_missing(registry, tmp_path, mi
     with pytest.raises(RegistryError, match=f"{missing} can't be read"):
         registry.import_checkpoint(folder)
     assert registry.versions() == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_only_regular_files_are_imported(registry, tmp_path, name):
+    """A pipe would block the reader for ever."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(RegistryError, match=f"{name} can't be read .not a regular file"):
+        registry.import_checkpoint(folder)
+
+
+@pytest.fixture
+def open_folder():
+    """Everybody can reach it; pytest's own folders are closed."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_what_its_user_cannot_read_is_not_copied_for_it(registry, open_folder):
+    """The copy is readable by the whole group: a link must not make us give away what only we can read."""
+    ours, theirs = open_folder / "ours", open_folder / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    checkpoint(5)(ours)
+    for name in ("model.safetensors", "config.json"):
+        (theirs / name).symlink_to(ours / name)
+    for folder in (ours, theirs, open_folder):
+        folder.chmod(0o755)
+    nobody = User(65534, 65534)
+    (ours / "model.safetensors").chmod(0o600)
+    with pytest.raises(RegistryError, match="user 65534, whose engine names it, can't read it"):
+        registry.import_checkpoint(theirs, user=nobody)
+    (ours / "model.safetensors").chmod(0o644)
+    (ours / "config.json").chmod(0o644)
+    ours.chmod(0o700)
+    with pytest.raises(RegistryError, match="can't read it"):
+        registry.import_checkpoint(theirs, user=nobody)
+    assert registry.versions() == []
+    ours.chmod(0o755)
+    assert registry.import_checkpoint(theirs, user=nobody).state == "ready"
+    ours.chmod(0o700)
+    assert registry.import_checkpoint(ours, user=User(os.geteuid(), os.getegid())).state == "ready"
 
 
 def test_create_that_fails_leaves_nothing(registry):
