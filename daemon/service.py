@@ -98,6 +98,9 @@ class Service:
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic, self._on_refusal)
         self.live = LiveRounds()
         """Rounds since the daemon started."""
+        self._background = ThreadPoolExecutor(1, "honed-registry")
+        self._learning = ThreadPoolExecutor(1, "honed-learning")
+        """Replays of the log, which take long: no engine waits for its version behind another's."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
         self._make_lifecycle(shared)
         self._make_ingest()
@@ -108,7 +111,6 @@ class Service:
         """(method, route, status) -> HTTP requests."""
         self.version = installed_version("honed")
         self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
-        self._background = ThreadPoolExecutor(1, "honed-registry")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
         self.last_tick_s = monotonic()
@@ -196,6 +198,7 @@ class Service:
             engines=self.engines,
             swaps=self.swaps,
             lock=self.lock,
+            monotonic=self.monotonic,
         )
 
     def _make_ingest(self) -> None:
@@ -204,7 +207,7 @@ class Service:
             self.steering,
             settings.paths.database,
             lock=self.lock,
-            in_background=self.in_background,
+            in_background=self._learning.submit,
             tell_of_trial=self.canaries.tell_of_trial,
             on_ready=lambda: self.steer(self.monotonic()),
         )
@@ -216,7 +219,7 @@ class Service:
             clock=self.clock,
             lock=self.lock,
             in_background=self.in_background,
-            identify=self.drafters.identify,
+            identify=lambda hello, peer: self.drafters.identify(hello, self.router.user_of(peer)),
             on_hello=self.warm_start.prepare,
             on_welcome=self._on_welcome,
         )
@@ -254,7 +257,8 @@ class Service:
         # Commit first, so that the last acknowledgements are sent before the socket closes.
         self.store.drain(DRAIN_S)
         self.router.stop()
-        self._background.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._background, self._learning):
+            pool.shutdown(wait=True, cancel_futures=True)
         self.sharing.close()
         self.store.close()
 
@@ -348,6 +352,8 @@ class Service:
         now_s = self.monotonic()
         self.swaps.on_engine(engine, now_s)
         self.steer(now_s)
+        # Engines that name ever new checkpoints mustn't fill the disk.
+        self.in_background(self.old_versions.remove)
 
     def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():

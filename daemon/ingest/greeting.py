@@ -27,7 +27,7 @@ class Greeting:
     """Welcomes engines. Guarded by the service's lock, which the background takes itself.
 
     Args:
-        identify: returns the registry's version of an engine's checkpoint, "" without one; reads all of it.
+        identify: returns the registry's version of the checkpoint of a peer's hello, "" without one; may read all of it.
         on_hello: called before the version is known.
         on_welcome: called after the welcome.
     """
@@ -42,7 +42,7 @@ class Greeting:
         clock: Callable[[], float],
         lock: threading.RLock,
         in_background: Callable[[Callable[[], None]], object],
-        identify: Callable[[wire.EngineHello], str],
+        identify: Callable[[wire.EngineHello, bytes], str],
         on_hello: Callable[[Engine, wire.EngineHello], None],
         on_welcome: Callable[[Engine], None],
     ) -> None:
@@ -50,6 +50,8 @@ class Greeting:
         self._daemon_id, self._log_token_ids, self._clock = daemon_id, log_token_ids, clock
         self._lock, self._in_background = lock, in_background
         self._identify, self._on_hello, self._on_welcome = identify, on_hello, on_welcome
+        self._identifying: set[str] = set()
+        """Engines whose version is being looked for. They say hello every second meanwhile."""
 
     def greet(self, engine: Engine) -> None:
         """Store the engine's hello and welcome it, at once if its version is known."""
@@ -62,13 +64,18 @@ class Greeting:
         self._on_hello(engine, hello)
         if engine.live_version:
             self._welcome(engine)
-        else:
-            self._in_background(lambda: self._identify_and_welcome(engine, hello))
+        elif engine.engine_id not in self._identifying:
+            self._identifying.add(engine.engine_id)
+            self._in_background(lambda: self._identify_and_welcome(engine))
 
-    def _identify_and_welcome(self, engine: Engine, hello: wire.EngineHello) -> None:
+    def _identify_and_welcome(self, engine: Engine) -> None:
         version = note = ""
+        with self._lock:
+            self._identifying.discard(engine.engine_id)  # a hello from now on may name another checkpoint
+            hello, peer = engine.hello, engine.peer
+        assert hello is not None
         try:
-            version = self._identify(hello)
+            version = self._identify(hello, peer)
         except RegistryError as error:
             note = f"its drafter can't be retrained: {error}; {READABLE}"
             log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))

@@ -13,11 +13,14 @@ import structlog
 
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
+from honed.recalib.registry.access import User
+from honed.recalib.registry.manifest import CONFIG, WEIGHTS
 from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 
 log = structlog.get_logger("honed.drafters")
 
 LISTED = "`honed drafters` lists the versions"
+MOST_IDENTIFIED = 64
 READ_S = 600.0
 """A version read within this time, with unchanged files, isn't read again."""
 
@@ -33,26 +36,47 @@ class Drafters:
         self.registry, self._on_move = registry, on_move
         self._read: dict[str, tuple[float, object]] = {}
         """Versions with intact files -> time of reading, and state of the files then."""
+        self._identified: dict[Path, tuple[str, object]] = {}
+        """Folders that engines named -> version, and state of the files when they were read."""
         self._damaged: dict[str, tuple[object, str]] = {}
         """Versions with damaged files -> state of the files when that was found, and the damage."""
 
-    def identify(self, hello: EngineHello) -> str:
+    def identify(self, hello: EngineHello, user: User | None) -> str:
         """The registry version of an engine's checkpoint, imported if needed; "" if it has none.
 
-        Reads the whole checkpoint, so don't call it on the router's thread. The first checkpoint ever becomes `active` and
-        `floor`, the version that is never pruned and always available for a roll-back.
+        Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. The first
+        checkpoint ever becomes `active` and `floor`, the version that is never pruned and always available for a roll-back.
+
+        Args:
+            user: the engine's.
 
         Raises:
             RegistryError: it can't be read here or can't be registered.
         """
         if not hello.drafter_path:
             return ""
+        folder = Path(hello.drafter_path)
+        stamp = self._stamp_of(folder)
+        known, stamp_then = self._identified.get(folder, ("", None))
+        if stamp is not None and stamp == stamp_then and not self.fault(known):
+            return known
         manifest = self.registry.import_checkpoint(
-            Path(hello.drafter_path), target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}"
+            folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user
         )
+        if len(self._identified) >= MOST_IDENTIFIED:
+            self._identified.clear()
+        self._identified[folder] = manifest.version, stamp
         if not self.alias("active"):
             self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
         return manifest.version
+
+    @staticmethod
+    def _stamp_of(folder: Path) -> object:
+        try:
+            found = [(folder / name).stat() for name in (WEIGHTS, CONFIG)]
+        except OSError:
+            return None
+        return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
 
     @property
     def active(self) -> str:

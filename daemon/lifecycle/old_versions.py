@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import structlog
 
@@ -23,10 +24,19 @@ class OldVersions:
     """
 
     def __init__(
-        self, keep: int, rollout: Rollout, *, drafters: Drafters, engines: Engines, swaps: Swaps, lock: threading.RLock
+        self,
+        keep: int,
+        rollout: Rollout,
+        *,
+        drafters: Drafters,
+        engines: Engines,
+        swaps: Swaps,
+        lock: threading.RLock,
+        monotonic: Callable[[], float],
     ) -> None:
         self._keep, self._rollout = keep, rollout
         self._drafters, self._engines, self._swaps, self._lock = drafters, engines, swaps, lock
+        self._monotonic = monotonic
 
     def remove(self) -> None:
         """Prune under the lock, so that no use of a version begins meanwhile; remove the files without it."""
@@ -41,6 +51,6 @@ class OldVersions:
             log.error("old drafter versions can't be removed", error=str(error))
 
     def _in_use(self) -> set[str]:
-        """Versions that engines run or are about to run, and versions of running operations."""
-        running = {engine.live_version for engine in self._engines.by_id.values()}
+        """Versions that connected engines run or are about to run, and versions of running operations."""
+        running = {engine.live_version for engine in self._engines.connected(self._monotonic())}
         return (running | self._swaps.versions | self._rollout.versions) - {""}

@@ -171,12 +171,16 @@ class Swaps:
         self._reconcile(now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        if self._sent or self._rollout.trial is not None:
+        if self._rollout.trial is not None:
             return
         active = self._drafters.active
         if not active or self._drafters.fault(active):
             return
+        # Those of a swap that goes on aren't at the active version yet, or no longer; the others needn't wait for its end.
+        busy = {engine_id for sent in self._sent.values() for engine_id in sent.swap.engine_ids}
         for engine in self._engines.connected(now_s):
+            if engine.engine_id in busy:
+                continue
             attempts = self._attempts.setdefault(engine.engine_id, _Attempts())
             if engine.live_version == active:
                 attempts.count = 0

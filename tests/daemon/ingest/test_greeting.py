@@ -33,7 +33,7 @@ class Host:
             clock=clock,
             lock=threading.RLock(),
             in_background=self._jobs.append,
-            identify=lambda hello: self.identify(hello),
+            identify=lambda hello, peer: self.identify(hello),
             on_hello=lambda engine, hello: self.calls.append("hello"),
             on_welcome=lambda engine: self.calls.append("welcome"),
         )
@@ -76,6 +76,21 @@ def test_another_one_waits_until_its_checkpoint_was_read(host: Host) -> None:
     host.work()
     assert [welcome.drafter_version for welcome in host.sent] == ["v0001-abc"]
     assert engine.live_version == "v0001-abc"
+
+
+def test_an_engine_that_says_hello_every_second_meanwhile_is_looked_for_once(host: Host) -> None:
+    looked: list[wire.EngineHello] = []
+    identify = host.identify
+
+    def count(hello: wire.EngineHello) -> str:
+        looked.append(hello)
+        return identify(hello)
+
+    host.identify = count
+    for _ in range(5):
+        host.greet()
+    host.work()
+    assert len(looked) == len(host.sent) == 1
 
 
 def test_what_it_said_it_runs_meanwhile_counts(host: Host) -> None:

@@ -19,8 +19,10 @@ from safetensors.numpy import save_file
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
+from honed.daemon.control import warm_start
 from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
+from honed.daemon.lifecycle.swaps import TIMEOUT_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from honed.daemon.views.findings import findings
@@ -189,6 +191,75 @@ def test_old_versions_go_but_for_those_with_a_name(stage: Stage) -> None:
     wanted = [stage.first, versions[0], *versions[-keep:]]  # the floor and previous, the active one, the newest
     assert len(wanted) < 20
     wait_for(lambda: kept() == wanted, "the old versions' end")
+
+
+def test_engines_that_name_ever_new_checkpoints_do_not_fill_the_disk(stage: Stage, settings: Settings) -> None:
+    keep = settings.registry.keep_versions
+    for number in range(keep + 5):
+        write_checkpoint(stage.folder / f"other-{number}", 10.0 + number)
+        other = ServingEngine(
+            settings.paths.engine_socket,
+            engine_id="other",
+            boot_id=f"b{number}",
+            checkpoint=str(stage.folder / f"other-{number}"),
+        )
+        other.attach()
+        other.close()
+
+    def kept() -> int:
+        return len(stage.service.drafters.registry.versions())
+
+    wait_for(lambda: kept() <= keep + 1, "the old versions' end")
+
+
+def test_a_checkpoint_that_did_not_change_is_read_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    registry = stage.service.drafters.registry
+    import_checkpoint = registry.import_checkpoint
+
+    def count(path: Path, **more: Any) -> Manifest:
+        read.append(path)
+        return import_checkpoint(path, **more)
+
+    monkeypatch.setattr(registry, "import_checkpoint", count)
+    for boot in ("second", "third"):
+        stage.engine.die(boot)
+        assert stage.engine.attach().drafter_version == stage.first
+    assert read == []
+    write_checkpoint(stage.folder / "drafter", 5.0)
+    stage.engine.die("fourth")
+    assert stage.engine.attach().drafter_version != stage.first
+    assert len(read) == 1
+
+
+def test_no_engine_waits_for_its_version_behind_a_replay(
+    stage: Stage, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(warm_start, "learn_from_log", lambda *arguments: go_on.wait(60.0) and 0)
+    try:
+        for number in range(3):
+            other = ServingEngine(settings.paths.engine_socket, engine_id=f"other-{number}", checkpoint=stage.engine.checkpoint)
+            assert other.attach().drafter_version == stage.first
+            other.close()
+    finally:
+        go_on.set()
+
+
+def test_an_engine_that_does_not_answer_holds_up_no_other(stage: Stage, settings: Settings) -> None:
+    """One that is behind is brought to the active version while another one is silent."""
+    new = stage.version(1.0)
+    stage.promote(new)
+    silent = ServingEngine(settings.paths.engine_socket, engine_id="silent", checkpoint=stage.engine.checkpoint)
+    silent.attach()
+    silent.expect(wire.SwapCommand)
+    behind = ServingEngine(settings.paths.engine_socket, engine_id="behind", checkpoint=stage.engine.checkpoint)
+    behind.attach()
+    began_s = stage.service.monotonic()
+    assert behind.answer_swap().weights.version == new
+    assert stage.service.monotonic() - began_s < TIMEOUT_S / 2
+    silent.close()
+    behind.close()
 
 
 def test_a_dry_run_swaps_nothing(stage: Stage) -> None:
