@@ -56,6 +56,7 @@ NEVER_SERVICE = {"client", "doctor", "calibration", "install"}
 DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.registry.registry",
     "honed.recalib.registry.shared",
+    "honed.recalib.registry.access",
     "honed.recalib.registry.durable",
     "honed.recalib.registry.manifest",
     "honed.recalib.registry.weights_digest",
