@@ -289,27 +289,36 @@ class Decider:
         self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float, tries_near: bool
     ) -> list[int]:
         """The same list, or one with a trial of other lengths, which may begin where `begins` is below 1."""
-        limit, requests = self._tables.limit, self.requests
-        moves = self._length_trials.go_on()
-        if not moves and begins >= UNSEEN:
-            return lengths
-        now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+        trials = self._length_trials
+        moves = trials.go_on()
         if not moves:
-            ways = np.array(self._tables.shared_lengths or range(limit + 1)) - max(lengths)
-            moved = np.clip(now + ways[:, None], 0, ceilings)
-            rates, seconds = rates_of(
-                moved,
-                requests.gains_of(request_ids, limit, are_contexts_known=True),
-                self._model,
-                is_latency=self._tables.is_latency,
-                context_tokens=requests.noted_tokens(request_ids),
-                num_prefill_tokens=num_prefill_tokens,
-            )
-            options = map(Option, ways.tolist(), moved.mean(axis=1).tolist(), rates.tolist(), seconds.tolist())
-            self._length_trials.begin(begins, len(lengths), list(options), tries_near=tries_near)
-            moves = self._length_trials.go_on()
-        found: list[int] = np.clip(now + moves, 0, ceilings).tolist()
+            if begins >= UNSEEN:
+                return lengths
+            if not trials.is_planned(len(lengths)):
+                self._plan_trials(request_ids, lengths, num_prefill_tokens, tries_near)
+            trials.begin(begins, len(lengths), max(lengths))
+            moves = trials.go_on()
+            if not moves:
+                return lengths
+        ceilings = np.minimum(self.requests.ceiling[self.requests.slots_of(request_ids)], self._tables.limit)
+        found: list[int] = np.clip(np.array(lengths) + moves, 0, ceilings).tolist()
         return found if found != lengths else lengths
+
+    def _plan_trials(self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, tries_near: bool) -> None:
+        limit, requests = self._tables.limit, self.requests
+        now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
+        ways = np.array(self._tables.shared_lengths or range(limit + 1)) - max(lengths)
+        moved = np.clip(now + ways[:, None], 0, ceilings)
+        rates, seconds = rates_of(
+            moved,
+            requests.gains_of(request_ids, limit, are_contexts_known=True),
+            self._model,
+            is_latency=self._tables.is_latency,
+            context_tokens=requests.noted_tokens(request_ids),
+            num_prefill_tokens=num_prefill_tokens,
+        )
+        options = map(Option, ways.tolist(), moved.mean(axis=1).tolist(), rates.tolist(), seconds.tolist())
+        self._length_trials.plan(len(lengths), max(lengths), list(options), tries_near=tries_near)
 
     def _best(
         self,

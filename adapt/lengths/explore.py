@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_EXPLORING = 16
@@ -32,6 +33,8 @@ _WORTH_A_LOOK = 1.03
 """Rate, as a multiple of the best, that a length of unknown price must reach at the lowest possible price."""
 _STARTING, MOST_STARTING = 1.5, 0.04
 """Trials begun per step that explores, and at most per step."""
+_PLANNED_STEPS, _PLANNED_TRIALS, _PLANNED_UNSEEN = 128, 4, 2
+"""A plan is for so many steps at most, and for so many trials; for fewer of a length of unknown price, which they show."""
 
 
 def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_STEPS) -> float:
@@ -117,6 +120,20 @@ class Option(NamedTuple):
     """Predicted time of the step."""
 
 
+@dataclass(slots=True)
+class _Plan:
+    """The trial that is due at a batch size (to a power of two)."""
+
+    longest: int
+    """Draft length of the request with the longest."""
+    share: float
+    """Its frequency."""
+    num_trials: int
+    """Trials left."""
+    until: int
+    """Step at which it ends."""
+
+
 class LengthTrials:
     """Trials of other lengths than the best ones: everybody's drafts are so many longer, or shorter.
 
@@ -127,18 +144,39 @@ class LengthTrials:
     The price of a length that was hardly seen is a guess: a step's time may jump anywhere between two lengths that were. It may
     cost as little as the next shorter length that was seen. Lengths that would then be better than the best are tried, from the
     middle of the most promising gap, so that a jump is found by bisection.
+
+    Which length is due takes long to find out, so that is planned for some steps ahead.
     """
 
     def __init__(self) -> None:
         self._num_left, self._moves, self._num_steps = 0, 0, 0
         self._seen: dict[tuple[int, int], tuple[float, int]] = {}
         """Steps by batch size and length, as they are remembered, and the last of them."""
+        self._plans: dict[int, _Plan] = {}
+        """By batch size."""
 
-    def begin(self, chance: float, num_requests: int, options: Sequence[Option], *, tries_near: bool) -> None:
-        """Perhaps begin a trial.
+    def is_planned(self, num_requests: int) -> bool:
+        """Whether `begin` needs no new plan."""
+        plan = self._plans.get(num_requests.bit_length())
+        return plan is not None and plan.num_trials > 0 and self._num_steps < plan.until
+
+    def begin(self, chance: float, num_requests: int, longest: int) -> None:
+        """Perhaps begin the planned trial.
 
         Args:
             chance: drawn evenly; a trial of a length that is nearly as good begins below 1.
+            longest: longest draft length of the step without a trial.
+        """
+        plan = self._plans[num_requests.bit_length()]
+        if chance < plan.share:
+            plan.num_trials -= 1
+            self._num_left, self._moves = TRIAL_STEPS, plan.longest - longest
+
+    def plan(self, num_requests: int, longest: int, options: Sequence[Option], *, tries_near: bool) -> None:
+        """Plan the next trials of a batch size.
+
+        Args:
+            longest: as for `begin`, of the step that the options are for.
             tries_near: not only lengths of unknown price are tried, but also those that are nearly as good. A large batch tries
                 these in a few of its requests, which costs less.
             options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included.
@@ -159,8 +197,8 @@ class LengthTrials:
             _, promising_s, _ = max(unseen)
             gap = [moves for _, lowest_s, moves in unseen if lowest_s == promising_s]
             share, chosen = UNSEEN, gap[len(gap) // 2]
-        if chance < share:
-            self._num_left, self._moves = TRIAL_STEPS, chosen
+        num_trials = _PLANNED_UNSEEN if unseen else _PLANNED_TRIALS
+        self._plans[num_requests.bit_length()] = _Plan(longest + chosen, share, num_trials, self._num_steps + _PLANNED_STEPS)
 
     def go_on(self) -> int:
         """By how much everybody's length moves in this step; 0: no trial is on."""

@@ -119,13 +119,22 @@ def options(rates: dict[int, tuple[float, float]]) -> list[Option]:
     return [Option(moves, length, rate, 1.0) for moves, (length, rate) in rates.items()]
 
 
+def may_begin(
+    trials: LengthTrials, chance: float, num_requests: int, found: list[Option], longest: int, *, tries_near: bool = True
+) -> None:
+    """Do as the decider does in a step without a trial."""
+    if not trials.is_planned(num_requests):
+        trials.plan(num_requests, longest, found, tries_near=tries_near)
+    trials.begin(chance, num_requests, longest)
+
+
 def tried_lengths(trials: LengthTrials, num_steps: int, seed: int = 1) -> dict[int, int]:
     """Steps of each move, where a trial may begin at any time."""
     rng, steps = random.Random(seed), dict.fromkeys(RATES, 0)
     for _ in range(num_steps):
         moves = trials.go_on()
         if not moves:
-            trials.begin(rng.random(), 1, options(RATES), tries_near=True)
+            may_begin(trials, rng.random(), 1, options(RATES), 3)
             moves = trials.go_on()
         trials.note(1, RATES[moves][0])
         steps[moves] += 1
@@ -153,9 +162,9 @@ def test_other_batch_sizes_have_trials_of_their_own() -> None:
     trials = LengthTrials()
     for _ in range(1000):
         trials.note(1, 5.0)
-    trials.begin(0.9, 1, options({0: (3.0, 1.0), 2: (5.0, 0.96)}), tries_near=True)
+    may_begin(trials, 0.9, 1, options({0: (3.0, 1.0), 2: (5.0, 0.96)}), 3)
     assert trials.go_on() == 0
-    trials.begin(0.9, 4, options({0: (3.0, 1.0), 2: (5.0, 0.96)}), tries_near=True)
+    may_begin(trials, 0.9, 4, options({0: (3.0, 1.0), 2: (5.0, 0.96)}), 3)
     assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [2] * TRIAL_STEPS + [0]
 
 
@@ -163,15 +172,31 @@ def test_a_large_batch_only_tries_lengths_of_unknown_price() -> None:
     trials = LengthTrials()
     near = [Option(0, 3.0, 1.0, 1.0), Option(1, 4.0, 0.99, 1.0)]
     for _ in range(200):
-        trials.begin(0.5, 64, near, tries_near=False)
+        may_begin(trials, 0.5, 64, near, 3, tries_near=False)
+        trials.note(64, 3.0)
     assert trials.go_on() == 0
-    trials.begin(0.5, 64, [Option(0, 3.0, 1.0, 1.0), Option(1, 4.0, 0.9, 1.2)], tries_near=False)
+    trials = LengthTrials()
+    may_begin(trials, 0.5, 64, [Option(0, 3.0, 1.0, 1.0), Option(1, 4.0, 0.9, 1.2)], 3, tries_near=False)
     assert trials.go_on() == 1
+
+
+def test_a_plan_is_for_some_trials_and_steps_and_for_a_length_whatever_is_best_meanwhile() -> None:
+    trials, found = LengthTrials(), options({0: (3.0, 1.0), 2: (5.0, 0.995)})
+    trials.plan(1, 3, found, tries_near=True)
+    for longest, moves in ((3, 2), (4, 1), (7, -2), (5, 0)):
+        assert trials.is_planned(1)
+        trials.begin(0.0, 1, longest)
+        assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [moves] * TRIAL_STEPS + [0]
+    assert not trials.is_planned(1)
+    trials.plan(1, 3, found, tries_near=True)
+    for _ in range(200):
+        trials.note(1, 3.0)
+    assert not trials.is_planned(1)
 
 
 def test_where_there_is_no_other_length_nothing_is_tried() -> None:
     trials = LengthTrials()
-    trials.begin(0.0, 1, options({0: (1.0, 1.0)}), tries_near=True)
+    may_begin(trials, 0.0, 1, options({0: (1.0, 1.0)}), 3)
     assert trials.go_on() == 0
 
 
@@ -190,9 +215,8 @@ def test_a_jump_of_the_step_time_is_found_between_lengths_that_were_seen(jump: i
         ]
         rates = [(1.0 + 0.11 * length) / spent for length, spent in enumerate(seconds)]
         best = max(range(16), key=rates.__getitem__)
-        trials.begin(
-            0.5, 4, [Option(length - best, length, rates[length], seconds[length]) for length in range(16)], tries_near=True
-        )
+        found = [Option(length - best, length, rates[length], seconds[length]) for length in range(16)]
+        may_begin(trials, 0.5, 4, found, best)
         while moves := trials.go_on():
             trials.note(4, best + moves)
             known[best + moves] = 1.0 if best + moves <= jump else 1.5
