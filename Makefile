@@ -50,12 +50,12 @@ demo: setup
 	@echo "== the demo: a vLLM server, honed beside it, traffic that drifts"
 	@$(BIN)/python -m benchmarks.demo $(if $(TRAIN_SECONDS),--train-seconds $(TRAIN_SECONDS))
 
-# What needs but a core of its own runs on all of them at once; the rest has engines and processes of its own.
-ALONE := tests/adapt tests/kernels tests/benchmarks/simulated
+# Files with engines stay whole, for each starts its own: two at once, of a core each. A GPU is for one at a time.
+WITH_ENGINES := tests/e2e tests/integration
 test: setup
 	@echo "== tests (the real engine included: some 25 minutes on two cores)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ALONE)
-	@$(BIN)/python -m pytest $(ALONE:%=--ignore=%)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadfile $(WITH_ENGINES)
 
 test-runners: setup
 	@for runner in v1 v1-async v2 v2-async; do \

@@ -500,7 +500,7 @@ def test_a_seed_gives_one_answer():
 
 
 def test_intervals_cover():
-    """Of 100 short logs at least 85 each, and most of the intervals are worth having: below ± 15 %."""
+    """Of 60 short logs at least 51 each, and most of the intervals are worth having: below ± 15 %."""
     trace = dataclasses.replace(
         BASE,
         num_spec_tokens=4,
@@ -511,7 +511,7 @@ def test_intervals_cover():
     )
     lengths = (0, 1, 2, 4)
     covered, widths = dict.fromkeys(lengths, 0), []
-    for seed in range(100):
+    for seed in range(60):
         traffic = Traffic(dataclasses.replace(trace, seed=seed))
         replay = replay_of(goodput_log(traffic, seed, explore_share=0.1), trace, seed)
         for k in lengths:
@@ -519,7 +519,7 @@ def test_intervals_cover():
             assert speed is not None
             covered[k] += speed.low <= run(traffic, static(k)) <= speed.high
             widths.append(speed.high / speed.value - 1.0)
-    assert min(covered.values()) >= 85, covered
+    assert min(covered.values()) >= 51, covered
     assert np.median(widths) < 0.15
 
 
