@@ -55,7 +55,7 @@ WITH_ENGINES := tests/e2e tests/integration
 test: setup
 	@echo "== tests (the real engine included: some 25 minutes on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadfile $(WITH_ENGINES)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadgroup --no-loadscope-reorder $(WITH_ENGINES)
 
 test-runners: setup
 	@for runner in v1 v1-async v2 v2-async; do \

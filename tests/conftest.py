@@ -1,6 +1,14 @@
-"""Keeps hypothesis from measuring time: on a busy machine an example may take long."""
+"""Keeps hypothesis from measuring time: on a busy machine an example may take long. Groups tests that share an engine."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("honed", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("honed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, one process runs a file's tests, which share an engine; those of test_runners share none."""
+    for item in items:
+        name = item.path.name
+        item.add_marker(pytest.mark.xdist_group(item.name if name == "test_runners.py" else name))
