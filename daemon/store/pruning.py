@@ -18,6 +18,14 @@ SOON_S = 0.5
 """Pause between rounds while work is left, so that batches are committed in between."""
 
 
+MOST_SILENT_BOOTS = 1000
+"""Boots that said hello and never sent a batch: so many of the latest are kept."""
+_DELETE_SILENT_BOOTS = """
+DELETE FROM boots WHERE batches = 0 AND last_seen_unix_ns <
+  (SELECT last_seen_unix_ns FROM boots WHERE batches = 0 ORDER BY last_seen_unix_ns DESC LIMIT 1 OFFSET ?)
+"""
+
+
 class Pruning:
     """Deletion rounds, when due.
 
@@ -64,6 +72,7 @@ def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> int:
     Args:
         now_s: of the AgeClock.
     """
+    db.conn.execute(_DELETE_SILENT_BOOTS, (MOST_SILENT_BOOTS,))
     ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
     for resolution, age_s in ages.items():
         if age_s:

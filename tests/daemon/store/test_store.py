@@ -358,6 +358,20 @@ def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, mo
     assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
 
 
+def test_hellos_without_end_leave_a_bounded_number_of_boots(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "MOST_SILENT_BOOTS", 3)
+    put(store, stored(make_batch(1, engine_id="old")))
+    for number in range(10):
+        store.write(
+            lambda db, number=number: batch_tables.save_hello(db, f"engine-{number}", "boot", "{}", 2 * 10**18 + number)
+        )
+    delete(store, StoreSettings())
+    assert {row["engine_id"] for row in store.read("SELECT engine_id FROM boots")} == {
+        "old",
+        *(f"engine-{n}" for n in range(6, 10)),
+    }
+
+
 class Machine:
     """A wall clock that can be wrong, and an uptime that can't."""
 
