@@ -60,7 +60,7 @@ def weights(service: Service) -> Document:
             "created_unix_s": one["created_unix_s"],
             "bytes": one["bytes"],
             "state": one["state"],
-            "gate": (one["figures"] or {}).get("gate") or [],
+            "gate": one["figures"]["gate"],
             "watched": outcomes.get(one["version"], ""),
         }
         for one in kept

@@ -25,9 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -239,9 +238,3 @@ def swap_p_value(pairs: NDArray[np.int64], resamples: int, seed: int) -> float: 
 def _lengths(sums: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # [..., 4] -> 2 x [...]
     """tau of parent and candidate from summed counts."""
     return 1.0 + sums[..., 1] / sums[..., 0], 1.0 + sums[..., 3] / sums[..., 2]
-
-
-def summarise(figures: Iterable[GateFigures]) -> list[dict[str, Any]]:
-    """Summarise figures as rows, one per workload, for a version's manifest and for an operation's report."""
-    rows: list[dict[str, Any]] = msgspec.to_builtins(list(figures))
-    return rows

@@ -27,8 +27,8 @@ from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.gate.evaluate import SessionFigures, evaluate_in_parts
-from honed.recalib.gate.gate import GateSettings, judge, summarise
-from honed.recalib.registry.manifest import WEIGHTS
+from honed.recalib.gate.gate import GateSettings, judge
+from honed.recalib.registry.manifest import WEIGHTS, Figures
 from honed.recalib.registry.registry import Manifest, Registry, RegistryError
 from honed.recalib.registry.tensor_file import read_tensor_entries
 from honed.recalib.samples.stretch import Stretch
@@ -195,14 +195,14 @@ class Recalibration:
             lambda folder: _save(drafter, folder, parent_dir),
             parent=parent.version,
             scope=self.request.scope,
-            figures={
-                "gate": summarise(progress.gate),
-                "blend": progress.blend,
-                "steps": progress.steps,
-                "tokens": progress.tokens,
-                "loss": progress.loss,
-                "train_seconds": progress.train_seconds,
-            },
+            figures=Figures(
+                gate=list(progress.gate),
+                blend=progress.blend,
+                steps=progress.steps,
+                tokens=progress.tokens,
+                loss=progress.loss,
+                train_seconds=progress.train_seconds,
+            ),
             data_window=window,
             target_path=self.request.target_path,
             vllm_version=self.request.vllm_version,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from honed.adapt.protocol.wire import GateTable
 from honed.recalib.registry.durable import read_document, sha256_file
 from honed.recalib.registry.tensor_file import read_drafter_entries, sha256_tensors
 
@@ -17,6 +18,21 @@ WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 
 class RegistryError(ValueError):
     """A fault in the registry; the text names the file, the cause and the cure."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training reports of its result."""
+
+    gate: GateTable = []
+    blend: float | None = None
+    """Share of the training's change that was kept."""
+    steps: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    train_seconds: float = 0.0
+
+
+NO_FIGURES = Figures()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     kv_sha256: str = ""
     """Digest of all that cached context keys and values depend on: a swap between equal ones keeps the cache."""
     note: str = ""
-    figures: dict[str, Any] = {}
+    figures: Figures = NO_FIGURES
     data_window: dict[str, Any] = {}
     """Training data: rows by workload, number of sessions, and a keyed digest. No content."""
     vllm_version: str = ""

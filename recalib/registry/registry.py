@@ -31,7 +31,9 @@ from honed.recalib.registry.durable import fsync_path, locked, make_folder, open
 from honed.recalib.registry.manifest import (
     CONFIG,
     MANIFEST,
+    NO_FIGURES,
     WEIGHTS,
+    Figures,
     Manifest,
     RegistryError,
     describe_checkpoint,
@@ -77,7 +79,7 @@ class Registry:
         *,
         parent: str = "",
         scope: str = "",
-        figures: Mapping[str, Any] | None = None,
+        figures: Figures = NO_FIGURES,
         data_window: Mapping[str, Any] | None = None,
         target_path: str = "",
         vllm_version: str = "",
@@ -93,7 +95,7 @@ class Registry:
         about |= {"note": note, "origin": origin}
         with self._temporary_folder() as folder:
             write(folder)
-            draft = describe_checkpoint(folder, "", figures=dict(figures or {}), data_window=dict(data_window or {}), **about)
+            draft = describe_checkpoint(folder, "", figures=figures, data_window=dict(data_window or {}), **about)
             for name in (WEIGHTS, CONFIG):
                 (folder / name).chmod(0o440)
                 fsync_path(folder / name)

@@ -25,7 +25,7 @@ from benchmarks.server.processes import ROOT, Processes, free_port
 from benchmarks.server.vllm_server import Server
 from honed.adapt.protocol.wire import GateFigures
 from honed.daemon.client.client import AdminClient
-from honed.recalib.gate.gate import summarise
+from honed.recalib.registry.manifest import Figures
 from honed.recalib.registry.registry import Registry
 from tests.observability.watchers import Alertmanager, Prometheus
 
@@ -82,10 +82,10 @@ class Stack:
             shutil.copy(DRAFTER / "config.json", folder)
             save_file(tensors, folder / "model.safetensors")
 
-        gate = summarise([GateFigures("docs", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
+        row = GateFigures(workload="docs", sessions=9, parent=2.0, candidate=3.0, gain_low=1.4, gain_high=1.6, passed=True)
         target = self.client.get("/v1/engines")[0]["target_path"]
         registry = Registry(self.folder / "state" / "registry")
-        return registry.create(write, figures={"gate": gate}, target_path=target, note="spoilt on purpose").version
+        return registry.create(write, figures=Figures(gate=[row]), target_path=target, note="spoilt on purpose").version
 
     def settle(self) -> None:
         """Wait, without traffic, until the daemon has stored all that vLLM counted."""

@@ -21,7 +21,7 @@ from honed.daemon.page.document import CACHE_S, MOST_WORKLOADS, OTHERS, PageDocu
 from honed.daemon.page.page import FOLDER, page
 from honed.daemon.service import Service
 from honed.daemon.views import views
-from honed.recalib.gate.gate import summarise
+from honed.recalib.registry.manifest import Figures
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.lifecycle.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)
@@ -218,8 +218,8 @@ def test_what_operators_write_stays_out(stage: Stage) -> None:  # noqa: F811
 
 
 def test_versions_and_the_trial(stage: Stage) -> None:  # noqa: F811
-    gate = summarise([wire.GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
-    second = stage.version(1.0, figures={"gate": gate})
+    gate = [wire.GateFigures(workload="b", sessions=9, parent=2.0, candidate=3.0, gain_low=1.4, gain_high=1.6, passed=True)]
+    second = stage.version(1.0, figures=Figures(gate=gate))
     answer = stage.client.post(f"/v1/drafters/{second}:promote", json={}).json()
     stage.engine.answer_swap()
     stage.wait_state(answer["operation_id"], "succeeded")

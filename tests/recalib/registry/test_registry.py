@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from honed.recalib.registry.access import User
+from honed.recalib.registry.manifest import Figures
 from honed.recalib.registry.registry import Registry, RegistryConflictError, RegistryError
 from tests.tools import ROOT
 
@@ -42,11 +43,11 @@ def registry(tmp_path):
 
 
 def test_created_version_is_listed_verified_and_immutable(registry):
-    manifest = registry.create(checkpoint(1), parent="", scope="full", figures={"gain": 1.2}, data_window={"rows": 3})
+    manifest = registry.create(checkpoint(1), parent="", scope="full", figures=Figures(steps=12), data_window={"rows": 3})
     assert manifest.version == f"v0001-{manifest.sha256[:8]}"
     assert registry.get(manifest.version) == registry.verify(manifest.version) == manifest
     assert registry.versions() == [manifest]
-    assert (manifest.figures, manifest.data_window, manifest.num_tensors) == ({"gain": 1.2}, {"rows": 3}, 2)
+    assert (manifest.figures, manifest.data_window, manifest.num_tensors) == (Figures(steps=12), {"rows": 3}, 2)
     for file in registry.path(manifest.version).iterdir():
         assert file.stat().st_mode & 0o777 == 0o440
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from honed.recalib.registry.durable import MAX_DOCUMENT_BYTES
+from honed.recalib.registry.manifest import Figures
 from honed.recalib.registry.registry import Registry, RegistryError
 from honed.recalib.registry.shared import SharedRegistry
 from tests.recalib.registry.test_registry import checkpoint
@@ -49,7 +50,7 @@ def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, targe
         checkpoint(1),
         parent="v0001-00000000",
         scope="kv-frozen",
-        figures={"gain": 1.2},
+        figures=Figures(steps=12),
         data_window={"rows": {"b": 3}},
         target_path=str(target),
         vllm_version="0.32.0",
@@ -167,3 +168,15 @@ def test_a_place_that_fails_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_protocol_that_nobody_speaks_is_named(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match=r"registry.url = 'nope://x' can't be used: .*nope"):
         SharedRegistry("nope://x", Registry(tmp_path / "here"))
+
+
+@pytest.mark.parametrize("figures", [{"gate": 7}, {"gate": [{"workload": "a"}]}, {"gate": [[]]}, [], "x", {"steps": "many"}])
+def test_a_manifest_with_odd_figures_is_no_version(here: Side, target: Path, figures: object) -> None:
+    """They would end the commands and the page that show them."""
+    registry, shared = here
+    made = registry.create(checkpoint(1), target_path=str(target))
+    assert shared.push(made.version)
+    place = f"{shared._versions}/{made.sha256}/manifest.json"
+    document = json.loads(shared._fs.cat_file(place)) | {"figures": figures}
+    shared._fs.pipe_file(place, json.dumps(document).encode())
+    assert SharedRegistry(shared.url, registry).listing() == []

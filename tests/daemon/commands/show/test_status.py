@@ -3,6 +3,7 @@
 import io
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
@@ -10,7 +11,6 @@ from honed.adapt.protocol.wire import GateFigures
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import status as show
 from honed.daemon.views.findings import LAG_S, LATELY_S, findings
-from honed.recalib.gate.gate import summarise
 
 HEALTHY: dict[str, Any] = {
     "version": "0.1.0",
@@ -195,7 +195,7 @@ def test_an_operation_shows_gate_and_pause() -> None:
 
 
 def test_aliases_stand_beside_their_versions() -> None:
-    gate = summarise([GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True)])
+    gate = [msgspec.to_builtins(GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True))]
     document = {
         "aliases": {"active": "v0002-b", "previous": "v0001-a", "candidate": None, "floor": "v0001-a"},
         "versions": [
