@@ -7,13 +7,14 @@ STAMP := $(VENV)/.honed-setup
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-runners test-parallel test-calibrate test-api test-systemd test-observability contract lint structure
-.PHONY: typecheck dashboards docs reference dist clean help
+.PHONY: setup demo test test-faults test-runners test-parallel test-calibrate test-api test-systemd test-observability
+.PHONY: contract lint structure typecheck dashboards docs reference dist clean help
 .PHONY: bench gpu
 
 help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests that need no GPU, no root and no other tools, the real engine included"
+	@echo "make test-faults    the tests of every fault that was found by attack, some minutes; the last line is JSON"
 	@echo "make test-runners   one suite on both model runners of vLLM, V1 and V2, each with both schedulers"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
@@ -56,6 +57,10 @@ test: setup
 	@echo "== tests (the real engine included: some 25 minutes on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadgroup --no-loadscope-reorder $(WITH_ENGINES)
+
+test-faults: setup
+	@echo "== what attacks have found, and what was mended since (some 4 minutes on two cores)"
+	@$(BIN)/python -m tests.faults
 
 test-runners: setup
 	@for runner in v1 v1-async v2 v2-async; do \

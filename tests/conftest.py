@@ -1,4 +1,7 @@
-"""Keeps hypothesis from measuring time: on a busy machine an example may take long. Groups tests that share an engine."""
+"""Keeps hypothesis from measuring time: on a busy machine an example may take long. Groups tests that share an engine.
+
+Reports name the faults that their tests are about, see faults.py.
+"""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,3 +15,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = item.path.name
         item.add_marker(pytest.mark.xdist_group(item.name if name == "test_runners.py" else name))
+        item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]

@@ -36,6 +36,7 @@ def logged(running: TestEngine, asked: list[Any], **params: Any) -> tuple[list[l
     return completions, rows
 
 
+@pytest.mark.fault("tokens past a request's end that counted as gain")
 def test_A3_sixteen_requests_of_two_tokens_deliver_sixteen_tokens(attached: TestEngine) -> None:
     set_policy(attached, kind="off")  # vLLM drafts past the end, and counts what it accepts there
     completions, rows = logged(attached, prompts(NUM_REQUESTS), max_tokens=2, ignore_eos=True)
@@ -44,6 +45,7 @@ def test_A3_sixteen_requests_of_two_tokens_deliver_sixteen_tokens(attached: Test
     assert sum(row["num_emitted"] for row in rows) > NUM_REQUESTS, "nothing was accepted past the end: this test shows nothing"
 
 
+@pytest.mark.fault("tokens past a request's end that counted as gain")
 def test_A3_tokens_past_a_stop_token_are_not_delivered(attached: TestEngine) -> None:
     set_policy(attached, kind="off")
     asked = prompts(2)
@@ -73,6 +75,7 @@ def most_drafts(rows: list[dict[str, Any]], ends: dict[int, int]) -> list[tuple[
     return found
 
 
+@pytest.mark.fault("drafts past what a request can take")
 @pytest.mark.parametrize("way", ["max_tokens", "max_model_len"])
 @pytest.mark.parametrize("policy", [{"static_k": K}, {"kind": "goodput", "static_k": K}, {"kind": "table", "static_k": K}])
 def test_A3_nothing_is_drafted_past_what_a_request_can_take(attached: TestEngine, way: str, policy: dict[str, Any]) -> None:
@@ -98,6 +101,7 @@ def test_A3_nothing_is_drafted_past_what_a_request_can_take(attached: TestEngine
     assert sum(row["num_emitted"] for row in rows) == sum(row["delivered"] for row in rows) or IS_ASYNC
 
 
+@pytest.mark.fault("drafts past what a request can take")
 def test_A3_a_request_of_two_tokens_drafts_nothing(attached: TestEngine) -> None:
     set_policy(attached, static_k=K)
     _, rows = logged(attached, prompts(NUM_REQUESTS), max_tokens=2, ignore_eos=True)
@@ -126,6 +130,7 @@ def answered(running: TestEngine, disturb: Callable[[int], None]) -> tuple[list[
     return [found[name] for name in sorted(found)], rows
 
 
+@pytest.mark.fault("drafts forgotten while a request sat out a step")
 @pytest.mark.parametrize("way", ["sits out a step", "is preempted"])
 def test_A4_only_the_drafters_own_drafts_teach_once_a_request(
     attached: TestEngine, way: str, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,7 @@ def test_what_is_known_to_break_is_left_out() -> None:
     assert {"char-nvidia-frontend", "char-nvidiactl", "char-nvidia-uvm", "char-nvidia-caps"} <= allowed
 
 
+@pytest.mark.fault("a daemon that may take all of the machine's memory")
 def test_the_daemon_can_use_up_neither_memory_nor_descriptors() -> None:
     found = directives("honed.service")
     assert (found["Service.MemoryMax"], found["Service.LimitNOFILE"]) == (["4G"], [str(OPEN_FILES)])

@@ -36,6 +36,7 @@ def test_looking_up_takes_no_place_and_counts_nothing():
     assert (names.look_up("a"), names.num_pooled) == (OTHER_WORKLOAD, 1)
 
 
+@pytest.mark.fault("labels that run out")
 def test_a_name_out_of_use_makes_room_the_oldest_first():
     names = WorkloadNames()
     for number in range(MAX_WORKLOADS - 2):
@@ -47,6 +48,7 @@ def test_a_name_out_of_use_makes_room_the_oldest_first():
     assert (names("w1", RECENT_S + 1), names("w0", RECENT_S + 1)) == (OTHER_WORKLOAD, "w0")
 
 
+@pytest.mark.fault("labels that run out")
 def test_a_name_in_use_keeps_its_place():
     names = WorkloadNames(is_in_use=lambda name: name != "w3")
     for number in range(MAX_WORKLOADS - 2):

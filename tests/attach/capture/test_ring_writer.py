@@ -299,6 +299,7 @@ def survives(path, script):
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
+@pytest.mark.fault("files that are cut off while they are in use")
 @pytest.mark.parametrize("length", [0, HEADER_BYTES, HEADER_BYTES + 6000])
 def test_ring_that_is_cut_off_ends_neither_writer_nor_reader(path, length):
     """Through a map, its next byte was a SIGBUS: vLLM ended without a word, and the trainer alike."""
@@ -326,6 +327,7 @@ assert reader.error == "", "it fills again"
     )
 
 
+@pytest.mark.fault("files that are cut off while they are in use")
 def test_ring_that_is_cut_off_while_it_is_erased_ends_nobody(path):
     survives(
         path,
@@ -351,6 +353,7 @@ assert positions() == [5100]
     )
 
 
+@pytest.mark.fault("a full tmpfs under the sample ring")
 def test_full_filesystem_is_an_error_and_the_ring_goes_on(tmp_path):
     """A ring whose memory was taken from it, on a tmpfs that has no more: through a map that was a SIGBUS."""
     script = (
@@ -392,6 +395,7 @@ assert ring.num_records == 2
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
+@pytest.mark.fault("files that are cut off while they are in use")
 def test_no_side_keeps_a_map_of_the_ring(path):
     """Whatever happens to the file, no address of these processes is backed by it."""
     ring = make(path)
@@ -413,6 +417,7 @@ def test_a_ring_that_no_reader_would_accept_is_not_made(path, capacity, size):
 NAN_BITS = 0x7FC0
 
 
+@pytest.mark.fault("captured rows that aren't finite")
 @pytest.mark.parametrize(
     ("dtype", "row_dtype", "nan"),
     [("float32", np.float32, np.nan), ("float16", np.float16, -np.inf), ("bfloat16", np.uint16, NAN_BITS)],
@@ -434,6 +439,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(path, dtype, row_dtyp
     assert (reader.nonfinite_rows, reader.bad_records, reader.lost_records) == (8, 0, 0)
 
 
+@pytest.mark.fault("captured tokens outside the vocabulary")
 def test_token_ids_below_zero_are_a_bad_record(path):
     ring = make(path)
     ids, features = rows(0, 3)

@@ -240,6 +240,7 @@ def test_what_is_learned_of_the_engine_later_is_said_in_a_second_hello(
         daemon.receive(wire.EngineHello, timeout_s=1.0)
 
 
+@pytest.mark.fault("an exception in the publisher's thread")
 def test_a_label_that_cannot_be_encoded_costs_its_batch_and_no_more(
     publisher: Publisher, daemon: Daemon, log: StepLog, seen: dict[str, list[Any]]
 ) -> None:
@@ -254,6 +255,7 @@ def test_a_label_that_cannot_be_encoded_costs_its_batch_and_no_more(
     assert (batch.lost_rounds, batch.lost_draft_tokens, batch.lost_accepted_tokens) == (1, 3, 2)
 
 
+@pytest.mark.fault("an exception in the publisher's thread")
 def test_a_step_that_cannot_be_read_costs_its_batch_and_no_more(
     publisher: Publisher, daemon: Daemon, log: StepLog, seen: dict[str, list[Any]]
 ) -> None:

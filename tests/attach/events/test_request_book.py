@@ -46,6 +46,7 @@ def test_workloads_are_bounded_and_short() -> None:
     assert max(map(len, names)) <= 64
 
 
+@pytest.mark.fault("labels that run out")
 def test_finished_requests_make_room_for_new_labels_and_running_ones_keep_theirs() -> None:
     now_s = [0.0]
     book = RequestBook(lambda: now_s[0])
@@ -60,6 +61,7 @@ def test_finished_requests_make_room_for_new_labels_and_running_ones_keep_theirs
     assert book.workloads.num_pooled == 39
 
 
+@pytest.mark.fault("labels that run out")
 def test_the_workers_read_the_name_that_the_events_have() -> None:
     book = RequestBook()
     given = [params(honed_workload=f"w{number}", honed_session="s") for number in range(100)]
@@ -69,6 +71,7 @@ def test_the_workers_read_the_name_that_the_events_have() -> None:
     assert read_labels(given[-1]) == Labels(OTHER_WORKLOAD, session="s")
 
 
+@pytest.mark.fault("values out of range in a frame")
 @pytest.mark.parametrize(("given", "kept"), [(float("nan"), 0.0), (float("inf"), MAX_TEMPERATURE), (1e30, MAX_TEMPERATURE)])
 def test_a_temperature_that_the_wire_cannot_carry_is_one_that_it_can(given: float, kept: float) -> None:
     _, tracked = RequestBook().add("r", SimpleNamespace(temperature=given, extra_args=None))

@@ -32,6 +32,7 @@ def is_safe(text: str) -> bool:
     return all(c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") for c in text)
 
 
+@pytest.mark.fault("escape sequences in text of others")
 @given(st.text())
 def test_any_text_is_visible_and_printable_text_stays(text: str) -> None:
     assert is_safe(visible(text))
@@ -40,10 +41,12 @@ def test_any_text_is_visible_and_printable_text_stays(text: str) -> None:
     assert visible(visible(text)) == visible(text)
 
 
+@pytest.mark.fault("escape sequences in text of others")
 def test_names_and_values_of_a_document_are_visible() -> None:
     assert visible_document({ATTACK: [ATTACK, 1, None]}) == {visible(ATTACK): [visible(ATTACK), 1, None]}
 
 
+@pytest.mark.fault("escape sequences in text of others")
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_a_renderer_forgot_is_caught_by_the_console(is_terminal: bool) -> None:
     console = SafeConsole(file=io.StringIO(), force_terminal=is_terminal, width=120)
@@ -78,6 +81,7 @@ def honed(site: dict[str, str], *arguments: str, **env: str) -> subprocess.Compl
     return subprocess.run([*HONED, *arguments], env=site | env, capture_output=True, timeout=60, check=False)
 
 
+@pytest.mark.fault("escape sequences in text of others")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_passes_control_characters_on(site: dict[str, str], command: str) -> None:
     made = honed(site, *command.split())
@@ -95,6 +99,7 @@ def test_hostile_text_is_shown(site: dict[str, str]) -> None:
     assert rb"reason \x1b]0;owned\x07" in honed(site, "override", "list").stdout
 
 
+@pytest.mark.fault("a terminal that isn't UTF-8")
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("command", ["status", "top", "doctor", "no-such-command"])
 def test_a_terminal_of_any_encoding_gets_an_answer(site: dict[str, str], command: str, encoding: str) -> None:
@@ -103,6 +108,7 @@ def test_a_terminal_of_any_encoding_gets_an_answer(site: dict[str, str], command
     assert made.stdout or command == "no-such-command"
 
 
+@pytest.mark.fault("a verdict that depends on what reads it")
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_the_verdict_is_the_same_whatever_reads_it(site: dict[str, str], encoding: str) -> None:
     expected = honed(site, "status", "--check").returncode
@@ -116,6 +122,7 @@ def test_the_verdict_is_the_same_whatever_reads_it(site: dict[str, str], encodin
     assert (made.returncode, made.stderr) == (expected, b"")
 
 
+@pytest.mark.fault("escape sequences in text of others")
 def test_a_terminal_gets_only_the_commands_own_sequences(site: dict[str, str]) -> None:
     parent, child = pty.openpty()
     command = [*HONED, "workloads"]

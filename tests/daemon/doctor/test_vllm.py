@@ -103,6 +103,7 @@ def test_a_drafter_trained_for_another_target(tmp_path: Path, changes: dict[str,
     assert wrong(checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *speculative()])))
 
 
+@pytest.mark.fault("a mask token outside the vocabulary")
 @pytest.mark.parametrize("mask", [4096, -1, 151669])
 def test_a_mask_token_outside_the_vocabulary(tmp_path: Path, mask: int) -> None:
     config = json.loads((TINY / "drafter" / "config.json").read_text())
@@ -113,6 +114,7 @@ def test_a_mask_token_outside_the_vocabulary(tmp_path: Path, mask: int) -> None:
     assert (bad.level, f"its mask token {mask} is outside the vocabulary of 4096" in bad.text) == ("error", True)
 
 
+@pytest.mark.fault("a drafter with a shorter context than its target")
 @pytest.mark.parametrize(("positions", "max_model_len", "is_short"), [(64, "", True), (64, "64", False), (64, "inf", True)])
 def test_a_drafter_with_a_shorter_context(tmp_path: Path, positions: int, max_model_len: str, is_short: bool) -> None:
     config = json.loads((TINY / "drafter" / "config.json").read_text()) | {"max_position_embeddings": positions}

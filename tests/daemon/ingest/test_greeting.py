@@ -78,6 +78,7 @@ def test_another_one_waits_until_its_checkpoint_was_read(host: Host) -> None:
     assert engine.live_version == "v0001-abc"
 
 
+@pytest.mark.fault("a checkpoint read again at every hello")
 def test_an_engine_that_says_hello_every_second_meanwhile_is_looked_for_once(host: Host) -> None:
     looked: list[wire.EngineHello] = []
     identify = host.identify

@@ -61,6 +61,7 @@ OUT_OF_RANGE = [
 ]
 
 
+@pytest.mark.fault("values out of range in a frame")
 @pytest.mark.parametrize(("path", "value"), OUT_OF_RANGE, ids=lambda part: ".".join(part) if isinstance(part, tuple) else "")
 def test_a_batch_out_of_range_is_counted_and_those_behind_it_go_on(
     service: Service, make_engine: MakeEngine, tmp_path: Path, path: tuple[str, ...], value: Any
@@ -80,6 +81,7 @@ def test_a_batch_out_of_range_is_counted_and_those_behind_it_go_on(
     assert service.store.read("SELECT * FROM rollups") == service.store.read("SELECT * FROM batches") == []
 
 
+@pytest.mark.fault("values out of range in a frame")
 def test_a_delay_that_is_no_number_is_counted(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     for delay_s in (math.nan, math.inf, -1.0, 1e308):
@@ -89,6 +91,7 @@ def test_a_delay_that_is_no_number_is_counted(service: Service, make_engine: Mak
     render(service)
 
 
+@pytest.mark.fault("a batch under another engine's ids")
 def test_another_process_cannot_send_under_an_engines_ids(service: Service, make_engine: MakeEngine) -> None:
     engine, stranger = make_engine(), make_engine()
     engine.hello()
@@ -115,6 +118,7 @@ def test_an_engine_whose_connection_has_ended_comes_back(service: Service, make_
         assert engine.hello().committed_seq == seq
 
 
+@pytest.mark.fault("engine names and reasons without end")
 def test_engine_ids_without_end_push_no_engine_out(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "MOST_ENGINES", 8)
     hello = FakeEngine.hello_message
@@ -136,6 +140,7 @@ def test_engine_ids_without_end_push_no_engine_out(service: Service, monkeypatch
     assert len(service.engines._boots) == 8
 
 
+@pytest.mark.fault("engine names and reasons without end")
 def test_reasons_without_end_are_counted_as_one(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello()

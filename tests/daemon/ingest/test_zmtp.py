@@ -29,6 +29,7 @@ def test_messages_arrive_however_the_bytes_are_cut(messages: list[bytes], cuts: 
     assert reader.num_bytes == 0
 
 
+@pytest.mark.fault("messages that never end")
 @pytest.mark.parametrize(
     ("data", "why"),
     [

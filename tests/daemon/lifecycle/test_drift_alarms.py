@@ -75,6 +75,7 @@ def test_what_failed_is_tried_again_after_pauses_that_double_and_not_for_ever() 
     assert [one.alarm.text for one in alarms.due(now_s)] == ["worse still"]
 
 
+@pytest.mark.fault("a gate that equal candidates pass by luck")
 def test_all_attempts_together_have_the_whole_error() -> None:
     shares = [error_share(num_failed) for num_failed in range(MAX_ATTEMPTS)]
     assert sum(shares) == pytest.approx(1.0)

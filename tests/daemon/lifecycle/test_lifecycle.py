@@ -193,6 +193,7 @@ def test_old_versions_go_but_for_those_with_a_name(stage: Stage) -> None:
     wait_for(lambda: kept() == wanted, "the old versions' end")
 
 
+@pytest.mark.fault("ever new checkpoints that fill the disk")
 def test_engines_that_name_ever_new_checkpoints_do_not_fill_the_disk(stage: Stage, settings: Settings) -> None:
     keep = settings.registry.keep_versions
     for number in range(keep + 5):
@@ -212,6 +213,7 @@ def test_engines_that_name_ever_new_checkpoints_do_not_fill_the_disk(stage: Stag
     wait_for(lambda: kept() <= keep + 1, "the old versions' end")
 
 
+@pytest.mark.fault("a checkpoint read again at every hello")
 def test_a_checkpoint_that_did_not_change_is_read_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     registry = stage.service.drafters.registry
@@ -232,6 +234,7 @@ def test_a_checkpoint_that_did_not_change_is_read_once(stage: Stage, monkeypatch
     assert len(read) == 1
 
 
+@pytest.mark.fault("engines that wait behind replays of the log")
 def test_no_engine_waits_for_its_version_behind_a_replay(
     stage: Stage, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +249,7 @@ def test_no_engine_waits_for_its_version_behind_a_replay(
         go_on.set()
 
 
+@pytest.mark.fault("an engine that doesn't answer its swap")
 def test_an_engine_that_does_not_answer_holds_up_no_other(stage: Stage, settings: Settings) -> None:
     """One that is behind is brought to the active version while another one is silent."""
     new = stage.version(1.0)
@@ -367,6 +371,7 @@ def swaps_sent(stage: Stage, after_s: float) -> int:
         return len(stage.service.swaps._sent)
 
 
+@pytest.mark.fault("active weights damaged at rest")
 @pytest.mark.parametrize("way_out", ["rollback", "promote", "restore"])
 def test_damaged_active_weights_are_named_and_there_is_a_way_out(stage: Stage, way_out: str) -> None:
     """The engine restarts with its own drafter and refuses the damaged file: that went on for ever, and nothing said so."""
@@ -399,6 +404,7 @@ def test_damaged_active_weights_are_named_and_there_is_a_way_out(stage: Stage, w
     wait_for(lambda: not stage.client.get("/v1/status").json()["drafter_problems"], "all to be well")
 
 
+@pytest.mark.fault("an alias of a version that was removed")
 def test_an_alias_of_a_removed_version_is_named_and_a_roll_back_goes_past_it(stage: Stage) -> None:
     """Somebody removed a folder: the roll-back to it answered that the database was unavailable."""
     one, two = stage.version(1.0), stage.version(2.0)
@@ -414,6 +420,7 @@ def test_an_alias_of_a_removed_version_is_named_and_a_roll_back_goes_past_it(sta
     wait_for(lambda: stage.aliases()["active"] == stage.first, "the floor")
 
 
+@pytest.mark.fault("active weights damaged at rest")
 @pytest.mark.parametrize("spoil", [remove, damage])
 def test_from_a_lost_active_version_every_whole_one_can_be_promoted(stage: Stage, spoil: Callable[[Stage, str], None]) -> None:
     one, two = stage.version(1.0), stage.version(2.0)
@@ -427,6 +434,7 @@ def test_from_a_lost_active_version_every_whole_one_can_be_promoted(stage: Stage
     assert stage.client.get("/v1/status").json()["drafter_problems"] == {}
 
 
+@pytest.mark.fault("active weights damaged at rest")
 def test_a_roll_back_goes_past_a_previous_version_that_is_damaged(stage: Stage) -> None:
     one, two = stage.version(1.0), stage.version(2.0)
     stage.promote(one)
@@ -435,6 +443,7 @@ def test_a_roll_back_goes_past_a_previous_version_that_is_damaged(stage: Stage) 
     assert stage.client.post("/v1/drafters:rollback").json()["detail"]["version"] == stage.first
 
 
+@pytest.mark.fault("an alias of a version that was removed")
 def test_from_a_lost_active_version_nothing_is_trained(stage: Stage) -> None:
     new = stage.version(1.0)
     stage.promote(new)
@@ -445,6 +454,7 @@ def test_from_a_lost_active_version_nothing_is_trained(stage: Stage) -> None:
     assert "honed rollback" in answer.json()["cure"]
 
 
+@pytest.mark.fault("an alias of a version that was removed")
 def test_with_nothing_whole_to_go_back_to_the_reasons_are_given(stage: Stage) -> None:
     new = stage.version(1.0)
     stage.promote(new)
@@ -455,6 +465,7 @@ def test_with_nothing_whole_to_go_back_to_the_reasons_are_given(stage: Stage) ->
     assert "honed promote" in answer.json()["cure"]
 
 
+@pytest.mark.fault("an alias of a version that was removed")
 def test_a_registry_that_cannot_be_written_is_storage_that_is_unavailable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

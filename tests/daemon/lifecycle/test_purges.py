@@ -158,6 +158,7 @@ def test_a_damaged_ring_is_named_and_the_others_are_erased(settings: Settings) -
     assert holding([other, spilled]) == []
 
 
+@pytest.mark.fault("engine names and reasons without end")
 def test_of_many_damaged_rings_a_bounded_number_is_named(settings: Settings) -> None:
     """Anyone who may make folders there would otherwise choose the size of the operation's error."""
     ring, other, _ = write_samples(settings.paths)

@@ -65,6 +65,7 @@ def memory_mb(daemon: DaemonProcess) -> float:
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS")) / 1024
 
 
+@pytest.mark.fault("connections until descriptors run out")
 def test_connections_without_end_leave_an_engine_and_its_log_untouched(limited: LimitedDaemon, port: int) -> None:
     engine = limited.engine()
     engine.hello()
@@ -86,6 +87,7 @@ def test_connections_without_end_leave_an_engine_and_its_log_untouched(limited: 
     wait_for(limited.answers, "the API")
 
 
+@pytest.mark.fault("connections until descriptors run out")
 def test_a_daemon_raises_its_own_limit_of_descriptors(folder: Path) -> None:
     daemon = LimitedDaemon(folder)
     daemon.limits = (DESCRIPTORS, 1000)
@@ -97,6 +99,7 @@ def test_a_daemon_raises_its_own_limit_of_descriptors(folder: Path) -> None:
         daemon.close()
 
 
+@pytest.mark.fault("messages that never end")
 def test_a_message_of_parts_without_end_takes_no_memory(unlimited: DaemonProcess) -> None:
     engine = unlimited.engine()
     engine.hello()
@@ -111,6 +114,7 @@ def test_a_message_of_parts_without_end_takes_no_memory(unlimited: DaemonProcess
     engine.wait_acked(1)
 
 
+@pytest.mark.fault("messages that never end")
 def test_messages_that_never_end_are_bounded_together(unlimited: DaemonProcess) -> None:
     engine = unlimited.engine()
     engine.hello()
@@ -131,6 +135,7 @@ def test_messages_that_never_end_are_bounded_together(unlimited: DaemonProcess) 
         attacker.close()
 
 
+@pytest.mark.fault("answers that nobody reads")
 def test_requests_without_end_whose_answers_nobody_reads_take_no_memory(unlimited: DaemonProcess, port: int) -> None:
     before = memory_mb(unlimited)
     requests = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20_000

@@ -192,6 +192,7 @@ def test_a_missing_database_is_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fault("a damaged database blamed on permissions")
 def test_a_file_that_is_no_database_leaves_no_output(tmp_path: Path) -> None:
     path = tmp_path / "honed.db"
     path.write_bytes(b"x" * 4096)
@@ -201,6 +202,7 @@ def test_a_file_that_is_no_database_leaves_no_output(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["honed.db"]
 
 
+@pytest.mark.fault("a damaged database blamed on permissions")
 def test_a_damaged_database_is_not_called_unreadable_for_want_of_rights(database: Path, tmp_path: Path) -> None:
     with database.open("r+b") as file:
         file.seek(4096)

@@ -32,6 +32,7 @@ def test_counts_agree_with_counting_one_by_one(pairs: list[tuple[int, int]]) -> 
     assert histogram == [sum(a == n for _, a in drafts) for n in range(len(histogram))]
 
 
+@pytest.mark.fault("tokens past a request's end that counted as gain")
 def test_gain_is_what_was_delivered_and_acceptance_is_vllms() -> None:
     batch = make_batch(1, rounds=3, drafted=[3, 3, 0], accepted=[3, 1, 0])
     batch.rounds.num_delivered[:] = [1, 2, 1]

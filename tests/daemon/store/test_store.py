@@ -198,6 +198,7 @@ def test_jobs_run_in_a_transaction_of_their_own(store: Store) -> None:
         store.write(lambda db: db.conn.execute("INSERT INTO nowhere VALUES (1)"))
 
 
+@pytest.mark.fault("a thousand hellos at once")
 def test_many_jobs_cost_one_commit(store: Store) -> None:
     """A thousand hellos mustn't hold up batches for a thousand syncs of the disk."""
     statements: list[str] = []
@@ -273,6 +274,7 @@ def test_readers_do_not_wait_for_the_writer(store: Store) -> None:
     future.result(20)
 
 
+@pytest.mark.fault("a database deleted while it is in use")
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_nothing_is_committed_into_a_file_that_is_gone(folder: Path, suffix: str, is_replaced: bool) -> None:
@@ -422,6 +424,7 @@ def aged(folder: Path, machine: Machine) -> Iterator[Callable[[float], tuple[int
     db.close()
 
 
+@pytest.mark.fault("a wall clock that is wrong")
 def test_a_clock_that_is_wrong_for_hours_makes_nothing_old(aged: Callable[..., tuple[int, int]], machine: Machine) -> None:
     assert aged(0.0, is_stored=True) == (1, 1)
     for _ in range(2):
@@ -431,6 +434,7 @@ def test_a_clock_that_is_wrong_for_hours_makes_nothing_old(aged: Callable[..., t
     assert aged(600.0) == (0, 0), "an hour has passed"
 
 
+@pytest.mark.fault("a wall clock that is wrong")
 def test_what_a_clock_dated_later_than_now_grows_old(aged: Callable[..., tuple[int, int]], machine: Machine) -> None:
     """It neither stays for years, nor keeps what came after it."""
     machine.wall_s += 10 * 365 * 86400.0
@@ -440,6 +444,7 @@ def test_what_a_clock_dated_later_than_now_grows_old(aged: Callable[..., tuple[i
     assert aged(3600.0) == (0, 0)
 
 
+@pytest.mark.fault("a wall clock that is wrong")
 def test_a_start_in_the_wrong_year_makes_nothing_old(aged: Callable[..., tuple[int, int]], machine: Machine) -> None:
     aged(2 * 86400.0)
     assert aged(0.0, is_stored=True) == (1, 1)
@@ -449,6 +454,7 @@ def test_a_start_in_the_wrong_year_makes_nothing_old(aged: Callable[..., tuple[i
     assert aged(1800.0) == (0, 0), "the machine has been on for an hour"
 
 
+@pytest.mark.fault("a wall clock that is wrong")
 def test_the_time_without_power_counts_once_the_clock_is_believed(
     folder: Path, aged: Callable[..., tuple[int, int]], machine: Machine
 ) -> None:
@@ -464,6 +470,7 @@ def test_the_time_without_power_counts_once_the_clock_is_believed(
     reader.close()
 
 
+@pytest.mark.fault("a wall clock that is wrong")
 def test_a_restart_of_the_daemon_alone_counts_its_absence(folder: Path) -> None:
     machine = Machine()
     clocks: Any = {"wall": lambda: machine.wall_s, "uptime": lambda: machine.up_s, "boot": lambda: machine.boot}

@@ -74,6 +74,7 @@ def test_other_workload_with_too_few_sessions_is_not_judged():
     assert judge(before, after, ["a"], SETTINGS).passed
 
 
+@pytest.mark.fault("a gate that equal candidates pass by luck")
 def test_six_sessions_pass_only_if_nearly_all_gain():
     before, even = sessions("a", 6, 1.0), sessions("a", 6, 1.2)
     assert judge(before, even, ["a"], SETTINGS).figures[0].p_value == 1 / 64
@@ -85,6 +86,7 @@ def test_six_sessions_pass_only_if_nearly_all_gain():
     assert re.search(r"by chance with p = 0\.\d+, at most 0\.05 passes", verdict.reasons[0])
 
 
+@pytest.mark.fault("a gate that equal candidates pass by luck")
 def test_an_attempt_with_a_small_share_of_the_error_needs_more_sessions():
     assert [SETTINGS.sessions_needed(share) for share in (1.0, 0.5, 0.1)] == [6, 6, 8]
     verdict = judge(sessions("a", 7, 1.0), sessions("a", 7, 1.5), ["a"], SETTINGS, share=0.1)

@@ -45,6 +45,7 @@ def test_a_killed_engine_does_not_keep_the_flag_up(tmp_path):
     assert not flag.is_busy()
 
 
+@pytest.mark.fault("a link in place of a ring")
 def test_a_link_in_its_place_is_not_followed(tmp_path):
     """Whoever may write to the folder could have the trainer lock another file, or wait for another engine."""
     engine = BusyFlag(tmp_path / "elsewhere")
@@ -150,6 +151,7 @@ def test_each_preemption_is_told_once():
     assert preemptions.count == 6
 
 
+@pytest.mark.fault("files that are cut off while they are in use")
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 def test_a_file_that_shrank_kills_neither_side(tmp_path, side):
     """A map of a file without its pages raises SIGBUS, which ends vLLM without a word."""
@@ -173,6 +175,7 @@ assert flag.is_busy() == ({side!r} == "engine")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.fault("a full tmpfs under the busy flag")
 def test_no_room_for_the_flag_is_an_error_that_the_engine_survives(tmp_path):
     """The file's block is taken when it is made: on a full tmpfs it is refused there, not at the first request."""
     script = f"""

@@ -247,6 +247,7 @@ def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, mon
     assert site.registry.get(result.version).figures["blend"] == 0.5
 
 
+@pytest.mark.fault("a gate that equal candidates pass by luck")
 def test_without_a_gain_nothing_else_is_judged(site, monkeypatch):
     """A second look at the same sessions would be a second chance to pass by luck."""
     write_sessions(site.ring, "b", 40)
@@ -257,6 +258,7 @@ def test_without_a_gain_nothing_else_is_judged(site, monkeypatch):
     assert judged == [0.5]
 
 
+@pytest.mark.fault("a gate that equal candidates pass by luck")
 def test_a_later_attempt_waits_for_more_sessions(site):
     write_sessions(site.ring, "b", 40)
     operation = site.begin(error_share=2.0**-12)
@@ -369,6 +371,7 @@ def bfloat16(value, rows=80):
     return torch.full((rows, WIDTH), value).to(torch.bfloat16).view(torch.uint16).numpy()
 
 
+@pytest.mark.fault("captured rows that aren't finite")
 def test_a_row_that_is_not_finite_costs_a_training_nothing_but_that_row(site):
     write_sessions(site.ring, "b", 40)
     odd = bfloat16(1.0)
@@ -380,6 +383,7 @@ def test_a_row_that_is_not_finite_costs_a_training_nothing_but_that_row(site):
     assert site.traffic.feeds[0].reader.nonfinite_rows == 1
 
 
+@pytest.mark.fault("captured rows that aren't finite")
 def test_a_sample_that_overflows_costs_the_updates_it_is_drawn_for(site):
     write_sessions(site.ring, "b", 40)
     for number in range(3):
@@ -390,6 +394,7 @@ def test_a_sample_that_overflows_costs_the_updates_it_is_drawn_for(site):
     assert result.version
 
 
+@pytest.mark.fault("captured tokens outside the vocabulary")
 def test_a_sample_with_tokens_outside_the_vocabulary_is_not_used(site):
     """On a GPU such a row would end the process."""
     write_sessions(site.ring, "b", 40)
@@ -400,6 +405,7 @@ def test_a_sample_with_tokens_outside_the_vocabulary_is_not_used(site):
     assert result.version
 
 
+@pytest.mark.fault("a training that diverges without saying so")
 def test_a_training_that_diverges_says_so(site):
     """A candidate that was ruined isn't one that gained too little."""
     write_sessions(site.ring, "b", 40)
@@ -411,6 +417,7 @@ def test_a_training_that_diverges_says_so(site):
     assert len(site.registry.versions()) == 2
 
 
+@pytest.mark.fault("a training that diverges without saying so")
 def test_samples_without_a_finite_loss_are_the_reason_given(site):
     for number in range(40):
         write_request(site.ring, number, bfloat16(3e38))
@@ -420,6 +427,7 @@ def test_samples_without_a_finite_loss_are_the_reason_given(site):
     assert (result.steps, result.dropped_updates) == (5, 5)
 
 
+@pytest.mark.fault("a training that diverges without saying so")
 def test_a_training_whose_weights_stop_being_finite_says_so(site, monkeypatch):
     write_sessions(site.ring, "b", 40)
     made, load = [], TrainingRun.load_drafter

@@ -75,6 +75,7 @@ def named(folder: Path, norm: float, *names: str) -> None:
     (folder / "config.json").write_text("{}")
 
 
+@pytest.mark.fault("a drafter under other tensor names")
 def test_digests_know_a_tensor_by_any_name_that_vllm_reads(registry):
     other_names = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
     plain = registry.create(lambda folder: named(folder, 1.0, "fc.weight", "hidden_norm.weight"))
@@ -129,6 +130,7 @@ def test_import_of_half_a_checkpoint_says_what_is_missing(registry, tmp_path, mi
     assert registry.versions() == []
 
 
+@pytest.mark.fault("a pipe in place of a checkpoint")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_only_regular_files_are_imported(registry, tmp_path, name):
     """A pipe would block the reader for ever."""
@@ -148,6 +150,7 @@ def open_folder():
         yield Path(name)
 
 
+@pytest.mark.fault("a checkpoint that its engine's user can't read")
 def test_what_its_user_cannot_read_is_not_copied_for_it(registry, open_folder):
     """The copy is readable by the whole group: a link must not make us give away what only we can read."""
     ours, theirs = open_folder / "ours", open_folder / "theirs"
@@ -251,7 +254,12 @@ def test_concurrent_changes_all_count(registry):
         ("manifest.json", lambda p: p.write_text("{"), "manifest.json is damaged"),
         ("manifest.json", lambda p: p.write_text('{"version": 3}'), "manifest.json is damaged"),
         ("manifest.json", lambda p: p.unlink(), "manifest.json can't be read"),
-        ("manifest.json", lambda p: os.truncate(p, 3 << 30), "manifest.json can't be read .longer than 4194304 bytes"),
+        pytest.param(
+            "manifest.json",
+            lambda p: os.truncate(p, 3 << 30),
+            "manifest.json can't be read .longer than 4194304 bytes",
+            marks=pytest.mark.fault("headers and manifests without end"),
+        ),
         ("model.safetensors", lambda p: p.unlink(), "model.safetensors can't be read"),
         ("model.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "model.safetensors has"),
     ],

@@ -124,6 +124,7 @@ def test_a_manifest_of_other_weights_is_no_version(here: Side, target: Path) -> 
     assert SharedRegistry(shared.url, registry).listing() == []
 
 
+@pytest.mark.fault("headers and manifests without end")
 def test_a_manifest_without_end_is_no_version(here: Side, target: Path) -> None:
     registry, shared = here
     made = registry.create(checkpoint(1), target_path=str(target))
@@ -133,6 +134,7 @@ def test_a_manifest_without_end_is_no_version(here: Side, target: Path) -> None:
     assert SharedRegistry(shared.url, registry).listing() == []
 
 
+@pytest.mark.fault("headers and manifests without end")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_files_longer_than_their_manifest_says_are_not_fetched(here: Side, there: Side, target: Path, name: str) -> None:
     registry, shared = here

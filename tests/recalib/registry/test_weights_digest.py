@@ -44,6 +44,7 @@ def test_other_weights_and_other_types_are_told_apart(tmp_path):
         weights_digests(path)
 
 
+@pytest.mark.fault("a drafter under other tensor names")
 @pytest.mark.parametrize("config", [{"attention_bias": True}, {"transformer_layer_config": {"attention_bias": True}}, {}])
 def test_other_names_are_the_same_tensors_and_what_vllm_ignores_counts_for_nothing(tmp_path, config):
     path = checkpoint(tmp_path, **config)
@@ -55,6 +56,7 @@ def test_other_names_are_the_same_tensors_and_what_vllm_ignores_counts_for_nothi
     assert as_the_engine_does(tensors | bias if config else tensors) in weights_digests(path)
 
 
+@pytest.mark.fault("a drafter under other tensor names")
 def test_two_names_of_one_tensor_are_refused(tmp_path):
     path = checkpoint(tmp_path)
     save_file({"fc.weight": torch.ones(3), "encoder.fc.weight": torch.ones(3)}, path)

@@ -82,6 +82,7 @@ def blocks(path: Path) -> int:
     return os.stat(path).st_blocks * 512
 
 
+@pytest.mark.fault("a ring that no writer made")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -118,6 +119,7 @@ def test_a_header_that_no_writer_makes_is_named_once_with_a_cure_and_other_rings
     assert traffic.feed(path).reader.error == ""
 
 
+@pytest.mark.fault("a ring that no writer made")
 @pytest.mark.parametrize(
     ("fields", "again"), [({"written": 2**64 - 8}, []), ({"written": 8 * CAPACITY}, []), ({"written": 0}, [0, 20, 40, 60, 80])]
 )
@@ -135,6 +137,7 @@ def test_a_forged_end_of_the_records_is_passed_and_the_writers_next_one_is_read(
     assert firsts(reader) == [120]
 
 
+@pytest.mark.fault("a ring that no writer made")
 def test_bytes_written_anywhere_at_random_end_nothing(path: Path) -> None:
     """Header and records with random bytes in them, their CRC wrong or right: no poll raises, and what it counts is bounded."""
     chance = random.Random(0)
@@ -166,6 +169,7 @@ def test_bytes_written_anywhere_at_random_end_nothing(path: Path) -> None:
         ring.close()
 
 
+@pytest.mark.fault("a ring that no writer made")
 def test_a_record_whose_number_cannot_be_right_is_not_counted_as_a_loss(path: Path) -> None:
     """A loss beyond 64 bits couldn't even be reported: it ended the trainer."""
     ring, reader = make(path), RingReader(path)
@@ -177,6 +181,7 @@ def test_a_record_whose_number_cannot_be_right_is_not_counted_as_a_loss(path: Pa
     assert (reader.lost_records, reader.bad_records) == (0, 1)
 
 
+@pytest.mark.fault("a ring that no writer made")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -202,6 +207,7 @@ def test_a_record_with_sizes_that_do_not_fit_is_counted_and_never_returned(path:
     assert reader.bad_records == 1
 
 
+@pytest.mark.fault("a link in place of a ring")
 @pytest.mark.parametrize(
     ("what", "cause"),
     [
@@ -242,6 +248,7 @@ def test_only_a_regular_file_is_opened(path: Path, what: str, cause: str, monkey
     assert SECRET in elsewhere.read_bytes()
 
 
+@pytest.mark.fault("a link in place of a ring")
 def test_a_ring_that_becomes_a_link_is_left(path: Path) -> None:
     ring, reader = make(path), RingReader(path)
     assert len(firsts(reader)) == 5
@@ -256,6 +263,7 @@ def test_a_ring_that_becomes_a_link_is_left(path: Path) -> None:
     ring.close()
 
 
+@pytest.mark.fault("a sparse ring that claims gigabytes")
 def test_a_purge_of_a_sparse_ring_leaves_its_holes_and_erases_the_rest(path: Path) -> None:
     """A file of a few pages claimed gigabytes, and a purge took them from the machine."""
     make(path)
@@ -276,6 +284,7 @@ def test_a_purge_of_a_sparse_ring_leaves_its_holes_and_erases_the_rest(path: Pat
     assert blocks(path) <= before, "what was cut off isn't made again"
 
 
+@pytest.mark.fault("a sparse ring that claims gigabytes")
 def test_a_huge_empty_ring_holds_up_no_poll(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A poll reads a bounded number of bytes, and the next one goes on where it ended."""
     make(path)
@@ -294,6 +303,7 @@ def test_a_huge_empty_ring_holds_up_no_poll(path: Path, monkeypatch: pytest.Monk
     assert 0 < read[0] <= ring_reader.MOST_POLL_BYTES + (17 << 20)
 
 
+@pytest.mark.fault("a sparse ring that claims gigabytes")
 def test_records_of_zeros_do_not_fill_the_memory(path: Path) -> None:
     """A sparse file of some pages can hold gigabytes of records with the right CRC."""
     make(path, 0)
@@ -311,6 +321,7 @@ def test_records_of_zeros_do_not_fill_the_memory(path: Path) -> None:
     assert polled == [5, 3, 0], "64 MiB a poll, and the record that exceeds them"
 
 
+@pytest.mark.fault("a ring that no writer made")
 def test_a_file_that_is_longer_than_its_ring_is_refused(path: Path) -> None:
     """What lies behind the ring's end wouldn't be erased."""
     make(path)

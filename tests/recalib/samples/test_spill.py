@@ -155,6 +155,7 @@ def test_old_ones_and_too_many_go_oldest_first(make: Callable[..., SampleStore],
     assert files(tmp_path) == [last.path]
 
 
+@pytest.mark.fault("a wall clock that is wrong")
 def test_a_wrong_clock_neither_removes_nor_keeps(make: Callable[..., SampleStore], tmp_path: Path, clock: Clock) -> None:
     store = make()
     for i in range(15):

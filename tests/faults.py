@@ -1,0 +1,136 @@
+"""Runs the tests of every fault that was found by attack and is mended: each fails without the mend. `make test-faults`.
+
+They are ordinary tests with the mark `fault`. The last line is JSON. A fault counts as failed when one of its tests has failed
+or was skipped without a good reason, or when it has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+
+import pytest
+
+from tests.tools import ROOT
+
+FAULTS = (
+    # vLLM itself
+    "a full tmpfs under the busy flag",
+    "a full tmpfs under the sample ring",
+    "files that are cut off while they are in use",
+    "an exception in the publisher's thread",
+    "tokens past a request's end that counted as gain",
+    "drafts past what a request can take",
+    "drafts forgotten while a request sat out a step",
+    # training and weights
+    "captured rows that aren't finite",
+    "captured tokens outside the vocabulary",
+    "a training that diverges without saying so",
+    "a drafter under other tensor names",
+    "a candidate that gains on one workload and loses on another",
+    "a gate that equal candidates pass by luck",
+    "rotary tables an ulp from vLLM's",
+    "active weights damaged at rest",
+    "an alias of a version that was removed",
+    # draft lengths
+    "a jump of the step time between lengths that were tried",
+    # the daemon, and files that others can write
+    "connections until descriptors run out",
+    "answers that nobody reads",
+    "messages that never end",
+    "headers and manifests without end",
+    "engine names and reasons without end",
+    "a daemon that may take all of the machine's memory",
+    "an engine that doesn't answer its swap",
+    "a pipe in place of a checkpoint",
+    "a checkpoint read again at every hello",
+    "engines that wait behind replays of the log",
+    "a thousand hellos at once",
+    "values out of range in a frame",
+    "a batch under another engine's ids",
+    "a wall clock that is wrong",
+    "rounds dated later than now",
+    "a database deleted while it is in use",
+    "a damaged database blamed on permissions",
+    "a ring that no writer made",
+    "a link in place of a ring",
+    "a sparse ring that claims gigabytes",
+    "a checkpoint that its engine's user can't read",
+    "ever new checkpoints that fill the disk",
+    "escape sequences in text of others",
+    "a terminal that isn't UTF-8",
+    "a verdict that depends on what reads it",
+    "labels that run out",
+    "overrides that aren't finite numbers",
+    "an IPv6 address without a port as host",
+    "a user without a home folder",
+    "a mask token outside the vocabulary",
+    "a drafter with a shorter context than its target",
+)
+GOOD_REASONS = ("needs root", "no user namespace")
+"""Parts of what a test says that can't run on this machine."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else both engines run on the first core
+    # Its scheduler runs ahead, where more went wrong.
+    "HONED_TEST_RUNNER": "v1-async",
+}
+OPTIONS = ("-q", "--no-header", "-m", "fault", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
+
+def files() -> list[str]:
+    """Files with such tests, those that start engines first."""
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.fault(" in path.read_text()]
+    return [str(path) for path in sorted(found, key=lambda path: (path.parent.name != "e2e", path))]
+
+
+class Outcomes:
+    """Counts what became of each fault's tests, as pytest reports it."""
+
+    def __init__(self) -> None:
+        self.by_fault: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            outcome = report.outcome
+            if report.skipped and not any(reason in str(report.longrepr) for reason in GOOD_REASONS):
+                outcome = "failed"
+            # A process that died has no marks to tell: its test stands for itself.
+            for fault in [value for name, value in report.user_properties if name == "fault"] or [report.nodeid]:
+                self.by_fault[str(fault)][outcome] += 1
+
+    def of(self, fault: str) -> str:
+        """Return "passed", "skipped" for a good reason, or "failed": also for a fault without tests or outside the list."""
+        found = self.by_fault[fault]
+        if found["failed"] or not found or fault not in FAULTS:
+            return "failed"
+        return "passed" if found["passed"] else "skipped"
+
+
+def main() -> int:
+    """Run the tests and print what became of each fault; 1 if one is back."""
+    began_s, outcomes = time.monotonic(), Outcomes()
+    os.environ |= {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    code = pytest.main([*OPTIONS, *sys.argv[1:], *files()], plugins=[outcomes])
+    faults = list(dict.fromkeys([*FAULTS, *outcomes.by_fault]))
+    total: Counter[str] = Counter()
+    for fault in faults:
+        outcome, found = outcomes.of(fault), outcomes.by_fault[fault]
+        total[outcome] += 1
+        print(f"{outcome:7} {fault} (tests: {found.total()})")
+    figures = {
+        "rows": len(FAULTS),
+        "failed": total["failed"],
+        "skipped": total["skipped"],
+        "tests": sum(found.total() for found in outcomes.by_fault.values()),
+        "seconds": round(time.monotonic() - began_s),
+    }
+    print(json.dumps(figures))
+    return 1 if code or total["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
