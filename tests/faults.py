@@ -37,6 +37,7 @@ FAULTS = (
     "an alias of a version that was removed",
     # draft lengths
     "a jump of the step time between lengths that were tried",
+    "a rare kind of steps whose effect was lost",
     # the daemon, and files that others can write
     "connections until descriptors run out",
     "answers that nobody reads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,12 @@ def test_a_type_that_no_drafter_has_is_named(tmp_path: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     with pytest.raises(ValueError, match="a is of type 'F4'"):
         load_file(file)
+
+
+@pytest.mark.fault("a pipe in place of a checkpoint")
+@pytest.mark.timeout(60)
+def test_a_pipe_in_its_place_is_refused(tmp_path: Path) -> None:
+    """It would block the engine for ever."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="isn't a sound safetensors file"):
+        load_file(tmp_path / "model.safetensors")

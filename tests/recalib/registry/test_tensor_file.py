@@ -78,9 +78,18 @@ def test_digest_of_chosen_tensors_ignores_the_others_and_their_place(tmp_path):
     assert sha256_tensors(first, read_tensor_entries(first), lambda name: False) == ""
 
 
+@pytest.mark.fault("headers and manifests without end")
 def test_a_header_without_end_is_not_read(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}")
     os.truncate(path, 1 << 30)
     with pytest.raises(ValueError, match=f"its header claims {MAX_HEADER_BYTES + 1} bytes"):
         read_tensor_entries(path)
+
+
+@pytest.mark.fault("a pipe in place of a checkpoint")
+@pytest.mark.timeout(60)
+def test_only_a_regular_file_is_read(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_tensor_entries(tmp_path / "x.safetensors")
