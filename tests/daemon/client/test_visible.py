@@ -25,7 +25,7 @@ from tests.daemon.fake_engine import make_batch
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200b\nhoned 9.9: all is well\r\x7f"
 HONED = (sys.executable, "-c", "from honed.daemon.commands.main import main; main()")
-COMMANDS = ("status", "engines", "workloads", "top", "explain", "audit", "operations", "override list")
+COMMANDS = ("status", "engines", "workloads --window 0", "top", "explain", "audit", "operations", "override list")
 
 
 def is_safe(text: str) -> bool:
@@ -95,7 +95,7 @@ def test_no_command_passes_control_characters_on(site: dict[str, str], command: 
 
 def test_hostile_text_is_shown(site: dict[str, str]) -> None:
     assert rb"model \x1b]0;owned\x07" in honed(site, "engines").stdout
-    assert rb"label \x1b]0;owned\x07" in honed(site, "workloads").stdout
+    assert rb"label \x1b]0;owned\x07" in honed(site, "workloads", "--window", "0").stdout
     assert rb"reason \x1b]0;owned\x07" in honed(site, "override", "list").stdout
 
 
@@ -125,7 +125,7 @@ def test_the_verdict_is_the_same_whatever_reads_it(site: dict[str, str], encodin
 @pytest.mark.fault("escape sequences in text of others")
 def test_a_terminal_gets_only_the_commands_own_sequences(site: dict[str, str]) -> None:
     parent, child = pty.openpty()
-    command = [*HONED, "workloads"]
+    command = [*HONED, "workloads", "--window", "0"]
     process = subprocess.Popen(command, env=site | {"TERM": "xterm"}, stdout=child, stderr=child)
     os.close(child)
     shown = b""
