@@ -61,6 +61,7 @@ FAULTS = (
     "a sparse ring that claims gigabytes",
     "a checkpoint that its engine's user can't read",
     "ever new checkpoints that fill the disk",
+    "odd figures in a peer's manifest",
     "escape sequences in text of others",
     "a terminal that isn't UTF-8",
     "a verdict that depends on what reads it",

@@ -360,6 +360,7 @@ def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, mo
     assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
 
 
+@pytest.mark.fault("engine names and reasons without end")
 def test_hellos_without_end_leave_a_bounded_number_of_boots(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "MOST_SILENT_BOOTS", 3)
     put(store, stored(make_batch(1, engine_id="old")))
