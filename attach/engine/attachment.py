@@ -130,20 +130,20 @@ class Attachment:
     @guarded
     def request_added(self, request: Any) -> None:
         """Take in a new request: the engine is busy from here on."""
-        self._busy.set(True)
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
         self._recorder.started(request.request_id, tracked)
         self._decider.start(request.request_id, labels.workload, labels.max_draft_tokens)
         self._in_prompt.add(request.request_id)
+        self._busy.set(True)
 
     @guarded
     def request_freed(self, request_id: str) -> None:
         """Forget a request, however it ended; after the last one the engine is idle."""
         self._requests.remove(request_id)
         self._recorder.over(request_id)
-        self._set_busy()
         self._in_prompt.discard(request_id)
         self._decider.finish(request_id)
+        self._set_busy()
 
     @guarded
     def request_interrupted(self, request: Any) -> None:

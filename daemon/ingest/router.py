@@ -194,7 +194,7 @@ class Router:
                 self._on_odd_frame("too_many_connections")
                 continue
             self._num_accepted += 1
-            _, *ids = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            _, *ids = struct.unpack("iII", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             connection = _Connection(self._num_accepted.to_bytes(8), accepted, now_s, User(*ids))
             self._connections[connection.peer] = connection
             self._selector.register(accepted, selectors.EVENT_READ, connection)

@@ -40,12 +40,15 @@ from honed.recalib.registry.manifest import (
     read_manifest,
     verify_files,
 )
+from honed.recalib.registry.tensor_file import read_drafter_entries
 
 __all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "RegistryError"]
 
 ALIASES = ("active", "candidate", "previous", "floor")
 _VERSION = re.compile(r"v(\d{4,9})-[0-9a-f]{8}")
 _TEMPORARY = ".tmp-"
+MAX_WEIGHTS_BYTES = 16 << 30
+"""Longest checkpoint that an engine may have imported: reading it takes the time of all others' imports."""
 _CURE = "check the folder's owner and the disk's free space"
 
 
@@ -117,12 +120,19 @@ class Registry:
                 for file in files.values():
                     if user is not None:
                         check_readable(file, user)
+                if (num_bytes := os.fstat(files[WEIGHTS].fileno()).st_size) > MAX_WEIGHTS_BYTES:
+                    raise RegistryError(f"{path / WEIGHTS} has {num_bytes} bytes, a drafter at most {MAX_WEIGHTS_BYTES}")
+                read_drafter_entries(path / WEIGHTS)  # before all of it is read
                 config_sha256, sha256 = (hashlib.file_digest(file, "sha256").hexdigest() for file in files.values())
             except OSError as error:
                 raise RegistryError(
                     f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
                     f"{WEIGHTS} (not in shards) and {CONFIG}"
                 ) from error
+            except ValueError as error:
+                if isinstance(error, RegistryError):
+                    raise
+                raise RegistryError(f"{path / WEIGHTS} is not a sound safetensors file: {error}") from error
             for manifest in self.versions():
                 if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
                     return manifest

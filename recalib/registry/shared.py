@@ -97,7 +97,7 @@ class SharedRegistry:
                 (WEIGHTS, manifest.sha256, manifest.bytes),
                 (CONFIG, manifest.config_sha256, MAX_DOCUMENT_BYTES),
             ):
-                if (num_bytes := self._fs.size(f"{place}/{name}")) is None or num_bytes > most_bytes:
+                if (num_bytes := self._size(f"{place}/{name}")) is None or num_bytes > most_bytes:
                     raise RegistryError(f"{place}/{name} has {num_bytes} bytes, at most {most_bytes} are expected: remove it")
                 self._fs.get_file(f"{place}/{name}", str(folder / name))
                 if (found := sha256_file(folder / name)) != told:
@@ -112,12 +112,19 @@ class SharedRegistry:
         }
         return self._reaching(lambda: self._registry.create(write, target_path=target_path, **about))
 
+    def _size(self, place: str) -> int | None:
+        """Bytes of a file; None if unknown, or for what is no file: a pipe would block for ever. Raises FileNotFoundError."""
+        found = self._fs.info(place)
+        return found.get("size") if found.get("type") == "file" else None
+
     def _manifest(self, name: str) -> Manifest | None:
         """Read a manifest, once: it is immutable."""
         if name not in self._known:
             try:
-                # A longer one is cut, and so isn't JSON.
-                text = self._fs.cat_file(f"{self._versions}/{name}/{MANIFEST}", 0, MAX_DOCUMENT_BYTES)
+                place = f"{self._versions}/{name}/{MANIFEST}"
+                if self._size(place) is None:
+                    return None
+                text = self._fs.cat_file(place, 0, MAX_DOCUMENT_BYTES)  # a longer one is cut, and so isn't JSON
                 manifest = msgspec.json.decode(text, type=Manifest)
             except (FileNotFoundError, msgspec.DecodeError):
                 return None

@@ -143,6 +143,18 @@ def test_only_regular_files_are_imported(registry, tmp_path, name):
         registry.import_checkpoint(folder)
 
 
+@pytest.mark.fault("a pipe in place of a checkpoint")
+def test_a_long_file_that_holds_nothing_is_refused_before_it_is_read(registry, tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    for num_bytes, why in ((8 << 30, "the file has 8589934592: cut off or appended to"), (1 << 40, "a drafter at most")):
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(num_bytes)
+        with pytest.raises(RegistryError, match=why):
+            registry.import_checkpoint(folder)
+
+
 @pytest.fixture
 def open_folder():
     """Everybody can reach it; pytest's own folders are closed."""

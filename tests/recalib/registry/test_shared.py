@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from pathlib import Path
 
@@ -183,3 +184,21 @@ def test_a_manifest_with_odd_figures_is_no_version(here: Side, target: Path, fig
     document = json.loads(shared._fs.cat_file(place)) | {"figures": figures}
     shared._fs.pipe_file(place, json.dumps(document).encode())
     assert SharedRegistry(shared.url, registry).listing() == []
+
+
+@pytest.mark.fault("a pipe in place of a checkpoint")
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_a_pipe_in_the_shared_place_blocks_nobody(tmp_path: Path, target: Path, name: str) -> None:
+    registry = Registry(tmp_path / "here")
+    shared = SharedRegistry(f"file://{tmp_path}/shared", registry)
+    made = registry.create(checkpoint(1), target_path=str(target))
+    assert shared.push(made.version)
+    place = Path(f"{shared._versions}/{made.sha256}/{name}")
+    place.unlink()
+    os.mkfifo(place)
+    other = SharedRegistry(shared.url, Registry(tmp_path / "there"))
+    if name == "manifest.json":
+        assert other.listing() == []
+    else:
+        with pytest.raises(RegistryError, match="has None bytes"):
+            other.fetch(made, str(target))
