@@ -55,6 +55,8 @@ DRAIN_S = 30.0
 """On a disk under heavy load one fsync may take many seconds; the unit allows 60 for a stop."""
 TICK_S = 1.0
 LEARN_S = 0.05
+REST_PER_WORK = 0.5
+"""Time that the controllers leave to others after each batch, relative to what it took: they get two thirds at most."""
 MOST_REASONS, OTHER_REASON = 32, "other"
 """Reasons of an engine's decisions that are counted apart; the rest counts under one name."""
 _PAUSED = "training_paused"
@@ -112,6 +114,7 @@ class Service:
         self.version = installed_version("honed")
         self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
         self._stop = threading.Event()
+        self._next_tick_s = 0.0
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
         self.last_tick_s = monotonic()
 
@@ -290,17 +293,27 @@ class Service:
         self.sharing.soon()
 
     def _run(self) -> None:
-        next_tick_s = 0.0
-        while not self._stop.wait(LEARN_S):
+        wait_s = LEARN_S
+        while not self._stop.wait(wait_s):
             try:
-                with self.lock:
-                    self.steering.observe()
-                    if (now_s := self.monotonic()) >= next_tick_s:
-                        next_tick_s = now_s + TICK_S
-                        self.tick(now_s)
+                wait_s = self._turn()
             except Exception as error:
+                wait_s = LEARN_S
                 log.exception("a tick failed", error=str(error))
             self.last_tick_s = self.monotonic()
+
+    def _turn(self) -> float:
+        """Learn from one batch, and tick if it is time.
+
+        Returns how long the lock is then left to frames and requests, which mustn't wait for many batches to be learned.
+        """
+        with self.lock:
+            began_s = self.monotonic()
+            is_left = self.steering.observe(1)
+            if began_s >= self._next_tick_s:
+                self._next_tick_s = began_s + TICK_S
+                self.tick(began_s)
+        return (self.monotonic() - began_s) * REST_PER_WORK if is_left else LEARN_S
 
     def tick(self, now_s: float) -> None:
         """Once a second: handle deadlines, policies and lost peers."""

@@ -51,6 +51,11 @@ class Steering:
             self.skipped_batches += 1
         self._waiting.append((engine, batch))
 
+    @property
+    def num_waiting(self) -> int:
+        """Batches that the controllers haven't learned yet."""
+        return len(self._waiting)
+
     def observe(self, limit: int = 100) -> bool:
         """Learn from at most `limit` batches. Returns True if some are left."""
         for _ in range(min(limit, len(self._waiting))):

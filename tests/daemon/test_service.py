@@ -67,6 +67,20 @@ def test_a_hole_that_the_engine_cannot_fill_is_counted(service: Service, make_en
     assert boot_row(service)["missing_batches"] == 7
 
 
+def test_frames_wait_until_one_batch_is_learned_not_until_all_are(service: Service, make_engine: MakeEngine) -> None:
+    # A hundred batches were learned in one turn: busy engines waited seconds for their acknowledgements.
+    engine = make_engine()
+    engine.hello()
+    wait_for(lambda: service.engines.get("engine-0").controller, "the controller")
+    with service.lock:
+        for seq in range(1, 51):
+            service.steering.put(service.engines.get("engine-0"), engine.batch(seq))
+        waiting = service.steering.num_waiting
+        service._turn()
+        assert service.steering.num_waiting == waiting - 1
+    wait_for(lambda: not service.steering.num_waiting, "the other batches")
+
+
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frame=st.binary(max_size=200) | st.binary(max_size=60).map(lambda b: wire.encode(wire.Ack(boot_id="b", seq=1))[:-3] + b))
 def test_garbage_is_counted_and_dropped(service: Service, frame: bytes) -> None:
