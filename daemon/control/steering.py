@@ -109,7 +109,9 @@ class Steering:
             del self.alarms[key]
 
     def controller(self, engine: Engine) -> EngineController | None:
-        """The engine's controller, made on first use; None while the engine's configuration is unknown."""
+        """The engine's controller, made on first use; None while its configuration is unknown, and after its boot's end."""
+        if engine.is_replaced:
+            return None
         if engine.controller is None and engine.hello is not None and not engine.awaits_controller:
             engine.controller = self.new_controller(engine.hello)
         controller: EngineController | None = engine.controller

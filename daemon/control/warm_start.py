@@ -68,6 +68,8 @@ class WarmStart:
             self._in_background(lambda: self._make(engine, hello))
 
     def _make(self, engine: Engine, hello: EngineHello) -> None:
+        if engine.is_replaced:  # boots may follow each other faster than one learns
+            return
         controller = self._steering.new_controller(hello)
         if controller is not None:
             with self._lock:
@@ -78,6 +80,8 @@ class WarmStart:
         except Exception as error:
             log.exception("learning from the stored log failed", error=str(error))
         with self._lock:
+            if engine.is_replaced:
+                return
             if controller is not None:
                 self._tell_of_trial(controller)  # the trial may have changed or ended
             engine.controller, engine.awaits_controller = controller, False

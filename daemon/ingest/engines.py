@@ -81,6 +81,8 @@ class Engine:
     note: str = ""
     """Remark about this engine for the operator."""
     is_lost: bool = False
+    is_replaced: bool = False
+    """True once another boot is the engine's latest one: it needs no controller any more."""
 
     @property
     def hello(self) -> EngineHello | None:
@@ -171,12 +173,14 @@ class Engines:
             if engine is not None and self.is_connected(engine, now_s) and engine.peer != boot.peer:
                 name = engine.engine_id
                 note = f"two processes use the engine id {name!r}, or it was restarted within {self._lost_after_s:g} s"
+            if engine is not None:
+                _retire(engine)
             engine = self.by_id[boot.engine_id] = Engine(boot.engine_id, boot, boot.peer, now_s, note=note)
         engine.peer, engine.last_seen_s, engine.is_lost = boot.peer, now_s, False
         return engine
 
     def _forget(self, engine_id: str) -> None:
-        del self.by_id[engine_id]
+        _retire(self.by_id.pop(engine_id))
         for key in [key for key in self._boots if key[0] == engine_id]:
             del self._boots[key]
         self._on_forget(engine_id)
@@ -217,3 +221,8 @@ class Engines:
             boot.missing_batches, boot.malformed_batches = row["missing_batches"], row["malformed_batches"]
             boot.batches = row["batches"]
         return boot
+
+
+def _retire(engine: Engine) -> None:
+    """Free the controller, since batches that wait to be learned still refer to their engine."""
+    engine.is_replaced, engine.controller = True, None

@@ -81,6 +81,22 @@ def test_frames_wait_until_one_batch_is_learned_not_until_all_are(service: Servi
     wait_for(lambda: not service.steering.num_waiting, "the other batches")
 
 
+def test_boots_without_end_leave_one_controller(service: Service, make_engine: MakeEngine) -> None:
+    # Each boot's controller, some MB, was made and kept for its batches that waited to be learned: memory grew with each hello.
+    engine, seen = make_engine(), []
+    for number in range(20):
+        engine.boot_id = f"boot-{number}"
+        with service.lock:
+            service.on_frame(b"peer", wire.encode(engine.hello_message(drafter_version="v")))
+            service.on_frame(b"peer", wire.encode(engine.batch(1)))
+            seen.append(service.engines.get("engine-0"))
+    *replaced, latest = seen
+    wait_for(lambda: latest.controller, "the latest boot's controller")
+    wait_for(lambda: not service.steering.num_waiting, "the batches")
+    assert [one.controller for one in replaced] == [None] * 19
+    assert [service.steering.controller(one) for one in replaced] == [None] * 19
+
+
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frame=st.binary(max_size=200) | st.binary(max_size=60).map(lambda b: wire.encode(wire.Ack(boot_id="b", seq=1))[:-3] + b))
 def test_garbage_is_counted_and_dropped(service: Service, frame: bytes) -> None:
