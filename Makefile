@@ -27,7 +27,7 @@ help:
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
 	@echo "make setup          the virtual environment, vLLM included; every other target makes it when it is missing"
 	@echo "make reference dashboards  writes docs/reference.md and the dashboards from the code"
-	@echo "make bench          every benchmark, or one of bench-{$$(echo $(BENCHMARKS) server-sizes | tr ' ' ',')}"
+	@echo "make bench          every benchmark, or one of bench-{$$(echo $(BENCHMARKS) server-sizes soak | tr ' ' ',')}"
 	@echo "make gpu            everything that only a CUDA GPU can show, in about nine minutes; without a GPU a dry run"
 
 setup: $(STAMP)

@@ -154,11 +154,15 @@ def status_of(hello: wire.EngineHello) -> wire.EngineStatus:
     )
 
 
-def batch(hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np.random.Generator) -> wire.EventBatch:
-    """Make a step of eight requests, `ago_s` seconds ago."""
-    rounds = 8
+def batch(
+    hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np.random.Generator, steps: int = 1, requests: int = 8
+) -> wire.EventBatch:
+    """Make a batch of steps, each of so many requests, `ago_s` seconds ago."""
+    rounds = steps * requests
+    numbers = range((seq - 1) * steps + 1, seq * steps + 1)
     drafted = rng.integers(1, K + 1, rounds)
     accepted = np.minimum(rng.geometric(0.35, rounds) - 1, drafted)
+    drafts = drafted.reshape(steps, requests).sum(1)
     mono, ago_ns = time.monotonic_ns(), ago_s * 10**9
     return wire.EventBatch(
         engine_id=hello.engine_id,
@@ -169,21 +173,21 @@ def batch(hello: wire.EngineHello, seq: int, ago_s: int, workloads: int, rng: np
         drafter_version=hello.drafter_version,
         workloads=[f"workload-{i}" for i in range(workloads)],
         steps=wire.StepColumns(
-            step=[seq],
-            end_ns=[mono - ago_ns],
-            duration_us=[5000 + 20 * int(drafted.sum())],
-            num_requests=[rounds],
-            num_tokens=[int(drafted.sum()) + rounds],
-            num_prefill_tokens=[0],
-            num_draft_tokens=[int(drafted.sum())],
-            context_tokens=[4000],
-            num_drafting=[K],
-            decision=["policy"],
+            step=list(numbers),
+            end_ns=[mono - ago_ns] * steps,
+            duration_us=(5000 + 20 * drafts).tolist(),
+            num_requests=[requests] * steps,
+            num_tokens=(drafts + requests).tolist(),
+            num_prefill_tokens=[0] * steps,
+            num_draft_tokens=drafts.tolist(),
+            context_tokens=[500 * requests] * steps,
+            num_drafting=[K] * steps,
+            decision=["policy"] * steps,
         ),
         rounds=wire.RoundColumns(
-            step=[seq] * rounds,
-            request=list(range(rounds)),
-            workload=[i % workloads for i in range(rounds)],
+            step=np.repeat(numbers, requests).tolist(),
+            request=list(range(requests)) * steps,
+            workload=[i % workloads for i in range(requests)] * steps,
             position=[500] * rounds,
             num_draft_tokens=drafted.tolist(),
             num_accepted_tokens=accepted.tolist(),
