@@ -108,13 +108,13 @@ class Daemon:
             database.close()
 
 
-def samples(text: str, name: str, label: str) -> Counter[str]:
-    """Return a metric's samples in an exposition, summed up by the value of a label."""
+def samples(text: str, name: str, label: str = "") -> Counter[str]:
+    """Return a metric's samples in an exposition, summed up by the value of a label; without a label by ""."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == name:
-                found[sample.labels[label]] += int(sample.value)
+                found[sample.labels.get(label, "")] += int(sample.value)
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from benchmarks.server.measured import percentile
 from benchmarks.server.processes import Processes
 from benchmarks.soak.daemon import Daemon, samples
 from benchmarks.soak.fleet import Fleet
@@ -86,6 +87,8 @@ def run(processes: Processes, folder: Path, num_frames: int, num_requests: int) 
         "seconds": round(max(seconds.values()), 1),
         "unhandled": len(unhandled) + failed,
         "honest_ack_ms_most": round(ack_ms, 1),
+        "honest_ack_ms_p50": round(percentile(honest.ack_s, 0.5) * 1e3, 1),
+        "honest_ack_ms_p99": round(percentile(honest.ack_s, 0.99) * 1e3, 1),
         "honest_batches": len(honest.ack_s),
         "answers": {code: codes[code] for code in sorted(codes)},
         "unanswered": answers[0],

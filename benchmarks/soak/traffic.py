@@ -107,6 +107,7 @@ def run(processes: Processes, folder: Path, seconds: float) -> dict[str, Any]:
         "page_ms_p99": round(percentile(watcher.page_s, 0.99) * 1e3, 1),
         "status_ms_p99": round(percentile(watcher.status_s, 0.99) * 1e3, 1),
         "looks_failed": len(watcher.failures),
+        "batches_not_learned": samples(watcher.exposition, "honed_event_batches_not_learned_total")[""],
         "cpu_share": round(cpu_share, 3),
         "unhandled": len(unhandled),
         "first_unhandled": [*watcher.failures, *unhandled][:3],
