@@ -39,7 +39,7 @@ MAX_INCOMPLETE_BYTES = 64 << 20
 """Most bytes of all incomplete messages together; the longest is dropped, with its connection."""
 MAX_WAITING_BYTES = 1 << 20
 """A peer that has so much to read gets no more."""
-BYTES_PER_TURN = 1 << 18
+BYTES_PER_TURN = 1 << 16
 """Most bytes read of a connection before the others' turn."""
 HANDSHAKE_S = 10.0
 SILENT_S = 10.0

@@ -1,13 +1,16 @@
-"""The socket's file is gone after the end, whichever of the two threads is first."""
+"""The socket's file is gone after the end, whichever of the two threads is first; connections take turns."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
 from honed.daemon.ingest.router import Router
+from honed.daemon.ingest.zmtp import GREETING, READY, frame
+from tests.daemon.conftest import wait_for
 
 
 def test_the_file_is_removed_when_the_thread_ends_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +33,28 @@ def test_the_file_is_removed_when_the_thread_ends_first(folder: Path, monkeypatc
 
 def test_a_router_that_never_started_stops(folder: Path) -> None:
     Router(folder / "engine.sock", lambda peer, frame: None).stop()
+
+
+def test_a_flood_of_frames_leaves_other_connections_their_turn(folder: Path) -> None:
+    # What a flooded socket holds was handled at once: an honest engine waited behind hundreds of frames in each turn.
+    handled: list[bytes] = []
+    both_sent = threading.Event()
+
+    def on_frame(peer: bytes, message: bytes) -> None:
+        assert both_sent.wait(30.0)
+        handled.append(message)
+
+    router = Router(folder / "engine.sock", on_frame)
+    router.start()
+    flooder, honest = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    for one in (flooder, honest):
+        one.connect(str(folder / "engine.sock"))
+        one.sendall(GREETING + READY)
+    flooder.sendall(frame(b"x" * 1000) * 160)
+    honest.sendall(frame(b"honest"))
+    both_sent.set()
+    wait_for(lambda: len(handled) == 161, "all frames")
+    flooder.close()
+    honest.close()
+    router.stop()
+    assert handled.index(b"honest") < 140
