@@ -5,25 +5,19 @@ A wall clock may start in the wrong year, jump, or be wrong for hours. It then m
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from sqlite_utils import Database
 
 BELIEVED_AFTER_S = 86400.0
 MOST_DRIFT_S = 60.0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def uptime_s() -> float:
     """Seconds since the machine's start, those of sleep included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def boot_number() -> int:
-    """A number for this start of the machine, in 63 bits."""
-    return int(BOOT_ID.read_text().replace("-", ""), 16) & (2**63 - 1)
 
 
 class AgeClock:
@@ -36,29 +30,22 @@ class AgeClock:
         db: holds the clock's state, in `meta`.
         wall: seconds since the epoch.
         uptime: seconds since the machine's start.
-        boot: number of this start.
     """
 
-    def __init__(
-        self,
-        db: Database,
-        *,
-        wall: Callable[[], float] = time.time,
-        uptime: Callable[[], float] = uptime_s,
-        boot: Callable[[], int] = boot_number,
-    ) -> None:
-        self._wall, self._uptime, self._boot = wall, uptime, boot()
+    def __init__(self, db: Database, *, wall: Callable[[], float] = time.time, uptime: Callable[[], float] = uptime_s) -> None:
+        self._wall, self._uptime = wall, uptime
         saved: dict[str, float] = dict(db.conn.execute("SELECT key, value FROM meta WHERE key LIKE 'age_%'").fetchall())
         up_s = uptime()
-        is_same_boot = saved.get("age_boot") == self._boot
-        slept_s = up_s - saved["age_uptime_s"] if is_same_boot else 0.0
+        self._booted_s, self._steady_from_s = wall() - up_s, up_s
+        """When the machine started, as the wall clock tells it, and since which uptime it tells so."""
+        is_same_boot = abs(saved.get("age_booted_s", math.inf) - self._booted_s) <= MOST_DRIFT_S
+        slept_s = max(up_s - saved["age_uptime_s"], 0.0) if is_same_boot else 0.0
         self._ahead_s = saved.get("age_s", wall()) + slept_s - up_s
         """This clock less the uptime."""
         self._was_off = bool(saved) and (not is_same_boot or bool(saved["age_was_off"]))
         """True while the time without power isn't known."""
         self._behind_s: float | None = saved.get("age_behind_s")
         """The wall clock less this clock when the wall clock was last believed."""
-        self._offset_s, self._steady_from_s = wall() - up_s, up_s
 
     def now_s(self) -> float:
         """The present; differences are ages."""
@@ -67,13 +54,19 @@ class AgeClock:
     def save(self, db: Database) -> None:
         """Write the state, in the caller's transaction, and look at the wall clock. Call it every few seconds."""
         up_s, unix_s = self._uptime(), self._wall()
-        if abs(unix_s - up_s - self._offset_s) > MOST_DRIFT_S:
-            self._offset_s, self._steady_from_s = unix_s - up_s, up_s
+        if abs(unix_s - up_s - self._booted_s) > MOST_DRIFT_S:
+            self._booted_s, self._steady_from_s = unix_s - up_s, up_s
         if up_s - self._steady_from_s >= BELIEVED_AFTER_S:
             if self._was_off and self._behind_s is not None:
                 self._ahead_s += max(unix_s - self._behind_s - self.now_s(), 0.0)
             self._was_off = False
             self._behind_s = unix_s - self.now_s()
-        state = {"s": self.now_s(), "boot": self._boot, "uptime_s": up_s, "was_off": self._was_off, "behind_s": self._behind_s}
+        state = {
+            "s": self.now_s(),
+            "booted_s": self._booted_s,
+            "uptime_s": up_s,
+            "was_off": self._was_off,
+            "behind_s": self._behind_s,
+        }
         rows = [(f"age_{name}", value) for name, value in state.items() if value is not None]
         db.conn.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)

@@ -19,7 +19,7 @@ from honed.daemon.install.units import is_hidden
 from tests.build_wheel import ROOT, build_wheel
 
 BOOT = Path(__file__).with_name("boot.sh")
-BESIDE = ("client_load.py", "measured.py", "vllm_server.py", "processes.py", "tiny")
+BESIDE = ("server", "tiny")
 """What of benchmarks/ the container needs."""
 
 
@@ -59,11 +59,7 @@ def stuff(folder: Path) -> Path:
     shutil.copy(build_wheel(wheel_folder, names, files), made)
     (made / "benchmarks").mkdir()
     for name in BESIDE:
-        source = ROOT / "benchmarks" / name
-        if source.is_dir():
-            shutil.copytree(source, made / "benchmarks" / name)
-        else:
-            shutil.copy(source, made / "benchmarks")
+        shutil.copytree(ROOT / "benchmarks" / name, made / "benchmarks" / name, ignore=shutil.ignore_patterns("__pycache__"))
     return made
 
 
