@@ -23,7 +23,8 @@ log = structlog.get_logger("honed.steering")
 
 REFRESH_SHARE = 0.25
 """Share of a policy's time to live after which it is sent again unchanged."""
-MAX_WAITING_BATCHES = 1000
+MAX_WAITING_BATCHES, MAX_WAITING_ROUNDS = 1000, 100_000
+"""Above either, the oldest aren't learned: policies stay up to date, and memory bounded."""
 
 
 class Steering:
@@ -37,6 +38,7 @@ class Steering:
     ) -> None:
         self._settings, self._send, self._on_alarm = settings, send, on_alarm
         self._waiting: deque[tuple[Engine, wire.EventBatch]] = deque()
+        self._waiting_rounds = 0
         self.skipped_batches = 0
         """Batches skipped because they arrived faster than the controllers could learn."""
         self.alarms: Counter[tuple[str, str]] = Counter()
@@ -46,10 +48,18 @@ class Steering:
 
     def put(self, engine: Engine, batch: wire.EventBatch) -> None:
         """Queue a batch for the next `observe`."""
-        if len(self._waiting) >= MAX_WAITING_BATCHES:
-            self._waiting.popleft()
-            self.skipped_batches += 1
         self._waiting.append((engine, batch))
+        self._waiting_rounds += len(batch.rounds.step)
+        while len(self._waiting) > MAX_WAITING_BATCHES or (
+            self._waiting_rounds > MAX_WAITING_ROUNDS and len(self._waiting) > 1
+        ):
+            self._take()
+            self.skipped_batches += 1
+
+    def _take(self) -> tuple[Engine, wire.EventBatch]:
+        engine, batch = self._waiting.popleft()
+        self._waiting_rounds -= len(batch.rounds.step)
+        return engine, batch
 
     @property
     def num_waiting(self) -> int:
@@ -59,7 +69,7 @@ class Steering:
     def observe(self, limit: int = 100) -> bool:
         """Learn from at most `limit` batches. Returns True if some are left."""
         for _ in range(min(limit, len(self._waiting))):
-            engine, batch = self._waiting.popleft()
+            engine, batch = self._take()
             controller = self.controller(engine)
             if controller is None:
                 continue

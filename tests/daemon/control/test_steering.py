@@ -1,0 +1,34 @@
+"""Batches that wait for the controllers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from honed.daemon.control import steering
+from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings
+from tests.daemon.fake_engine import make_batch
+
+
+@pytest.fixture
+def idle(settings: Settings) -> Service:
+    """A service whose thread isn't started, so that nobody learns."""
+    settings.paths.state_dir.mkdir()
+    return Service(settings, daemon_id="test")
+
+
+@pytest.mark.parametrize(("name", "most"), [("MAX_WAITING_BATCHES", 3), ("MAX_WAITING_ROUNDS", 24)])
+def test_the_oldest_batches_are_skipped_when_too_much_waits(
+    idle: Service, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(steering, name, most)
+    engine: Any = object()
+    for seq in range(1, 6):
+        idle.steering.put(engine, make_batch(seq, rounds=8))
+    assert [batch.seq for _, batch in idle.steering._waiting] == [3, 4, 5]
+    assert idle.steering.skipped_batches == 2
+    idle.steering.put(engine, make_batch(6, rounds=100))
+    assert [batch.seq for _, batch in idle.steering._waiting][-1] == 6, "one that is too large alone is still learned"
+    idle.store.close()
