@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -21,6 +22,7 @@ from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.rollups import BatchCounts, MalformedBatchError, count_batch
 from honed.daemon.store.store import Store
 
+WARN_EVERY_S = 10.0
 log = structlog.get_logger("honed.ingest")
 
 
@@ -69,6 +71,7 @@ class Ingest:
         self._clock, self._monotonic = clock, monotonic
         self.workloads = WorkloadNames()
         self.figures = IngestFigures()
+        self._warned_s: dict[str, float] = {}
 
     def handle(self, peer: bytes, frame: bytes) -> None:
         """Handle one frame. Faults in it are counted, never raised."""
@@ -86,7 +89,14 @@ class Ingest:
         except StoreError as error:
             # Without the database the committed number is unknown; the engine asks again.
             self.reject("store_unavailable")
-            log.warning("message dropped", error=str(error))
+            self._warn("message dropped", error=str(error))
+
+    def _warn(self, event: str, **about: Any) -> None:
+        """Log a peer's fault, each kind once in `WARN_EVERY_S`: a peer mustn't fill the journal. All are counted."""
+        now_s = self._monotonic()
+        if now_s - self._warned_s.get(event, float("-inf")) >= WARN_EVERY_S:
+            self._warned_s[event] = now_s
+            log.warning(event, **about)
 
     def reject(self, why: str) -> None:
         """Count a dropped frame."""
@@ -125,7 +135,7 @@ class Ingest:
         engine = self._engines.introduce(hello, peer, self._monotonic())
         if engine is None:
             self.reject("refused_hello")
-            log.warning("an engine's hello is refused: its boot has a connection, or there are too many", id=hello.engine_id)
+            self._warn("an engine's hello is refused: its boot has a connection, or there are too many", id=hello.engine_id)
             return
         if hello.wire_version != wire.WIRE_VERSION:
             engine.note = f"speaks wire version {hello.wire_version}, this daemon {wire.WIRE_VERSION}"
@@ -163,7 +173,7 @@ class Ingest:
         except MalformedBatchError as error:
             # Stored anyway: unacknowledged, it would block all later batches.
             self.figures.malformed += 1
-            log.warning("malformed batch", engine_id=batch.engine_id, seq=batch.seq, error=str(error))
+            self._warn("malformed batch", engine_id=batch.engine_id, seq=batch.seq, error=str(error))
             return BatchCounts(malformed=str(error))
 
     def _acknowledge(self, peer: bytes, boot: Boot) -> None:

@@ -233,3 +233,16 @@ def test_the_log_of_mutated_frames_can_be_exported(service: Service, tmp_path: P
     database = service.settings.paths.database
     assert export(database, str(tmp_path / "rounds.parquet"), "parquet", Chosen())["rounds"]
     assert export(database, str(tmp_path / "rounds.jsonl"), "jsonl", Chosen())["rounds"]
+
+
+def test_faults_without_end_fill_no_journal(
+    service: Service, make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = make_engine()
+    engine.hello()
+    capsys.readouterr()
+    for seq in range(1, 51):
+        engine.send(engine.batch(seq, accepted=[4] * 8))
+    engine.wait_acked(50)
+    assert service.ingest.figures.malformed == 50
+    assert capsys.readouterr().out.count("malformed batch") == 1
