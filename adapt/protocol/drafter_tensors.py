@@ -20,6 +20,8 @@ IGNORED = (
     "rotary_emb.sin_cached",
 )
 """Tensors that vLLM skips. Biases are skipped as well where the config asks for none."""
+METHODS = ("dflash",)
+"""vLLM's speculative methods whose drafters honed trains and swaps."""
 SHARED = ("embed_tokens", "lm_head")
 """Tensors of the target, or the drafter's own in their place. They are never trained or swapped."""
 
@@ -41,6 +43,15 @@ def names_of(stored: Iterable[str]) -> dict[str, str]:
             raise ValueError(f"{found[ours]} and {theirs} are the same tensor: keep one of them")
         found[ours] = theirs
     return found
+
+
+def method_of(names: Iterable[str]) -> str:
+    """Return the one of `METHODS` that drafts with tensors of these names of ours; "" if none does.
+
+    Only DFlash and DSpark norm the context outside of their layers, and only DSpark has a Markov head.
+    """
+    parts = {name.partition(".")[0] for name in names}
+    return "dflash" if "hidden_norm" in parts and "markov_head" not in parts else ""
 
 
 def is_shared(name: str) -> bool:

@@ -77,7 +77,8 @@ class Greeting:
         try:
             version = self._identify(hello, peer)
         except RegistryError as error:
-            note = f"its drafter can't be retrained: {error}; {READABLE}"
+            cure = f"; {READABLE}" if isinstance(error.__cause__, OSError) else ""
+            note = f"its drafter can't be retrained: {error}{cure}"
             log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
         except Exception as error:
             log.exception("the engine's drafter can't be registered", error=str(error))

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from honed.adapt.protocol.drafter_tensors import METHODS
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User
@@ -42,7 +43,7 @@ class Drafters:
         """Versions with damaged files -> state of the files when that was found, and the damage."""
 
     def identify(self, hello: EngineHello, user: User | None) -> str:
-        """The registry version of an engine's checkpoint, imported if needed; "" if it has none.
+        """The registry version of an engine's checkpoint, imported if needed; "" if it has none that honed trains.
 
         Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. The first
         checkpoint ever becomes `active` and `floor`, the version that is never pruned and always available for a roll-back.
@@ -51,9 +52,9 @@ class Drafters:
             user: the engine's.
 
         Raises:
-            RegistryError: it can't be read here or can't be registered.
+            RegistryError: it can't be read here, isn't a drafter's or can't be registered.
         """
-        if not hello.drafter_path:
+        if not hello.drafter_path or hello.method not in METHODS:
             return ""
         folder = Path(hello.drafter_path)
         stamp = self._stamp_of(folder)

@@ -194,7 +194,7 @@ class Swaps:
                     log.error("the active version can't be used", version=active, error=str(error))
 
     def fits(self, engine: Engine, version: str, *, takes_over: bool = False) -> bool:
-        """True if an engine can take a version now: it can swap, is awake, and serves the version's target.
+        """True if an engine can take a version now: it can swap, is awake, and serves the version's target with its method.
 
         `takes_over`: also if its drafter's weights aren't from honed.
         """
@@ -203,10 +203,10 @@ class Swaps:
         if engine.has_foreign_drafter and not takes_over:
             return False
         try:
-            target = self._drafters.manifest(version).target_path
+            manifest = self._drafters.manifest(version)
         except HonedError:
             return False
-        return target in ("", engine.hello.target_path)
+        return manifest.method == engine.hello.method and manifest.target_path in ("", engine.hello.target_path)
 
     def _settle(self, sent: _Sent, failure: str, is_replaced: bool = False) -> None:
         swap = sent.swap

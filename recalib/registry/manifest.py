@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 
+from honed.adapt.protocol.drafter_tensors import METHODS, method_of
 from honed.adapt.protocol.wire import GateTable
 from honed.recalib.registry.durable import read_document, sha256_file
-from honed.recalib.registry.tensor_file import read_drafter_entries, sha256_tensors
+from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries, sha256_tensors
 
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
+_CURE = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
 
 
 class RegistryError(ValueError):
@@ -45,6 +47,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """Length of model.safetensors."""
     config_sha256: str
+    method: str = ""
+    """vLLM's speculative method that drafts with it; engines of other methods can't take it."""
     parent: str = ""
     scope: str = ""
     target_path: str = ""
@@ -75,9 +79,8 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
         RegistryError: a file is missing or isn't what its name says.
     """
     weights, config = folder / WEIGHTS, folder / CONFIG
-    cure = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
+    entries, method = read_drafter(weights)
     try:
-        entries = read_drafter_entries(weights)
         msgspec.json.decode(read_document(config), type=dict[str, Any])
         return Manifest(
             version=version,
@@ -85,6 +88,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
             sha256=sha256_file(weights),
             bytes=weights.stat().st_size,
             config_sha256=sha256_file(config),
+            method=method,
             target_sha256=sha256_of_target(str(about.get("target_path", ""))),
             context_sha256=sha256_tensors(weights, entries, _makes_features),
             kv_sha256=sha256_tensors(weights, entries, _makes_context),
@@ -92,11 +96,29 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
             **about,
         )
     except msgspec.DecodeError as error:
-        raise RegistryError(f"{config} is not JSON ({error}); {cure}") from error
+        raise RegistryError(f"{config} is not JSON ({error}); {_CURE}") from error
     except OSError as error:
-        raise RegistryError(f"{error.filename or folder} can't be read ({error.strerror}); {cure}") from error
+        raise RegistryError(f"{error.filename or folder} can't be read ({error.strerror}); {_CURE}") from error
+
+
+def read_drafter(weights: Path) -> tuple[list[TensorEntry], str]:
+    """Read the header of a drafter's weights.
+
+    Returns:
+        its tensors, under our names, and vLLM's method that drafts with them.
+
+    Raises:
+        RegistryError: it can't be read, isn't sound or isn't a drafter's that honed trains.
+    """
+    try:
+        entries = read_drafter_entries(weights)
+    except OSError as error:
+        raise RegistryError(f"{error.filename or weights} can't be read ({error.strerror}); {_CURE}") from error
     except ValueError as error:
-        raise RegistryError(f"{weights} is not a sound safetensors file: {error}; {cure}") from error
+        raise RegistryError(f"{weights} is not a sound safetensors file: {error}; {_CURE}") from error
+    if method := method_of(entry.name for entry in entries):
+        return entries, method
+    raise RegistryError(f"{weights} holds no drafter of method {' or '.join(METHODS)}, judging by its tensors' names")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -37,10 +37,10 @@ from honed.recalib.registry.manifest import (
     Manifest,
     RegistryError,
     describe_checkpoint,
+    read_drafter,
     read_manifest,
     verify_files,
 )
-from honed.recalib.registry.tensor_file import read_drafter_entries
 
 __all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "RegistryError"]
 
@@ -111,7 +111,7 @@ class Registry:
             user: who named the folder, if somebody else; the user must be able to read it too.
 
         Raises:
-            RegistryError: the folder isn't a checkpoint.
+            RegistryError: the folder isn't a drafter's checkpoint.
         """
         path = Path(path)
         with ExitStack() as stack:
@@ -122,17 +122,13 @@ class Registry:
                         check_readable(file, user)
                 if (num_bytes := os.fstat(files[WEIGHTS].fileno()).st_size) > MAX_WEIGHTS_BYTES:
                     raise RegistryError(f"{path / WEIGHTS} has {num_bytes} bytes, a drafter at most {MAX_WEIGHTS_BYTES}")
-                read_drafter_entries(path / WEIGHTS)  # before all of it is read
+                read_drafter(path / WEIGHTS)  # before all of it is read: a target can be large
                 config_sha256, sha256 = (hashlib.file_digest(file, "sha256").hexdigest() for file in files.values())
             except OSError as error:
                 raise RegistryError(
                     f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
                     f"{WEIGHTS} (not in shards) and {CONFIG}"
                 ) from error
-            except ValueError as error:
-                if isinstance(error, RegistryError):
-                    raise
-                raise RegistryError(f"{path / WEIGHTS} is not a sound safetensors file: {error}") from error
             for manifest in self.versions():
                 if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
                     return manifest

@@ -34,8 +34,8 @@ from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 def write_checkpoint(folder: Path, value: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Only the MLP differs: what is in an engine's cache stays right, as with scope "kv-frozen".
-    tensors = {"fc.weight": np.ones((4, 4), np.float32), "layers.0.mlp.up_proj.weight": np.full((4, 4), value, np.float32)}
-    save_file(tensors, folder / "model.safetensors")
+    same = {"fc.weight": np.ones((4, 4), np.float32), "hidden_norm.weight": np.ones(4, np.float32)}
+    save_file(same | {"layers.0.mlp.up_proj.weight": np.full((4, 4), value, np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
 
 
@@ -119,6 +119,55 @@ def stage(service: Service, settings: Settings, folder: Path) -> Iterator[Stage]
 def test_the_first_checkpoint_becomes_active_and_the_floor(stage: Stage) -> None:
     assert stage.first.startswith("v0001-")
     assert stage.aliases() == {"active": stage.first, "floor": stage.first, "candidate": None, "previous": None}
+
+
+def write_target(folder: Path) -> None:
+    """A small target's checkpoint, in one file as a drafter's is."""
+    folder.mkdir()
+    save_file({"model.layers.0.mlp.up_proj.weight": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
+
+
+@pytest.mark.parametrize("method", ["ngram", "dflash"])
+def test_a_target_that_an_engine_takes_for_its_drafter_is_never_a_version(
+    service: Service, settings: Settings, folder: Path, method: str
+) -> None:
+    """It became the active version and the floor, and was sent to every DFlash engine for ever."""
+    write_target(folder / "target")
+    write_checkpoint(folder / "drafter", 0.0)
+    plain = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "target"), engine_id="plain")
+    drafting = ServingEngine(settings.paths.engine_socket, checkpoint=str(folder / "drafter"))
+    try:
+        assert plain.attach(method=method, capabilities=["events", "draft_length"]).drafter_version == ""
+        assert service.drafters.active == ""
+        first = drafting.attach().drafter_version
+        assert [one.version for one in service.drafters.registry.versions()] == [service.drafters.active] == [first]
+        plain.turn()
+        drafting.serve(lambda: service.live.workloads() >= {("engine-0", "default")}, "rounds")
+        assert drafting.swaps == plain.swaps == []
+        note = service.engines.by_id["plain"].note
+        assert ("holds no drafter" in note) == (method == "dflash")
+        assert "/home" not in note, "it can be read"
+    finally:
+        plain.close()
+        drafting.close()
+
+
+def test_an_engine_of_another_method_is_given_no_version(stage: Stage, settings: Settings) -> None:
+    """Whatever its hello claims: its drafter has other tensors."""
+    new = stage.version(1.0)
+    other = ServingEngine(settings.paths.engine_socket, engine_id="other")
+    try:
+        other.live_version = "v0009-0badcafe"
+        other.attach(method="eagle3")
+        with stage.service.lock:
+            stage.service.swaps.tick(stage.service.monotonic())
+            assert [engine.engine_id for engine in stage.service.eligible.swappable(new)] == ["engine-0"]
+        stage.promote(new)
+        other.turn(0)
+        assert other.swaps == []
+    finally:
+        other.close()
 
 
 def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None:

@@ -24,7 +24,7 @@ def checkpoint(fill: int, num_values: int = 16):
     """A writer of the smallest checkpoint there is, whose weights depend on `fill`."""
     header = json.dumps(
         {
-            "fc.weight": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+            "hidden_norm.weight": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
             "norm.weight": {"dtype": "U16", "shape": [num_values], "data_offsets": [4, 4 + 2 * num_values]},
         }
     ).encode()
@@ -62,7 +62,7 @@ def test_versions_are_numbered_in_order_also_beyond_four_digits(registry):
     assert [m.version.split("-")[0] for m in registry.versions()] == ["v0001", "v0002", "v10000", "v10001"]
 
 
-def test_context_digest_is_equal_where_fc_is(registry):
+def test_context_digest_is_equal_where_the_context_norm_is(registry):
     first, second = registry.create(checkpoint(1)), registry.create(checkpoint(2))
     assert first.sha256 != second.sha256
     assert first.context_sha256 == second.context_sha256 != ""
@@ -84,6 +84,30 @@ def test_digests_know_a_tensor_by_any_name_that_vllm_reads(registry):
     assert plain.sha256 != other.sha256
     assert (plain.context_sha256, plain.kv_sha256) == (other.context_sha256, other.kv_sha256)
     assert plain.context_sha256 != another_norm.context_sha256, "their fused features mean something else"
+
+
+OTHERS = {
+    "a target": ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "mtp.fc.weight"),
+    "EAGLE-3": ("fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"),
+    "DSpark": ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "layers.0.mlp.up_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_drafter_of_a_known_method_is_never_a_version(registry, tmp_path, kind):
+    """The target of an engine without a drafter became the active version."""
+
+    def write(folder: Path) -> None:
+        save_file({name: np.ones(2, np.float32) for name in OTHERS[kind]}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+
+    write(tmp_path)
+    with pytest.raises(RegistryError, match=r"model.safetensors holds no drafter of method dflash"):
+        registry.import_checkpoint(tmp_path)
+    with pytest.raises(RegistryError, match="holds no drafter"):
+        registry.create(write)
+    assert registry.versions() == []
+    assert [path.name for path in (registry.root / "versions").iterdir()] == []
 
 
 def test_import_is_idempotent(registry, tmp_path):
