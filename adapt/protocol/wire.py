@@ -88,6 +88,7 @@ class EngineHello(_Message, frozen=True):
     model_name: Text
     target_path: Text
     drafter_path: Text
+    """Folder of a drafter that honed trains, else ""."""
     drafter_version: Name
     """Live version: "" until the daemon has named the registry version of the engine's checkpoint."""
     vllm_version: Name
@@ -99,6 +100,8 @@ class EngineHello(_Message, frozen=True):
     num_spec_tokens: Drafts
     """K: draft tokens per round that the engine was configured for (anchor excluded)."""
     max_num_seqs: Requests
+    draft_model: Text = ""
+    """Folder or name of the separate draft model, of any method; "" if there is none."""
     capabilities: Texts = []
     limits: Texts = []
     capture_path: Text = ""

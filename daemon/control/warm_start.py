@@ -24,7 +24,7 @@ log = structlog.get_logger("honed.warm_start")
 
 MOST_BATCHES = 400
 """A busy engine fills four per second."""
-ALIKE = ("model_name", "target_path", "drafter_path", "method", "runner", "vllm_version", "num_spec_tokens", "max_num_seqs")
+ALIKE = ("model_name", "target_path", "draft_model", "method", "runner", "vllm_version", "num_spec_tokens", "max_num_seqs")
 """Fields of an engine's hello that must be unchanged."""
 
 _BOOTS = "SELECT boot_id, hello FROM boots WHERE engine_id = ? AND hello IS NOT NULL"

@@ -213,8 +213,10 @@ def check_lengths_are_obeyed(running: TestEngine, expected: list[list[int]]) -> 
     rows = rounds(take_batches(running))
     assert all(row["k"] <= int(row["workload"][1:]) for row in rows)
     assert {row["k"] for row in rows} >= {0, 1, 2}
-    assert set(running.honed._hello().capabilities) == {"events", "draft_length"}
-    assert any("ngram" in limit for limit in running.honed._hello().limits)
+    hello = running.honed._hello()
+    assert set(hello.capabilities) == {"events", "draft_length"}
+    assert any("ngram" in limit for limit in hello.limits)
+    assert (hello.method, hello.draft_model, hello.drafter_path) == ("ngram", "", ""), "vLLM names the target"
 
 
 def check_padding(running: TestEngine) -> None:

@@ -1,4 +1,4 @@
-"""Where an engine says that its models are."""
+"""Where an engine's models are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from honed.attach.engine.introduction import folder_of
+from honed.attach.contract.model_files import draft_folder, folder_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -44,3 +44,19 @@ def test_a_name_on_the_hub_is_where_it_was_downloaded_to(cache: SimpleNamespace,
 )
 def test_what_is_not_there_keeps_its_name(cache: SimpleNamespace, model: str, revision: str | None) -> None:
     assert folder_of(config(model, revision), cache) == model
+
+
+@pytest.mark.parametrize(
+    ("speculative", "found"),
+    [
+        (None, ""),
+        (SimpleNamespace(method="suffix", draft_model_config=None), ""),
+        (SimpleNamespace(method="ngram", draft_model_config=config("/nowhere/target")), ""),
+        (SimpleNamespace(method="mtp", draft_model_config=config("/nowhere/target")), ""),
+        (SimpleNamespace(method="eagle3", draft_model_config=config("/nowhere/head")), "/nowhere/head"),
+    ],
+)
+def test_only_a_draft_model_with_files_of_its_own_is_named(speculative: SimpleNamespace | None, found: str) -> None:
+    """vLLM names the target where a method has none."""
+    given = SimpleNamespace(speculative_config=speculative, model_config=config("/nowhere/target"), load_config=None)
+    assert draft_folder(given) == found
