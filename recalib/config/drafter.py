@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from honed.recalib.config.presets import completed, training_refusal, vllm_refusal
+from honed.adapt.protocol.trainable import drafter_reasons, resolved
+from honed.recalib.config.presets import completed
 from honed.recalib.config.rope_scaling import RopeScaling
 from honed.recalib.config.speculators import flat
 
@@ -49,16 +50,14 @@ class DrafterConfig:
         Raises:
             ValueError: a field is missing, or asks for something vLLM or this drafter doesn't support. The message names it.
         """
-        raw = flat(raw)
-        if reason := vllm_refusal(raw):
-            raise ValueError(f"vLLM 0.32 does not load a DFlash drafter with {reason}; use another drafter")
-        if reason := training_refusal(raw):
-            raise ValueError(f"{reason} is not supported for training; serve this drafter without recalibration")
+        raw = resolved(flat(raw))
+        if reasons := drafter_reasons(raw):
+            raise ValueError(f"{'; '.join(reasons)}; serve this drafter without recalibration, or use another")
         if "vocab_size" not in raw:
             raise ValueError("config.json has no 'vocab_size'; is this a DFlash drafter?")
         raw = completed(raw)
         dflash = raw["dflash_config"]
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope = raw["rope_parameters"]
         try:
             return cls(
                 vocab_size=int(raw["vocab_size"]),
@@ -73,7 +72,7 @@ class DrafterConfig:
                 target_layer_ids=tuple(int(i) for i in dflash["target_layer_ids"]),
                 target_hidden_size=int(raw.get("target_hidden_size") or raw["hidden_size"]),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0),
+                rope_theta=float(rope["rope_theta"]),
                 rope_scaling=RopeScaling.from_json(rope),
                 attention_bias=bool(raw.get("attention_bias")),
                 num_target_layers=int(raw["num_target_layers"]) if raw.get("num_target_layers") else None,

@@ -1,4 +1,4 @@
-"""The published DFlash families: defaults for what a checkpoint's config omits, and reasons why some can't be trained.
+"""The published DFlash families: defaults for what a checkpoint's config omits.
 
 A checkpoint's config.json always comes first. Missing values come from the preset of its target. If there is none, they follow
 the rule that all of these families were made by:
@@ -6,8 +6,8 @@ the rule that all of these families were made by:
     target layers     evenly from the 2nd to the 3rd-last: round(1 + i * (L - 4) / (n - 1)), L target layers, n of them read
     loss decay        7 tokens for blocks of 16, 5 for 10, 4 for 8 and less
 
-Preset values are those of the families' published config.json files, as quoted in public code that loads them. `known_limits`
-lists what vLLM 0.32 or this trainer doesn't support for a family. Nothing is fetched here.
+Preset values are those of the families' published config.json files, as quoted in public code that loads them. Nothing is
+fetched here. `adapt/protocol/trainable.py` says which drafters can't be trained, and why.
 
 Source: arXiv 2602.06036, section 3 and appendix; z-lab/dflash (README, `model/`); vLLM 0.32 `models/qwen3_dflash.py`.
 """
@@ -115,56 +115,3 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     full["block_size"] = own.pop("block_size")
     full["dflash_config"] = own
     return full
-
-
-def vllm_refusal(raw: Mapping[str, Any]) -> str | None:
-    """Explain why vLLM 0.32 can't load a drafter with this flat config; None if it should load.
-
-    Source: vLLM 0.32 `models/qwen3_dflash.py`, `models/registry.py`, `v1/worker/gpu/spec_decode/dflash/speculator.py`.
-    """
-    dflash = raw.get("dflash_config") or {}
-    layer_types = raw.get("layer_types") or []
-    is_sliding = "sliding_attention" in layer_types or dflash.get("use_swa")
-    window = dflash.get("swa_window_size", raw.get("sliding_window"))
-    checks = {
-        f"architecture {_architecture(raw)}": _architecture(raw) not in VLLM_ARCHITECTURES,
-        "sample_from_anchor": dflash.get("sample_from_anchor"),
-        "sliding-window attention without a window size": is_sliding and window is None,
-        f"activation {raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
-        "a causal-correction (Domino) head": raw.get("projector_type", "dflash") != "dflash",
-    }
-    return next((name for name, is_so in checks.items() if is_so), None)
-
-
-VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
-
-
-def training_refusal(raw: Mapping[str, Any]) -> str | None:
-    """Name the first feature of a flat config that the trainable drafter (`drafter.py`) lacks; None if it has all."""
-    dflash = raw.get("dflash_config") or {}
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    checks = {
-        "DFlash2 (its convolution and selector)": _architecture(raw) == "DFlash2DraftModel",
-        "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
-        "interleaved RoPE": not raw.get("is_neox_style", True),
-        "scaled RoPE": rope.get("rope_type", rope.get("type", "default")) not in ROPE_TYPES,
-        "partial RoPE": {rope.get("partial_rotary_factor"), raw.get("partial_rotary_factor")} - {None, 1.0},
-        "sliding-window attention": dflash.get("use_swa") or "sliding_attention" in (raw.get("layer_types") or ()),
-        "causal drafting": dflash.get("causal") or raw.get("is_causal"),
-        "a reduced draft vocabulary": raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")),
-        "drafting without auxiliary hidden states": False
-        in (raw.get("use_aux_hidden_state"), dflash.get("use_aux_hidden_state")),
-        "attention_value_scale": dflash.get("attention_value_scale"),
-        "an attention sink": dflash.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"),
-        "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
-        "quantization": raw.get("quantization_config"),
-    }
-    return next((name for name, is_asked in checks.items() if is_asked), None)
-
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding that `drafter.py` computes."""
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    return str((raw.get("architectures") or ["DFlashDraftModel"])[0])

@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from honed.adapt.protocol.drafter_tensors import names_of
+from honed.adapt.protocol.trainable import EMBED_NAME, HEAD_NAME, NORM_NAME, head_reasons, is_tied
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
@@ -27,7 +28,6 @@ from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
 INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 WEIGHTS_NAME = "model.safetensors"
-EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that a drafter may bring instead of sharing the target's. They are used but never trained."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
@@ -144,13 +144,20 @@ def _read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tens
         yield name, _read(path, entries[path][name])
 
 
+def check_target_head(target_dir: Path | str) -> None:
+    """Raise CheckpointError if the target's embedding, head or final norm can't be found."""
+    folder = Path(target_dir)
+    if reasons := head_reasons(read_config(folder), tensor_files(folder)):
+        raise CheckpointError(f"{folder}: {'; '.join(reasons)}: it is incomplete or of another model family")
+
+
 def load_target_head(target_dir: Path | str) -> TargetHead:
     """Load the target's embedding, head and final norm; a tied head is the embedding."""
     folder = Path(target_dir)
+    check_target_head(folder)
     raw = read_config(folder)
     text = raw.get("text_config") or raw
-    has_own_head = not (raw.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-    names = [EMBED_NAME, NORM_NAME] + ([HEAD_NAME] if has_own_head else [])
+    names = [EMBED_NAME, NORM_NAME] + ([] if is_tied(raw) else [HEAD_NAME])
     tensors = read_tensors(folder, names)
     return TargetHead(
         embed_tokens=tensors[EMBED_NAME],

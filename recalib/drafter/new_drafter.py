@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from honed.adapt.protocol.trainable import NORM_NAME
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.presets import even_layer_ids, preset_of
 from honed.recalib.drafter.checkpoint import (
-    NORM_NAME,
     CheckpointError,
     check_pair,
     load_target_head,

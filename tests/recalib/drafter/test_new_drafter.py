@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from honed.recalib.config.presets import training_refusal, vllm_refusal
+from honed.adapt.protocol.trainable import drafter_reasons
 from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, read_tensors, stored_names
 from honed.recalib.drafter.new_drafter import drafter_config, is_alike, unused_token_id, write
 from tests.tools import ROOT
@@ -41,8 +41,7 @@ def test_a_known_family_s_drafter_has_the_published_figures() -> None:
         {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
     )
     assert (raw["num_hidden_layers"], raw["num_target_layers"], raw["rope_parameters"]["rope_theta"]) == (5, 36, 1e6)
-    assert vllm_refusal(raw) is None
-    assert training_refusal(raw) is None
+    assert drafter_reasons(raw) == []
 
 
 def test_another_target_gets_the_rule_of_the_paper_and_an_unused_token() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from honed.adapt.protocol import wire
 from honed.attach.capture.ring_writer import RingWriter
@@ -351,6 +352,14 @@ def test_a_training_that_does_not_fit_is_refused_before_it_waits_for_samples(sit
     assert (result.ok, result.steps) == (False, 0)
     assert "training needs" in result.error
     assert "trainer." in result.error
+
+
+def test_a_target_whose_head_has_another_name_is_refused_before_it_waits_for_samples(site):
+    (site.target / "m.safetensors").rename(site.target / "old")
+    save_file({"language_model.model.embed_tokens.weight": torch.zeros(4, WIDTH)}, site.target / "m.safetensors")
+    operation = site.begin()
+    operation.advance()
+    assert "the target's files have no tensor model.embed_tokens.weight" in operation.result.error
 
 
 def test_what_a_training_takes_is_said_before_it_begins(site):

@@ -1,0 +1,161 @@
+"""Whether a target and its drafter can be trained, and if not, why: one answer for engine, daemon, trainer and doctor.
+
+Facts in, reasons out. The engine asks with the configuration that vLLM has resolved, the others with the files as published.
+Both give the same answer: `resolved` fills in what Transformers' classes would.
+
+Source: vLLM 0.32 `models/qwen3_dflash.py` (`_resolve_layer_attention`, `_dflash_layer_causal`), `models/registry.py`,
+`v1/worker/gpu/spec_decode/dflash/speculator.py`; Transformers 5 `configuration_qwen3.py`, `configuration_gpt_oss.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from honed.adapt.protocol.drafter_tensors import METHODS
+
+VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding that the trainable drafter computes."""
+EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+"""Tensors of the target that training reads."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Facts of an engine, or of a command that starts one. What isn't known isn't judged."""
+
+    method: str
+    drafter: Mapping[str, Any] | None = None
+    """Its flat config, see `resolved`."""
+    target: Mapping[str, Any] | None = None
+    """Its config.json."""
+    target_tensors: Collection[str] | None = None
+    """Names in its files."""
+    uses_mrope: bool = False
+    pipeline_parallel_size: int = 1
+    is_adaptive: bool = False
+    """vLLM's own adaptive verification is on."""
+
+
+def why_untrained(pair: Pair) -> list[str]:
+    """Reasons why a pair can't be trained, each a sentence's end; empty if it can.
+
+    Memory is the trainer's to judge: only it knows its device.
+    """
+    if pair.method not in METHODS:
+        named = f"method {pair.method!r}" if pair.method else "no method"
+        return [f"training is for method {' or '.join(map(repr, METHODS))}, this engine runs {named}"]
+    found = []
+    if pair.pipeline_parallel_size > 1:
+        found.append("pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits")
+    if pair.is_adaptive:
+        found.append("under vLLM's own adaptive verification only the device knows each request's rows")
+    if pair.uses_mrope or uses_mrope(pair.target or {}):
+        found.append("the target's positions are multi-dimensional (M-RoPE)")
+    if pair.drafter is not None:
+        found += drafter_reasons(pair.drafter)
+    if pair.target is not None and pair.target_tensors is not None:
+        found += head_reasons(pair.target, pair.target_tensors)
+    return found
+
+
+def drafter_reasons(drafter: Mapping[str, Any]) -> list[str]:
+    """Reasons why a drafter with this flat config can't be trained: vLLM can't load it, or our drafter lacks something."""
+    raw = resolved(drafter)
+    found = [f"vLLM 0.32 does not load a DFlash drafter with {name}" for name in _vllm_lacks(raw)]
+    return found or [f"{name} is not supported for training" for name in _trainer_lacks(raw)]
+
+
+def head_reasons(target: Mapping[str, Any], tensors: Collection[str]) -> list[str]:
+    """Reasons why a target's embedding, head and final norm can't be read from files with tensors of these names."""
+    names = [EMBED_NAME, NORM_NAME] + ([] if is_tied(target) else [HEAD_NAME])
+    missing = [name for name in names if name not in tensors]
+    return [f"the target's files have no tensor {' and no '.join(missing)}"] if missing else []
+
+
+def is_tied(target: Mapping[str, Any]) -> bool:
+    """Whether the target's head is its embedding."""
+    return bool(target.get("tie_word_embeddings") or (target.get("text_config") or {}).get("tie_word_embeddings"))
+
+
+def uses_mrope(target: Mapping[str, Any]) -> bool:
+    """Whether the target's positions have several dimensions, as vLLM finds out."""
+    parts = [target, target.get("text_config") or {}, (target.get("thinker_config") or {}).get("text_config") or {}]
+    return any("mrope_section" in rope_of(part) for part in parts)
+
+
+def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config's rotary embedding, under either of its names."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what Transformers' classes do for a flat config: `layer_types`, and the base of the rotary embedding.
+
+    A resolved config is returned with the same values.
+    """
+    full, rope = dict(raw), dict(rope_of(raw))
+    kind, layers = raw.get("model_type"), range(int(raw.get("num_hidden_layers") or 0))
+    if raw.get("layer_types") is None and kind == "gpt_oss":
+        full["layer_types"] = [SLIDING if i % 2 == 0 else FULL for i in layers]
+        full["sliding_window"] = raw.get("sliding_window", 128)
+    elif raw.get("layer_types") is None and raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
+        first = 28 if raw.get("max_window_layers") is None else int(raw["max_window_layers"])
+        full["layer_types"] = [SLIDING if i >= first else FULL for i in layers]
+    if not rope and kind == "gpt_oss":
+        rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    base = 150_000.0 if kind == "gpt_oss" else 10_000.0
+    rope["rope_theta"] = float(rope.get("rope_theta") or raw.get("rope_theta") or base)
+    if rope.get("partial_rotary_factor") is None and raw.get("partial_rotary_factor") is not None:
+        rope["partial_rotary_factor"] = raw["partial_rotary_factor"]
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    full["rope_parameters"] = rope
+    return full
+
+
+def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
+    dflash = raw.get("dflash_config") or {}
+    window = dflash.get("swa_window_size", raw.get("sliding_window"))
+    checks = {
+        f"architecture {_architecture(raw)}": _architecture(raw) not in VLLM_ARCHITECTURES,
+        "sample_from_anchor": dflash.get("sample_from_anchor"),
+        "sliding-window attention without a window size": _is_sliding(raw) and window is None,
+        f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
+        "a causal-correction (Domino) head": raw.get("projector_type", "dflash") != "dflash",
+    }
+    yield from (name for name, is_so in checks.items() if is_so)
+
+
+def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Features of a resolved config that the trainable drafter (`recalib/drafter/model.py`) lacks."""
+    dflash, rope = raw.get("dflash_config") or {}, raw["rope_parameters"]
+    is_causal = raw.get("is_causal") if raw.get("is_causal") is not None else dflash.get("causal")
+    checks = {
+        "DFlash2 (its convolution and selector)": _architecture(raw) == "DFlash2DraftModel",
+        "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
+        "interleaved RoPE": not raw.get("is_neox_style", True),
+        "scaled RoPE": rope["rope_type"] not in ROPE_TYPES,
+        "RoPE by kind of layer": any(isinstance(value, Mapping) for value in rope.values()),
+        "partial RoPE": rope.get("partial_rotary_factor") not in (None, 1.0),
+        "sliding-window attention": _is_sliding(raw),
+        "causal drafting": is_causal,
+        "a reduced draft vocabulary": raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")),
+        "drafting without auxiliary hidden states": False
+        in (raw.get("use_aux_hidden_state"), dflash.get("use_aux_hidden_state")),
+        "attention_value_scale": dflash.get("attention_value_scale"),
+        "an attention sink": dflash.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"),
+        "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
+        "quantization": raw.get("quantization_config"),
+    }
+    yield from (name for name, is_asked in checks.items() if is_asked)
+
+
+def _is_sliding(raw: Mapping[str, Any]) -> bool:
+    return SLIDING in (raw.get("layer_types") or ()) or bool((raw.get("dflash_config") or {}).get("use_swa"))
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("architectures") or ["DFlashDraftModel"])[0])

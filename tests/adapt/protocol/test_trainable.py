@@ -1,0 +1,164 @@
+"""Which published pairs can be trained, and why others can't: as published, and as vLLM resolves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from honed.adapt.protocol.trainable import EMBED_NAME, HEAD_NAME, NORM_NAME, Pair, resolved, rope_of, uses_mrope, why_untrained
+
+PLAIN = (EMBED_NAME, HEAD_NAME, NORM_NAME)
+NESTED = tuple(name.replace("model.", "model.language_model.") for name in PLAIN)
+BEFORE = tuple(f"language_model.{name}" for name in PLAIN)
+MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}}}
+YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def dflash(layers: int = 5, window: int = 0, full: int = 0, **changes: Any) -> dict[str, Any]:
+    """A drafter's config: with a window, the last `full` layers have full attention."""
+    kinds = {"layer_types": ["sliding_attention"] * (layers - full) + ["full_attention"] * full} if window else {}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "num_hidden_layers": layers,
+        "rope_theta": 1e6,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        **({"sliding_window": window} if window else {}),
+        **kinds,
+        **changes,
+    }
+
+
+SLIDING, HEAD, POSITIONS = "sliding-window attention is not supported", "files have no tensor model.embed", "M-RoPE"
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], list[str]]] = {
+    "Qwen3-8B": (dflash(), {}, PLAIN, []),
+    "Qwen3-Coder-30B-A3B": (dflash(), {}, PLAIN, []),
+    "Qwen3-4B, tied": (dflash(), {"tie_word_embeddings": True}, PLAIN[:1] + PLAIN[2:], []),
+    "Llama-3.1-8B": (
+        dflash(
+            vocab_size=128256,
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+        {},
+        PLAIN,
+        [],
+    ),
+    "gpt-oss-20b": (
+        dflash(8, vocab_size=201088, attention_bias=True, head_dim=64, rope_scaling=YARN | {"factor": 32.0}),
+        {},
+        PLAIN,
+        [],
+    ),
+    "Kimi-K2.5": (dflash(6, vocab_size=163840, rope_scaling=YARN), {"text_config": {}}, BEFORE, [HEAD]),
+    "Qwen3.5-9B": (dflash(vocab_size=248320, rope_theta=1e7), MROPE, NESTED, [POSITIONS, HEAD]),
+    "Qwen3.6-27B": (dflash(5, 2048, 1, vocab_size=248320, rope_theta=1e7), MROPE, NESTED, [POSITIONS, SLIDING, HEAD]),
+    "Qwen3.6-35B-A3B": (dflash(8, 4096, 1, vocab_size=248320), MROPE, NESTED, [POSITIONS, SLIDING, HEAD]),
+    "gemma-4-31B": (dflash(5, 1024, 1), {"text_config": {"tie_word_embeddings": True}}, NESTED, [SLIDING, HEAD]),
+    "Muse Glimmer": (
+        dflash(5, 2048, architectures=["DFlashMuseGlimmerAssistantModel"], target_layer_ids=[1, 2], dflash_config={}),
+        {},
+        PLAIN,
+        [SLIDING],
+    ),
+    "Qwen3.8-27B, DFlash2": (
+        dflash(5, 2048, architectures=["DFlash2DraftModel"], vocab_size=248320),
+        MROPE,
+        NESTED,
+        [POSITIONS, "DFlash2", SLIDING, HEAD],
+    ),
+    "MiMo-V2.5-Pro": (
+        dflash(
+            5,
+            dflash_config={
+                "use_swa": True,
+                "swa_window_size": 1024,
+                "attention_sink_bias": True,
+                "attention_value_scale": 0.612,
+                "mask_token_id": 1,
+                "target_layer_ids": [0, 15, 31, 47, 69],
+            },
+            partial_rotary_factor=0.5,
+        ),
+        {},
+        PLAIN,
+        ["partial RoPE", SLIDING, "attention_value_scale", "an attention sink"],
+    ),
+    "speculators' default": (dflash(5, 2048, draft_vocab_size=32000), {}, PLAIN, [SLIDING, "a reduced draft vocabulary"]),
+    "an FP8 drafter": (dflash(quantization_config={"quant_method": "fp8"}), {}, PLAIN, ["quantization"]),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_published_family_is_trained_or_every_reason_is_named(name: str) -> None:
+    drafter, target, tensors, expected = FAMILIES[name]
+    found = why_untrained(Pair(method="dflash", drafter=drafter, target=target, target_tensors=tensors))
+    assert len(found) == len(expected), found
+    assert all(part in reason for part, reason in zip(expected, found, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("facts", "reasons"),
+    [
+        ({"method": "ngram"}, ["training is for method 'dflash', this engine runs method 'ngram'"]),
+        ({"method": ""}, ["training is for method 'dflash', this engine runs no method"]),
+        (
+            {"pipeline_parallel_size": 2},
+            ["pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits"],
+        ),
+        ({"is_adaptive": True}, ["under vLLM's own adaptive verification only the device knows each request's rows"]),
+        ({"uses_mrope": True}, ["the target's positions are multi-dimensional (M-RoPE)"]),
+        ({}, []),
+        (
+            {"target": {}, "target_tensors": PLAIN[:1]},
+            ["the target's files have no tensor model.norm.weight and no lm_head.weight"],
+        ),
+    ],
+)
+def test_an_engine_s_own_reasons(facts: dict[str, Any], reasons: list[str]) -> None:
+    assert why_untrained(Pair(**{"method": "dflash"} | facts)) == reasons
+
+
+def test_positions_of_several_dimensions_are_found_where_vllm_finds_them() -> None:
+    section = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    assert uses_mrope(section)
+    assert uses_mrope({"text_config": section})
+    assert uses_mrope({"thinker_config": {"text_config": section}})
+    assert not uses_mrope({"text_config": {"rope_scaling": YARN}})
+
+
+RAW: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3, windows from a layer on": {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3},
+    "qwen3, a window that is off": {"sliding_window": 4096, "max_window_layers": 0},
+    "qwen3, windows without a flag": {"sliding_window": 2048, "layer_types": ["sliding_attention"] * 5},
+    "qwen3, base": {"rope_theta": 5e5, "rope_scaling": YARN},
+    "llama": {"sliding_window": 128},
+    "gpt_oss": {},
+    "gpt_oss, own layers": {"layer_types": ["full_attention"] * 5, "rope_theta": 1e6},
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_config_as_published_is_read_as_transformers_resolves_it(name: str) -> None:
+    """Where a class fills in windows or a base, the engine runs with them whether the file says so or not."""
+    classes = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
+    raw = {"model_type": name.split(",")[0], "num_hidden_layers": 5, **RAW[name]}
+    theirs = classes[raw["model_type"]](**raw).to_dict()
+    ours, again = resolved(raw), resolved(theirs)
+    for found in (ours, again):
+        assert found["rope_parameters"]["rope_theta"] == rope_of(theirs)["rope_theta"]
+        assert found["rope_parameters"]["rope_type"] == rope_of(theirs)["rope_type"]
+        assert [kind == "sliding_attention" for kind in found.get("layer_types") or ["full_attention"] * 5] == [
+            kind == "sliding_attention" for kind in theirs.get("layer_types") or ["full_attention"] * 5
+        ]
+    plain = {"architectures": ["DFlashDraftModel"]}
+    asked = [why_untrained(Pair(method="dflash", drafter=one | plain)) for one in (raw, theirs)]
+    assert bool(asked[0]) == bool(asked[1])
