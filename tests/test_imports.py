@@ -65,6 +65,7 @@ DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.config.training",
     "honed.recalib.config.drafter",
     "honed.recalib.config.memory",
+    "honed.recalib.config.speculators",
     "honed.recalib.samples.ring_reader",
 }
 TRAIN_COMMAND = ("honed.daemon.commands.main", "honed.recalib.process.trainer")

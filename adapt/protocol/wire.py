@@ -104,6 +104,8 @@ class EngineHello(_Message, frozen=True):
     """Folder or name of the separate draft model, of any method; "" if there is none."""
     capabilities: Texts = []
     limits: Texts = []
+    untrained: Texts = []
+    """Reasons why this target and drafter can't be trained; empty if they can."""
     capture_path: Text = ""
     """File of the shared-memory sample ring, "" when capture is off."""
     features: Name = ""

@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from honed.adapt.protocol.drafter_tensors import METHODS
+from honed.adapt.protocol.fields import MAX_TEXT_CHARS
+from honed.adapt.protocol.trainable import why_untrained
 from honed.attach.contract.contract import CONTRACT, Method
+from honed.attach.contract.model_files import pair_of
 
 SUPPORTED = ((0, 32), (0, 34))
 """Supported vLLM releases: from the first, up to but not including the second."""
@@ -26,6 +30,8 @@ class Findings:
     limits: tuple[str, ...]
     is_known: bool = True
     """Whether honed supports this release of vLLM."""
+    untrained: tuple[str, ...] = ()
+    """Reasons why this target and drafter can't be trained."""
 
 
 def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
@@ -39,9 +45,10 @@ def check(base: type, vllm_config: Any, vllm_version: str) -> Findings:
     scheduler, features = check_scheduler(base, vllm_version), check_features(vllm_config)
     limits = scheduler.limits + features.limits
     if not is_supported(vllm_version):
-        return Findings(scheduler.capabilities, limits, is_known=False)
+        return replace(scheduler, limits=limits, is_known=False)
     without = {name for name in scheduler.capabilities if any(limit.startswith(f"{name} is off") for limit in limits)}
-    return Findings(tuple(c for c in scheduler.capabilities + features.capabilities if c not in without), limits)
+    capabilities = tuple(c for c in scheduler.capabilities + features.capabilities if c not in without)
+    return replace(features, capabilities=capabilities, limits=limits)
 
 
 def check_scheduler(base: type, vllm_version: str) -> Findings:
@@ -66,34 +73,28 @@ def check_scheduler(base: type, vllm_version: str) -> Findings:
 
 
 def check_features(vllm_config: Any) -> Findings:
-    """Capabilities that the engine's configuration allows: capture and swap need DFlash and one pipeline stage.
+    """Capabilities that the engine's configuration allows: capture needs a pair that can be trained, swap a drafter of honed's.
 
     Under vLLM's adaptive verification only the device knows the layout of a step's rows. Its estimates can be fed.
     """
     speculative = vllm_config.speculative_config
     if speculative is None:
         return Findings((), ("the engine was started without a --speculative-config: there is nothing to tune",))
-    limits: list[str] = []
-    capabilities: tuple[str, ...] = ("capture", "swap")
-    method = getattr(speculative, "method", "")
-    if method != "dflash":
-        limits.append(f"capture and swap are off: they are for method 'dflash', this engine runs '{method}'")
-        capabilities = ()
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        limits.append("capture and swap are off: pipeline parallelism splits the hidden states over processes")
-        capabilities = ()
-    if "capture" in capabilities and getattr(getattr(vllm_config, "model_config", None), "uses_mrope", False):
-        limits.append("capture is off: the target's positions are multi-dimensional (M-RoPE); no drafter is trained with these")
-        capabilities = ("swap",)
+    try:
+        untrained = why_untrained(pair_of(vllm_config))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        untrained = [f"honed can't tell whether this pair can be trained: {error}"[:MAX_TEXT_CHARS]]
+    can_swap = speculative.method in METHODS and vllm_config.parallel_config.pipeline_parallel_size == 1
+    off = "capture is off" if can_swap else "capture and swap are off"
+    limits = [f"{off}: {reason}" for reason in untrained]
+    capabilities: tuple[str, ...] = (*(() if untrained else ("capture",)), *(("swap",) if can_swap else ()))
     if getattr(speculative, "enable_adaptive_verification", False):
         limits.append("draft_length is off: vLLM's own adaptive verification is on and would cut the same drafts")
-        limits.append("capture is off: under vLLM's own adaptive verification only the device knows each request's rows")
-        capabilities = tuple(c for c in capabilities if c != "capture")
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             capabilities += ("estimates",)
         else:  # each rank chooses by its own estimates, and sums differ between ranks in their last bits
             limits.append("estimates are off: under tensor parallelism all ranks would need identical estimates")
-    return Findings(capabilities, tuple(limits))
+    return Findings(capabilities, tuple(limits), untrained=tuple(untrained))
 
 
 def has_worker_extension(vllm_config: Any) -> bool:

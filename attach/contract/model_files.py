@@ -1,9 +1,40 @@
-"""Where the files of an engine's models are."""
+"""Where the files of an engine's models are, and what they hold."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
+
+from honed.adapt.protocol.drafter_tensors import METHODS
+from honed.adapt.protocol.trainable import Pair
+
+MAX_HEADER_BYTES = 64 << 20
+"""Longest index or header that is read."""
+
+
+def pair_of(vllm_config: Any) -> Pair:
+    """Facts of an engine's target and drafter, from the configuration that vLLM has resolved and the target's files."""
+    speculative, model = vllm_config.speculative_config, getattr(vllm_config, "model_config", None)
+    method, draft_model = str(getattr(speculative, "method", "") or ""), getattr(speculative, "draft_model_config", None)
+    return Pair(
+        method=method,
+        drafter=_config_of(draft_model) if method in METHODS else None,
+        target=_config_of(model),
+        target_tensors=tensor_names(folder_of(model, vllm_config.load_config)) if hasattr(model, "model") else None,
+        uses_mrope=bool(getattr(model, "uses_mrope", False)),
+        pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
+        is_adaptive=bool(getattr(speculative, "enable_adaptive_verification", False)),
+    )
+
+
+def _config_of(model_config: Any) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = model_config.hf_config.to_dict()
+    except Exception:  # a model's own class may do anything; what isn't known isn't judged
+        return None
+    return found
 
 
 def draft_folder(vllm_config: Any) -> str:
@@ -34,3 +65,24 @@ def folder_of(model_config: Any, load_config: Any) -> str:
     except (ImportError, ValueError, OSError):  # ValueError: the hub can't have such a name
         return model
     return os.path.dirname(found) if isinstance(found, str) else model
+
+
+def tensor_names(folder: str) -> frozenset[str] | None:
+    """Names of the tensors in a checkpoint's safetensors files; None if that can't be read."""
+    index, files = Path(folder) / "model.safetensors.index.json", sorted(Path(folder).glob("*.safetensors"))
+    try:
+        if index.exists():
+            return frozenset(json.loads(_head(index, 0))["weight_map"])
+        found = [json.loads(_head(file, 8)) for file in files]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return frozenset(name for names in found for name in names) if files else None
+
+
+def _head(file: Path, at: int) -> bytes:
+    """A whole file, or the header of a safetensors file, whose length its first 8 bytes say."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+        size = int.from_bytes(stream.read(at), "little") if at else os.fstat(stream.fileno()).st_size
+        if size > MAX_HEADER_BYTES:
+            raise ValueError(f"{file} has a header of {size} bytes")
+        return stream.read(size)

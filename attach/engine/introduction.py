@@ -36,6 +36,7 @@ def introduce(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         capabilities=list(workers.findings.capabilities),
         limits=list(workers.findings.limits),
+        untrained=list(workers.findings.untrained),
         capture_path=str(settings.ring_path) if workers.can_capture else "",
         features=settings.feature_kind,
         captured_tokens=workers.graphs.token_counts,

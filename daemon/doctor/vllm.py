@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from honed.adapt.protocol.trainable import Pair, why_untrained
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.vllm_command import VllmCommand
 from honed.daemon.doctor.vllm_processes import VllmProcess
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
+from honed.recalib.config.speculators import flat
 
 SUPPORTED = ((0, 32), (0, 34))
 """vLLM releases from the first up to, not including, the second. A test compares them with the attachment's check."""
 PRINT_ARGS = "`honed vllm-args` prints what to add to vLLM's command; restart vLLM once."
+
+UNTRAINED = "docs/training.md lists drafters that are trained; lengths are tuned whatever the drafter."
 
 ReadConfig = Callable[[str], dict[str, Any] | None]
 """A checkpoint's config.json; None if it isn't a folder on this machine."""
@@ -27,14 +31,15 @@ ReadConfig = Callable[[str], dict[str, Any] | None]
 
 def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -> Iterator[Check]:
     """Check a command's flags and its drafter."""
-    found = [*_attaches(command, subject), *_speculates(command, subject)]
+    target = read_config(command.model) if command.model else None
+    drafter = read_config(command.drafter) if command.drafter else None
+    found = [*_attaches(command, subject), *_speculates(command, subject), *_trains(command, subject, target, drafter)]
     yield from found
     for text in command.unreadable:
         yield Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.')
     if not found:
         yield Check(subject, "ok", f"has honed's flags and drafts with {command.method}")
     if command.drafter and command.model:
-        target, drafter = read_config(command.model), read_config(command.drafter)
         if target is None or drafter is None:
             unseen = command.model if target is None else command.drafter
             yield Check(subject, "unknown", f"drafter and target not compared: {unseen} isn't a folder on this machine")
@@ -200,21 +205,35 @@ def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:
             cure = "`honed vllm-args --model … --drafter …` prints a command with it."
             yield Check(subject, "error", "has no --speculative-config: there is nothing to tune", cure)
         return
-    if command.method != "dflash":
-        named = f"method {command.method!r}" if command.method else "no method"
-        text = f"speculates with {named}: events and draft lengths at most, no capture, no training, no swap"
-        yield Check(subject, "warning", text, 'Those need "method": "dflash" and a DFlash drafter.')
     is_adaptive = command.speculative.get("enable_adaptive_verification") is True
     cure = "Take enable_adaptive_verification out of --speculative-config: honed chooses the draft lengths"
     if is_adaptive and command.is_lora:
         text = "asks for adaptive verification together with LoRA: vLLM refuses to start"
         yield Check(subject, "error", text, f"{cure}, with LoRA as without.")
     elif is_adaptive:
-        text = "vLLM's own adaptive verification is on: honed neither sets draft lengths nor captures, so nothing is retrained"
+        text = "vLLM's own adaptive verification is on: honed doesn't set draft lengths"
         yield Check(subject, "warning", text, f"{cure}.")
-    if command.pipeline_parallel_size > 1:
-        text = "pipeline parallelism: hidden states are spread over processes, so nothing is captured, retrained or swapped"
-        yield Check(subject, "warning", text, "Use tensor parallelism if the model fits.")
+
+
+def _trains(
+    command: VllmCommand, subject: str, target: dict[str, Any] | None, drafter: dict[str, Any] | None
+) -> Iterator[Check]:
+    """Give the engine's answer in advance, as far as files and flags tell."""
+    if not command.speculative:
+        return
+    try:
+        pair = Pair(
+            method=command.method,
+            drafter=flat(drafter) if drafter is not None else None,
+            target=target,
+            pipeline_parallel_size=command.pipeline_parallel_size,
+            is_adaptive=command.speculative.get("enable_adaptive_verification") is True,
+        )
+        reasons = why_untrained(pair)
+    except (AttributeError, TypeError, ValueError) as error:  # it is somebody else's JSON
+        reasons = [str(error)]
+    for reason in reasons:
+        yield Check(subject, "warning", f"nothing is captured or retrained: {reason}", UNTRAINED)
 
 
 def _finds_daemon(environment: dict[str, str], subject: str, runtime_dir: str) -> Iterator[Check]:

@@ -11,6 +11,8 @@ from honed.daemon.store.store import Store
 
 ATTACH = "`honed engines` lists them; a vLLM attaches if it is started with what `honed vllm-args` prints."
 
+UNTRAINED = "docs/training.md lists drafters that are trained; lengths are tuned whatever the drafter."
+
 TAKE_BACK = "`honed promote VERSION --force` lets honed swap it again; until then honed only watches."
 
 
@@ -50,6 +52,10 @@ class EligibleEngines:
             why = f"engine {engine_id!r} is not connected; {there_are(e.engine_id for e in self.connected())}"
             raise ConflictError(why if engine_id else "no engine is connected", cure=ATTACH)
         able = [engine for engine in found if engine.hello is not None and engine.hello.capture_path]
+        reasons = [engine.hello.untrained if engine.hello is not None else [] for engine in found]
+        if not able and all(reasons):
+            named = "; ".join(dict.fromkeys(why for each in reasons for why in each))
+            raise ConflictError(f"no connected engine has a drafter that can be trained: {named}", cure=UNTRAINED)
         if not able:
             raise ConflictError(
                 "; ".join(["no connected engine captures samples", *limits(found)]),

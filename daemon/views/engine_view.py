@@ -41,6 +41,8 @@ class EngineView:
     max_num_seqs: int
     capabilities: list[str]
     limits: list[str]
+    untrained: list[str]
+    """Reasons why its target and drafter can't be trained; empty if they can."""
     captured_tokens: list[int]
     """Decode steps' token counts with full CUDA graphs, ascending; empty: none, or unknown yet."""
     captured_lengths: list[int]
@@ -105,6 +107,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         max_num_seqs=hello.max_num_seqs if hello else 0,
         capabilities=hello.capabilities if hello else [],
         limits=hello.limits if hello else [],
+        untrained=hello.untrained if hello else [],
         captured_tokens=hello.captured_tokens if hello else [],
         captured_lengths=hello.captured_lengths if hello else [],
         captures=hello.features if hello and hello.capture_path else "",

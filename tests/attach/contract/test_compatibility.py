@@ -111,7 +111,7 @@ def test_of_an_unknown_vllm_nothing_but_events_is_touched() -> None:
 def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
     findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
     assert findings.capabilities == ("events", "swap", "estimates")
-    assert [limit.split(" is off")[0] for limit in findings.limits] == ["draft_length", "capture"]
+    assert [limit.split(" is off")[0] for limit in findings.limits] == ["capture", "draft_length"]
     eagle = check(Fits, config("eagle3", enable_adaptive_verification=True), "0.33.0")
     assert (eagle.capabilities, eagle.is_known) == (("events", "estimates"), True)
 
@@ -136,6 +136,15 @@ def test_of_a_target_with_positions_in_three_dimensions_nothing_is_captured() ->
     findings = check_features(mrope)
     assert findings.capabilities == ("swap",)
     assert "M-RoPE" in findings.limits[0]
+
+
+def test_a_configuration_that_cannot_be_read_stops_capture_alone() -> None:
+    odd = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": "many"}))
+    findings = check_features(config(draft_model_config=odd))
+    assert findings.capabilities == ("swap",)
+    assert "honed can't tell whether this pair can be trained" in findings.untrained[0]
+    unread = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: 1 / 0))
+    assert check_features(config(draft_model_config=unread)).capabilities == ("capture", "swap"), "as if nothing were known"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
-"""Where an engine's models are."""
+"""Where an engine's models are, and whether they can be trained."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from honed.attach.contract.model_files import draft_folder, folder_of
+from honed.adapt.protocol.trainable import EMBED_NAME, drafter_reasons
+from honed.attach.contract.compatibility import check_features
+from honed.attach.contract.model_files import draft_folder, folder_of, tensor_names
+from tests.tools import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -60,3 +65,50 @@ def test_only_a_draft_model_with_files_of_its_own_is_named(speculative: SimpleNa
     """vLLM names the target where a method has none."""
     given = SimpleNamespace(speculative_config=speculative, model_config=config("/nowhere/target"), load_config=None)
     assert draft_folder(given) == found
+
+
+TINY = ROOT / "benchmarks" / "tiny"
+
+
+def configured(drafter: Path | None, **speculative: Any) -> Any:
+    """What vLLM makes of a command, without starting an engine."""
+    arguments = pytest.importorskip("vllm.engine.arg_utils", reason="vLLM is not installed")
+    given = {"num_speculative_tokens": 7, **({"model": str(drafter), "method": "dflash"} if drafter else {}), **speculative}
+    engine = arguments.EngineArgs(model=str(TINY / "target"), speculative_config=given, max_model_len=256)
+    return engine.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, []),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}, ["sliding-window"]),
+        ({"partial_rotary_factor": 0.5, "draft_vocab_size": 512}, ["partial RoPE", "a reduced draft vocabulary"]),
+    ],
+)
+def test_a_pair_is_judged_as_vllm_resolves_it_and_as_its_files_are(
+    tmp_path: Path, changes: dict[str, Any], reasons: list[str]
+) -> None:
+    raw = json.loads((TINY / "drafter" / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = check_features(configured(tmp_path))
+    assert ("capture" in found.capabilities, "swap" in found.capabilities) == (not reasons, True)
+    assert len(found.untrained) == len(reasons)
+    assert all(part in reason for part, reason in zip(reasons, found.untrained, strict=True))
+    assert list(found.untrained) == drafter_reasons(raw), "the trainer's answer, and doctor's"
+
+
+def test_an_engine_without_a_drafter_names_none() -> None:
+    ngram = configured(None, method="ngram", prompt_lookup_max=4)
+    assert ngram.speculative_config.draft_model_config.model == ngram.model_config.model, "vLLM names the target"
+    assert draft_folder(ngram) == ""
+    assert check_features(ngram).untrained == ("training is for method 'dflash', this engine runs method 'ngram'",)
+
+
+def test_names_of_tensors_come_from_one_file_or_an_index(tmp_path: Path) -> None:
+    assert EMBED_NAME in (tensor_names(str(TINY / "target")) or ())
+    assert tensor_names(str(tmp_path)) is None
+    (tmp_path / "one.safetensors").write_bytes(b"\xff" * 8)
+    assert tensor_names(str(tmp_path)) is None, "its header can't be that long"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    assert tensor_names(str(tmp_path)) == {"a"}

@@ -72,12 +72,14 @@ def test_an_old_vllm(version: str) -> None:
 
 
 def test_lora_with_adaptive_verification() -> None:
-    (found,) = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True), "--enable-lora")))
+    found, _ = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True), "--enable-lora")))
     assert found.level == "error"
     assert "adaptive verification together with LoRA: vLLM refuses to start" in found.text
     assert "Take enable_adaptive_verification out" in found.cure
-    (alone,) = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True))))
-    assert alone.level == "warning"
+    lengths, capture = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True))))
+    assert (lengths.level, capture.level) == ("warning", "warning")
+    assert "doesn't set draft lengths" in lengths.text
+    assert "nothing is captured or retrained: under vLLM's own adaptive verification" in capture.text
     assert wrong(checks(command(*FLAGS, *speculative(), "--enable-lora"))) == []
 
 
@@ -151,6 +153,28 @@ def test_what_else_can_be_wrong_with_a_command(words: list[str], level: str, say
     found = [check for check in checks(command(*words)) if says in check.text]
     assert [check.level for check in found] == [level]
     assert level == "unknown" or found[0].cure
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target", "says"),
+    [
+        ({"draft_vocab_size": 512}, {}, ["a reduced draft vocabulary is not supported for training"]),
+        ({"speculators_model_type": "eagle3"}, {}, ["speculators_model_type is 'eagle3', not 'dflash'"]),
+        ({}, {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, ["multi-dimensional (M-RoPE)"]),
+        ({}, {}, []),
+    ],
+)
+def test_a_pair_that_cannot_be_trained_is_named_before_the_engine_starts(
+    tmp_path: Path, drafter: dict[str, Any], target: dict[str, Any], says: list[str]
+) -> None:
+    for name, changes in (("drafter", drafter), ("target", target)):
+        (tmp_path / name).mkdir()
+        config = json.loads((TINY / name / "config.json").read_text()) | changes
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    words = ["vllm", "serve", str(tmp_path / "target"), *FLAGS, *speculative(model=str(tmp_path / "drafter"))]
+    found = [check for check in checks(parse(words)) if "captured or retrained" in check.text]
+    assert [check.level for check in found] == ["warning"] * len(says)
+    assert all(part in check.text and check.cure for part, check in zip(says, found, strict=True))
 
 
 def test_newer_and_unreadable_versions() -> None:

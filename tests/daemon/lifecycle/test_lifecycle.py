@@ -170,6 +170,15 @@ def test_an_engine_of_another_method_is_given_no_version(stage: Stage, settings:
         other.close()
 
 
+def test_a_pair_that_cannot_be_trained_is_refused_with_the_engine_s_reasons(stage: Stage) -> None:
+    reasons = ["a reduced draft vocabulary is not supported for training", "the target's positions are multi-dimensional"]
+    stage.engine.attach(capabilities=["events", "draft_length", "swap"], untrained=reasons)
+    refused = stage.client.post("/v1/recalibrations", json={})
+    assert refused.status_code == 409
+    assert "; ".join(reasons) in refused.json()["detail"]
+    assert stage.client.get("/v1/engines").json()[0]["untrained"] == reasons
+
+
 def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None:
     stage.engine.send_status(drafter_version=stage.first, is_asleep=True)
     wait_for(lambda: stage.client.get("/v1/engines").json()[0]["asleep"], "the status")
