@@ -245,7 +245,7 @@ def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, mon
     result = site.finish(site.begin())
     assert result.ok, result.error
     assert len(judged) == 2
-    assert site.registry.get(result.version).figures["blend"] == 0.5
+    assert site.registry.get(result.version).figures.blend == 0.5
 
 
 @pytest.mark.fault("a gate that equal candidates pass by luck")
