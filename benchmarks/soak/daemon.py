@@ -17,7 +17,7 @@ from honed.daemon.store.database import connect
 
 START_S = 60.0
 UNHANDLED = ("Traceback", "could not be handled")
-"""What a line of the log has when the daemon met something that it doesn't expect."""
+"""Words of a log line about an error that the daemon doesn't handle."""
 
 
 class Daemon:

@@ -23,7 +23,7 @@ class RegistryError(ValueError):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training reports of its result."""
+    """Results that a training reports."""
 
     gate: GateTable = []
     blend: float | None = None

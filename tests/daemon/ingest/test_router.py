@@ -36,7 +36,7 @@ def test_a_router_that_never_started_stops(folder: Path) -> None:
 
 
 def test_a_flood_of_frames_leaves_other_connections_their_turn(folder: Path) -> None:
-    # What a flooded socket holds was handled at once: an honest engine waited behind hundreds of frames in each turn.
+    # The router once handled all that a flooded socket held: an honest engine waited behind hundreds of frames in each turn.
     handled: list[bytes] = []
     both_sent = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a wrong clock has dated later than now isn't recent."""
+"""Rounds that a wrong clock has dated later than now aren't recent."""
 
 from __future__ import annotations
 
