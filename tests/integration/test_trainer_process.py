@@ -155,8 +155,8 @@ def test_from_request_to_version_in_the_registry(site):
     manifest = site.registry.verify(result.version)
     assert (manifest.parent, manifest.scope) == (site.parent, "kv-frozen")
     assert manifest.context_sha256 == site.registry.get(site.parent).context_sha256
-    (gate,) = [row for row in manifest.figures["gate"] if row["workload"] == "b"]
-    assert gate["candidate"] > gate["parent"]
+    (gate,) = [row for row in manifest.figures.gate if row.workload == "b"]
+    assert gate.candidate > gate.parent
     assert set(manifest.data_window["rows"]) == {"a", "b"}
 
     daemon.unbind()  # the daemon dies before it has taken note of the result
