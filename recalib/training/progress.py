@@ -23,8 +23,6 @@ class Progress:
     max_steps: int = 0
     tokens: int = 0
     loss: float = 0.0
-    first_loss: float = 0.0
-    """Mean of the micro-steps before the first update: the parent's loss."""
     dropped_updates: int = 0
     """Updates whose loss or gradient wasn't finite."""
     train_seconds: float = 0.0

@@ -7,7 +7,7 @@ figures. Samples aren't saved: the engine's ring still has the latest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.wire import GateFigures
 from honed.recalib.config.memory import check_fits, estimate_and_cures, in_words
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import (
@@ -41,7 +42,9 @@ log = structlog.get_logger("honed.trainer")
 
 MOST_DROPPED = 5
 """Updates dropped in a row after which a training ends."""
-_SAVED = ("steps", "tokens", "loss", "first_loss", "dropped_updates", "train_seconds")
+LEAST_LOST = 0.1
+"""Accepted drafts a round whose loss is called a divergence, at least."""
+_SAVED = ("steps", "tokens", "loss", "dropped_updates", "train_seconds")
 
 
 class TrainingRun:
@@ -150,7 +153,6 @@ class TrainingRun:
         if trainer.is_between_updates and progress.train_seconds > saved_s:
             yield
             self._save(trainer, mix)  # the gate may be interrupted as well
-        self._check_loss()
         trainer.finish()
         yield
 
@@ -178,8 +180,6 @@ class TrainingRun:
         progress.tokens += figures.num_tokens
         if math.isfinite(figures.loss):
             progress.loss += (figures.loss - progress.loss) * max(0.05, 1.0 / progress.steps)
-        if progress.steps <= self._training.micro_steps_per_update:
-            progress.first_loss = progress.loss
         if figures.grad_norm is not None:
             self._note_update(figures.is_update, trainer.num_updates)
         progress.train_seconds += spent_s + self._working_s() - began_s
@@ -200,11 +200,17 @@ class TrainingRun:
             "are broken; promote another version, or look for NaN in what the target computes"
         )
 
-    def _check_loss(self) -> None:
-        """Raise OperationError if the training made the drafter much worse: more than twice its loss, and 1 more at least."""
-        first, last = self._progress.first_loss, self._progress.loss
-        if last - first > max(1.0, abs(first)):
-            raise OperationError(f"training diverged: the loss rose from {first:.2f} to {last:.2f}; {self._lower_rate}")
+    def check_result(self, figures: Iterable[GateFigures]) -> None:
+        """Raise OperationError if half of the accepted drafts are lost on a workload: not a small gain, but a ruined drafter.
+
+        Losses can't tell: each micro-step has samples of its own, and those of one workload may have several times the loss of
+        another's.
+        """
+        for one in figures:
+            if one.parent - one.candidate > max(0.5 * (one.parent - 1.0), LEAST_LOST):
+                where = f"on workload {one.workload!r}" if one.workload else "on all workloads"
+                fell = f"the acceptance length fell from {one.parent:.2f} to {one.candidate:.2f} {where}"
+                raise OperationError(f"training diverged: {fell}; {self._lower_rate}")
 
     @property
     def _lower_rate(self) -> str:

@@ -17,6 +17,7 @@ from honed.recalib.process.recalibration import Recalibration, _blend
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.traffic import Traffic
+from honed.recalib.training.micro_step import MicroTrainer
 from honed.recalib.training.pace import Pace
 from honed.recalib.training.training_run import TrainingRun
 from tests.recalib.toy_traffic import WIDTH, make_pair, tokens, write_sessions
@@ -421,9 +422,25 @@ def test_a_training_that_diverges_says_so(site):
     good = site.finish(site.begin()).version
     result = site.finish(site.begin(replace(SETTINGS, learning_rate=1.0), parent_version=good, max_steps=100))
     assert not result.ok
-    said = r"training diverged: the loss rose from \d+\.\d+ to \d+\.\d+; lower trainer\.learning_rate \(1\)"
+    fell = r"the acceptance length fell from \d+\.\d+ to \d+\.\d+ on workload 'b'"
+    said = rf"training diverged: {fell}; lower trainer\.learning_rate \(1\)"
     assert re.fullmatch(said, result.error), result.error
     assert len(site.registry.versions()) == 2
+
+
+def test_a_loss_that_rises_because_other_samples_came_is_no_divergence(site, monkeypatch):
+    """Each micro-step has samples of its own: those of one workload may have several times the loss of another's."""
+    write_sessions(site.ring, "b", 40)
+    parts = MicroTrainer.parts
+
+    def rising(trainer, *arguments, **more):
+        figures = yield from parts(trainer, *arguments, **more)
+        return replace(figures, loss=0.1 if trainer.num_updates < 2 else 9.0)
+
+    monkeypatch.setattr(MicroTrainer, "parts", rising)
+    result = site.finish(site.begin())
+    assert result.error == ""
+    assert result.version
 
 
 @pytest.mark.fault("a training that diverges without saying so")
