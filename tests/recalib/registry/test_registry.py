@@ -42,6 +42,15 @@ def registry(tmp_path):
     return Registry(tmp_path / "registry")
 
 
+@pytest.fixture
+def drafter_folder(tmp_path):
+    """A checkpoint outside the registry."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    checkpoint(5)(folder)
+    return folder
+
+
 def test_created_version_is_listed_verified_and_immutable(registry):
     manifest = registry.create(checkpoint(1), parent="", scope="full", figures=Figures(steps=12), data_window={"rows": 3})
     assert manifest.version == f"v0001-{manifest.sha256[:8]}"
@@ -110,73 +119,55 @@ def test_what_is_no_drafter_of_a_known_method_is_never_a_version(registry, tmp_p
     assert [path.name for path in (registry.root / "versions").iterdir()] == []
 
 
-def test_import_is_idempotent(registry, tmp_path):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    checkpoint(5)(folder)
-    first = registry.import_checkpoint(folder, target_path="/nowhere", note="shipped")
-    assert registry.import_checkpoint(folder, target_path="/nowhere") == first
+def test_import_is_idempotent(registry, drafter_folder):
+    first = registry.import_checkpoint(drafter_folder, target_path="/nowhere", note="shipped")
+    assert registry.import_checkpoint(drafter_folder, target_path="/nowhere") == first
     assert first.scope == "imported"
     assert len(registry.versions()) == 1
 
 
-def test_the_same_weights_with_another_configuration_are_another_version(registry, tmp_path):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    checkpoint(5)(folder)
-    first = registry.import_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
-    second = registry.import_checkpoint(folder)
+def test_the_same_weights_with_another_configuration_are_another_version(registry, drafter_folder):
+    first = registry.import_checkpoint(drafter_folder)
+    config = json.loads((drafter_folder / "config.json").read_text())
+    (drafter_folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
+    second = registry.import_checkpoint(drafter_folder)
     assert (second.version != first.version, second.sha256) == (True, first.sha256)
     assert json.loads((registry.path(second.version) / "config.json").read_text())["block_size"] == 4
 
 
-def test_import_replaces_nothing_but_skips_a_damaged_twin(registry, tmp_path):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    checkpoint(5)(folder)
-    first = registry.import_checkpoint(folder)
+def test_import_replaces_nothing_but_skips_a_damaged_twin(registry, drafter_folder):
+    first = registry.import_checkpoint(drafter_folder)
     (registry.path(first.version) / "config.json").unlink()
-    second = registry.import_checkpoint(folder)
+    second = registry.import_checkpoint(drafter_folder)
     assert second.version != first.version
     assert second.sha256 == first.sha256
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
-def test_import_of_half_a_checkpoint_says_what_is_missing(registry, tmp_path, missing):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    checkpoint(5)(folder)
-    (folder / missing).unlink()
+def test_import_of_half_a_checkpoint_says_what_is_missing(registry, drafter_folder, missing):
+    (drafter_folder / missing).unlink()
     with pytest.raises(RegistryError, match=f"{missing} can't be read"):
-        registry.import_checkpoint(folder)
+        registry.import_checkpoint(drafter_folder)
     assert registry.versions() == []
 
 
 @pytest.mark.fault("a pipe in place of a checkpoint")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_only_regular_files_are_imported(registry, tmp_path, name):
+def test_only_regular_files_are_imported(registry, drafter_folder, name):
     """A pipe would block the reader for ever."""
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    checkpoint(5)(folder)
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
+    (drafter_folder / name).unlink()
+    os.mkfifo(drafter_folder / name)
     with pytest.raises(RegistryError, match=f"{name} can't be read .not a regular file"):
-        registry.import_checkpoint(folder)
+        registry.import_checkpoint(drafter_folder)
 
 
 @pytest.mark.fault("a pipe in place of a checkpoint")
-def test_a_long_file_that_holds_nothing_is_refused_before_it_is_read(registry, tmp_path):
-    folder = tmp_path / "drafter"
-    folder.mkdir()
-    checkpoint(5)(folder)
+def test_a_long_file_that_holds_nothing_is_refused_before_it_is_read(registry, drafter_folder):
     for num_bytes, why in ((8 << 30, "the file has 8589934592: cut off or appended to"), (1 << 40, "a drafter at most")):
-        with (folder / "model.safetensors").open("r+b") as file:
+        with (drafter_folder / "model.safetensors").open("r+b") as file:
             file.truncate(num_bytes)
         with pytest.raises(RegistryError, match=why):
-            registry.import_checkpoint(folder)
+            registry.import_checkpoint(drafter_folder)
 
 
 @pytest.fixture
