@@ -28,6 +28,9 @@ Event = Alarm
 
 _YOUNG_EXPLORING = 5.0
 """Factor on exploring while the step-time model is young."""
+_COMPARE_SHARE = 0.1
+"""Where drafts aren't worth their time, two versions would take hours to show which is better. The cost, at most a draft's pass
+in so many steps, lasts only as long as they take turns."""
 _CHANGES_KEPT = 32
 
 
@@ -126,6 +129,7 @@ class EngineController:
             captured_tokens=list(settings.captured_tokens),
             hysteresis=settings.hysteresis,
             explore_share=min(settings.explore_share * (_YOUNG_EXPLORING if self._steps.is_young else 1.0), 1.0),
+            compare_share=_COMPARE_SHARE if self._turns else 0.0,
             request_ceiling=settings.request_ceiling,
             capture_share=capture_share,
             table=list(settings.table),

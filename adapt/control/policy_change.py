@@ -33,6 +33,7 @@ _LIMITS = (
     "capture_share",
     "table",
     "explore_share",
+    "compare_share",
     "equal_lengths",
     "captured_lengths",
     "feeds_estimates",

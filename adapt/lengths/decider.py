@@ -13,7 +13,8 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
                        explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
                                        ones: a neighbour of the choice in the two rows above. Where the choice is close or has
                                        few data, some steps in a row draft instead of not drafting, or the reverse
-                                       (`explore.Trials`). In small batches some try other lengths (`explore.LengthTrials`)
+                                       (`explore.Trials`). In small batches some try other lengths (`explore.LengthTrials`).
+                       While drafters are compared, `compare_share` of the steps draft where a request would get no draft
 
 Where a policy wants equal lengths, all requests of a step get one allowed length: the table's, rounded down. Only K and an
 operator's override of `draft_tokens` stay as they are.
@@ -263,6 +264,9 @@ class Decider:
                 lengths = moved
             elif is_exploring:
                 lengths = self._explore(request_ids, lengths, None, policy)
+            if policy.compare_share and not all(lengths) and self._random.random() < policy.compare_share:
+                lengths, before = self._with_drafts(request_ids, lengths), lengths
+                is_exploring = is_exploring or lengths != before
             self._note(request_ids, lengths)
             if not is_exploring:
                 return Decision(lengths, block, "policy")
@@ -284,6 +288,19 @@ class Decider:
         now = bisect_right(allowed, max(lengths, default=0)) - 1
         length = allowed[neighbour(self._random, [now], len(allowed) - 1, is_equal=True, cold_length=cold)[0]]
         return [length] * len(lengths) if ceilings is None else np.minimum(ceilings, length).tolist()
+
+    def _with_drafts(self, request_ids: Sequence[str], lengths: list[int]) -> list[int]:
+        """Give some of the requests without drafts one; where all lengths are equal, all the shortest."""
+        tables = self._tables
+        if tables.shared_lengths:
+            found = np.full(len(lengths), max(lengths) or tables.shared_lengths[:2][-1])
+        else:
+            found = np.array(lengths)
+            idle = np.flatnonzero(found == 0).tolist()
+            found[self._random.sample(idle, min(len(idle), MOST_EXPLORING))] = min(tables.limit, 1)
+        ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)]
+        raised: list[int] = np.minimum(found, ceilings).tolist()
+        return raised
 
     def _moved(
         self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, begins: float, tries_near: bool

@@ -330,6 +330,8 @@ class Policy(_Message, frozen=True):
     """Relative predicted gain below which draft lengths stay unchanged."""
     explore_share: Real = 0.02
     """Share of steps that try a neighbouring draft length, so that the model keeps learning."""
+    compare_share: Real = 0.0
+    """Share of steps in which requests that would get no draft get one: drafters are compared by their drafts."""
     request_ceiling: Most = -1
     """No request gets more draft tokens than this; -1: no ceiling."""
     capture_share: Real = 0.0

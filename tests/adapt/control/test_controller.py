@@ -404,13 +404,16 @@ def test_versions_that_take_turns_are_believed_in_together():
     controller = make_controller(mode="static", static_k=5)
     engine = Engine(controller)
     engine.run(5, version="v1")
+    assert controller.propose(0.0).compare_share == 0.0
     controller.take_turns(["v1", "v2"])
+    assert controller.propose(0.0).compare_share > 0.0  # their drafts are compared: there must be some
     known = rounds_known(controller)
     for version in ("v2", "v1", "v2"):
         engine.run(1, version=version)
         known, before = rounds_known(controller), known
         assert known > before  # nothing was forgotten: both drafters get the same lengths
     controller.end_turns()
+    assert controller.propose(0.0).compare_share == 0.0
     engine.run(1, version="v2")
     assert rounds_known(controller) > known
     engine.run(1, version="v1")

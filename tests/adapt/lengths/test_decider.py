@@ -163,6 +163,49 @@ def test_drafting_that_does_not_pay_is_tried_again_now_and_then():
     assert max(blocks) >= 1
 
 
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_while_two_drafters_are_compared_those_without_drafts_get_some(is_equal):
+    def decisions(compare_share, workloads, ceiling=-1):
+        decider = make_decider(make_policy(compare_share=compare_share, equal_lengths=is_equal, captured_lengths=[2, 5]))
+        for name in workloads:
+            decider.start(name, name)
+        decider.start("limited", workloads[0], ceiling)
+        return [decider.decide([*workloads, "limited"], 10, 0, 0.0) for _ in range(2000)]
+
+    def drafted(decisions, at):
+        return [d.num_draft_tokens[at] for d in decisions if d.num_draft_tokens[at]]
+
+    assert not drafted(decisions(0.0, ["bad"]), 0)
+    compared = decisions(0.1, ["bad"])
+    assert 140 < len(drafted(compared, 0)) < 260
+    assert set(drafted(compared, 0)) == {2 if is_equal else 1}
+    assert {d.reason for d in compared if d.block} == {"explore"}
+    without = decisions(0.1, ["bad"], ceiling=0)
+    assert drafted(without, 0)
+    assert not drafted(without, 1)  # what a client forbade stays forbidden
+    good = decisions(0.0, ["good"])[0]
+    assert decisions(0.1, ["good"]) == [good] * 2000  # nobody is without drafts
+    beside_none = decisions(0.1, ["good"], ceiling=0)
+    assert beside_none == [beside_none[0]] * 2000
+
+
+def test_beside_requests_with_drafts_few_of_those_without_get_one():
+    good, bad = [[f"{name}{number}" for number in range(count)] for name, count in (("good", 20), ("bad", 30))]
+
+    def lengths(compare_share):
+        decider = make_decider(make_policy(compare_share=compare_share))
+        for name in (*good, *bad):
+            decider.start(name, name.rstrip("0123456789"))
+        return np.array([decider.decide([*good, *bad], 10, 0, 0.0).num_draft_tokens for _ in range(50)])
+
+    before, compared = lengths(0.0), lengths(1.0)
+    assert before[:, :20].min() > 1
+    assert (before[:, 20:] == 0).all()
+    assert (compared[:, :20] == before[:, :20]).all()
+    assert compared[:, 20:].max() == 1
+    assert (compared[:, 20:].sum(axis=1) == 16).all()
+
+
 def acceptance_of_margin(margin):
     """That with which drafting is predicted to beat not drafting by so much, for one request."""
     low, high, model = 0.01, 0.95, StepTimeModel(tuple(STEP_SECONDS))
@@ -267,6 +310,7 @@ policies = st.builds(
     generation=st.just(1),
     ttl_s=numbers,
     explore_share=numbers,
+    compare_share=numbers,
     hysteresis=numbers,
     kind=st.sampled_from(["goodput", "static", "off", ""]),
     static_k=st.integers(-99, 99),
