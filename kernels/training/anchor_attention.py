@@ -1,7 +1,8 @@
 """Attention of packed anchor blocks over a shared context, forward and backward.
 
-Computes: reference.anchor_attention. Block n sees itself in both directions and the context rows begins[n] … ends[n] − 1. That
-interval runs from its sample's first row, or a window's, to just before its anchor. Blocks don't see each other.
+Computes: reference.anchor_attention. Block n sees itself, in both directions or only backward, and the context rows begins[n] …
+ends[n] − 1. That interval runs from its sample's first row to just before its anchor. A sliding window cuts it from the left,
+by a row more for each query. Blocks don't see each other.
 Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the
 matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
 Layout: contiguous, heads before width, as from the projections. On a GPU context and blocks become one K/V sequence, with the
@@ -46,17 +47,22 @@ class Part(NamedTuple):
 
 
 class Visible:
-    """Context rows that each block sees; made once a step, since the values derived from it are equal in all layers.
+    """What each block sees; made once a step, since layers of the same kind share the values derived from it.
 
     Args:
-        begins: [N] the first row that a block sees.
+        begins: [N] the first context row that a block sees.
         ends: [N] one past the last, at most T; begins ≥ ends: the block sees only itself.
+        window: rows that a query sees up to and with itself, at least B. Query i sees the context from row
+            ends + i + 1 − window on. None: no limit.
+        is_causal: query i sees its block's first i + 1 tokens, not all.
     """
 
-    def __init__(self, begins: torch.Tensor, ends: torch.Tensor) -> None:
+    def __init__(self, begins: torch.Tensor, ends: torch.Tensor, *, window: int | None = None, is_causal: bool = False) -> None:
         if begins.shape != ends.shape or begins.dim() != 1:
             raise ValueError(f"anchor_attention: begins {list(begins.shape)} and ends {list(ends.shape)} must both be [N]")
-        self.begins, self.ends = begins, ends
+        if window is not None and window < 1:
+            raise ValueError(f"anchor_attention: window {window} must be at least 1")
+        self.begins, self.ends, self.window, self.is_causal = begins, ends, window, is_causal
         self._parts: dict[tuple[int, torch.dtype], list[Part]] = {}
         self._block_masks: dict[tuple[int, int], BlockMask] = {}
 
@@ -64,7 +70,8 @@ class Visible:
         """Return parts of at most PART_QUERIES queries; reads the values, which on a GPU would wait for the device."""
         key = (block_tokens, dtype)
         if key not in self._parts:
-            cuts = parts_of(self.begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // block_tokens))
+            begins = self.begins_of(torch.zeros((), dtype=self.ends.dtype, device=self.ends.device))
+            cuts = parts_of(begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // block_tokens))
             self._parts[key] = [self._part(blocks, rows, block_tokens, dtype) for blocks, rows in cuts]
         return self._parts[key]
 
@@ -72,16 +79,28 @@ class Visible:
         """Return FlexAttention's mask; see the function of the same name."""
         key = (block_tokens, context_rows)
         if key not in self._block_masks:
-            self._block_masks[key] = block_mask(self.begins, self.ends, *key)
+            self._block_masks[key] = block_mask(self, *key)
         return self._block_masks[key]
+
+    def begins_of(self, queries: torch.Tensor, blocks: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """First context row that each query sees; `queries` counts them in their block, and broadcasts against `blocks`."""
+        begins = self.begins[blocks]
+        if self.window is None:
+            return begins + torch.zeros_like(queries)
+        return torch.maximum(begins, self.ends[blocks] + 1 - self.window + queries)
 
     def _part(self, blocks: list[int], rows: slice, block_tokens: int, dtype: torch.dtype) -> Part:
         device = self.begins.device
         some = torch.tensor(blocks, device=device)
         of_query = torch.arange(len(blocks), device=device).repeat_interleave(block_tokens)
+        query = torch.arange(block_tokens, device=device).repeat(len(blocks))
         row = torch.arange(rows.start, rows.stop, device=device)
-        in_context = (row >= self.begins[some, None]) & (row < self.ends[some, None])  # [P, rows]
-        is_seen = torch.cat((in_context[of_query], of_query[:, None] == of_query), dim=1)
+        begins = self.begins_of(query, some[of_query])
+        in_context = (row >= begins[:, None]) & (row < self.ends[some[of_query], None])  # [P·B, rows]
+        in_block = of_query[:, None] == of_query
+        if self.is_causal:
+            in_block &= query <= query[:, None]
+        is_seen = torch.cat((in_context, in_block), dim=1)
         return Part(some, rows, torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, float("-inf")))
 
 
@@ -94,7 +113,7 @@ def anchor_attention(
     visible: Visible,
     scale: float | None = None,  # 1 / √D
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Attend from every token of a block to the block's context rows and to the whole block.
+    """Attend from every token of a block to the context rows and to those of its own block that it sees.
 
     Sorted anchors aren't required, but need fewer tiles on a GPU.
 
@@ -108,7 +127,18 @@ def anchor_attention(
     if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
         return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
     if torch.compiler.is_compiling():  # parts depend on values: trace the whole
-        return reference.anchor_attention(q, own_k, own_v, context_k, context_v, visible.begins, visible.ends, scale)
+        return reference.anchor_attention(
+            q,
+            own_k,
+            own_v,
+            context_k,
+            context_v,
+            visible.begins,
+            visible.ends,
+            scale,
+            window=visible.window,
+            is_causal=visible.is_causal,
+        )
     return _in_parts(q, own_k, own_v, context_k, context_v, visible, scale)
 
 
@@ -139,34 +169,41 @@ def by_flex(
     return out.transpose(1, 2).reshape(q.shape)
 
 
-def block_mask(begins: torch.Tensor, ends: torch.Tensor, block_tokens: int, context_rows: int) -> BlockMask:
+def block_mask(visible: Visible, block_tokens: int, context_rows: int) -> BlockMask:
     """Tell which tiles of [N·B queries, context rows + N·B own rows] are empty, full or partial, without evaluating the mask.
 
     Args:
         context_rows: a whole number of tiles.
     """
     assert context_rows % TILE == 0, "pad the context to whole tiles"
-    num_queries = len(begins) * block_tokens
-    starts = torch.arange(0, num_queries, TILE, device=begins.device)  # [tiles of queries]
+    begins, ends, window, is_causal = visible.begins, visible.ends, visible.window, visible.is_causal
+    num_queries = len(ends) * block_tokens
+    starts = torch.arange(0, num_queries, TILE, device=ends.device)  # [tiles of queries]
     first = starts // block_tokens
     last = (starts + TILE - 1).clamp(max=num_queries - 1) // block_tokens
     span = (TILE - 1) // block_tokens + 2  # blocks that a tile of queries can touch
     members = torch.minimum(first[:, None] + torch.arange(span, device=first.device), last[:, None])
-    low, high = begins[members], ends[members]  # [tiles, span]; the last block may be repeated
-    is_blind = high <= low
-    outer_low = low.masked_fill(is_blind, context_rows).amin(1, keepdim=True)
+    first_low, last_low = (  # of a block's first and last query: [tiles, span]; the last block may be repeated
+        visible.begins_of(torch.full_like(members, query), members) for query in (0, block_tokens - 1)
+    )
+    high = ends[members]
+    is_blind = high <= first_low
+    outer_low = first_low.masked_fill(is_blind, context_rows).amin(1, keepdim=True)
     outer_high = high.masked_fill(is_blind, 0).amax(1, keepdim=True)
     column = torch.arange(0, context_rows, TILE, device=first.device)
     is_touched = (column < outer_high) & (column + TILE > outer_low)
-    is_full = (column >= low.amax(1, keepdim=True)) & (column + TILE <= high.amin(1, keepdim=True))
+    is_full = (column >= last_low.amax(1, keepdim=True)) & (column + TILE <= high.amin(1, keepdim=True))
     own = (first[:, None] <= last) & (first <= last[:, None])  # tiles that share a block
     partial = torch.cat((is_touched & ~is_full, own), dim=1)
     full = torch.cat((is_full, torch.zeros_like(own)), dim=1)
 
     def is_visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        block = query // block_tokens
+        block, own = query // block_tokens, row - context_rows
         in_context = (row >= begins[block]) & (row < ends[block])
-        return in_context | ((row >= context_rows) & ((row - context_rows) // block_tokens == block))
+        if window is not None:
+            in_context &= row > ends[block] + query % block_tokens - window
+        in_block = (own >= 0) & (own // block_tokens == block)
+        return in_context | (in_block & (own <= query) if is_causal else in_block)
 
     return BlockMask.from_kv_blocks(
         *_ordered(partial),
@@ -263,6 +300,8 @@ def _check(
         and q.shape[2] % max(1, own_k.shape[2]) == 0
         and visible.begins.shape == q.shape[:1]
     )
+    if is_right and visible.window is not None and visible.window < q.shape[1]:
+        raise ValueError(f"anchor_attention: a window of {visible.window} is shorter than a block of {q.shape[1]}")
     if not is_right:
         shapes = ", ".join(str(list(x.shape)) for x in (q, own_k, own_v, context_k, context_v, visible.begins))
         raise ValueError(

@@ -19,18 +19,27 @@ def anchor_attention(
     begins: torch.Tensor,  # [N]
     ends: torch.Tensor,  # [N]
     scale: float,
+    *,
+    window: int | None = None,
+    is_causal: bool = False,
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Attend from every token of block n to the context rows begins[n] … ends[n] − 1 and to all tokens of its own block.
 
-    Query head i reads key/value head i // (Q / G).
+    With a window, token i sees no context row before ends[n] + i + 1 − window. If causal, it sees its block's tokens 0 … i.
+    Query head j reads key/value head j // (Q / G).
     """
     n, b, _, d = q.shape
-    rows = torch.arange(len(context_k), device=q.device)
-    is_visible = (rows >= begins[:, None]) & (rows < ends[:, None])  # [N, T]
+    rows, tokens = (torch.arange(count, device=q.device) for count in (len(context_k), b))
+    low = begins[:, None].expand(n, b)
+    if window is not None:
+        low = torch.maximum(low, ends[:, None] + 1 - window + tokens)
+    is_visible = (rows >= low[..., None]) & (rows < ends[:, None, None])  # [N, B, T]
     grouped = (q * scale).view(n, b, own_k.shape[2], -1, d)  # [N, B, G, R, D]
     by_context = torch.einsum("nbgrd,tgd->gnrbt", grouped, context_k)
     by_own = torch.einsum("nbgrd,ncgd->gnrbc", grouped, own_k)
-    by_context = by_context.masked_fill(~is_visible[None, :, None, None, :], float("-inf"))
+    by_context = by_context.masked_fill(~is_visible[None, :, None], float("-inf"))
+    if is_causal:
+        by_own = by_own.masked_fill(tokens > tokens[:, None], float("-inf"))
     weights = torch.cat((by_context, by_own), dim=-1).softmax(dim=-1)
     out = torch.einsum("gnrbt,tgd->nbgrd", weights[..., :-b], context_v)
     out = out + torch.einsum("gnrbc,ncgd->nbgrd", weights[..., -b:], own_v)

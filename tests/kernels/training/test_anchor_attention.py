@@ -24,6 +24,9 @@ SHAPES = [
     (20, 16, 2, 2, 8, 257),
 ]
 
+KINDS = [{}, {"is_causal": True}, {"window": 16}, {"window": 40, "is_causal": True}]
+"""Both ways or causal, without a window, with one as long as the longest block, and with a longer one."""
+
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Any]:
     """Random q, own K and V, context K and V, begins, ends: some blocks see all, one nothing, the others an interval."""
@@ -39,39 +42,44 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: s
     return [*tensors, begins.to(device), ends.to(device)]
 
 
-def anchor_attention(*arguments: Any, **options: Any) -> torch.Tensor:
+def anchor_attention(*arguments: Any, **kind: Any) -> torch.Tensor:
     """The op, with begins and ends as the twin takes them."""
-    return op.anchor_attention(*arguments[:5], Visible(*arguments[5:]), **options)
+    return op.anchor_attention(*arguments[:5], Visible(*arguments[5:], **kind))
 
 
-def block_by_block(arguments: list[Any]) -> torch.Tensor:
-    """PyTorch's attention on each block's own keys."""
+def query_by_query(arguments: list[Any], window: int | None = None, is_causal: bool = False) -> torch.Tensor:
+    """PyTorch's attention on each query's own keys."""
     q, own_k, own_v, context_k, context_v, begins, ends = arguments
-    outs = []
+    out = torch.empty_like(q)
     for n, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        k, v = (torch.cat((c[begin:end], own[n])).transpose(0, 1) for c, own in ((context_k, own_k), (context_v, own_v)))
-        outs.append(F.scaled_dot_product_attention(q[n].transpose(0, 1), k, v, enable_gqa=True).transpose(0, 1))
-    return torch.stack(outs)
+        for i in range(q.shape[1]):
+            low = begin if window is None else max(begin, end + i - window + 1)
+            seen = i + 1 if is_causal else q.shape[1]
+            pairs = ((context_k, own_k), (context_v, own_v))
+            k, v = (torch.cat((context[low:end], own[n, :seen])).transpose(0, 1) for context, own in pairs)
+            out[n, i] = F.scaled_dot_product_attention(q[n, i, :, None], k, v, enable_gqa=True)[:, 0]
+    return out
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_twin_is_attention_block_by_block(shape: tuple[int, ...]) -> None:
+def test_the_twin_is_attention_query_by_query(shape: tuple[int, ...], kind: dict[str, Any]) -> None:
     arguments = inputs(shape)
-    torch.testing.assert_close(
-        reference.anchor_attention(*arguments, scale=shape[4] ** -0.5), block_by_block(arguments), rtol=1e-4, atol=1e-5
-    )
+    made = reference.anchor_attention(*arguments, scale=shape[4] ** -0.5, **kind)
+    torch.testing.assert_close(made, query_by_query(arguments, **kind), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 20, 10_000])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_in_parts_it_is_the_same_with_the_same_gradients(
-    shape: tuple[int, ...], size: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], kind: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "PART_QUERIES", size)
     arguments = inputs(shape, torch.float64)
     trained = [tensor.requires_grad_() for tensor in arguments[:5]]
-    made = anchor_attention(*arguments)
-    wanted = reference.anchor_attention(*arguments, scale=shape[4] ** -0.5)
+    made = anchor_attention(*arguments, **kind)
+    wanted = reference.anchor_attention(*arguments, scale=shape[4] ** -0.5, **kind)
     torch.testing.assert_close(made, wanted)
     weights = torch.randn(made.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.testing.assert_close(torch.autograd.grad(made, trained, weights), torch.autograd.grad(wanted, trained, weights))
@@ -89,7 +97,7 @@ def test_no_blocks_and_no_context() -> None:
     none = [x[:0] for x in arguments[:3]] + arguments[3:5] + [x[:0] for x in arguments[5:]]
     assert anchor_attention(*none).shape == (0, 3, 2, 8)
     alone = arguments[:3] + [x[:0] for x in arguments[3:5]] + [torch.zeros(4, dtype=torch.int64)] * 2
-    torch.testing.assert_close(anchor_attention(*alone), block_by_block(alone), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(anchor_attention(*alone), query_by_query(alone), rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_that_see_nothing_before_them_see_themselves() -> None:
@@ -99,7 +107,7 @@ def test_blocks_that_see_nothing_before_them_see_themselves() -> None:
     out = anchor_attention(*arguments)
     arguments[6] = arguments[5]
     assert out.isfinite().all()
-    torch.testing.assert_close(out, block_by_block(arguments), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, query_by_query(arguments), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_outside_the_interval_do_not_count() -> None:
@@ -113,23 +121,27 @@ def test_rows_outside_the_interval_do_not_count() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_flex_attention_with_our_mask_is_the_twin(shape: tuple[int, ...]) -> None:
+def test_flex_attention_with_our_mask_is_the_twin(shape: tuple[int, ...], kind: dict[str, Any]) -> None:
     arguments = inputs(shape)
-    made = by_flex(*arguments[:5], Visible(*arguments[5:]), 0.3)
-    torch.testing.assert_close(made, reference.anchor_attention(*arguments, scale=0.3), rtol=1e-4, atol=1e-5)
+    made = by_flex(*arguments[:5], Visible(*arguments[5:], **kind), 0.3)
+    torch.testing.assert_close(made, reference.anchor_attention(*arguments, scale=0.3, **kind), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [{}, {"is_causal": True}, {"window": 200}, {"window": 300, "is_causal": True}], ids=str)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize(("n", "b", "t"), [(1, 1, 0), (3, 16, 130), (40, 16, 700), (33, 7, 256), (9, 10, 511), (3, 200, 300)])
-def test_the_tiles_of_the_mask_are_those_that_something_is_seen_in(n: int, b: int, t: int, is_sorted: bool) -> None:
+def test_the_tiles_of_the_mask_are_those_that_something_is_seen_in(
+    n: int, b: int, t: int, is_sorted: bool, kind: dict[str, Any]
+) -> None:
     """FlexAttention skips tiles that the mask leaves out, and doesn't look into those that it calls full."""
     begins, ends = inputs((n, b, 1, 1, 8, t))[5:]
     if is_sorted:
         order = ends.argsort()
         begins, ends = begins[order], ends[order]
     rows = t + -t % TILE
-    mask = block_mask(begins, ends, b, rows)
+    mask = block_mask(Visible(begins, ends, **kind), b, rows)
     query, row = torch.arange(n * b)[:, None], torch.arange(rows + n * b)
     is_seen = mask.mask_mod(torch.tensor(0), torch.tensor(0), query, row)
     for q in range(mask.kv_num_blocks.shape[-1]):
@@ -147,23 +159,30 @@ def test_the_tiles_of_the_mask_are_those_that_something_is_seen_in(n: int, b: in
 def test_for_sorted_anchors_the_mask_leaves_out_what_can_be_left_out() -> None:
     """Anchors over 4,096 rows of one sample: tiles before the last anchor of a tile of queries, and the own one."""
     anchors = torch.linspace(100, 4000, 64).long()
-    mask = block_mask(torch.zeros_like(anchors), anchors, 16, 4096)
+    begins = torch.zeros_like(anchors)
+    mask = block_mask(Visible(begins, anchors), 16, 4096)
     made = (mask.kv_num_blocks + mask.full_kv_num_blocks)[0, 0]
     last_of_tile = anchors.view(-1, 8)[:, -1]
     assert made.tolist() == ((last_of_tile + TILE - 1) // TILE + 1).tolist()
+    windowed = block_mask(Visible(begins, anchors, window=512), 16, 4096)
+    first_row = (anchors.view(-1, 8)[:, 0] + 1 - 512).clamp(min=0)
+    assert (windowed.kv_num_blocks + windowed.full_kv_num_blocks)[0, 0].tolist() == (made - first_row // TILE).tolist()
     assert all(earlier <= later for earlier, later in pairwise(mask.full_kv_num_blocks[0, 0].tolist()))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-2), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", [(5, 16, 4, 2, 64, 40), (33, 10, 8, 2, 128, 700)], ids=str)
-def test_on_a_gpu_values_and_gradients_are_the_twins(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+def test_on_a_gpu_values_and_gradients_are_the_twins(
+    shape: tuple[int, ...], kind: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
     arguments = inputs(shape, dtype, "cuda")
     trained = [tensor.requires_grad_() for tensor in arguments[:5]]
     wide = [tensor.detach().double().requires_grad_() for tensor in arguments[:5]]
-    made = anchor_attention(*arguments)
-    wanted = reference.anchor_attention(*wide, *arguments[5:], scale=shape[4] ** -0.5)
+    made = anchor_attention(*arguments, **kind)
+    wanted = reference.anchor_attention(*wide, *arguments[5:], scale=shape[4] ** -0.5, **kind)
     torch.testing.assert_close(made.double(), wanted, rtol=tolerance, atol=tolerance)
     weights = torch.randn_like(made)
     gradients = torch.autograd.grad(made, trained, weights)
@@ -200,6 +219,14 @@ def test_shapes_that_do_not_fit_are_refused(index: int) -> None:
         anchor_attention(*arguments)
 
 
+def test_a_window_shorter_than_a_block_is_refused() -> None:
+    arguments = inputs((4, 3, 2, 1, 8, 10))
+    with pytest.raises(ValueError, match="shorter than a block of 3"):
+        anchor_attention(*arguments, window=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        Visible(*arguments[5:], window=0)
+
+
 @pytest.mark.parametrize("size", [1, 8, 1000])
 def test_parts_hold_every_block_once_with_all_that_it_sees(size: int) -> None:
     begins, ends = (x.tolist() for x in inputs((50, 1, 1, 1, 1, 90))[5:])
@@ -222,5 +249,6 @@ def test_packed_samples_are_parts_of_their_own() -> None:
 def test_traced_it_is_the_twin() -> None:
     """Parts depend on values; what is compiled takes the whole instead."""
     arguments = inputs((5, 4, 4, 2, 8, 40))
-    traced = torch.compile(anchor_attention, backend="eager", fullgraph=True)(*arguments)
-    torch.testing.assert_close(traced, anchor_attention(*arguments))
+    for kind in KINDS:
+        traced = torch.compile(anchor_attention, backend="eager", fullgraph=True)(*arguments, **kind)
+        torch.testing.assert_close(traced, anchor_attention(*arguments, **kind))
