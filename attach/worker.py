@@ -155,8 +155,14 @@ class HonedWorkerExtension:
         if side is None or side.capturer is None:
             return {}
         side.capturer.set_share(share, drafter_version)
-        writer, errors = side.capturer.writer, self._honed_errors.count
-        return {"rows": writer.num_rows, "skipped": writer.num_skipped, "nonfinite": writer.num_nonfinite, "errors": errors}
+        writer = side.capturer.writer
+        return {
+            "rows": writer.num_rows,
+            "skipped": writer.num_skipped,
+            "nonfinite": writer.num_nonfinite,
+            "media": side.capturer.num_media,
+            "errors": self._honed_errors.count,
+        }
 
     @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:

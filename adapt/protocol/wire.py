@@ -247,6 +247,8 @@ class EngineStatus(_Message, frozen=True):
     """Requests of this boot that counted as `workloads.OTHER_WORKLOAD`, since clients sent too many labels."""
     capture_nonfinite_rows: Count = 0
     """Rows with NaN or infinity, which capture dropped."""
+    capture_media_requests: Count = 0
+    """Requests with images or other media, which capture passed over."""
 
 
 class CommandResult(_Message, frozen=True):

@@ -58,6 +58,8 @@ class Capturer:
         self._secret = secret
         self.writer = RowWriter(make_ring)
         self.share = 0.0
+        self.num_media = 0
+        """Requests that weren't captured since they bring images or other media: their tokens alone don't say what was read."""
         self._retry_at_s = 0.0
         self._drafter_version = ""
         self._requests: dict[str, CapturedRequest] = {}
@@ -107,6 +109,9 @@ class Capturer:
             return
         digest = key_of(new.req_id, self._secret)
         if int.from_bytes(digest) / 2.0**64 >= self.share:
+            return
+        if new.mm_features:
+            self.num_media += 1
             return
         self._requests[new.req_id] = CapturedRequest(
             key=digest.hex(),

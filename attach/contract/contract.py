@@ -147,7 +147,7 @@ EVENTS: tuple[Clause, ...] = (
         ("async_scheduling", "max_num_seqs", "max_num_batched_tokens", "scheduler_cls"),
     ),
     Attributes("config/speculative.py", "SpeculativeConfig", ("method", "draft_model_config", "enable_adaptive_verification")),
-    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "uses_mrope")),
+    Attributes("config/model.py", "ModelConfig", ("model", "served_model_name", "hf_config")),
     Method(_CORE, "EngineCore", "__init__", calls=("load_general_plugins", "_initialize_kv_caches", "Scheduler")),
     Method(_CORE, "EngineCore", "step", calls=("schedule", "execute_model", "sample_tokens", "update_from_output")),
     Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("schedule", "execute_model", "update_from_output")),
@@ -285,7 +285,7 @@ WORKERS: tuple[Clause, ...] = (
 CAPTURE: tuple[Clause, ...] = (
     *WORKERS,
     Attributes("v1/core/sched/output.py", "SchedulerOutput", ("finished_req_ids", "scheduled_new_reqs")),
-    Attributes("v1/core/sched/output.py", "NewRequestData", ("req_id", "prompt_token_ids", "sampling_params")),
+    Attributes("v1/core/sched/output.py", "NewRequestData", ("req_id", "prompt_token_ids", "sampling_params", "mm_features")),
     Passes(
         _V1,
         "GPUModelRunner",

@@ -23,7 +23,6 @@ def pair_of(vllm_config: Any) -> Pair:
         drafter=_config_of(draft_model) if method in METHODS else None,
         target=_config_of(model),
         target_tensors=tensor_names(folder_of(model, vllm_config.load_config)) if hasattr(model, "model") else None,
-        uses_mrope=bool(getattr(model, "uses_mrope", False)),
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
         is_adaptive=bool(getattr(speculative, "enable_adaptive_verification", False)),
     )

@@ -442,6 +442,7 @@ class Attachment:
             captured_rows=int(self._workers.captured.get("rows", 0)),
             capture_skipped_rows=int(self._workers.captured.get("skipped", 0)),
             capture_nonfinite_rows=int(self._workers.captured.get("nonfinite", 0)),
+            capture_media_requests=int(self._workers.captured.get("media", 0)),
             is_asleep=self.commands.is_asleep,
             target_updates=self._target_updates,
             pooled_requests=self._requests.workloads.num_pooled,

@@ -50,7 +50,7 @@ class WorkerLink:
         self._fed_curves: tuple[Curve, Curve] | None = None
         self.graphs = Captured([], [])
         self.captured: dict[str, float] = {}
-        """rows, skipped and non-finite rows, and errors of the capture, as of the last call."""
+        """Rows, skipped and non-finite rows, requests with media, and errors of the capture, as of the last call."""
 
     @property
     def can_capture(self) -> bool:

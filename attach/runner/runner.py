@@ -121,8 +121,8 @@ class RunnerV1(Runner):
 
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
         positions = kwargs["target_positions"]
-        if positions.dim() != 1:
-            raise ValueError("multi-dimensional (M-RoPE) positions are not captured")
+        if positions.dim() > 1:  # M-RoPE: for text all dimensions are the same
+            positions = positions[0]
         starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
         fused, aux = self.drafter._dflash_hidden_states, kwargs["target_hidden_states"]
         return StepView(

@@ -46,9 +46,11 @@ def _captured(engines: Engines) -> Iterator[Metric]:
     captured = engine_counter("honed_captured_rows", "Context feature rows captured in the engine's present boot.")
     skipped = engine_counter("honed_capture_skipped_rows", "Rows that capture couldn't write in the engine's present boot.")
     nonfinite = engine_counter("honed_capture_nonfinite_rows", "Rows with NaN or infinity that capture dropped in this boot.")
+    media = engine_counter("honed_capture_media_requests", "Requests with images or other media, not captured, in this boot.")
     for engine in engines_shown(engines):
         if engine.status is not None:
             captured.add_metric(labels_of(engine), engine.status.captured_rows)
             skipped.add_metric(labels_of(engine), engine.status.capture_skipped_rows)
             nonfinite.add_metric(labels_of(engine), engine.status.capture_nonfinite_rows)
-    yield from (captured, skipped, nonfinite)
+            media.add_metric(labels_of(engine), engine.status.capture_media_requests)
+    yield from (captured, skipped, nonfinite, media)

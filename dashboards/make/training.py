@@ -75,11 +75,13 @@ def progress() -> list[Panel]:
         ),
         plot(
             "Capture",
-            "Rows of context features that engines pass on a second, rows that they skipped, and rows with NaN or infinity.",
+            "Rows of context features that engines pass on a second, rows that they skipped, and rows with NaN or infinity. "
+            "Requests with images or other media aren't captured.",
             [
                 (rate("honed_captured_rows_total", "engine", ENGINE), "captured {{engine}}"),
                 (rate("honed_capture_skipped_rows_total", "engine", ENGINE), "skipped {{engine}}"),
                 (rate("honed_capture_nonfinite_rows_total", "engine", ENGINE), "not finite {{engine}}"),
+                (rate("honed_capture_media_requests_total", "engine", ENGINE), "requests with media {{engine}}"),
             ],
             low=0,
         ),

@@ -51,7 +51,10 @@ def capturer(ring: Recorder) -> Capturer:
 
 def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] = (), **extra: Any) -> SimpleNamespace:
     params = SimpleNamespace(temperature=0.5, extra_args=extra or None)
-    requests = [SimpleNamespace(req_id=r, prompt_token_ids=tokens, sampling_params=params) for r, tokens in (new or {}).items()]
+    requests = [
+        SimpleNamespace(req_id=name, prompt_token_ids=tokens, sampling_params=params, mm_features=[])
+        for name, tokens in (new or {}).items()
+    ]
     return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished))
 
 

@@ -79,10 +79,11 @@ def check_figures(service: Service, trainer: FakeTrainer) -> None:
 def test_what_an_engine_captured(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
     engine = make_engine()
     engine.hello()
-    engine.send_status(captured_rows=100, capture_skipped_rows=7, capture_nonfinite_rows=3)
+    engine.send_status(captured_rows=100, capture_skipped_rows=7, capture_nonfinite_rows=3, capture_media_requests=2)
     wait_for(lambda: scrape(service).get("honed_captured_rows_total"), "the status")
     found = scrape(service)
     assert found["honed_captured_rows_total"] == {"engine=engine-0 model_name=tiny": 100}
     assert found["honed_capture_skipped_rows_total"] == {"engine=engine-0 model_name=tiny": 7}
     assert found["honed_capture_nonfinite_rows_total"] == {"engine=engine-0 model_name=tiny": 3}
+    assert found["honed_capture_media_requests_total"] == {"engine=engine-0 model_name=tiny": 2}
     assert views.engines(service)[0]["nonfinite_rows"] == 3
