@@ -13,13 +13,15 @@ from collections.abc import Iterable
 OTHER_NAMES = {"midlayer.": "layers.0.", "encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc."}
 IGNORED = (
     "t2d",
+    "d2t",
     "mask_embedding",
     "rotary_pos_emb.inv_freq",
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
 )
-"""Tensors that vLLM skips. Biases are skipped as well where the config asks for none."""
+"""Tensors that vLLM skips, and tables of a reduced vocabulary. They are never trained or swapped. A written checkpoint has its
+parent's. Biases are skipped as well where the config asks for none."""
 METHODS = ("dflash",)
 """vLLM's speculative methods whose drafters honed trains and swaps."""
 SHARED = ("embed_tokens", "lm_head")

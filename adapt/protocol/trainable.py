@@ -11,16 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from honed.adapt.protocol.drafter_tensors import METHODS
+from honed.adapt.protocol.target_tensors import head_names
 
 VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding that the trainable drafter computes."""
-EMBED_NAME, HEAD_NAME, NORM_NAME = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-"""Tensors of the target that training reads."""
+_OPTIONAL_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Classes that have a window only if their config says `use_sliding_window`, whatever the types of their layers."""
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+class LayerAttention(NamedTuple):
+    """What a drafter's layer sees."""
+
+    window: int | None
+    """Tokens up to and with a query's own; None: all."""
+    is_causal: bool
+    """Whether a query doesn't see its block's later tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +44,6 @@ class Pair:
     """Its config.json."""
     target_tensors: Collection[str] | None = None
     """Names in its files."""
-    uses_mrope: bool = False
     pipeline_parallel_size: int = 1
     is_adaptive: bool = False
     """vLLM's own adaptive verification is on."""
@@ -53,8 +62,6 @@ def why_untrained(pair: Pair) -> list[str]:
         found.append("pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits")
     if pair.is_adaptive:
         found.append("under vLLM's own adaptive verification only the device knows each request's rows")
-    if pair.uses_mrope or uses_mrope(pair.target or {}):
-        found.append("the target's positions are multi-dimensional (M-RoPE)")
     if pair.drafter is not None:
         found += drafter_reasons(pair.drafter)
     if pair.target is not None and pair.target_tensors is not None:
@@ -71,20 +78,11 @@ def drafter_reasons(drafter: Mapping[str, Any]) -> list[str]:
 
 def head_reasons(target: Mapping[str, Any], tensors: Collection[str]) -> list[str]:
     """Reasons why a target's embedding, head and final norm can't be read from files with tensors of these names."""
-    names = [EMBED_NAME, NORM_NAME] + ([] if is_tied(target) else [HEAD_NAME])
-    missing = [name for name in names if name not in tensors]
-    return [f"the target's files have no tensor {' and no '.join(missing)}"] if missing else []
-
-
-def is_tied(target: Mapping[str, Any]) -> bool:
-    """Whether the target's head is its embedding."""
-    return bool(target.get("tie_word_embeddings") or (target.get("text_config") or {}).get("tie_word_embeddings"))
-
-
-def uses_mrope(target: Mapping[str, Any]) -> bool:
-    """Whether the target's positions have several dimensions, as vLLM finds out."""
-    parts = [target, target.get("text_config") or {}, (target.get("thinker_config") or {}).get("text_config") or {}]
-    return any("mrope_section" in rope_of(part) for part in parts)
+    try:
+        head_names(target, tensors)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,12 +91,14 @@ def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what Transformers' classes do for a flat config: `layer_types`, and the base of the rotary embedding.
+    """Fill in what Transformers' classes do for a flat config: windows, `layer_types`, and the base of the rotary embedding.
 
     A resolved config is returned with the same values.
     """
     full, rope = dict(raw), dict(rope_of(raw))
     kind, layers = raw.get("model_type"), range(int(raw.get("num_hidden_layers") or 0))
+    if kind in _OPTIONAL_WINDOW and not raw.get("use_sliding_window"):
+        full["sliding_window"] = None
     if raw.get("layer_types") is None and kind == "gpt_oss":
         full["layer_types"] = [SLIDING if i % 2 == 0 else FULL for i in layers]
         full["sliding_window"] = raw.get("sliding_window", 128)
@@ -114,6 +114,24 @@ def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.get("type", "default"))
     full["rope_parameters"] = rope
     return full
+
+
+def layer_attention(raw: Mapping[str, Any]) -> tuple[LayerAttention, ...]:
+    """What each layer of a drafter with this resolved config sees in vLLM."""
+    dflash, types = raw.get("dflash_config") or {}, raw.get("layer_types") or ()
+    window = dflash.get("swa_window_size", raw.get("sliding_window"))
+    forced = raw.get("is_causal") if raw.get("is_causal") is not None else dflash.get("causal")
+    found = []
+    for layer in range(int(raw.get("num_hidden_layers") or 0)):
+        has_type = types[layer] == SLIDING if layer < len(types) else False
+        is_sliding = has_type if SLIDING in types else bool(dflash.get("use_swa"))
+        found.append(LayerAttention(window if is_sliding else None, has_type if forced is None else bool(forced)))
+    return tuple(found)
+
+
+def has_reduced_vocabulary(raw: Mapping[str, Any]) -> bool:
+    """Whether a drafter with this config can draft only some of the target's words."""
+    return raw.get("draft_vocab_size") not in (None, raw.get("vocab_size"))
 
 
 def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -132,20 +150,17 @@ def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
 def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     """Features of a resolved config that the trainable drafter (`recalib/drafter/model.py`) lacks."""
     dflash, rope = raw.get("dflash_config") or {}, raw["rope_parameters"]
-    is_causal = raw.get("is_causal") if raw.get("is_causal") is not None else dflash.get("causal")
+    window = min((layer.window for layer in layer_attention(raw) if layer.window is not None), default=None)
+    block_size = int(dflash.get("block_size") or raw.get("block_size") or 1)
     checks = {
         "DFlash2 (its convolution and selector)": _architecture(raw) == "DFlash2DraftModel",
         "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
         "interleaved RoPE": not raw.get("is_neox_style", True),
         "scaled RoPE": rope["rope_type"] not in ROPE_TYPES,
         "RoPE by kind of layer": any(isinstance(value, Mapping) for value in rope.values()),
-        "partial RoPE": rope.get("partial_rotary_factor") not in (None, 1.0),
-        "sliding-window attention": _is_sliding(raw),
-        "causal drafting": is_causal,
-        "a reduced draft vocabulary": raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")),
+        f"a sliding window of {window} tokens, shorter than a block": window is not None and window < block_size,
         "drafting without auxiliary hidden states": False
         in (raw.get("use_aux_hidden_state"), dflash.get("use_aux_hidden_state")),
-        "attention_value_scale": dflash.get("attention_value_scale"),
         "an attention sink": dflash.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"),
         "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
         "quantization": raw.get("quantization_config"),

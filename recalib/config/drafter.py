@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from honed.adapt.protocol.trainable import drafter_reasons, resolved
+from honed.adapt.protocol.trainable import (
+    LayerAttention,
+    drafter_reasons,
+    has_reduced_vocabulary,
+    layer_attention,
+    resolved,
+)
 from honed.recalib.config.presets import completed
 from honed.recalib.config.rope_scaling import RopeScaling
 from honed.recalib.config.speculators import flat
@@ -32,11 +38,28 @@ class DrafterConfig:
     rope_scaling: RopeScaling | None = None
     attention_bias: bool = False
     num_target_layers: int | None = None
+    attention: tuple[LayerAttention, ...] = ()
+    """What each layer sees; empty: all of them everything before the block and the whole block."""
+    rotary_share: float = 1.0
+    """Share of a head's dimensions that is rotated, from the first on."""
+    value_scale: float = 1.0
+    """Factor on all values."""
+    draft_vocab_size: int | None = None
+    """Words that the drafter can draft, of the target's; None: all."""
+
+    def attention_of(self, layer: int) -> LayerAttention:
+        """What a layer sees."""
+        return self.attention[layer] if self.attention else LayerAttention(None, is_causal=False)
 
     @property
     def feature_size(self) -> int:
         """Width of the concatenated auxiliary hidden states: the input of `fc`."""
         return self.target_hidden_size * len(self.target_layer_ids)
+
+    @property
+    def num_words(self) -> int:
+        """Rows of the drafter's head."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def num_draft_tokens(self) -> int:
@@ -76,6 +99,10 @@ class DrafterConfig:
                 rope_scaling=RopeScaling.from_json(rope),
                 attention_bias=bool(raw.get("attention_bias")),
                 num_target_layers=int(raw["num_target_layers"]) if raw.get("num_target_layers") else None,
+                attention=layer_attention(raw),
+                rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
+                value_scale=float(dflash.get("attention_value_scale") or 1.0),
+                draft_vocab_size=int(raw["draft_vocab_size"]) if has_reduced_vocabulary(raw) else None,
             )
         except KeyError as error:
             raise ValueError(f"config.json has no {error.args[0]!r}; is this a DFlash drafter?") from error

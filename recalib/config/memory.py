@@ -1,7 +1,7 @@
 """Estimate of a training's memory, made before it begins, and the refusal of a training that doesn't fit.
 
     weights      float32 master weights of the drafter, and its parent's for comparison
-    target       embedding and head; the server's own copies are in another process and can't be shared
+    target       embedding and head, or the drafter's own head; the server's copies are in another process and can't be shared
     gradients    of the trained parameters, float32
     optimizer    AdamW's two moments, and the moving average if there is one
     context      features of the packed rows, and their keys and values in every layer
@@ -72,10 +72,14 @@ def estimate(
     """
     num_frozen, num_trained = count_parameters(config, settings)
     blocks = settings.anchors_per_micro_step
-    head = config.vocab_size * config.hidden_size * shared_bytes
+    embedding = config.vocab_size * config.hidden_size * shared_bytes
+    if config.draft_vocab_size is not None:  # the drafter's own head, its parent's, and the target's rows of its words
+        heads = 3 * config.draft_vocab_size * config.hidden_size * FLOAT
+    else:
+        heads = 0 if is_head_tied else embedding
     parts = {
         "weights": 2 * FLOAT * (num_frozen + num_trained),
-        "target": head if is_head_tied else 2 * head,
+        "target": embedding + heads,
         "gradients": FLOAT * num_trained,
         "optimizer": FLOAT * num_trained * (3 if settings.ema_decay else 2),
         "context": _context_bytes(config, settings, rows, is_fused, compute_bytes),
@@ -160,7 +164,7 @@ def _layer_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int,
 
 def _loss_bytes(config: DrafterConfig, blocks: int) -> int:
     """Loss memory. Kept blocks always use the parent's distribution, whatever the loss of fresh ones; that takes the most."""
-    tokens, h, v = blocks * config.num_draft_tokens, config.hidden_size, config.vocab_size
+    tokens, h, v = blocks * config.num_draft_tokens, config.hidden_size, config.num_words
     by_labels = min(tokens, ROWS) * (min(TILE, v) + h)
     scores = min(2 * tokens * v, max(max(BUFFER_BYTES.values()) // FLOAT, 2 * v))
     by_goal = scores * 5 // 4 + 3 * min(tokens * v, CACHED_BYTES // FLOAT)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from honed.adapt.protocol.trainable import layer_attention, resolved
+
 TYPE = "speculators_model_type"
 _ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
@@ -56,8 +58,14 @@ def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str])
     Args:
         raw: complete, as from `presets.completed`.
         target: name or path of the target, which the format requires.
+
+    Raises:
+        ValueError: some layers are causal and others aren't, which the format can't say.
     """
     dflash = raw["dflash_config"]
+    are_causal = {layer.is_causal for layer in layer_attention(resolved(raw))}
+    if len(are_causal) > 1:
+        raise ValueError("speculators' form can't say that only some layers are causal: keep the drafter in z-lab's form")
     outside = ("architectures", "dflash_config", "block_size", "draft_vocab_size", "target_hidden_size", "auto_map")
     block_size = int(raw["block_size"])
     return {
@@ -73,7 +81,7 @@ def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str])
         "block_size": block_size,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
         "mask_token_id": dflash["mask_token_id"],
-        "sliding_window_non_causal": not dflash.get("causal", False),
+        "sliding_window_non_causal": True not in are_causal,
         "target_hidden_size": raw.get("target_hidden_size"),
         "tie_word_embeddings": raw.get("tie_word_embeddings", False),
         "transformer_layer_config": {name: value for name, value in raw.items() if name not in outside},

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from honed.adapt.protocol.drafter_tensors import names_of
-from honed.adapt.protocol.trainable import EMBED_NAME, HEAD_NAME, NORM_NAME, head_reasons, is_tied
+from honed.adapt.protocol.target_tensors import HeadNames, adds_one, head_names, text_config
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
@@ -30,6 +30,8 @@ MAX_INDEX_BYTES = 64 << 20
 WEIGHTS_NAME = "model.safetensors"
 OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that a drafter may bring instead of sharing the target's. They are used but never trained."""
+WORDS_NAME = "d2t"
+"""Offsets of the drafter's words: word i is the target's token i + d2t[i]."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
 _DTYPES = {
     "F64": torch.float64,
@@ -60,6 +62,8 @@ class TargetHead:
     final_norm: Tensor  # [H_target]
     rms_norm_eps: float
     num_hidden_layers: int
+    is_capped: bool = False
+    """Whether the target's logits are soft-capped: its distribution isn't the head's."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
         """Move embedding and head to the device where drafters train; a tied pair stays one tensor."""
@@ -67,9 +71,13 @@ class TargetHead:
         lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
         return replace(self, embed_tokens=embed_tokens, lm_head=lm_head)
 
+    def is_last_of(self, target_layer_ids: Sequence[int]) -> bool:
+        """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
+        return target_layer_ids[-1] == self.num_hidden_layers - 1 and not self.is_capped
+
     def last_hidden(self, features: Tensor, target_layer_ids: Sequence[int]) -> Tensor | None:  # [T, A] -> [T, H_target]
-        """The target's last hidden state, after its final norm, from its concatenated layers; None if not among them."""
-        if target_layer_ids[-1] != self.num_hidden_layers - 1:
+        """The target's last hidden state, after its final norm, from its concatenated layers; None unless `is_last_of`."""
+        if not self.is_last_of(target_layer_ids):
             return None
         width = len(self.final_norm)
         return F.rms_norm(features[:, -width:].float(), (width,), self.final_norm, self.rms_norm_eps)
@@ -144,27 +152,30 @@ def _read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tens
         yield name, _read(path, entries[path][name])
 
 
-def check_target_head(target_dir: Path | str) -> None:
-    """Raise CheckpointError if the target's embedding, head or final norm can't be found."""
+def target_head_names(target_dir: Path | str) -> HeadNames:
+    """Find the target's embedding, head and final norm. Raises CheckpointError if one can't be found or used."""
     folder = Path(target_dir)
-    if reasons := head_reasons(read_config(folder), tensor_files(folder)):
-        raise CheckpointError(f"{folder}: {'; '.join(reasons)}: it is incomplete or of another model family")
+    try:
+        return head_names(read_config(folder), tensor_files(folder))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}: it is incomplete or of another model family") from error
 
 
 def load_target_head(target_dir: Path | str) -> TargetHead:
     """Load the target's embedding, head and final norm; a tied head is the embedding."""
     folder = Path(target_dir)
-    check_target_head(folder)
-    raw = read_config(folder)
-    text = raw.get("text_config") or raw
-    names = [EMBED_NAME, NORM_NAME] + ([] if is_tied(raw) else [HEAD_NAME])
-    tensors = read_tensors(folder, names)
+    names, raw = target_head_names(folder), read_config(folder)
+    text = text_config(raw)
+    tensors = read_tensors(folder, {names.embed_tokens, names.lm_head, names.norm})
     return TargetHead(
-        embed_tokens=tensors[EMBED_NAME],
-        lm_head=tensors.get(HEAD_NAME, tensors[EMBED_NAME]),
-        final_norm=tensors[NORM_NAME],
+        embed_tokens=tensors[names.embed_tokens],
+        lm_head=tensors[names.lm_head],
+        final_norm=tensors[names.norm] + 1.0 if adds_one(raw) else tensors[names.norm],
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         num_hidden_layers=int(text["num_hidden_layers"]),
+        is_capped=bool(text.get("final_logit_softcapping")),
     )
 
 
@@ -190,6 +201,7 @@ def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHe
     """
     folder = Path(drafter_dir)
     config = read_drafter_config(folder)
+    words = _read_words(folder, config)
     if (folder / MASK_EMBEDDING_NAME).exists():
         raise CheckpointError(
             f"{folder / MASK_EMBEDDING_NAME}: a mask embedding of its own is pickled, and nothing is unpickled here; "
@@ -202,7 +214,15 @@ def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHe
     embed_tokens, lm_head = (
         shared.get(name, of_target) for name, of_target in zip(OWN_SHARED_NAMES, (head.embed_tokens, head.lm_head), strict=True)
     )
-    drafter = DFlashDrafter(config, embed_tokens, lm_head)
+    if lm_head.shape != (config.num_words, config.hidden_size):
+        raise CheckpointError(
+            f"{folder}: its head is {list(lm_head.shape)}, config.json asks for {[config.num_words, config.hidden_size]}; "
+            "take both from one version"
+        )
+    goal_head = None
+    if lm_head is not head.lm_head and head.is_last_of(config.target_layer_ids):
+        goal_head = head.lm_head if words is None else head.lm_head[words.to(head.lm_head.device)]
+    drafter = DFlashDrafter(config, embed_tokens, lm_head, words, goal_head)
     own = drafter.state_dict()
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}
@@ -216,14 +236,32 @@ def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHe
     return drafter
 
 
+def _read_words(folder: Path, config: DrafterConfig) -> Tensor | None:  # [W]
+    """The target's id of each word of a reduced vocabulary; None: the drafter has all. Raises CheckpointError."""
+    if config.draft_vocab_size is None:
+        return None
+    offsets = dict(_read_stored(folder, [WORDS_NAME]))[WORDS_NAME].long()
+    if offsets.shape != (config.draft_vocab_size,):
+        what = f"{list(offsets.shape)}, config.json asks for {[config.draft_vocab_size]}"
+        raise CheckpointError(f"{folder}: {WORDS_NAME} is {what}; take both from one version")
+    words = offsets + torch.arange(len(offsets))
+    if words.min() < 0 or words.max() >= config.vocab_size or len(set(words.tolist())) < len(words):
+        raise CheckpointError(f"{folder}: {WORDS_NAME} maps words outside of the vocabulary, or two to one; fetch it again")
+    return words
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """Names in a checkpoint; empty if there are no weights."""
+    try:
+        return set(tensor_files(folder))
+    except CheckpointError:
+        return set()
+
+
 def stored_names(folder: Path) -> dict[str, str]:
     """Map our name of each tensor to its name in the checkpoint, see `names_of`; empty if there are no weights."""
     try:
-        names = tensor_files(folder)
-    except CheckpointError:
-        return {}
-    try:
-        return names_of(names)
+        return names_of(_tensor_names(folder))
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
@@ -267,7 +305,7 @@ def save_drafter(
 
     Args:
         config_from: the parent's folder. Its config.json, its tensors' names and its untrained tensors (an embedding or a head
-            of its own) are kept.
+            of its own, a reduced vocabulary) are kept.
         layout: "parent" copies config.json unchanged; the others convert it.
         target: name or path of the target, which the speculators form requires.
 
@@ -279,8 +317,8 @@ def save_drafter(
     stored = stored_names(parent)
     own = drafter.state_dict()
     tensors = {stored.get(name, name): value.detach().to("cpu", dtype).contiguous() for name, value in own.items()}
-    if untrained := sorted(stored.keys() - own.keys()):
-        tensors |= _read_stored(parent, [stored[name] for name in untrained])
+    if untrained := sorted(_tensor_names(parent) - tensors.keys()):
+        tensors |= _read_stored(parent, untrained)
     part = folder / f".{WEIGHTS_NAME}.part"
     part.write_bytes(save(tensors, metadata={"format": "pt"}))  # not save_file: that one makes the file 0600
     _write_config(folder, parent, layout, target)

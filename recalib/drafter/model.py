@@ -1,8 +1,9 @@
 """The DFlash drafter in plain PyTorch: the same function as vLLM's, and trainable.
 
-Every layer attends to the target's context features, projected to keys and values (KV injection), and to all of the block's own
-tokens. The block of an anchor at position p is [anchor, MASK x k] at positions p .. p + k. Its context is all features
-*strictly before* p. The output at position p + j predicts the token at p + j: there is no shift.
+Every layer attends to the target's context features, projected to keys and values (KV injection), and to the block's own
+tokens: all of them, or in a causal layer the earlier ones. A layer with a sliding window sees only the nearest context. The
+block of an anchor at position p is [anchor, MASK x k] at positions p .. p + k. Its context is all features *strictly before* p.
+The output at position p + j predicts the token at p + j: there is no shift.
 
 Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm`; `KV_PATH` names them. Query tokens
 go through the layer's input norm first. Context features don't: they have `hidden_norm` instead.
@@ -24,7 +25,7 @@ from honed.recalib.config.rope_scaling import RopeScaling, frequencies
 __all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
 
 # Letters: N blocks, B tokens of a block (anchor included), K = B - 1, T context rows, H width, A width of unfused
-# features, V vocabulary, G key/value heads, R query heads of each, D head width.
+# features, V vocabulary, W words that are drafted, G key/value heads, R query heads of each, D head width.
 
 KV_PATH = ("fc.", "hidden_norm.", ".k_proj.", ".v_proj.", ".k_norm.")
 
@@ -42,20 +43,21 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:  # 2 x [..., D/2]
+    positions: Tensor, width: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:  # 2 x [..., width/2]
     """Cosine and sine of each position's angles, in float32; bit for bit vLLM's tables."""
-    powers = theta ** (torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    powers = theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     inverse, divisor, magnitude = frequencies(powers, theta, scaling)
     angles = (positions.float() / divisor).unsqueeze(-1) * inverse
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, D]
-    """Apply the rotary embedding in the two-halves ("neox") layout."""
+    """Apply the rotary embedding in the two-halves ("neox") layout; dimensions beyond the tables' stay as they are."""
     cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 class Attention(nn.Module):
@@ -63,7 +65,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.num_kv_heads, self.head_dim, self.value_scale = config.num_key_value_heads, config.head_dim, config.value_scale
         width, query_width = config.hidden_size, config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
@@ -76,7 +78,9 @@ class Attention(nn.Module):
     def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # 2 x [..., G, D]
         """Compute normed and rotated keys, and values, of any rows."""
         shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
-        return rotate(self.k_norm(self.k_proj(x).view(shape)), tables), self.v_proj(x).view(shape)
+        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), tables)
+        values: Tensor = self.v_proj(x).view(shape)
+        return keys, values if self.value_scale == 1.0 else values * self.value_scale
 
     def forward(
         self,
@@ -127,23 +131,52 @@ class Layer(nn.Module):
 class DFlashDrafter(nn.Module):
     """A DFlash drafter whose parameters have the checkpoint's names.
 
-    `embed_tokens` and `lm_head` are the target's: buffers, never trained, never saved.
+    `embed_tokens`, `lm_head` and the words are the target's, or the checkpoint's own: buffers, never trained, never saved.
+
+    Args:
+        words: the target's id of each of the drafter's words; None: they are the target's.
+        goal_head: the target's rows of these words, if `lm_head` isn't the target's; for training on its distribution.
     """
 
     embed_tokens: Tensor
     lm_head: Tensor
+    words: Tensor | None
+    goal_head: Tensor | None
+    _word_of: Tensor | None
 
-    def __init__(self, config: DrafterConfig, embed_tokens: Tensor, lm_head: Tensor) -> None:  # 2 x [V, H]
+    def __init__(
+        self,
+        config: DrafterConfig,
+        embed_tokens: Tensor,  # [V, H]
+        lm_head: Tensor,  # [W, H]
+        words: Tensor | None = None,  # [W]
+        goal_head: Tensor | None = None,  # [W, H]
+    ) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self._kinds = [config.attention_of(layer) for layer in range(config.num_hidden_layers)]
         self.recomputes_layers = False
         """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
+        self.register_buffer("goal_head", goal_head, persistent=False)
+        word_of = None
+        if words is not None:
+            word_of = torch.full((len(embed_tokens),), -1).scatter(0, words, torch.arange(len(words)))
+        self.register_buffer("words", words, persistent=False)
+        self.register_buffer("_word_of", word_of, persistent=False)
+
+    def to_target(self, words: Tensor) -> Tensor:
+        """Token ids of the drafter's words, of any shape."""
+        return words if self.words is None else self.words[words]
+
+    def to_words(self, token_ids: Tensor) -> Tensor:
+        """The drafter's words of token ids, of any shape; −1 for a token that it can't draft."""
+        return token_ids if self._word_of is None else self._word_of[token_ids]
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [T, A] -> [T, H]
         """Fuse the target's auxiliary hidden states, concatenated in `target_layer_ids` order, into context features."""
@@ -157,7 +190,7 @@ class DFlashDrafter(nn.Module):
 
     def _rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        return rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        return rotary_tables(positions, int(config.head_dim * config.rotary_share), config.rope_theta, config.rope_scaling)
 
     def forward(
         self,
@@ -171,7 +204,11 @@ class DFlashDrafter(nn.Module):
     ) -> Tensor:  # [N, K, V]
         """Compute logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor."""
         hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
-        return F.linear(hidden, self.lm_head)
+        logits = F.linear(hidden, self.lm_head)
+        if self.words is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        return everything.index_copy(-1, self.words, logits)
 
     def draft_hidden(
         self,
@@ -192,11 +229,11 @@ class DFlashDrafter(nn.Module):
         block_positions = positions[anchors, None] + offsets
         tables = self._rotary_tables(block_positions)
         begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])
-        visible = Visible(begins, anchors)
+        visible = {kind: Visible(begins, anchors, window=kind.window, is_causal=kind.is_causal) for kind in self._kinds}
         context = self.context_keys_values(features, positions)
         is_recomputing = self.recomputes_layers and torch.is_grad_enabled()
-        for layer, keys_values in zip(self.layers, context, strict=True):
-            given = (x, tables, keys_values, visible)
+        for layer, keys_values, kind in zip(self.layers, context, self._kinds, strict=True):
+            given = (x, tables, keys_values, visible[kind])
             x = checkpoint(layer, *given, use_reentrant=False) if is_recomputing else layer(*given)
         hidden: Tensor = self.norm(x[:, 1:])
         return hidden

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from honed.adapt.protocol.trainable import NORM_NAME
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.presets import even_layer_ids, preset_of
 from honed.recalib.drafter.checkpoint import (
@@ -38,6 +37,7 @@ from honed.recalib.drafter.checkpoint import (
     read_config,
     read_tensors,
     save_drafter,
+    target_head_names,
     tensor_files,
 )
 from honed.recalib.drafter.model import DFlashDrafter
@@ -160,11 +160,12 @@ def take_layers(drafter: DFlashDrafter, target_dir: Path) -> None:
     assert config.num_target_layers is not None
     skipped = config.num_target_layers - config.num_hidden_layers
     width, after = config.target_hidden_size, min(max(config.target_layer_ids) + 1, config.num_target_layers - 1)
-    source = {"norm.weight": NORM_NAME, "hidden_norm.weight": f"model.layers.{after}.input_layernorm.weight"}
+    names = target_head_names(target_dir)
+    source = {"norm.weight": names.norm, "hidden_norm.weight": f"{names.layers}{after}.input_layernorm.weight"}
     for name, parameter in drafter.named_parameters():
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
-            source[name] = f"model.layers.{skipped + int(index)}.{rest}"
+            source[name] = f"{names.layers}{skipped + int(index)}.{rest}"
         if name in source and source[name] in files:
             found = read_tensors(target_dir, [source[name]])[source[name]]
             if found.shape == parameter.shape:

@@ -145,7 +145,8 @@ def draft_blocks(
             hidden = drafter.draft_hidden(
                 context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
             )
-            return top_tokens(hidden, drafter.lm_head)
+            top, log_probability = top_tokens(hidden, drafter.lm_head)
+            return drafter.to_target(top), log_probability
 
         mask = drafter.config.mask_token_id
         return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()

@@ -222,8 +222,10 @@ class MicroTrainer:
             is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a partly revealed block
             tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
         anchors, labels, is_kept, is_masked = (tensor.to(self._device) for tensor in (anchors, labels, is_kept, is_masked))
-        weights = self._objective.weights(is_kept, is_masked)
-        return Blocks(packed.to(self._device), anchors, labels, is_kept, tokens, is_masked, weights, share=1.0 / len(anchors))
+        words = self.drafter.to_words(labels)
+        weights = self._objective.weights(is_kept, is_masked, words)
+        share = 1.0 / len(anchors)
+        return Blocks(packed.to(self._device), anchors, labels, words, is_kept, tokens, is_masked, weights, share)
 
     def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
         """Add up the gradients of some blocks; reading the loss waits for the device."""

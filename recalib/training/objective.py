@@ -13,7 +13,7 @@ from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.samples.sample import PackedSamples
 from honed.recalib.training import losses
 
-# Letters: T packed rows, N blocks, K draft positions, V vocabulary, H width.
+# Letters: T packed rows, N blocks, K draft positions, W words that are drafted, H width.
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,7 @@ class Blocks:
     packed: PackedSamples
     anchors: Tensor  # [N] rows
     labels: Tensor  # [N, K]
+    words: Tensor  # [N, K] of the labels; −1: the drafter can't draft it
     is_kept: Tensor  # [N] whether the drafter should stay like its parent there
     tokens: Tensor | None  # [N, K] the drafter's input in place of masks; None: masks only
     is_masked: Tensor  # [N, K]
@@ -35,6 +36,7 @@ class Blocks:
             self,
             anchors=self.anchors[chosen],
             labels=self.labels[chosen],
+            words=self.words[chosen],
             is_kept=self.is_kept[chosen],
             tokens=self.tokens[chosen] if self.tokens is not None else None,
             is_masked=self.is_masked[chosen],
@@ -48,13 +50,15 @@ class Objective:
     def __init__(self, drafter: DFlashDrafter, parent: DFlashDrafter | None, settings: TrainingSettings) -> None:
         self._drafter, self._parent, self._settings = drafter, parent, settings
 
-    def weights(self, is_kept: Tensor, is_masked: Tensor) -> Tensor:  # [N], [N, K] -> [N, K]
-        """Each token's share of a micro-step's loss: it falls with the position, and is zero for revealed tokens.
+    def weights(self, is_kept: Tensor, is_masked: Tensor, words: Tensor) -> Tensor:  # [N], 2 x [N, K] -> [N, K]
+        """Each token's share of a micro-step's loss: it falls with the position.
 
-        Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
+        It is zero for revealed tokens, and in fresh blocks for tokens that the drafter can't draft. Kept and fresh blocks share
+        by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
         falling = losses.position_weights(is_masked.shape[1], settings.decay_tokens).to(is_masked.device) * is_masked
+        falling *= (words >= 0) | is_kept[:, None]
         weights = torch.empty_like(falling)
         for group, weight in ((is_kept, settings.keep_weight), (~is_kept, 1.0)):
             weights[group] = weight * group.float().mean() * losses.shares(falling[group], (0, 1))
@@ -92,24 +96,25 @@ class Objective:
     def _loss(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:  # [], [N, K]
         """Compute the chosen loss, and the drafts; `losses` has the formulas.
 
-        KL and its hybrid use the target's own distribution if its last hidden state was captured. The other losses, and the
-        hybrid without it, use the emitted tokens. D-PACE's weights are shares within one block: shares of all blocks are
-        unknown until the last is computed.
+        KL and its hybrid use the target's own distribution, over the drafter's words, if its last hidden state was captured.
+        The other losses, and the hybrid without it, use the emitted tokens. D-PACE's weights are shares within one block:
+        shares of all blocks are unknown until the last is computed.
         """
-        name, labels = self._settings.loss, blocks.labels
+        name, words = self._settings.loss, blocks.words
         if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
-            offsets = torch.arange(labels.shape[1], device=labels.device)
+            offsets = torch.arange(words.shape[1], device=words.device)
             goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i predicts token i + 1
-            distance, drafts = self._per_token(hidden, goal=goal, kind=name)
+            distance, drafts = self._per_token(hidden, goal=goal, goal_head=self._drafter.goal_head, kind=name)
             return (distance * blocks.weights).sum(), drafts
-        surprise, drafts = self._per_token(hidden, labels=labels)
+        can_draft = words >= 0
+        surprise, drafts = self._per_token(hidden, labels=words.clamp(min=0))
         if name == "ce":
             return (surprise * blocks.weights).sum(), drafts
         if name == "hybrid":
             return (losses.hybrid_on_labels(surprise) * blocks.weights).sum(), drafts
-        right = torch.where(blocks.is_masked, torch.exp(-surprise), 1.0)
+        right = torch.where(blocks.is_masked, torch.exp(-surprise) * can_draft, 1.0)
         if name == "dpace":
-            weights = losses.shares(losses.dpace_weights(right) * blocks.is_masked, (1,))
+            weights = losses.shares(losses.dpace_weights(right) * blocks.is_masked * can_draft, (1,))
             return blocks.share * (surprise * weights).sum(), drafts
         return blocks.share * losses.negative_acceptance_length(right).sum(), drafts
 
@@ -119,10 +124,10 @@ class Objective:
         *,
         labels: Tensor | None = None,  # [N, K]
         goal: Tensor | None = None,  # [N, K, H]
-        goal_head: Tensor | None = None,  # [V, H]
+        goal_head: Tensor | None = None,  # [W, H]
         kind: str = "ce",
     ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
-        """Apply `block_loss` to every token; also returns the drafts."""
+        """Apply `block_loss` to every token, with labels as words; also returns the drafts, as token ids."""
         made = block_loss(
             hidden.flatten(0, 1),
             self._drafter.lm_head,
@@ -131,4 +136,4 @@ class Objective:
             goal_head=goal_head,
             kind=kind,
         )
-        return made.losses.view(hidden.shape[:2]), made.top.view(hidden.shape[:2])
+        return made.losses.view(hidden.shape[:2]), self._drafter.to_target(made.top).view(hidden.shape[:2])

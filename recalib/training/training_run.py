@@ -21,10 +21,10 @@ from honed.recalib.config.memory import check_fits, estimate_and_cures, in_words
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import (
     TargetHead,
-    check_target_head,
     load_drafter,
     load_target_head,
     read_drafter_config,
+    target_head_names,
 )
 from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
@@ -69,7 +69,7 @@ class TrainingRun:
         self._progress, self._working_s = progress, working_s
         self._device = torch.device(settings.device)
         self._config = read_drafter_config(parent_dir)
-        check_target_head(request.target_path)  # not only when all samples are in
+        target_head_names(request.target_path)  # not only when all samples are in
         if request.scope not in ("kv-frozen", "full"):
             raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
         self._training = settings.training("full" if request.scope == "full" else "kv-frozen", self._config.block_size)

@@ -34,11 +34,17 @@ MakeSample = Callable[..., TrainingSample]
 
 @pytest.fixture
 def make_drafter() -> MakeDrafter:
-    """A drafter with random weights, the same for the same seed."""
+    """A drafter with random weights, the same for the same seed; changes are of its config.json."""
 
-    def make(seed: int = 0) -> DFlashDrafter:
+    def make(seed: int = 0, **changes: object) -> DFlashDrafter:
         torch.manual_seed(seed)
-        drafter = DFlashDrafter(DrafterConfig.from_json(SMALL), torch.randn(50, 16), torch.randn(50, 16))
+        config = DrafterConfig.from_json(SMALL | changes)
+        embed_tokens, lm_head = torch.randn(50, 16), torch.randn(50, 16)
+        words = None
+        if config.draft_vocab_size:
+            words = torch.randperm(50, generator=torch.Generator().manual_seed(seed))[: config.draft_vocab_size].sort().values
+            lm_head = lm_head[words]
+        drafter = DFlashDrafter(config, embed_tokens, lm_head, words)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from honed.adapt.protocol.trainable import EMBED_NAME, HEAD_NAME, NORM_NAME, Pair, resolved, rope_of, uses_mrope, why_untrained
+from honed.adapt.protocol.trainable import Pair, layer_attention, resolved, rope_of, why_untrained
 
-PLAIN = (EMBED_NAME, HEAD_NAME, NORM_NAME)
+PLAIN = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
 NESTED = tuple(name.replace("model.", "model.language_model.") for name in PLAIN)
+UNKNOWN = tuple(f"elsewhere.{name}" for name in PLAIN)
 BEFORE = tuple(f"language_model.{name}" for name in PLAIN)
 MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}}}
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -25,13 +28,13 @@ def dflash(layers: int = 5, window: int = 0, full: int = 0, **changes: Any) -> d
         "num_hidden_layers": layers,
         "rope_theta": 1e6,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-        **({"sliding_window": window} if window else {}),
+        **({"sliding_window": window, "use_sliding_window": True} if window else {}),
         **kinds,
         **changes,
     }
 
 
-SLIDING, HEAD, POSITIONS = "sliding-window attention is not supported", "files have no tensor model.embed", "M-RoPE"
+HEAD = "files have no tensor model.embed"
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], list[str]]] = {
     "Qwen3-8B": (dflash(), {}, PLAIN, []),
     "Qwen3-Coder-30B-A3B": (dflash(), {}, PLAIN, []),
@@ -57,22 +60,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], list[
         PLAIN,
         [],
     ),
-    "Kimi-K2.5": (dflash(6, vocab_size=163840, rope_scaling=YARN), {"text_config": {}}, BEFORE, [HEAD]),
-    "Qwen3.5-9B": (dflash(vocab_size=248320, rope_theta=1e7), MROPE, NESTED, [POSITIONS, HEAD]),
-    "Qwen3.6-27B": (dflash(5, 2048, 1, vocab_size=248320, rope_theta=1e7), MROPE, NESTED, [POSITIONS, SLIDING, HEAD]),
-    "Qwen3.6-35B-A3B": (dflash(8, 4096, 1, vocab_size=248320), MROPE, NESTED, [POSITIONS, SLIDING, HEAD]),
-    "gemma-4-31B": (dflash(5, 1024, 1), {"text_config": {"tie_word_embeddings": True}}, NESTED, [SLIDING, HEAD]),
+    "Kimi-K2.5": (dflash(6, vocab_size=163840, rope_scaling=YARN), {"text_config": {}}, BEFORE, []),
+    "Qwen3.5-9B": (dflash(vocab_size=248320, rope_theta=1e7), MROPE, NESTED, []),
+    "Qwen3.6-27B": (dflash(5, 2048, 1, vocab_size=248320, rope_theta=1e7), MROPE, NESTED, []),
+    "Qwen3.6-35B-A3B": (dflash(8, 4096, 1, vocab_size=248320), MROPE, NESTED, []),
+    "gemma-4-31B": (dflash(5, 1024, 1), {"text_config": {"model_type": "gemma4_text"}}, NESTED[::2], []),
     "Muse Glimmer": (
         dflash(5, 2048, architectures=["DFlashMuseGlimmerAssistantModel"], target_layer_ids=[1, 2], dflash_config={}),
         {},
         PLAIN,
-        [SLIDING],
+        [],
     ),
     "Qwen3.8-27B, DFlash2": (
         dflash(5, 2048, architectures=["DFlash2DraftModel"], vocab_size=248320),
         MROPE,
         NESTED,
-        [POSITIONS, "DFlash2", SLIDING, HEAD],
+        ["DFlash2"],
     ),
     "MiMo-V2.5-Pro": (
         dflash(
@@ -89,9 +92,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], list[
         ),
         {},
         PLAIN,
-        ["partial RoPE", SLIDING, "attention_value_scale", "an attention sink"],
+        ["an attention sink"],
     ),
-    "speculators' default": (dflash(5, 2048, draft_vocab_size=32000), {}, PLAIN, [SLIDING, "a reduced draft vocabulary"]),
+    "speculators' default": (dflash(5, 2048, draft_vocab_size=32000), {}, PLAIN, []),
+    "a target of unknown names": (dflash(), {}, UNKNOWN, [HEAD]),
+    "a window shorter than a block": (
+        dflash(5, 8, block_size=16),
+        {},
+        PLAIN,
+        ["a sliding window of 8 tokens, shorter"],
+    ),
     "an FP8 drafter": (dflash(quantization_config={"quant_method": "fp8"}), {}, PLAIN, ["quantization"]),
 }
 
@@ -114,11 +124,14 @@ def test_each_published_family_is_trained_or_every_reason_is_named(name: str) ->
             ["pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits"],
         ),
         ({"is_adaptive": True}, ["under vLLM's own adaptive verification only the device knows each request's rows"]),
-        ({"uses_mrope": True}, ["the target's positions are multi-dimensional (M-RoPE)"]),
         ({}, []),
         (
             {"target": {}, "target_tensors": PLAIN[:1]},
-            ["the target's files have no tensor model.norm.weight and no lm_head.weight"],
+            ["the target's files have no tensor model.norm.weight"],  # without a head it may be tied
+        ),
+        (
+            {"target": {"tie_word_embeddings": False}, "target_tensors": PLAIN[:1]},
+            ["the target's files have no tensor lm_head.weight and no model.norm.weight"],
         ),
     ],
 )
@@ -126,12 +139,29 @@ def test_an_engine_s_own_reasons(facts: dict[str, Any], reasons: list[str]) -> N
     assert why_untrained(Pair(**{"method": "dflash"} | facts)) == reasons
 
 
-def test_positions_of_several_dimensions_are_found_where_vllm_finds_them() -> None:
-    section = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    assert uses_mrope(section)
-    assert uses_mrope({"text_config": section})
-    assert uses_mrope({"thinker_config": {"text_config": section}})
-    assert not uses_mrope({"text_config": {"rope_scaling": YARN}})
+@pytest.mark.parametrize(
+    ("changes", "windows", "are_causal"),
+    [
+        ({}, [None] * 5, [False] * 5),
+        ({"dflash_config": {"causal": True}}, [None] * 5, [True] * 5),
+        ({"is_causal": False, "dflash_config": {"causal": True}}, [None] * 5, [False] * 5),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 1024}}, [1024] * 5, [False] * 5),
+        ({"sliding": 4}, [2048] * 4 + [None], [True] * 4 + [False]),
+        ({"sliding": 4, "dflash_config": {"causal": False}}, [2048] * 4 + [None], [False] * 5),
+        ({"sliding": 4, "dflash_config": {"use_swa": True, "swa_window_size": 64}}, [64] * 4 + [None], [True] * 4 + [False]),
+    ],
+)
+def test_layers_see_what_they_see_in_vllm(changes: dict[str, Any], windows: list[Any], are_causal: list[bool]) -> None:
+    """Compared with vLLM's own function."""
+    sliding = changes.pop("sliding", 0)
+    raw = resolved(dflash(5, 2048 if sliding else 0, 5 - sliding, **changes))
+    found = layer_attention(raw)
+    assert ([layer.window for layer in found], [layer.is_causal for layer in found]) == (windows, are_causal)
+    theirs = pytest.importorskip("vllm.model_executor.models.qwen3_dflash")
+    config = types.SimpleNamespace(**raw)
+    runner = types.SimpleNamespace(use_v2_model_runner=True)
+    with mock.patch.object(theirs, "get_current_vllm_config", return_value=runner):
+        assert [theirs._resolve_layer_attention(config, layer) for layer in range(5)] == [tuple(layer) for layer in found]
 
 
 RAW: dict[str, dict[str, Any]] = {

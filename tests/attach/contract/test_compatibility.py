@@ -130,14 +130,6 @@ def test_schedulers_that_nobody_keeps_in_step_are_left_alone() -> None:
         scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2))
 
 
-def test_of_a_target_with_positions_in_three_dimensions_nothing_is_captured() -> None:
-    mrope = config()
-    mrope.model_config = SimpleNamespace(uses_mrope=True)
-    findings = check_features(mrope)
-    assert findings.capabilities == ("swap",)
-    assert "M-RoPE" in findings.limits[0]
-
-
 def test_a_configuration_that_cannot_be_read_stops_capture_alone() -> None:
     odd = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": "many"}))
     findings = check_features(config(draft_model_config=odd))

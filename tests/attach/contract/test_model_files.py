@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt.protocol.trainable import EMBED_NAME, drafter_reasons
+from honed.adapt.protocol.trainable import drafter_reasons
 from honed.attach.contract.compatibility import check_features
 from honed.attach.contract.model_files import draft_folder, folder_of, tensor_names
 from tests.tools import ROOT
@@ -82,14 +82,21 @@ def configured(drafter: Path | None, **speculative: Any) -> Any:
     ("changes", "reasons"),
     [
         ({}, []),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}, ["sliding-window"]),
-        ({"partial_rotary_factor": 0.5, "draft_vocab_size": 512}, ["partial RoPE", "a reduced draft vocabulary"]),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}, []),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None},
+            ["a sliding window of 4"],
+        ),
+        ({"partial_rotary_factor": 0.5, "draft_vocab_size": 512}, []),
+        ({"dflash_config.attention_sink_bias": True, "logit_scale": 0.5}, ["an attention sink", "logit_scale"]),
     ],
 )
 def test_a_pair_is_judged_as_vllm_resolves_it_and_as_its_files_are(
     tmp_path: Path, changes: dict[str, Any], reasons: list[str]
 ) -> None:
-    raw = json.loads((TINY / "drafter" / "config.json").read_text()) | changes
+    raw = json.loads((TINY / "drafter" / "config.json").read_text())
+    raw["dflash_config"] |= {name.removeprefix("dflash_config."): changes.pop(name) for name in list(changes) if "." in name}
+    raw |= changes
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found = check_features(configured(tmp_path))
     assert ("capture" in found.capabilities, "swap" in found.capabilities) == (not reasons, True)
@@ -106,7 +113,7 @@ def test_an_engine_without_a_drafter_names_none() -> None:
 
 
 def test_names_of_tensors_come_from_one_file_or_an_index(tmp_path: Path) -> None:
-    assert EMBED_NAME in (tensor_names(str(TINY / "target")) or ())
+    assert "model.embed_tokens.weight" in (tensor_names(str(TINY / "target")) or ())
     assert tensor_names(str(tmp_path)) is None
     (tmp_path / "one.safetensors").write_bytes(b"\xff" * 8)
     assert tensor_names(str(tmp_path)) is None, "its header can't be that long"

@@ -158,9 +158,8 @@ def test_what_else_can_be_wrong_with_a_command(words: list[str], level: str, say
 @pytest.mark.parametrize(
     ("drafter", "target", "says"),
     [
-        ({"draft_vocab_size": 512}, {}, ["a reduced draft vocabulary is not supported for training"]),
+        ({"logit_scale": 0.5}, {}, ["logit_scale is not supported for training"]),
         ({"speculators_model_type": "eagle3"}, {}, ["speculators_model_type is 'eagle3', not 'dflash'"]),
-        ({}, {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, ["multi-dimensional (M-RoPE)"]),
         ({}, {}, []),
     ],
 )

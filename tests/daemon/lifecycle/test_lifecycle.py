@@ -171,7 +171,7 @@ def test_an_engine_of_another_method_is_given_no_version(stage: Stage, settings:
 
 
 def test_a_pair_that_cannot_be_trained_is_refused_with_the_engine_s_reasons(stage: Stage) -> None:
-    reasons = ["a reduced draft vocabulary is not supported for training", "the target's positions are multi-dimensional"]
+    reasons = ["quantization is not supported for training", "the target's files have no tensor lm_head.weight"]
     stage.engine.attach(capabilities=["events", "draft_length", "swap"], untrained=reasons)
     refused = stage.client.post("/v1/recalibrations", json={})
     assert refused.status_code == 409

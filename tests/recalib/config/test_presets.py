@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from honed.adapt.protocol.trainable import LayerAttention
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, preset_of
 from honed.recalib.config.speculators import flat, nested
@@ -113,16 +114,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "from the anchor": ({"dflash_config": {"sample_from_anchor": True}}, "vLLM 0.32 does not load .* sample_from_anchor"),
     "activation": ({"hidden_act": "gelu"}, "vLLM 0.32 does not load .* activation gelu"),
     "no window": ({"layer_types": ["sliding_attention"] * 5}, "vLLM 0.32 does not load .* without a window size"),
-    "window": ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048}, "sliding-window attention is not supported"),
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, r"DFlash2 .* is not supported for training; serve this drafter"),
-    "vocabulary": ({"draft_vocab_size": 32000}, "a reduced draft vocabulary is not supported"),
-    "causal": ({"is_causal": True}, "causal drafting is not supported"),
-    "rotation": ({"rope_scaling": {"rope_type": "longrope"}}, "scaled RoPE is not supported"),
-    "partial rotation": ({"partial_rotary_factor": 0.5}, "partial RoPE is not supported"),
-    "partial rotation in RoPE's parameters": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
-        "partial RoPE is not supported",
+    "window": (
+        {"layer_types": ["sliding_attention"] * 5, "sliding_window": 8, "use_sliding_window": True},
+        "a sliding window of 8 tokens, shorter than a block is not supported",
     ),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, r"DFlash2 .* is not supported for training; serve this drafter"),
+    "scaled logits": ({"logit_scale": 0.5}, "logit_scale is not supported"),
+    "rotation": ({"rope_scaling": {"rope_type": "longrope"}}, "scaled RoPE is not supported"),
+    "a sink": ({"dflash_config": {"attention_sink_bias": True}}, "an attention sink is not supported"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization is not supported"),
 }
 
@@ -157,10 +156,34 @@ def test_both_forms_are_one_drafter() -> None:
     }
 
 
-def test_speculators_blocks_that_are_seen_one_way_are_refused() -> None:
-    """vLLM 0.32 then drafts causally in every layer, whatever its window: what was trained both ways must say so."""
-    with pytest.raises(ValueError, match="causal drafting is not supported"):
-        DrafterConfig.from_json(SPECULATORS | {"sliding_window_non_causal": False})
+def test_speculators_blocks_that_are_seen_one_way_are_causal_in_every_layer() -> None:
+    """As vLLM 0.32 drafts, whatever a layer's window."""
+    config = DrafterConfig.from_json(SPECULATORS | {"sliding_window_non_causal": False})
+    assert config.attention == (LayerAttention(None, is_causal=True),) * 5
+    written = nested(completed(flat(SPECULATORS | {"sliding_window_non_causal": False})), "target", [])
+    assert written["sliding_window_non_causal"] is False
+
+
+def test_causal_and_other_layers_together_cannot_be_said_in_speculators_form() -> None:
+    mixed = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048, "use_sliding_window": True}
+    with pytest.raises(ValueError, match="keep the drafter in z-lab's form"):
+        nested(completed(QWEN3_8B | mixed), "target", [])
+    both_ways = completed(QWEN3_8B | mixed | {"dflash_config": {"causal": False}})
+    assert DrafterConfig.from_json(nested(both_ways, "target", [])) == DrafterConfig.from_json(both_ways)
+
+
+@pytest.mark.parametrize("where", ["partial_rotary_factor", "rope_parameters", "rope_scaling"])
+def test_a_share_of_the_rotation_is_found_wherever_it_is(where: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    raw = QWEN3_8B | ({where: 0.5} if where == "partial_rotary_factor" else {where: rope})
+    assert DrafterConfig.from_json(raw).rotary_share == 0.5
+    assert DrafterConfig.from_json(QWEN3_8B).rotary_share == 1.0
+
+
+def test_a_reduced_vocabulary() -> None:
+    config = DrafterConfig.from_json(SPECULATORS | {"draft_vocab_size": 32000})
+    assert (config.num_words, config.vocab_size) == (32000, 151936)
+    assert DrafterConfig.from_json(QWEN3_8B | {"draft_vocab_size": 151936}).draft_vocab_size is None
 
 
 @pytest.mark.parametrize(

@@ -198,3 +198,72 @@ def test_the_target_s_last_hidden_state_is_found_in_its_layers(target_dir: Path)
     expected = layers[:, 16:] / layers[:, 16:].square().mean(-1, keepdim=True).add(head.rms_norm_eps).sqrt()
     torch.testing.assert_close(hidden, expected * head.final_norm)
     assert head.last_hidden(layers, (0, 1)) is None
+
+
+def reduce(drafter_dir: Path, words: list[int]) -> dict[str, torch.Tensor]:
+    """Give a checkpoint a reduced vocabulary; returns its new tensors."""
+    tensors = load_file(drafter_dir / "model.safetensors")
+    is_word = torch.zeros(50, dtype=torch.bool)
+    is_word[words] = True
+    own = {"d2t": torch.tensor(words) - torch.arange(len(words)), "t2d": is_word, "lm_head.weight": torch.randn(len(words), 16)}
+    save_file(tensors | own, drafter_dir / "model.safetensors")
+    edit_config(drafter_dir, draft_vocab_size=len(words))
+    return own
+
+
+def test_a_reduced_vocabulary_comes_back_as_it_was(drafter_dir: Path, target_dir: Path, tmp_path: Path) -> None:
+    words = [2, 3, 7, 20, 49]
+    own = reduce(drafter_dir, words)
+    drafter = load_drafter(drafter_dir, target_dir)
+    assert drafter.words is not None
+    assert drafter.words.tolist() == words
+    assert torch.equal(drafter.lm_head, own["lm_head.weight"])
+    head = load_target_head(target_dir)
+    assert drafter.goal_head is not None, "layer 2 of 3 is read: the target's own distribution is known"
+    assert torch.equal(drafter.goal_head, head.lm_head[words])
+    saved = load_file(save_drafter(drafter, tmp_path / "version", drafter_dir))
+    for name, tensor in own.items():
+        assert torch.equal(saved[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("d2t", torch.tensor([0, 0, 0, 0, 46]), "outside of the vocabulary"),
+        ("d2t", torch.tensor([1, 0, 0, 0, 0]), "two to one"),
+        ("d2t", torch.tensor([0, 0]), r"d2t is \[2\], config.json asks for \[5\]"),
+        ("lm_head.weight", torch.zeros(6, 16), r"its head is \[6, 16\], config.json asks for \[5, 16\]"),
+        ("d2t", None, "no tensor d2t"),
+        ("lm_head.weight", None, "its head is"),
+    ],
+)
+def test_a_reduced_vocabulary_that_is_not_sound_is_refused(
+    name: str, tensor: torch.Tensor | None, message: str, drafter_dir: Path, target_dir: Path
+) -> None:
+    reduce(drafter_dir, [2, 3, 7, 20, 49])
+    tensors = load_file(drafter_dir / "model.safetensors") | ({name: tensor} if tensor is not None else {})
+    if tensor is None:
+        del tensors[name]
+    save_file(tensors, drafter_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(drafter_dir, target_dir)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_target_inside_another_model_is_read(prefix: str, target_dir: Path) -> None:
+    expected = load_target_head(target_dir)
+    for path in target_dir.glob("*.safetensors"):
+        save_file({name.replace("model.", prefix, 1): tensor for name, tensor in load_file(path).items()}, path)
+    index = target_dir / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model.', f'"{prefix}'))
+    raw = json.loads((target_dir / "config.json").read_text())
+    (target_dir / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": raw}))
+    head = load_target_head(target_dir)
+    assert torch.equal(head.embed_tokens, expected.embed_tokens)
+    assert head.lm_head is head.embed_tokens
+    assert torch.equal(head.final_norm, 1.0 + expected.final_norm), "this family's norms multiply by 1 + w"
+
+
+def test_capped_logits_are_not_computed_from_a_hidden_state(target_dir: Path) -> None:
+    edit_config(target_dir, final_logit_softcapping=30.0)
+    assert load_target_head(target_dir).last_hidden(torch.randn(5, 2 * 16), (0, 2)) is None

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig, rotary_tables, rotate
 from honed.recalib.samples.sample import TrainingSample, pack
+from tests.recalib.conftest import SMALL
 
 MakeDrafter = Callable[..., DFlashDrafter]
 MakeSample = Callable[..., TrainingSample]
@@ -59,6 +60,76 @@ def test_a_block_looks_both_ways(make_drafter: MakeDrafter, make_sample: MakeSam
     assert not torch.allclose(short[:, 0], full[:, 0], atol=1e-4)
 
 
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(("changes", "first_seen"), [({}, 0), (SLIDING, 20 - 5)])
+def test_a_window_ends_what_a_layer_sees_of_the_context(
+    changes: dict[str, object], first_seen: int, make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    """Query i sees the positions from p + i - 5 on: the anchor at 20 five rows, the last of three masks two."""
+    drafter, sample = make_drafter(**changes), make_sample()
+    before = draft(drafter, sample, [20])
+    for row in range(20):
+        sample.features[row] += 1.0
+        assert torch.equal(draft(drafter, sample, [20]), before) == (row < first_seen), row
+        sample.features[row] -= 1.0
+
+
+def test_a_causal_drafter_looks_back_only(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, sample = make_drafter(is_causal=True), make_sample()
+    arguments = (sample.features, sample.positions, sample.token_ids, torch.tensor([9]))
+    short, full = drafter(*arguments, num_draft_tokens=1), drafter(*arguments)
+    torch.testing.assert_close(short[:, 0], full[:, 0])
+
+
+def test_layers_of_several_kinds_see_each_its_own(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """The first layer's window hides a row from it, but not from the second, which is full."""
+    mixed = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
+    drafter, sample = make_drafter(**mixed), make_sample()
+    assert [(kind.window, kind.is_causal) for kind in drafter.config.attention] == [(6, True), (None, False)]
+    before = draft(drafter, sample, [20])
+    sample.features[3] += 1.0
+    assert not torch.equal(draft(drafter, sample, [20]), before)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if name.startswith("layers.1.self_attn"):
+                parameter.zero_()
+    silent = draft(drafter, sample, [20])
+    sample.features[3] -= 1.0
+    assert torch.equal(draft(drafter, sample, [20]), silent)
+
+
+def test_of_a_partly_rotated_head_the_rest_stays() -> None:
+    x, positions = torch.randn(5, 2, 8), torch.arange(5)
+    rotated = rotate(x, rotary_tables(positions, 4, 10_000.0))
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    torch.testing.assert_close(rotated[..., :4], rotate(x[..., :4], rotary_tables(positions, 4, 10_000.0)))
+
+
+def test_values_are_scaled(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    scaled = make_drafter(dflash_config=SMALL["dflash_config"] | {"attention_value_scale": 0.5})
+    plain, sample = make_drafter(), make_sample()
+    with torch.no_grad():
+        for layer in plain.layers:
+            layer.self_attn.v_proj.weight.mul_(0.5)
+    torch.testing.assert_close(draft(scaled, sample, [9]), draft(plain, sample, [9]))
+
+
+def test_a_reduced_vocabulary_drafts_its_words_alone(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, full, sample = make_drafter(draft_vocab_size=20), make_drafter(), make_sample()
+    logits, wanted = draft(drafter, sample, [9]), draft(full, sample, [9])
+    assert drafter.words is not None
+    assert logits.shape == wanted.shape
+    torch.testing.assert_close(logits[..., drafter.words], wanted[..., drafter.words])
+    others = torch.tensor([i for i in range(50) if i not in drafter.words.tolist()])
+    assert torch.isinf(logits[..., others]).all()
+    assert torch.equal(drafter.to_words(drafter.words), torch.arange(20))
+    assert torch.equal(drafter.to_target(torch.arange(20)), drafter.words)
+    assert (drafter.to_words(others) == -1).all()
+    assert torch.equal(full.to_words(others), others)
+
+
 def test_packed_samples_do_not_see_each_other(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
     drafter = make_drafter()
     first, second = make_sample(20, seed=1), make_sample(25, seed=2, first_position=100)
@@ -88,8 +159,8 @@ def test_misaligned_rows_are_refused(make_sample: MakeSample) -> None:
     ("change", "named"),
     [
         ({"logit_scale": 0.5}, "logit_scale"),
-        ({"is_causal": True}, "causal"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization"),
+        ({"layer_types": ["sliding_attention"]}, "without a window size"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "scaled RoPE"),
     ],
 )
