@@ -20,6 +20,8 @@ DECISIONS = frozenset(
     {*MODES, "policy", "override", "cold", "explore", "no_policy", "stale_policy", "observe", "error", "unplanned"}
 )
 """An engine's reasons for a step's lengths; see the table in `adapt.lengths.decider`."""
+_FROM_ZERO = ("policy", "no_policy", "stale_policy", "error", "unplanned")
+"""Those that a dashboard or an alert looks for before they happen."""
 
 
 def families(service: Service) -> Iterator[Metric]:
@@ -86,7 +88,7 @@ def _decisions(service: Service) -> Iterator[Metric]:
     known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service.engines)}
     for engine_id, labels in known.items():
         for reason, steps in summed(counted.get(engine_id, {}), DECISIONS).items():
-            if steps or reason == "policy":
+            if steps or reason in _FROM_ZERO:
                 decisions.add_metric([*labels, reason], steps)
     for (engine_id, workload), value in sorted(alarms.items()):
         if engine_id in known:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -86,6 +87,13 @@ class Stack:
         target = self.client.get("/v1/engines")[0]["target_path"]
         registry = Registry(self.folder / "state" / "registry")
         return registry.create(write, figures=Figures(gate=[row]), target_path=target, note="spoilt on purpose").version
+
+    def reload_target(self) -> None:
+        """Let vLLM read its target's weights again, as reinforcement learning does."""
+        asked = httpx2.post(
+            f"{self.server.url}/collective_rpc", json={"method": "reload_weights"}, timeout=60.0, trust_env=False
+        )
+        asked.raise_for_status()
 
     def settle(self) -> None:
         """Wait, without traffic, until the daemon has stored all that vLLM counted."""
@@ -171,7 +179,8 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
     with Processes(folder / "logs") as processes, AdminClient(runtime_dir / "admin.sock") as client:
         _, environment = start_daemon(processes, config, client)
         args = vllm_args(environment)
-        server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=args["environment"])
+        developing = {"VLLM_SERVER_DEV_MODE": "1"}  # for `reload_target`
+        server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=args["environment"] | developing)
         alertmanager = Alertmanager(processes, folder / "alertmanager", plain)
         targets = {"honed": listen, "vllm": f"127.0.0.1:{server.port}"}
         prometheus = Prometheus(processes, folder / "prometheus", plain, targets, alertmanager.address)

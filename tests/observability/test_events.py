@@ -39,6 +39,12 @@ def test_an_override_comes_and_goes(stack: Stack) -> None:
     stack.wait_for(lambda: now(stack, "honed_tree_budget_nodes") == 7, "the budget")
 
 
+def test_other_weights_of_the_target_are_marked(stack: Stack) -> None:
+    with stack.traffic.paused():
+        stack.reload_target()
+    stack.wait_for(lambda: now(stack, "honed_target_updates_total") == 1, "the update")
+
+
 def test_a_training_shows(stack: Stack) -> None:
     stack.wait_for(lambda: stack.client.get("/v1/status")["trainer"], "the trainer")
     operation = stack.operation("/v1/recalibrations", {"dry_run": True, "reason": "a test", "max_seconds": 45})

@@ -88,6 +88,7 @@ def test_reasons_stay_within_the_known_ones(service: Service, make_engine: Calla
         engine.send(batch)
     engine.wait_acked(9)
     assert scrape(service)["honed_decisions_total"] == {
+        **{f"{ENGINE} reason={reason}": 0 for reason in ("no_policy", "stale_policy")},  # so that the first is an increase
         f"{ENGINE} reason=policy": 1,
         f"{ENGINE} reason=explore": 1,
         f"{ENGINE} reason=static": 1,
