@@ -1,7 +1,7 @@
 """The published DFlash families: defaults for what a checkpoint's config omits.
 
 A checkpoint's config.json always comes first. Missing values come from the preset of its target. If there is none, they follow
-the rule that all of these families were made by:
+the rule that all of these families were made by (later ones read other layers, and say so):
 
     target layers     evenly from the 2nd to the 3rd-last: round(1 + i * (L - 4) / (n - 1)), L target layers, n of them read
     loss decay        7 tokens for blocks of 16, 5 for 10, 4 for 8 and less

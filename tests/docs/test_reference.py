@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from docs.make import reference
+from docs.make import models_page, reference
+from docs.make.published import PUBLISHED
 from honed.attach.engine import environment
 from honed.daemon.settings import variables
 from honed.daemon.settings.settings import Settings
@@ -27,6 +28,11 @@ def test_the_openapi_document_that_is_checked_in_is_what_the_daemon_answers() ->
 
 def test_the_reference_is_what_the_code_has(page: str) -> None:
     assert (ROOT / reference.MARKDOWN).read_text() == page, ANEW
+
+
+def test_the_page_of_published_drafters_is_what_the_rules_say() -> None:
+    assert (ROOT / models_page.PAGE).read_text() == models_page.text(), ANEW
+    assert sum(not one.reasons() for one in PUBLISHED) >= 23
 
 
 def test_every_setting_is_in_it_and_says_what_it_means(page: str) -> None:

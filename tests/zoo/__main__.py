@@ -1,0 +1,69 @@
+"""Runs the zoo: every pair, or those named, one engine after the other, each in a process of its own (`make test-zoo`).
+
+The last line is JSON: `families`, for each pair what held (see `tests.zoo.one`) or, under `error`, why it couldn't run. Exits
+with 1 unless all held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.tools import ROOT
+from tests.zoo.pairs import PAIRS
+
+TIMEOUT_S = 1200
+TORCHVISION = ROOT / "build" / "zoo"
+"""Where `make` has put torchvision, which vLLM imports with models that take images."""
+SITE = ROOT / "tests" / "zoo" / "site"
+HELD = ("events", "greedy", "capture", "drafts", "swap", "trained")
+
+
+def run(pair: str, log: Path) -> dict[str, Any]:
+    """One pair's result; what it wrote besides goes to a file."""
+    paths = [str(SITE), str(TORCHVISION), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.zoo.one", pair],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end after {TIMEOUT_S} s"}
+    log.write_text(done.stdout + done.stderr)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines and lines[-1].startswith("{"):
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    return {"error": (errors or [f"exit status {done.returncode}"])[-1].strip()[-300:]}
+
+
+def main() -> int:
+    """Run them, and say what held."""
+    parser = argparse.ArgumentParser(prog="tests.zoo")
+    parser.add_argument("pairs", nargs="*", choices=[[], *PAIRS], metavar="pair", help=", ".join(PAIRS))
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "zoo-logs")
+    asked = parser.parse_args()
+    asked.logs.mkdir(parents=True, exist_ok=True)
+    families = {}
+    for pair in asked.pairs or PAIRS:
+        families[pair] = run(pair, asked.logs / f"{pair}.log")
+        print(f"{pair}: {json.dumps(families[pair])}", flush=True)
+    print(json.dumps({"families": families}))
+    return int(not all(found.get(name) for found in families.values() for name in HELD))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

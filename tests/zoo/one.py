@@ -1,0 +1,213 @@
+"""Runs one pair of the zoo in a process of its own: what holds, as one line of JSON.
+
+events    what honed logged is what vLLM counted
+greedy    tokens are those without honed and without speculation; where speculation itself changes them, those with it
+capture   captured features are the hidden states that Transformers computes
+drafts    honed's drafter drafts what vLLM's drafted
+swap      other weights and back: checksums are those of the files, tokens stay
+trained   some updates on what was captured make a version that drafts more, and serves; then a roll-back
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+parser = argparse.ArgumentParser()
+parser.add_argument("pair")
+_asked = parser.parse_args()
+
+from tests.zoo.pairs import PAIRS, make  # noqa: E402
+
+PAIR = PAIRS[_asked.pair]
+os.environ |= {"HONED_TEST_RUNNER": PAIR.runner, "HONED_FEATURES": "layers"}
+
+from tests.e2e import triton_on_cpu  # noqa: E402
+from tests.e2e.engine import IS_SLOW, K, TestEngine, engine, held_out  # noqa: E402
+
+if IS_SLOW:
+    triton_on_cpu.install()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from honed.recalib.drafter.checkpoint import load_drafter, save_drafter  # noqa: E402
+from honed.recalib.drafter.model import DFlashDrafter  # noqa: E402
+from honed.recalib.gate.evaluate import expected_acceptance_length  # noqa: E402
+from honed.recalib.registry.weights_digest import weights_digests  # noqa: E402
+from honed.recalib.samples.ring_reader import RingReader  # noqa: E402
+from honed.recalib.samples.sample import TrainingSample  # noqa: E402
+from honed.recalib.samples.sessions import SessionAssembler  # noqa: E402
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings  # noqa: E402
+from tests.e2e.logged import counted, rounds, set_policy, take_batches  # noqa: E402
+from tests.e2e.swapping import swap, wait_until_written, worker_of  # noqa: E402
+
+NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
+PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
+NUM_UPDATES = 40 if IS_SLOW else 120
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+LEAST_SHARE = {"float32": 0.99, "bfloat16": 0.9}
+"""Of equal drafts: honed computes in float32."""
+
+
+@dataclass
+class Seen:
+    """One request's rows by position, and its drafts by the position of their anchor."""
+
+    aux: dict[int, Tensor] = field(default_factory=dict)
+    token_ids: dict[int, int] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+
+
+def listen(running: TestEngine) -> dict[str, Seen]:
+    """Note all that the drafter is given, and what it drafts, from now on."""
+    runner = worker_of(running)._honed_side.runner
+    seen: dict[str, Seen] = defaultdict(Seen)
+    propose = runner.drafter.propose
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        drafted = propose(*args, **kwargs)
+        if (view := runner.view(args, kwargs)) is not None:
+            aux = view.aux if isinstance(view.aux, Tensor) else torch.cat(list(view.aux or ()), dim=-1)
+            for i, request in enumerate(view.req_ids):
+                end = int(view.row_starts[i + 1]) - (int(view.num_rejected[i]) if view.num_rejected is not None else 0)
+                rows = range(int(view.row_starts[i]), end)
+                seen[request].aux |= {int(view.positions[row]): aux[row].clone() for row in rows}
+                seen[request].token_ids |= {int(view.positions[row]): int(view.token_ids[row]) for row in rows}
+                seen[request].drafts[int(view.positions[end - 1]) + 1] = drafted[i].tolist()
+        return drafted
+
+    runner.drafter.propose = listening
+    return seen
+
+
+def answers(running: TestEngine) -> list[list[int]]:
+    return running.generate(PROMPTS, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+@torch.inference_mode()
+def share_of_equal_drafts(drafter: DFlashDrafter, seen: dict[str, Seen]) -> float:
+    """Share of vLLM's drafts that honed's drafter drafts from the same rows."""
+    equal = total = 0
+    for request in seen.values():
+        whole = (position for position, drafts in request.drafts.items() if len(drafts) == K)  # near the end they are shorter
+        anchors = [position for position in whole if position in request.token_ids]
+        if not anchors:
+            continue
+        rows = range(max(request.aux) + 1)
+        context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
+        tokens = torch.tensor([request.token_ids[row] for row in rows])
+        ours = drafter(context, torch.arange(len(rows)), tokens, torch.tensor(anchors)).argmax(-1)
+        theirs = torch.tensor([request.drafts[position] for position in anchors])
+        equal, total = equal + int((ours == theirs).sum()), total + theirs.numel()
+    assert total > 20, "nothing was drafted: this shows nothing"
+    return equal / total
+
+
+@torch.inference_mode()
+def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[TrainingSample]) -> float:
+    """Largest difference of captured features to Transformers' hidden states, relative to their mean size."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_images = "vision_config" in json.loads((target / "config.json").read_text())
+    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    model = kind.from_pretrained(target, dtype=getattr(torch, PAIR.dtype)).eval()
+    worst = 0.0
+    for sample in samples:
+        assert int(sample.positions[0]) == 0, "not a whole request: this shows nothing"
+        hidden = model(sample.token_ids[None], output_hidden_states=True).hidden_states
+        inner = [hidden[layer + 1][0] for layer in layers if layer + 2 < len(hidden)]  # the last one is normed there
+        theirs = torch.cat(inner, dim=-1).float()
+        ours = sample.features[:, : theirs.shape[1]].float()
+        worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().mean()))
+    return worst
+
+
+def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], folder: Path) -> tuple[float, Path]:
+    """Train a version on what was captured; returns its acceptance length over the parent's there, and its folder."""
+    drafter, parent = (load_drafter(drafter_dir, target) for _ in range(2))
+    settings = TrainingSettings(learning_rate=2e-3, micro_steps_per_update=1, anchors_per_micro_step=48)
+    trainer = MicroTrainer(drafter, settings)
+    for step in range(NUM_UPDATES):
+        trainer.step([samples[step % len(samples)]], remaining=1.0 - step / NUM_UPDATES)
+    trainer.finish()
+    save_drafter(drafter, folder, drafter_dir, getattr(torch, PAIR.dtype))
+    before, after = (expected_acceptance_length(one, samples).acceptance_length() for one in (parent, drafter))
+    return after / before, folder
+
+
+def perturbed(drafter_dir: Path, target: Path, folder: Path) -> Path:
+    """The drafter with its trained weights moved."""
+    drafter = load_drafter(drafter_dir, target)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    save_drafter(drafter, folder, drafter_dir, torch.float32)
+    return folder
+
+
+def run(folder: Path) -> dict[str, Any]:
+    target, drafter_dir = make(_asked.pair, folder)
+    options = {"dtype": PAIR.dtype, "max_num_seqs": 4, **PAIR.options}
+    is_exact = PAIR.dtype == "float32"
+    with engine(None, target, drafter_dir, **options, **({"speculative_config": None} if is_exact else {})) as plain:
+        expected = answers(plain)
+    with engine(folder / "run", target, drafter_dir, **options) as running:
+        findings = running.honed._workers.findings
+        assert "capture" in findings.capabilities, findings.untrained
+        running.honed._recorder.is_logging_token_ids = True
+        set_policy(running, capture_share=1.0)
+        seen = listen(running)
+        before, found = running.counters(), answers(running)
+        after = running.counters()
+        logged = counted(rounds(take_batches(running)))
+        result: dict[str, Any] = {
+            "events": {name: after[name] - before[name] for name in after} == logged,
+            "greedy": found == expected,
+        }
+        running.honed.before_schedule()
+        wait_until_written(running)
+        reader, assembler = RingReader(running.honed._settings.ring_path), SessionAssembler()
+        stretches = [one for record in reader.poll(1 << 16).records for one in assembler.add(record)]
+        samples = [one.to_training_sample(is_fused=False) for one in (*stretches, *assembler.finish())]
+        assert len(samples) == NUM_PROMPTS, f"{len(samples)} requests were captured"
+        drafter = load_drafter(drafter_dir, target)
+        result["capture_error"] = round(error_of_capture(target, drafter.config.target_layer_ids, samples), 6)
+        result["capture"] = result["capture_error"] <= TOLERANCE[PAIR.dtype]
+        result["equal_drafts"] = round(share_of_equal_drafts(drafter, dict(seen)), 4)
+        result["drafts"] = result["equal_drafts"] >= LEAST_SHARE[PAIR.dtype]
+
+        def serves(version: str, files: Path) -> bool:
+            done = swap(running, version, files)
+            assert done.ok, done.error
+            is_whole = running.checksum() in weights_digests(files / "model.safetensors")
+            return is_whole and answers(running) == expected
+
+        stock = running.checksum()
+        other = perturbed(drafter_dir, target, folder / "other")
+        result["swap"] = serves("other", other) and serves("stock", drafter_dir) and running.checksum() == stock
+        gain, version = trained(target, drafter_dir, samples, folder / "version")
+        result["gain"] = round(gain, 3)
+        before = running.counters()
+        is_served = serves("version", version)
+        after = running.counters()
+        result["accepted"] = after["num_accepted_tokens"] - before["num_accepted_tokens"]
+        is_back = serves("stock", drafter_dir) and running.checksum() == stock
+        result["trained"] = gain > 1.0 and is_served and is_back and running.honed.errors.count == 0
+    return result
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="honed-zoo-") as made:
+        print(json.dumps(run(Path(made))), flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's threads may hold the process up
