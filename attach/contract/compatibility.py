@@ -94,7 +94,20 @@ def check_features(vllm_config: Any) -> Findings:
             capabilities += ("estimates",)
         else:  # each rank chooses by its own estimates, and sums differ between ranks in their last bits
             limits.append("estimates are off: under tensor parallelism all ranks would need identical estimates")
+    if _breaks_at_shorter_drafts(vllm_config):
+        limits.append(
+            "draft_length is off: vLLM's Gated DeltaNet on a CPU fails where fewer tokens are drafted than were accepted"
+        )
     return Findings(capabilities, tuple(limits), untrained=tuple(untrained))
+
+
+def _breaks_at_shorter_drafts(vllm_config: Any) -> bool:
+    """Whether the target's recurrent layers keep a window of states that only drafts of one length fit.
+
+    Source: vLLM 0.32 `layers/mamba/ops/cpu/gdn_attention.py` (`_spec_forward`). Its kernels for GPUs take any length.
+    """
+    model, device = (getattr(vllm_config, name, None) for name in ("model_config", "device_config"))
+    return bool(getattr(model, "is_hybrid", False)) and getattr(device, "device_type", "") == "cpu"
 
 
 def has_worker_extension(vllm_config: Any) -> bool:

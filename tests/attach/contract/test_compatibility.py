@@ -130,6 +130,18 @@ def test_schedulers_that_nobody_keeps_in_step_are_left_alone() -> None:
         scheduler._check_launcher(SimpleNamespace(distributed_executor_backend="external_launcher", world_size=2))
 
 
+@pytest.mark.fault("a step with fewer drafts than were accepted, in a hybrid on a CPU")
+@pytest.mark.parametrize(("is_hybrid", "device", "can"), [(True, "cpu", False), (True, "cuda", True), (False, "cpu", True)])
+def test_lengths_of_hybrids_on_a_cpu_are_left_to_vllm(is_hybrid: bool, device: str, can: bool) -> None:
+    """There vLLM's own code raises in the step: the engine ends."""
+    given = config()
+    given.model_config, given.device_config = SimpleNamespace(is_hybrid=is_hybrid), SimpleNamespace(device_type=device)
+    findings = check(Fits, given, "0.32.0")
+    assert ("draft_length" in findings.capabilities) == can
+    assert {"events", "capture", "swap"} <= set(findings.capabilities)
+    assert any("Gated DeltaNet" in limit for limit in findings.limits) != can
+
+
 def test_a_configuration_that_cannot_be_read_stops_capture_alone() -> None:
     odd = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"num_hidden_layers": "many"}))
     findings = check_features(config(draft_model_config=odd))
