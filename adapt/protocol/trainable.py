@@ -129,6 +129,11 @@ def layer_attention(raw: Mapping[str, Any]) -> tuple[LayerAttention, ...]:
     return tuple(found)
 
 
+def is_dflash2(raw: Mapping[str, Any]) -> bool:
+    """Whether a drafter with this config has DFlash2's convolutions and selector."""
+    return _architecture(raw) == "DFlash2DraftModel"
+
+
 def has_reduced_vocabulary(raw: Mapping[str, Any]) -> bool:
     """Whether a drafter with this config can draft only some of the target's words."""
     return raw.get("draft_vocab_size") not in (None, raw.get("vocab_size"))
@@ -153,7 +158,8 @@ def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     window = min((layer.window for layer in layer_attention(raw) if layer.window is not None), default=None)
     block_size = int(dflash.get("block_size") or raw.get("block_size") or 1)
     checks = {
-        "DFlash2 (its convolution and selector)": _architecture(raw) == "DFlash2DraftModel",
+        "DFlash2 with a reduced draft vocabulary": is_dflash2(raw) and has_reduced_vocabulary(raw),
+        "DFlash2 with capped logits": is_dflash2(raw) and dflash.get("final_logit_softcapping"),
         "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
         "interleaved RoPE": not raw.get("is_neox_style", True),
         "scaled RoPE": rope["rope_type"] not in ROPE_TYPES,

@@ -10,12 +10,32 @@ from honed.adapt.protocol.trainable import (
     LayerAttention,
     drafter_reasons,
     has_reduced_vocabulary,
+    is_dflash2,
     layer_attention,
     resolved,
 )
 from honed.recalib.config.presets import completed
 from honed.recalib.config.rope_scaling import RopeScaling
 from honed.recalib.config.speculators import flat
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """DFlash2's convolutions over a block's tokens, around attention and MLP."""
+
+    taps: int
+    """Tokens that each sees: its own and those before it."""
+    group_size: int
+    """Channels that share the part of a kernel that depends on the token."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """DFlash2's choice among a position's candidates, by the token before it."""
+
+    rank: int
+    top_k: int
+    """Candidates of a position."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,11 @@ class DrafterConfig:
     """Share of a head's dimensions that is rotated, from the first on."""
     value_scale: float = 1.0
     """Factor on all values."""
+    convolution: Convolution | None = None
+    selector: Selector | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    """Both of DFlash2."""
     draft_vocab_size: int | None = None
     """Words that the drafter can draft, of the target's; None: all."""
 
@@ -103,6 +128,17 @@ class DrafterConfig:
                 rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
                 value_scale=float(dflash.get("attention_value_scale") or 1.0),
                 draft_vocab_size=int(raw["draft_vocab_size"]) if has_reduced_vocabulary(raw) else None,
+                **_dflash2_of(dflash) if is_dflash2(raw) else {},
             )
         except KeyError as error:
             raise ValueError(f"config.json has no {error.args[0]!r}; is this a DFlash drafter?") from error
+
+
+def _dflash2_of(dflash: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of DFlash2. Raises KeyError for a missing one."""
+    return {
+        "convolution": Convolution(int(dflash["conv_kernel_size"]), int(dflash["conv_group_size"])),
+        "selector": Selector(int(dflash["selector_rank"]), int(dflash["selector_top_k"])),
+        "embedding_scale": float(dflash.get("input_embedding_scale") or 1.0),
+        "logit_scale": float(dflash.get("output_multiplier") or 1.0),
+    }

@@ -77,6 +77,8 @@ def estimate(
         heads = 3 * config.draft_vocab_size * config.hidden_size * FLOAT
     else:
         heads = 0 if is_head_tied else embedding
+    if config.selector is not None:  # head and successors in one, for drafter and parent
+        heads += 2 * config.vocab_size * (config.hidden_size + config.selector.rank) * shared_bytes
     parts = {
         "weights": 2 * FLOAT * (num_frozen + num_trained),
         "target": embedding + heads,
@@ -136,7 +138,14 @@ def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple
     biases = layers * (queries + h) if config.attention_bias else 0
     kv_path += 2 * layers * values if config.attention_bias else 0
     others = h + biases + layers * (2 * h * queries + d + 3 * h * config.intermediate_size + 2 * h)
-    return (0, kv_path + others) if settings.scope == "full" else (kv_path, others)
+    frozen = 0
+    if config.convolution is not None:
+        taps, groups = config.convolution.taps, h // config.convolution.group_size
+        others += layers * 2 * 2 * taps * h * (1 + groups)
+    if config.selector is not None:
+        others += config.selector.rank * h
+        frozen = 2 * config.selector.rank * config.vocab_size  # the codebooks
+    return (frozen, kv_path + others) if settings.scope == "full" else (frozen + kv_path, others)
 
 
 def _context_bytes(config: DrafterConfig, settings: TrainingSettings, rows: int, is_fused: bool, compute_bytes: int) -> int:
@@ -155,6 +164,8 @@ def _layer_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int,
     read = math.ceil(tokens / part) * (rows + part)  # keys read by all parts of the attention together
     # Norms in float32, their inputs and outputs, projections before and after rotation, the MLP's three and its products.
     row = 8 * h + 7 * queries + 6 * values + 5 * config.intermediate_size
+    if config.convolution is not None:  # two of two sides: kernels, shifted inputs and sums
+        row += 4 * h * (2 * config.convolution.taps + 2)
     kept = (tokens * row + 2 * read * values) * compute_bytes + tokens * heads * FLOAT
     passing = 2 * read * values * compute_bytes + part * read * FLOAT  # one layer's gradients of keys and values; the masks
     if settings.gradient_checkpointing:

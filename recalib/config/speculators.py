@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from honed.adapt.protocol.trainable import layer_attention, resolved
+from honed.adapt.protocol.trainable import is_dflash2, layer_attention, resolved
 
 TYPE = "speculators_model_type"
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Fields of DFlash2: here in the outermost level, in z-lab's form in `dflash_config`."""
 _ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 
 
@@ -45,6 +47,7 @@ def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
         "sample_from_anchor": raw.get("sample_from_anchor", False),
         "causal": not raw.get("sliding_window_non_causal", True),
     }
+    dflash |= {name: raw[name] for name in DFLASH2 if raw.get(name) is not None}
     names = ("block_size", "draft_vocab_size", "target_hidden_size", "projector_type")
     own = {name: raw[name] for name in names if raw.get(name)}
     quantization = {"quantization_config": raw["quantization_config"]} if raw.get("quantization_config") else {}
@@ -60,9 +63,11 @@ def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str])
         target: name or path of the target, which the format requires.
 
     Raises:
-        ValueError: some layers are causal and others aren't, which the format can't say.
+        ValueError: some layers are causal and others aren't, which the format can't say; or it is DFlash2.
     """
     dflash = raw["dflash_config"]
+    if is_dflash2(raw):
+        raise ValueError("DFlash2 is written in z-lab's form only: keep the drafter in that")
     are_causal = {layer.is_causal for layer in layer_attention(resolved(raw))}
     if len(are_causal) > 1:
         raise ValueError("speculators' form can't say that only some layers are causal: keep the drafter in z-lab's form")

@@ -8,10 +8,15 @@ The output at position p + j predicts the token at p + j: there is no shift.
 Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm`; `KV_PATH` names them. Query tokens
 go through the layer's input norm first. Context features don't: they have `hidden_norm` instead.
 
-Source: arXiv 2602.06036, section 3; vLLM 0.32 `model_executor/models/qwen3_dflash.py` and `v1/spec_decode/dflash.py`.
+DFlash2 adds convolutions along the block, and a selector that walks over each position's best tokens.
+
+Source: arXiv 2602.06036, section 3; vLLM 0.32 `model_executor/models/qwen3_dflash.py`, `qwen3_dflash2.py` and
+`v1/spec_decode/dflash.py`, `v1/worker/gpu/spec_decode/dflash2/speculator.py`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
-from honed.recalib.config.drafter import DrafterConfig
+from honed.kernels.training.block_loss import top_tokens
+from honed.recalib.config.drafter import Convolution, DrafterConfig, Selector
 from honed.recalib.config.rope_scaling import RopeScaling, frequencies
 
 __all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
@@ -28,6 +34,10 @@ __all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
 # features, V vocabulary, W words that are drafted, G key/value heads, R query heads of each, D head width.
 
 KV_PATH = ("fc.", "hidden_norm.", ".k_proj.", ".v_proj.", ".k_norm.")
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+"""Parameters that are never trained: losses need a frozen head, and each has a row for every token."""
+_ROWS = 64
+"""Rows whose logits are held at once."""
 
 
 class RMSNorm(nn.Module):
@@ -110,8 +120,55 @@ class MLP(nn.Module):
         return out
 
 
+class GroupedConv(nn.Module):
+    """DFlash2's convolution over a block: before and after what it surrounds, each token mixes with those just before it.
+
+    A kernel is a fixed one for each channel plus one that the token gives to each group of channels.
+    """
+
+    def __init__(self, config: DrafterConfig, convolution: Convolution) -> None:
+        super().__init__()
+        self.taps, self.num_groups = convolution.taps, config.hidden_size // convolution.group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.num_groups, bias=False)
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [N, B, H] -> [N, B, H], [N, B, taps, groups]
+        """Convolve the input; also return the tokens' part of the output's kernel."""
+        kernels: Tensor = self.kernel_projection(x).view(*x.shape[:2], 2, self.taps, self.num_groups)
+        return self._convolve(x, kernels[:, :, 0], 0), kernels[:, :, 1]
+
+    def finish(self, x: Tensor, kernels: Tensor) -> Tensor:  # [N, B, H], [N, B, taps, groups] -> [N, B, H]
+        """Convolve the output."""
+        return self._convolve(x, kernels, 1)
+
+    def _convolve(self, x: Tensor, kernels: Tensor, side: int) -> Tensor:
+        grouped = x.view(*x.shape[:2], self.num_groups, -1)  # [N, B, groups, size]
+        fixed = self.base_kernel[side].view(self.taps, self.num_groups, -1).to(x.dtype)  # [taps, groups, size]
+        made: Tensor = (fixed[0] + kernels[:, :, 0, :, None]) * grouped
+        for tap in range(1, self.taps):
+            earlier = F.pad(grouped[:, :-tap], (0, 0, 0, 0, tap, 0))
+            made = made + (fixed[tap] + kernels[:, :, tap, :, None]) * earlier
+        return made.flatten(-2)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2's scores of a pair of neighbouring tokens; the codebooks are never trained, see `scored`."""
+
+    def __init__(self, config: DrafterConfig, selector: Selector) -> None:
+        super().__init__()
+        self.top_k = selector.top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, selector.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, selector.rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, selector.rank, bias=False)
+
+    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:  # [..., H], [...] -> [..., rank]
+        """What a token's row in the successors' codebook is multiplied with, after a previous token."""
+        edges: Tensor = self.hidden_projection(hidden) * self.predecessor_codebook[previous].to(hidden.dtype)
+        return edges
+
+
 class Layer(nn.Module):
-    """Pre-norm attention and MLP, each with its residual."""
+    """Pre-norm attention and MLP, each with its residual, and in DFlash2 with its convolutions."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -119,13 +176,22 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = GroupedConv(config, config.convolution) if config.convolution else None
+        self.mlp_conv = GroupedConv(config, config.convolution) if config.convolution else None
 
     def forward(
         self, x: Tensor, tables: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], visible: Visible
     ) -> Tensor:  # [N, B, H]
-        x = x + self.self_attn(self.input_layernorm(x), tables, context, visible)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        x = x + _between(self.attention_conv, self.input_layernorm(x), lambda y: self.self_attn(y, tables, context, visible))
+        return x + _between(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+
+
+def _between(conv: GroupedConv | None, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply something between a convolution's two sides, if there is one."""
+    if conv is None:
+        return apply(x)
+    x, kernels = conv.prepare(x)
+    return conv.finish(apply(x), kernels)
 
 
 class DFlashDrafter(nn.Module):
@@ -169,6 +235,8 @@ class DFlashDrafter(nn.Module):
             word_of = torch.full((len(embed_tokens),), -1).scatter(0, words, torch.arange(len(words)))
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("_word_of", word_of, persistent=False)
+        self.candidate_selector = CandidateSelector(config, config.selector) if config.selector else None
+        self._pair_head: Tensor | None = None
 
     def to_target(self, words: Tensor) -> Tensor:
         """Token ids of the drafter's words, of any shape."""
@@ -177,6 +245,48 @@ class DFlashDrafter(nn.Module):
     def to_words(self, token_ids: Tensor) -> Tensor:
         """The drafter's words of token ids, of any shape; −1 for a token that it can't draft."""
         return token_ids if self._word_of is None else self._word_of[token_ids]
+
+    def scored(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N, K] -> [N, K, H'], [W, H']
+        """Rows and a head whose products are the scores of every token after a known previous one.
+
+        Without a selector these are the hidden states and the head. With one its scores are products as well: each row gets
+        some more columns, and the head those of the successors' codebook.
+        """
+        selector = self.candidate_selector
+        if selector is None:
+            return hidden, self.lm_head
+        if self._pair_head is None or self._pair_head.device != self.lm_head.device:
+            successors = selector.successor_codebook.detach().to(self.lm_head)
+            self._pair_head = torch.cat((self.lm_head, successors), dim=1)
+        edges = selector(hidden, previous)
+        return torch.cat((hidden * self.config.logit_scale, edges), dim=-1), self._pair_head
+
+    @torch.no_grad()
+    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N] -> 2 x [N, K]
+        """What is drafted greedily, and its log-probabilities (with a selector: scores)."""
+        if self.candidate_selector is None:
+            top, log_probabilities = top_tokens(hidden, self.lm_head)
+            return self.to_target(top), log_probabilities
+        return self._walk(self.candidate_selector, hidden, anchor_ids)
+
+    def _walk(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose each position's best candidate after the one chosen before it."""
+        parts = [
+            (F.linear(rows, self.lm_head).float() * self.config.logit_scale).topk(selector.top_k)
+            for rows in hidden.flatten(0, 1).split(_ROWS)  # type: ignore[no-untyped-call]
+        ]
+        shape = (*hidden.shape[:2], selector.top_k)
+        scores, candidates = (torch.cat([part[i] for part in parts]).view(shape) for i in (0, 1))
+        successors = selector.successor_codebook[candidates].to(hidden.dtype)  # [N, K, top_k, rank]
+        previous, chosen, reached = anchor_ids, list[Tensor](), list[Tensor]()
+        for k in range(hidden.shape[1]):
+            edges = selector(hidden[:, k], previous)
+            total = scores[:, k] + (successors[:, k] * edges[:, None]).sum(-1).float()
+            best = total.max(-1)
+            previous = candidates[:, k].gather(1, best.indices[:, None])[:, 0]
+            chosen.append(previous)
+            reached.append(best.values)
+        return torch.stack(chosen, dim=1), torch.stack(reached, dim=1)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [T, A] -> [T, H]
         """Fuse the target's auxiliary hidden states, concatenated in `target_layer_ids` order, into context features."""
@@ -202,7 +312,7 @@ class DFlashDrafter(nn.Module):
         num_draft_tokens: int | None = None,
         block_tokens: Tensor | None = None,  # [N, K] tokens after each anchor, by default masks
     ) -> Tensor:  # [N, K, V]
-        """Compute logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor."""
+        """Compute logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor; no selector."""
         hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
         logits = F.linear(hidden, self.lm_head)
         if self.words is None:
@@ -225,7 +335,7 @@ class DFlashDrafter(nn.Module):
         offsets = torch.arange(num_masks + 1, device=anchors.device)
         masks = torch.full((len(anchors), num_masks), self.config.mask_token_id, device=anchors.device)
         block_ids = torch.cat((token_ids[anchors, None], masks if block_tokens is None else block_tokens), dim=1)
-        x = F.embedding(block_ids, self.embed_tokens)  # [N, B, H]
+        x = F.embedding(block_ids, self.embed_tokens) * self.config.embedding_scale  # [N, B, H]
         block_positions = positions[anchors, None] + offsets
         tables = self._rotary_tables(block_positions)
         begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])

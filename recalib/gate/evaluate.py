@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, eligible_anchors
@@ -145,8 +144,7 @@ def draft_blocks(
             hidden = drafter.draft_hidden(
                 context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
             )
-            top, log_probability = top_tokens(hidden, drafter.lm_head)
-            return drafter.to_target(top), log_probability
+            return drafter.best_drafts(hidden, packed.token_ids[anchors])
 
         mask = drafter.config.mask_token_id
         return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from honed.recalib.config.training import Loss, Scope, TrainingSettings
-from honed.recalib.drafter.model import KV_PATH, DFlashDrafter
+from honed.recalib.drafter.model import CODEBOOKS, KV_PATH, DFlashDrafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training import losses
 from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
@@ -70,6 +70,8 @@ class MicroTrainer:
     ) -> None:
         self.drafter = drafter
         self.settings = settings or TrainingSettings()
+        if drafter.candidate_selector is not None and self.settings.denoising_steps > 1:
+            raise ValueError("a DFlash2 drafter is drafted in one pass: set trainer.denoising_steps = 1")
         set_scope(drafter, self.settings.scope)
         drafter.recomputes_layers = self.settings.gradient_checkpointing
         self._device = drafter.norm.weight.device
@@ -265,7 +267,7 @@ class MicroTrainer:
 def set_scope(drafter: DFlashDrafter, scope: Scope) -> None:
     """Let only the parameters of the scope receive gradients."""
     for name, parameter in drafter.named_parameters():
-        parameter.requires_grad_(scope == "full" or not is_kv_path(name))
+        parameter.requires_grad_((scope == "full" or not is_kv_path(name)) and name not in CODEBOOKS)
 
 
 def is_kv_path(name: str) -> bool:

@@ -30,6 +30,11 @@ class Blocks:
     weights: Tensor  # [N, K] each token's part of the whole micro-step's loss
     share: float  # each block's part of the micro-step
 
+    @property
+    def previous(self) -> Tensor:  # [N, K]
+        """The token before each label."""
+        return torch.cat((self.packed.token_ids[self.anchors, None], self.labels[:, :-1]), dim=1)
+
     def where(self, chosen: Tensor | slice) -> Blocks:  # [N] bool, or places
         """Select some blocks; each keeps its share of the whole."""
         return replace(
@@ -91,7 +96,8 @@ class Objective:
         with torch.no_grad():
             features = context if packed.is_fused else self._parent.fuse(packed.features.float())
             goal = self._parent.draft_hidden(features, packed.positions, packed.token_ids, kept.anchors, packed.segments)
-        return self._per_token(hidden, goal=goal, goal_head=self._parent.lm_head, kind="kl")
+            goal, goal_head = self._parent.scored(goal, kept.previous)
+        return self._per_token(hidden, kept.previous, goal=goal, goal_head=goal_head, kind="kl")
 
     def _loss(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:  # [], [N, K]
         """Compute the chosen loss, and the drafts; `losses` has the formulas.
@@ -104,10 +110,11 @@ class Objective:
         if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
             offsets = torch.arange(words.shape[1], device=words.device)
             goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i predicts token i + 1
-            distance, drafts = self._per_token(hidden, goal=goal, goal_head=self._drafter.goal_head, kind=name)
+            goal_head = self._drafter.lm_head if self._drafter.goal_head is None else self._drafter.goal_head
+            distance, drafts = self._per_token(hidden, blocks.previous, goal=goal, goal_head=goal_head, kind=name)
             return (distance * blocks.weights).sum(), drafts
         can_draft = words >= 0
-        surprise, drafts = self._per_token(hidden, labels=words.clamp(min=0))
+        surprise, drafts = self._per_token(hidden, blocks.previous, labels=words.clamp(min=0))
         if name == "ce":
             return (surprise * blocks.weights).sum(), drafts
         if name == "hybrid":
@@ -121,16 +128,21 @@ class Objective:
     def _per_token(
         self,
         hidden: Tensor,  # [N, K, H]
+        previous: Tensor,  # [N, K]
         *,
         labels: Tensor | None = None,  # [N, K]
         goal: Tensor | None = None,  # [N, K, H]
         goal_head: Tensor | None = None,  # [W, H]
         kind: str = "ce",
     ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
-        """Apply `block_loss` to every token, with labels as words; also returns the drafts, as token ids."""
+        """Apply `block_loss` to every token, with labels as words; also returns the drafts, as token ids.
+
+        With a selector a token is scored after the label before it, as it is drafted where all before it are right.
+        """
+        rows, head = self._drafter.scored(hidden, previous)
         made = block_loss(
-            hidden.flatten(0, 1),
-            self._drafter.lm_head,
+            rows.flatten(0, 1),
+            head,
             labels=None if labels is None else labels.flatten(),
             goal=None if goal is None else goal.flatten(0, 1),
             goal_head=goal_head,

@@ -51,15 +51,18 @@ def install() -> None:
 
 
 def _take_masks_of_any_type() -> None:
-    """The interpreter's `and` of a scalar and a block of booleans gives int32, which its own `store` refuses as a mask.
+    """The interpreter's `and` of a scalar and a block of booleans gives int32, which its own loads and stores refuse as a mask.
 
-    vLLM's kernel for grammars (`structured_outputs.py`) does that; compiled, the mask is one bit wide.
+    vLLM's kernels for grammars (`structured_outputs.py`) and for DFlash2's walk do that; compiled, the mask is one bit wide.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
-    stored = InterpreterBuilder.create_masked_store
+    loaded, stored = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def load(self: Any, ptrs: Any, mask: Any, *more: Any) -> Any:
+        return loaded(self, ptrs, TensorHandle(mask.data.astype(bool), tl.int1), *more)
 
     def store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
         return stored(self, ptrs, value, TensorHandle(mask.data.astype(bool), tl.int1), cache_policy)
 
-    InterpreterBuilder.create_masked_store = store
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store

@@ -27,7 +27,7 @@ HELD = ("events", "greedy", "capture", "drafts", "swap", "trained")
 def run(pair: str, log: Path) -> dict[str, Any]:
     """One pair's result; what it wrote besides goes to a file."""
     paths = [str(SITE), str(TORCHVISION), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HONED_TEST_RUNNER": PAIRS[pair].runner}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.zoo.one", pair],

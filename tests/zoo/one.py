@@ -1,4 +1,4 @@
-"""Runs one pair of the zoo in a process of its own: what holds, as one line of JSON.
+"""Runs one pair of the zoo in a process of its own (see `tests.zoo.__main__`): what holds, as one line of JSON.
 
 events    what honed logged is what vLLM counted
 greedy    tokens are those without honed and without speculation; where speculation itself changes them, those with it
@@ -20,34 +20,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-parser = argparse.ArgumentParser()
-parser.add_argument("pair")
-_asked = parser.parse_args()
-
-from tests.zoo.pairs import PAIRS, make  # noqa: E402
-
-PAIR = PAIRS[_asked.pair]
-os.environ |= {"HONED_TEST_RUNNER": PAIR.runner, "HONED_FEATURES": "layers"}
-
-from tests.e2e import triton_on_cpu  # noqa: E402
-from tests.e2e.engine import IS_SLOW, K, TestEngine, engine, held_out  # noqa: E402
+from tests.e2e import triton_on_cpu
+from tests.e2e.engine import IS_SLOW, RUNNER, K, TestEngine, engine, held_out
 
 if IS_SLOW:
     triton_on_cpu.install()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from honed.recalib.drafter.checkpoint import load_drafter, save_drafter  # noqa: E402
-from honed.recalib.drafter.model import DFlashDrafter  # noqa: E402
-from honed.recalib.gate.evaluate import expected_acceptance_length  # noqa: E402
-from honed.recalib.registry.weights_digest import weights_digests  # noqa: E402
-from honed.recalib.samples.ring_reader import RingReader  # noqa: E402
-from honed.recalib.samples.sample import TrainingSample  # noqa: E402
-from honed.recalib.samples.sessions import SessionAssembler  # noqa: E402
-from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings  # noqa: E402
-from tests.e2e.logged import counted, rounds, set_policy, take_batches  # noqa: E402
-from tests.e2e.swapping import swap, wait_until_written, worker_of  # noqa: E402
+from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.gate.evaluate import expected_acceptance_length
+from honed.recalib.registry.weights_digest import weights_digests
+from honed.recalib.samples.ring_reader import RingReader
+from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.samples.sessions import SessionAssembler
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.swapping import swap, wait_until_written, worker_of
+from tests.zoo.pairs import PAIRS, make
+
+parser = argparse.ArgumentParser()
+parser.add_argument("pair")
+_asked = parser.parse_args()
+PAIR = PAIRS[_asked.pair]
+assert PAIR.runner == RUNNER, f"set HONED_TEST_RUNNER={PAIR.runner}, as python -m tests.zoo does"
+os.environ["HONED_FEATURES"] = "layers"
 
 NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
 PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
@@ -104,7 +103,8 @@ def share_of_equal_drafts(drafter: DFlashDrafter, seen: dict[str, Seen]) -> floa
         rows = range(max(request.aux) + 1)
         context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
         tokens = torch.tensor([request.token_ids[row] for row in rows])
-        ours = drafter(context, torch.arange(len(rows)), tokens, torch.tensor(anchors)).argmax(-1)
+        hidden = drafter.draft_hidden(context, torch.arange(len(rows)), tokens, torch.tensor(anchors))
+        ours, _ = drafter.best_drafts(hidden, tokens[anchors])
         theirs = torch.tensor([request.drafts[position] for position in anchors])
         equal, total = equal + int((ours == theirs).sum()), total + theirs.numel()
     assert total > 20, "nothing was drafted: this shows nothing"

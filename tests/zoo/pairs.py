@@ -62,11 +62,33 @@ def _dflash(**changes: Any) -> dict[str, Any]:
     return {"dflash_config": own | changes}
 
 
+def _convolve(folder: Path) -> None:
+    """Give a drafter DFlash2's convolutions, which at first change little, and a selector with random scores."""
+    raw = json.loads((folder / "config.json").read_text())
+    own, width, generator = raw["dflash_config"], raw["hidden_size"], torch.Generator().manual_seed(2)
+    taps, groups = own["conv_kernel_size"], width // own["conv_group_size"]
+    more = {}
+    for layer in range(raw["num_hidden_layers"]):
+        for name in ("attention_conv", "mlp_conv"):
+            kernel = 0.1 * torch.randn(2, taps, width, generator=generator)
+            kernel[:, 0] += 1.0
+            more[f"layers.{layer}.{name}.base_kernel"] = kernel
+            more[f"layers.{layer}.{name}.kernel_projection.weight"] = 0.01 * torch.randn(
+                2 * taps * groups, width, generator=generator
+            )
+    for name, rows in (("predecessor_codebook", VOCAB_SIZE), ("successor_codebook", VOCAB_SIZE)):
+        more[f"candidate_selector.{name}"] = torch.randn(rows, own["selector_rank"], generator=generator)
+    more["candidate_selector.hidden_projection.weight"] = 0.2 * torch.randn(own["selector_rank"], width, generator=generator)
+    tensors = load_file(folder / "model.safetensors") | {name: tensor.to(torch.bfloat16) for name, tensor in more.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 8}
 _TEXT = {"language_model_only": True}
 PAIRS: dict[str, Pair] = {
     "llama": Pair("llama"),
     "qwen3-moe": Pair("qwen3-moe"),
-    "gemma4": Pair("gemma4"),
+    "gemma4": Pair("gemma4", runner="v2"),
     "gpt-oss": Pair("gpt-oss", runner="v2"),
     "qwen3-next": Pair("qwen3-next", dtype="bfloat16"),
     "qwen3.5": Pair("qwen3.5", dtype="bfloat16", options=_TEXT),
@@ -81,6 +103,7 @@ PAIRS: dict[str, Pair] = {
     "causal": Pair(drafter=_dflash(causal=True)),
     "reduced vocabulary": Pair(drafter={"draft_vocab_size": NUM_WORDS}, change=_reduce),
     "aliased names": Pair(change=_rename),
+    "dflash2": Pair(drafter={"architectures": ["DFlash2DraftModel"], **_dflash(**_DFLASH2)}, change=_convolve, runner="v2"),
     "partial rotation": Pair(drafter={"partial_rotary_factor": 0.5}),
     "scaled values": Pair(drafter=_dflash(attention_value_scale=0.75)),
 }

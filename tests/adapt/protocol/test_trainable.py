@@ -33,10 +33,6 @@ def dflash(layers: int = 5, window: int = 0, full: int = 0, **changes: Any) -> d
 
 
 REFUSED = {
-    "Qwen3.8-27B's DFlash2": ["DFlash2"],
-    "RedHatAI/Qwen3-4B-speculator.dflash2": ["DFlash2"],
-    "RedHatAI/Qwen3-8B-speculator.dflash2": ["DFlash2"],
-    "RedHatAI/gemma-4-31B-it-speculator.dflash2": ["DFlash2"],
     "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": ["an attention sink"],
     "Laguna's DFlash": ["Laguna's drafter"],
 }

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from honed.recalib.config.drafter import Convolution, Selector
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
 from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
 from honed.recalib.samples.sample import TrainingSample
@@ -103,7 +104,8 @@ def test_a_distribution_as_goal_is_counted(loss: str) -> None:
 
 
 def test_parameters_are_counted_exactly() -> None:
-    for change in ({}, {"attention_bias": True}):
+    dflash2 = {"convolution": Convolution(2, 16), "selector": Selector(8, 4)}
+    for change in ({}, {"attention_bias": True}, dflash2):
         config = replace(CONFIG, **change)
         drafter = DFlashDrafter(config, torch.zeros(2000, 128), torch.zeros(2000, 128))
         for scope in ("kv-frozen", "full"):

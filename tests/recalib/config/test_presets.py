@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from honed.adapt.protocol.trainable import LayerAttention
-from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.drafter import Convolution, DrafterConfig, Selector
 from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, preset_of
 from honed.recalib.config.speculators import flat, nested
 
@@ -118,7 +118,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["sliding_attention"] * 5, "sliding_window": 8, "use_sliding_window": True},
         "a sliding window of 8 tokens, shorter than a block is not supported",
     ),
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, r"DFlash2 .* is not supported for training; serve this drafter"),
+    "DFlash2": (
+        {"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 32000},
+        "DFlash2 with a reduced draft vocabulary is not supported for training; serve this drafter",
+    ),
     "scaled logits": ({"logit_scale": 0.5}, "logit_scale is not supported"),
     "rotation": ({"rope_scaling": {"rope_type": "longrope"}}, "scaled RoPE is not supported"),
     "a sink": ({"dflash_config": {"attention_sink_bias": True}}, "an attention sink is not supported"),
@@ -197,3 +200,18 @@ def test_a_reduced_vocabulary() -> None:
 def test_a_speculators_config_that_vllm_refuses_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DrafterConfig.from_json(SPECULATORS | change)
+
+
+def test_dflash2_is_read_in_both_forms() -> None:
+    fields = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 256, "selector_top_k": 16}
+    ours = QWEN3_8B | {"architectures": ["DFlash2DraftModel"], "dflash_config": fields | {"mask_token_id": 5, "block_size": 8}}
+    config = DrafterConfig.from_json(ours)
+    assert config.block_size == 8
+    assert (config.convolution, config.selector) == (Convolution(2, 64), Selector(256, 16))
+    theirs = DrafterConfig.from_json(SPECULATORS | {"speculators_model_type": "dflash2"} | fields)
+    assert (theirs.convolution, theirs.selector) == (config.convolution, config.selector)
+    del fields["selector_rank"]
+    with pytest.raises(ValueError, match="no 'selector_rank'"):
+        DrafterConfig.from_json(ours | {"dflash_config": fields | {"mask_token_id": 5}})
+    with pytest.raises(ValueError, match="z-lab's form only"):
+        nested(completed(ours), "target", [])

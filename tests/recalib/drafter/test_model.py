@@ -172,3 +172,66 @@ def test_variants_it_cannot_train_are_refused(change: dict[str, object], named: 
 def test_a_config_of_another_kind_names_the_missing_field() -> None:
     with pytest.raises(ValueError, match="'vocab_size'; is this a DFlash drafter"):
         DrafterConfig.from_json({"dflash_config": {}})
+
+
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": SMALL["dflash_config"]
+    | {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 5},
+}
+
+
+def test_a_convolution_is_vllms(make_drafter: MakeDrafter) -> None:
+    theirs = pytest.importorskip("vllm.model_executor.models.qwen3_dflash2", reason="vLLM is not installed")
+    conv = make_drafter(**DFLASH2).layers[0].attention_conv
+    x = torch.randn(5, 4, 16)
+    before, kernels = conv.prepare(x)
+    flat = x.flatten(0, 1)
+    coefficients = conv.kernel_projection(flat).reshape(len(flat), 2, 2, 4)
+    about = {"block_size": 4, "num_groups": 4, "group_size": 4, "taps": 2}
+    wanted = theirs._grouped_conv(flat, coefficients[:, 0], conv.base_kernel[0], **about)
+    torch.testing.assert_close(before.flatten(0, 1), wanted)
+    wanted = theirs._grouped_conv(flat, coefficients[:, 1], conv.base_kernel[1], **about)
+    torch.testing.assert_close(conv.finish(x, kernels).flatten(0, 1), wanted)
+
+
+def test_a_selector_s_walk_is_vllms(make_drafter: MakeDrafter) -> None:
+    """Each position's best candidate after the one that was chosen before it, by vLLM's scores of pairs."""
+    theirs = pytest.importorskip("vllm.model_executor.models.qwen3_dflash2", reason="vLLM is not installed")
+    drafter = make_drafter(**DFLASH2)
+    with torch.no_grad():
+        for parameter in drafter.candidate_selector.parameters():
+            parameter.mul_(20.0)
+    hidden, anchors, selector = torch.randn(6, 3, 16), torch.arange(6), drafter.candidate_selector
+    with torch.no_grad():
+        unary, candidates = (hidden @ drafter.lm_head.T).topk(5)
+        books = selector.predecessor_codebook, selector.successor_codebook
+        scores = theirs._score_edges(*books, candidates, unary, selector.hidden_projection(hidden), anchors, 5)
+    wanted = []
+    for row in range(6):
+        previous, tokens = 0, []
+        for k in range(3):
+            previous = int(scores[row, k, previous].argmax())
+            tokens.append(int(candidates[row, k, previous]))
+        wanted.append(tokens)
+    drafts, _ = drafter.best_drafts(hidden, anchors)
+    assert drafts.tolist() == wanted
+    assert wanted != (hidden @ drafter.lm_head.T).argmax(-1).tolist(), "the selector chose nothing: this shows nothing"
+
+
+def test_scored_rows_give_the_scores_of_pairs(make_drafter: MakeDrafter) -> None:
+    drafter = make_drafter(**DFLASH2)
+    hidden, previous, selector = torch.randn(2, 3, 16), torch.randint(50, (2, 3)), drafter.candidate_selector
+    rows, head = drafter.scored(hidden, previous)
+    edges = selector.hidden_projection(hidden) * selector.predecessor_codebook[previous]
+    torch.testing.assert_close(rows @ head.T, hidden @ drafter.lm_head.T + edges @ selector.successor_codebook.T)
+    plain = make_drafter()
+    assert plain.scored(hidden, previous)[0] is hidden
+
+
+def test_a_convolution_looks_back_only(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """Beside causal attention a later token changes nothing."""
+    drafter, sample = make_drafter(**DFLASH2, is_causal=True), make_sample()
+    arguments = (sample.features, sample.positions, sample.token_ids, torch.tensor([9]))
+    short, full = drafter.draft_hidden(*arguments, num_draft_tokens=1), drafter.draft_hidden(*arguments)
+    torch.testing.assert_close(short[:, 0], full[:, 0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.recalib.conftest import SMALL
 
 MakeDrafter = Callable[..., DFlashDrafter]
 MakeSample = Callable[..., TrainingSample]
@@ -81,3 +83,42 @@ def test_the_targets_distribution_is_taken_over_the_words(make_drafter: MakeDraf
     assert MicroTrainer(drafter, settings).step([sample], [1]).loss == pytest.approx(0.0, abs=1e-5)
     drafter.goal_head = None
     assert MicroTrainer(drafter, settings).step([sample], [1]).loss > 0.01
+
+
+DFLASH2: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": SMALL["dflash_config"]
+    | {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 5},
+}
+
+
+def test_a_selector_learns_pairs_and_keeps_its_codebooks(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """Cross-entropy of every token after the label before it, by hand; and what it moves."""
+    drafter, sample = make_drafter(**DFLASH2), replace(make_sample(num_tokens=6), target_hidden=None)
+    with torch.no_grad():
+        hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor([1]))
+        rows, head = drafter.scored(hidden, sample.token_ids[None, 1:4])
+        surprise = F.cross_entropy((rows @ head.T)[0], sample.token_ids[2:5], reduction="none")
+    decay = torch.exp(-torch.arange(3) / TrainingSettings().decay_tokens)
+    settings = TrainingSettings(loss="ce", anchors_per_micro_step=1, micro_steps_per_update=1)
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    figures = MicroTrainer(drafter, settings).step([sample], [1])
+    assert figures.loss == pytest.approx(float((decay * surprise).sum() / decay.sum()), rel=1e-5)
+    moved = {name for name, parameter in drafter.named_parameters() if not torch.equal(parameter, before[name])}
+    assert "candidate_selector.hidden_projection.weight" in moved
+    assert "layers.0.attention_conv.base_kernel" in moved
+    assert "layers.1.mlp_conv.kernel_projection.weight" in moved
+    assert not any("codebook" in name for name in moved)
+
+
+def test_a_selector_stays_like_its_parent(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    drafter, parent, sample = make_drafter(**DFLASH2), make_drafter(**DFLASH2), make_sample()
+    settings = TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=2)
+    assert MicroTrainer(drafter, settings, parent).step([sample], kept=[True]).loss == pytest.approx(0.0, abs=1e-5)
+    other = make_drafter(seed=1, **DFLASH2)
+    assert MicroTrainer(drafter, settings, other).step([sample], kept=[True]).loss > 0.01
+
+
+def test_a_selector_is_drafted_in_one_pass(make_drafter: MakeDrafter) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.denoising_steps = 1"):
+        MicroTrainer(make_drafter(**DFLASH2), TrainingSettings(denoising_steps=2))
