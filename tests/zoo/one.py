@@ -51,7 +51,8 @@ os.environ["HONED_FEATURES"] = "layers"
 NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
 PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
 NUM_UPDATES = 40 if IS_SLOW else 120
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+"""Of captured features, relative to their size: other rows or layers would be off by more than 1."""
 LEAST_SHARE = {"float32": 0.99, "bfloat16": 0.9}
 """Of equal drafts: honed computes in float32."""
 
@@ -93,7 +94,10 @@ def answers(running: TestEngine) -> list[list[int]]:
 
 @torch.inference_mode()
 def share_of_equal_drafts(drafter: DFlashDrafter, seen: dict[str, Seen]) -> float:
-    """Share of vLLM's drafts that honed's drafter drafts from the same rows."""
+    """Share of vLLM's drafts that honed's drafter drafts from the same rows.
+
+    Only drafts that the request could still take count: for others vLLM may have no room in its cache.
+    """
     equal = total = 0
     for request in seen.values():
         whole = (position for position, drafts in request.drafts.items() if len(drafts) == K)  # near the end they are shorter
@@ -106,19 +110,20 @@ def share_of_equal_drafts(drafter: DFlashDrafter, seen: dict[str, Seen]) -> floa
         hidden = drafter.draft_hidden(context, torch.arange(len(rows)), tokens, torch.tensor(anchors))
         ours, _ = drafter.best_drafts(hidden, tokens[anchors])
         theirs = torch.tensor([request.drafts[position] for position in anchors])
-        equal, total = equal + int((ours == theirs).sum()), total + theirs.numel()
+        has_room = torch.tensor(anchors)[:, None] + torch.arange(K) < len(rows)
+        equal, total = equal + int(((ours == theirs) & has_room).sum()), total + int(has_room.sum())
     assert total > 20, "nothing was drafted: this shows nothing"
     return equal / total
 
 
 @torch.inference_mode()
 def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[TrainingSample]) -> float:
-    """Largest difference of captured features to Transformers' hidden states, relative to their mean size."""
+    """Largest distance of a request's captured features from Transformers' hidden states in float32, relative to their size."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_images = "vision_config" in json.loads((target / "config.json").read_text())
     kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-    model = kind.from_pretrained(target, dtype=getattr(torch, PAIR.dtype)).eval()
+    model = kind.from_pretrained(target, dtype=torch.float32).eval()
     worst = 0.0
     for sample in samples:
         assert int(sample.positions[0]) == 0, "not a whole request: this shows nothing"
@@ -126,7 +131,7 @@ def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[Traini
         inner = [hidden[layer + 1][0] for layer in layers if layer + 2 < len(hidden)]  # the last one is normed there
         theirs = torch.cat(inner, dim=-1).float()
         ours = sample.features[:, : theirs.shape[1]].float()
-        worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().mean()))
+        worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
     return worst
 
 
