@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHORT = {"-sc": "--speculative-config", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
+_METHOD_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Parts of a drafter's name or path, in vLLM's order. Source: vllm/config/speculative.py (0.32), `__post_init__`."""
 SPECULATIVE = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 SWITCHES = frozenset({"--enable-lora"})
 SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server", "vllm.entrypoints.cli.main")
@@ -39,7 +41,13 @@ class VllmCommand:
 
     @property
     def method(self) -> str:
-        return str(self.speculative.get("method") or "")
+        """The speculative method; where none is named, the one that vLLM takes by the drafter's name; "" without one."""
+        named, model = str(self.speculative.get("method") or ""), self.drafter.lower()
+        if named or not model:
+            return named
+        if model in ("ngram", "[ngram]"):
+            return "ngram"
+        return next((method for part, method in _METHOD_BY_NAME.items() if part in model), "draft_model")
 
     @property
     def drafter(self) -> str:

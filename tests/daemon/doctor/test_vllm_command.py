@@ -37,6 +37,24 @@ def test_the_same_said_in_different_ways(text: str) -> None:
     assert found.unreadable == ()
 
 
+@pytest.mark.parametrize(
+    ("drafter", "method"),
+    [
+        ("z-lab/Qwen3-8B-DFlash-b16", "dflash"),
+        ("/models/qwen3-8b-speculator.dflash2/", "dflash"),
+        ("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"),
+        ("AngelSlim/Qwen3-8B_eagle3", "eagle3"),
+        ("deepseek-ai/dspark_qwen3_8b_block7", "dspark"),
+        ("[ngram]", "ngram"),
+        ("Qwen/Qwen3-0.6B", "draft_model"),
+        ("", ""),
+    ],
+)
+def test_where_no_method_is_named_it_is_the_one_that_vllm_takes(drafter: str, method: str) -> None:
+    assert parse(["vllm", "serve", "m", "--spec-model", drafter] if drafter else ["vllm", "serve", "m"]).method == method
+    assert parse(["vllm", "serve", "m", "--spec-model", drafter, "--spec-method", "mtp"]).method == "mtp"
+
+
 @pytest.mark.parametrize("text", ["", "vllm", "vllm bench m", "python -m vllm", "cat vllm serve.log", "python serve.py"])
 def test_other_programs_are_no_servers(text: str) -> None:
     assert not is_server(shlex.split(text))
