@@ -357,7 +357,7 @@ def test_a_training_that_does_not_fit_is_refused_before_it_waits_for_samples(sit
 
 def test_a_target_whose_head_has_another_name_is_refused_before_it_waits_for_samples(site):
     (site.target / "m.safetensors").rename(site.target / "old")
-    save_file({"language_model.model.embed_tokens.weight": torch.zeros(4, WIDTH)}, site.target / "m.safetensors")
+    save_file({"elsewhere.embed_tokens.weight": torch.zeros(4, WIDTH)}, site.target / "m.safetensors")
     operation = site.begin()
     operation.advance()
     assert "the target's files have no tensor model.embed_tokens.weight" in operation.result.error
