@@ -18,7 +18,7 @@ _PREFIXES = {
     "language_model.model.": "language_model.",
     "thinker.model.": "thinker.",
 }
-"""Of the text model's tensors, and of the head's."""
+"""Each class prefixes its text model's tensors with the key, and its head's with the value."""
 _HEAD = "lm_head.weight"
 _ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "step3p5")
 _ONE_PLUS_FAMILY = "qwen3_5"

@@ -25,7 +25,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class LayerAttention(NamedTuple):
-    """What a drafter's layer sees."""
+    """A layer's attention mask in the drafter."""
 
     window: int | None
     """Tokens up to and with a query's own; None: all."""
@@ -117,9 +117,8 @@ def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_attention(raw: Mapping[str, Any]) -> tuple[LayerAttention, ...]:
-    """What each layer of a drafter with this resolved config sees in vLLM."""
-    dflash, types = raw.get("dflash_config") or {}, raw.get("layer_types") or ()
-    window = dflash.get("swa_window_size", raw.get("sliding_window"))
+    """Return each layer's attention mask, as vLLM resolves it for a drafter with this resolved config."""
+    dflash, types, window = raw.get("dflash_config") or {}, raw.get("layer_types") or (), _window(raw)
     forced = raw.get("is_causal") if raw.get("is_causal") is not None else dflash.get("causal")
     found = []
     for layer in range(int(raw.get("num_hidden_layers") or 0)):
@@ -141,11 +140,10 @@ def has_reduced_vocabulary(raw: Mapping[str, Any]) -> bool:
 
 def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     dflash = raw.get("dflash_config") or {}
-    window = dflash.get("swa_window_size", raw.get("sliding_window"))
     checks = {
         f"architecture {_architecture(raw)}": _architecture(raw) not in VLLM_ARCHITECTURES,
         "sample_from_anchor": dflash.get("sample_from_anchor"),
-        "sliding-window attention without a window size": _is_sliding(raw) and window is None,
+        "sliding-window attention without a window size": _is_sliding(raw) and _window(raw) is None,
         f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
         "a causal-correction (Domino) head": raw.get("projector_type", "dflash") != "dflash",
     }
@@ -172,6 +170,13 @@ def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
         "quantization": raw.get("quantization_config"),
     }
     yield from (name for name, is_asked in checks.items() if is_asked)
+
+
+def _window(raw: Mapping[str, Any]) -> int | None:
+    """Tokens that a sliding layer sees."""
+    dflash = raw.get("dflash_config") or {}
+    found: int | None = dflash.get("swa_window_size", raw.get("sliding_window"))
+    return found
 
 
 def _is_sliding(raw: Mapping[str, Any]) -> bool:

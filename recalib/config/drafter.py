@@ -59,7 +59,7 @@ class DrafterConfig:
     attention_bias: bool = False
     num_target_layers: int | None = None
     attention: tuple[LayerAttention, ...] = ()
-    """What each layer sees; empty: all of them everything before the block and the whole block."""
+    """Attention masks by layer. Empty: each layer attends to everything before the block and to the whole block."""
     rotary_share: float = 1.0
     """Share of a head's dimensions that is rotated, from the first on."""
     value_scale: float = 1.0
@@ -68,12 +68,12 @@ class DrafterConfig:
     selector: Selector | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
-    """Both of DFlash2."""
+    """DFlash2 has these two factors."""
     draft_vocab_size: int | None = None
     """Words that the drafter can draft, of the target's; None: all."""
 
     def attention_of(self, layer: int) -> LayerAttention:
-        """What a layer sees."""
+        """Return a layer's attention mask."""
         return self.attention[layer] if self.attention else LayerAttention(None, is_causal=False)
 
     @property

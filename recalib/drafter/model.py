@@ -162,7 +162,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, selector.rank, bias=False)
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:  # [..., H], [...] -> [..., rank]
-        """What a token's row in the successors' codebook is multiplied with, after a previous token."""
+        """Compute the queries for the successors' codebook: their products with its rows score pairs of tokens."""
         edges: Tensor = self.hidden_projection(hidden) * self.predecessor_codebook[previous].to(hidden.dtype)
         return edges
 
@@ -263,7 +263,7 @@ class DFlashDrafter(nn.Module):
 
     @torch.no_grad()
     def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N] -> 2 x [N, K]
-        """What is drafted greedily, and its log-probabilities (with a selector: scores)."""
+        """Draft greedily. Return token ids and their log-probabilities, or with a selector their scores."""
         if self.candidate_selector is None:
             top, log_probabilities = top_tokens(hidden, self.lm_head)
             return self.to_target(top), log_probabilities

@@ -19,7 +19,7 @@ from tests.e2e.swapping import renamed_drafter
 from tests.zoo.targets import NUM_LAYERS, VOCAB_SIZE, make_target
 
 NUM_WORDS = 3072
-"""Of a reduced vocabulary."""
+"""Size of the reduced vocabulary."""
 _SLIDING = {"use_sliding_window": True, "sliding_window": 24}
 
 
@@ -38,7 +38,7 @@ class Pair:
     dtype: str = "float32"
     """Hybrids run in bfloat16 only on a CPU. Speculation itself changes tokens there, so it is on without honed too."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the engine."""
+    """Engine arguments."""
 
 
 def _reduce(folder: Path) -> None:
