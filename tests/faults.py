@@ -26,6 +26,7 @@ FAULTS = (
     "drafts past what a request can take",
     "drafts forgotten while a request sat out a step",
     "a step with fewer drafts than were accepted, in a hybrid on a CPU",
+    "a drafter that must be asked for all of its tokens",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",

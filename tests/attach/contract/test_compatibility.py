@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from honed.attach.contract.compatibility import can_shorten_block, can_skip_draft_pass, check, check_features, check_scheduler
+from honed.attach.contract.compatibility import (
+    SHORTENED,
+    can_shorten_block,
+    can_skip_draft_pass,
+    check,
+    check_features,
+    check_scheduler,
+)
 
 
 class Fits:
@@ -77,18 +85,19 @@ def test_a_renamed_parameter_is_named() -> None:
 def config(method: str = "dflash", pipeline: int = 1, tensor: int = 1, **speculative: Any) -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, **speculative),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, data_parallel_size=1),
     )
 
 
-def test_dflash_can_be_captured_and_swapped() -> None:
-    assert check_features(config()).capabilities == ("capture", "swap")
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "mtp"])
+def test_a_drafter_of_a_known_kind_can_be_captured_and_swapped(method: str) -> None:
+    assert check_features(config(method)).capabilities == ("capture", "swap")
 
 
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (config("eagle3"), "eagle3"),
+        (config("eagle"), "eagle"),
         (config(pipeline=2), "pipeline"),
         (SimpleNamespace(speculative_config=None), "--speculative-config"),
     ],
@@ -112,7 +121,7 @@ def test_a_length_that_vllm_itself_cuts_is_left_to_it() -> None:
     findings = check(Fits, config(enable_adaptive_verification=True), "0.33.0")
     assert findings.capabilities == ("events", "swap", "estimates")
     assert [limit.split(" is off")[0] for limit in findings.limits] == ["capture", "draft_length"]
-    eagle = check(Fits, config("eagle3", enable_adaptive_verification=True), "0.33.0")
+    eagle = check(Fits, config("eagle", enable_adaptive_verification=True), "0.33.0")
     assert (eagle.capabilities, eagle.is_known) == (("events", "estimates"), True)
 
 
@@ -156,8 +165,53 @@ def test_a_configuration_that_cannot_be_read_stops_capture_alone() -> None:
     [(False, 1, 1, True), (True, 1, 1, False), (False, 2, 1, False), (False, 1, 2, False)],
 )
 def test_a_block_is_shortened_where_it_saves_time_and_stalls_nobody(is_v2: bool, replicas: int, stages: int, can: bool) -> None:
-    parallel = SimpleNamespace(data_parallel_size=replicas, pipeline_parallel_size=stages)
-    assert can_shorten_block(SimpleNamespace(use_v2_model_runner=is_v2, parallel_config=parallel)) == can
+    given = config()
+    given.use_v2_model_runner = is_v2
+    given.parallel_config.data_parallel_size, given.parallel_config.pipeline_parallel_size = replicas, stages
+    assert can_shorten_block(given) == can
+
+
+@pytest.mark.fault("a drafter that must be asked for all of its tokens")
+@pytest.mark.parametrize(
+    ("method", "model_type", "can"),
+    [
+        *((method, "", True) for method in ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")),
+        *((method, "", False) for method in ("suffix", "medusa", "ngram_gpu", "extract_hidden_states", "custom_class", "new")),
+        ("mtp", "step3p5_mtp", False),
+    ],
+)
+def test_a_block_is_shortened_for_drafters_that_take_fewer_tokens(method: str, model_type: str, can: bool) -> None:
+    """The others of V1 assert that they are asked for K: the engine would end."""
+    draft_config = SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type))
+    given = config(method, draft_model_config=draft_config)
+    given.use_v2_model_runner = False
+    assert can_shorten_block(given) == can
+    given.speculative_config.parallel_drafting = True
+    assert can_shorten_block(given) == (method == "dflash"), "they make rows for K tokens in one pass"
+
+
+@pytest.mark.fault("a drafter that must be asked for all of its tokens")
+def test_what_is_said_of_drafters_is_so_in_vllms_code() -> None:
+    pytest.importorskip("vllm")
+    import importlib
+
+    proposers = {
+        "ngram": "ngram_proposer",
+        "suffix": "suffix_decoding",
+        "medusa": "medusa",
+        "ngram_gpu": "ngram_proposer_gpu",
+        "extract_hidden_states": "extract_hidden_states",
+        **dict.fromkeys(("draft_model", "eagle", "eagle3", "mtp", "dflash"), "llm_base_proposer"),
+    }
+    for method, module in proposers.items():
+        source = inspect.getsource(importlib.import_module(f"vllm.v1.spec_decode.{module}"))
+        assert ("assert num_speculative_tokens ==" in source) == (method not in SHORTENED), method
+
+
+def test_where_nothing_is_drafted_no_length_is_chosen() -> None:
+    findings = check(Fits, config("extract_hidden_states"), "0.32.0")
+    assert "draft_length" not in findings.capabilities
+    assert any("drafts nothing" in limit for limit in findings.limits)
 
 
 @pytest.mark.parametrize(
