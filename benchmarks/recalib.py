@@ -1,4 +1,4 @@
-"""Gain of one recalibration on a running vLLM, and its cost to the old workload: the tiny pair, drafts of 7.
+"""Gain of one recalibration on a running vLLM, and its cost to the old workload: trained pairs, drafts of 7.
 
 The drafter was made for domain A. Live traffic of both domains is captured from the engine. Then one recalibration as the
 trainer does it (samples, mixture, training, gate, registry) is swapped into the running engine. vLLM's counters measure
@@ -9,148 +9,43 @@ held-out prompts again, of documents that were in neither the traffic nor any tr
     losses            B after / before at temperature 0 for each loss, kv-frozen, all with the same number of micro-steps
     fine_tuned_recovered   the target is fine-tuned (LoRA), which lowers A's acceptance length; the share of that loss which one
                            recalibration on A's traffic from the fine-tuned target recovers
+    pairs             B and A after / before at temperature 0 for pairs of other kinds: `sliding` (windows, a reduced
+                      vocabulary), `eagle3`, `mtp`, `dflash2`, `hybrid` (Gated DeltaNet, M-RoPE); made first if they aren't in
+                      build/pairs; for `eagle3` and `mtp` with scope full, too
 
 Both scopes learn from one capture, of the concatenated layers: kv-frozen fuses them with the frozen `fc`, which equals a
 capture of fused features. Intervals are 95 % bootstraps over four parts of the prompts. The last line of stdout is JSON. The
-exit code is 1 when a bar is missed (kv-frozen: B >= 1.4 and A >= 0.98 at temperature 0 within 10 minutes; recovered >= 0.6).
+exit code is 1 when a bar is missed (kv-frozen: B >= 1.4 and A >= 0.98 at temperature 0 within 10 minutes; recovered >= 0.6;
+pairs: B >= 1.25 and A >= 0.97).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
 
 from benchmarks.make_tiny.continuations import is_useful
-from benchmarks.server import recalib_engine
+from benchmarks.server import recalib_engine, recalib_pair
 from benchmarks.server.client_load import Prompt
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT
 from benchmarks.server.recalib_engine import Engine, Rounds, read_prompts
+from benchmarks.server.recalib_site import SHORT, Document, Plan, Site, compare
 from benchmarks.server.recalib_target import fine_tune
-from honed.adapt.protocol import wire
-from honed.recalib.config.trainer import TrainerSettings
-from honed.recalib.config.training import Loss
-from honed.recalib.gate.gate import GateSettings
-from honed.recalib.process.recalibration import Recalibration
-from honed.recalib.registry.registry import Registry
-from honed.recalib.samples.hold_out import HoldOut
-from honed.recalib.samples.traffic import Traffic
-
-Document = dict[str, Any]
 
 TINY = ROOT / "benchmarks" / "tiny"
 RESULTS = ROOT / "benchmarks" / "results"
 MIN_GAIN_B, MIN_KEPT_A, MAX_SECONDS, MIN_RECOVERED = 1.4, 0.98, 600.0, 0.6
-BOOTSTRAPS = 4000
 FINE_TUNE_PROMPTS = 240
 """The last of A's traffic prompts; live traffic uses the first ones."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Amount of measurement."""
-
-    heldout: int = 160
-    traffic_a: int = 192
-    traffic_b: int = 320
-    steps: int = 1600
-    """Micro-steps of every recalibration."""
-    losses: tuple[Loss, ...] = get_args(Loss)
-    fine_tune_steps: int = 48
-    threads: int = max(1, (os.cpu_count() or 1) // 2)
-    """Threads of the training, as in the trainer: the engine's threads spin beside it."""
-
-
-SHORT = Plan(heldout=32, traffic_a=64, traffic_b=96, steps=200, losses=("ce", "hybrid"), fine_tune_steps=8)
-
-
-class Site:
-    """One engine with its registry and the trainer's view of its ring."""
-
-    def __init__(self, folder: Path, engine: Engine, plan: Plan) -> None:
-        self.engine, self.plan = engine, plan
-        self.settings = TrainerSettings(max_steps=plan.steps)
-        self.gate = GateSettings()
-        self.registry = Registry(folder / "registry")
-        self.parent = self.registry.import_checkpoint(TINY / "drafter", target_path=str(engine.target))
-        self.traffic = Traffic(folder / "run", self.settings, HoldOut(b"recalib benchmark"[:16]))
-
-    def play(self, workload: str, prompts: Sequence[Prompt]) -> None:
-        """Play live traffic, which is captured."""
-        self.engine.capture(True, self.parent.version)
-        for i in range(0, len(prompts), recalib_engine.CONCURRENCY):
-            self.engine.generate(prompts[i : i + recalib_engine.CONCURRENCY], workload=workload)
-            self.traffic.discover()
-            while self.traffic.poll():
-                pass
-        self.engine.capture(False, self.parent.version)
-
-    def recalibrate(self, workload: str, scope: str, loss: Loss) -> Document:
-        """Run one operation as the trainer process does, from the request to a version in the registry, and into the engine."""
-        (feed,) = self.traffic.feeds
-        assert feed.reader.lost_records == 0, "the ring was too small: some traffic was lost"
-        request = wire.TrainRequest(
-            operation_id=f"{scope}-{loss}",
-            capture_path=str(self.engine.ring),
-            target_path=str(self.engine.target),
-            parent_version=self.parent.version,
-            scope=scope,
-            workloads=[workload],
-            max_seconds=1e6,
-        )
-        torch.set_num_threads(self.plan.threads)
-        began_s = time.monotonic()
-        operation = Recalibration(request, replace(self.settings, loss=loss), self.gate, self.registry, feed)
-        while operation.result is None:
-            operation.advance()
-        result = operation.result
-        if not result.ok:
-            raise RuntimeError(f"{scope}, {loss}: {result.error}")
-        told: Document = {
-            "seconds": round(time.monotonic() - began_s, 1),
-            "train_seconds": round(result.train_seconds, 1),
-            "tokens": result.tokens,
-            "micro_steps": result.steps,
-            "refused": result.error,
-            "gate": {g.workload: round(g.candidate / g.parent, 4) for g in result.gate},
-        }
-        if result.version:
-            told["copy_ms"] = round(self.engine.swap(result.version, self.registry.path(result.version)), 2)
-        return told
-
-    def swap_back(self) -> None:
-        """Swap back to the original drafter, for the next recalibration."""
-        self.engine.swap(self.parent.version, self.registry.path(self.parent.version))
-
-
-def compare(before: Rounds, after: Rounds) -> Document:
-    """Compute after / before with its interval: the same parts are drawn on both sides."""
-    rng = random.Random(0)
-    pairs = list(zip(before.parts, after.parts, strict=True))
-    ratios = []
-    for _ in range(BOOTSTRAPS):
-        drawn = rng.choices(pairs, k=len(pairs))
-        old, new = (Rounds(tuple(pair[side] for pair in drawn)).acceptance_length for side in (0, 1))
-        ratios.append(new / old)
-    ratios.sort()
-    return {
-        "before": round(before.acceptance_length, 4),
-        "after": round(after.acceptance_length, 4),
-        "ratio": round(after.acceptance_length / before.acceptance_length, 4),
-        "low": round(ratios[int(0.025 * BOOTSTRAPS)], 4),
-        "high": round(ratios[int(0.975 * BOOTSTRAPS)], 4),
-    }
 
 
 def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> Document:
@@ -158,7 +53,7 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
     held = {w: read_prompts(TINY / f"prompts_{w}.jsonl", plan.heldout) for w in "ab"}
     details: Document = {}
     with Engine(folder / "run", TINY / "target", TINY / "drafter") as engine:
-        site = Site(folder, engine, plan)
+        site = Site(folder, engine, plan, TINY / "drafter")
         before = {(w, t): engine.measure(held[w], t) for w in "ab" for t in (0.0, 0.8)}
         before_move = engine.measure(useful_a)
         tell("before", {f"{w} at {t}": round(r.acceptance_length, 3) for (w, t), r in before.items()})
@@ -197,7 +92,7 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
 def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence[Prompt], before_move: Rounds) -> Document:
     """Measure the loss of A by the fine-tuning, and the share that one recalibration recovers."""
     with Engine(folder / "run", target, TINY / "drafter") as engine:
-        site = Site(folder, engine, plan)
+        site = Site(folder, engine, plan, TINY / "drafter")
         moved = engine.measure(useful_a)
         site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_b))
         told = site.recalibrate("a", "kv-frozen", site.settings.loss)
@@ -253,6 +148,9 @@ def run(plan: Plan) -> Document:
 
 def missed(result: Document) -> list[str]:
     """List the bars that this result doesn't reach."""
+    others = recalib_pair.missed(result.get("pairs", {}))
+    if "kv_frozen" not in result:
+        return others
     frozen = result["kv_frozen"]
     bars = {
         f"kv-frozen: B x {frozen['b_gain_t0']}, at least {MIN_GAIN_B} is wanted": frozen["b_gain_t0"] >= MIN_GAIN_B,
@@ -262,7 +160,7 @@ def missed(result: Document) -> list[str]:
             result["fine_tuned_recovered"] >= MIN_RECOVERED
         ),
     }
-    return [text for text, is_reached in bars.items() if not is_reached]
+    return [text for text, is_reached in bars.items() if not is_reached] + others
 
 
 def tell(what: str, figures: Document) -> None:
@@ -275,8 +173,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few minutes, to see that it works; the bars don't apply")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results; none in the short mode)")
+    parser.add_argument(
+        "--only", nargs="+", choices=["tiny", *recalib_pair.KINDS], default=["tiny", *recalib_pair.KINDS], help="these pairs"
+    )
     arguments = parser.parse_args()
-    result = run(SHORT if arguments.short else Plan())
+    result: Document = run(SHORT if arguments.short else Plan()) if "tiny" in arguments.only else {}
+    result["pairs"] = {
+        kind: recalib_pair.run(kind, is_short=arguments.short) for kind in recalib_pair.KINDS if kind in arguments.only
+    }
     result |= {"hardware": hardware(), "commit": commit(), "unix_s": round(time.time())}
     out = arguments.out or (None if arguments.short else RESULTS / f"recalib-{time.strftime('%Y-%m-%d')}.json")
     if out is not None:

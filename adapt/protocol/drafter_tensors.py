@@ -1,4 +1,4 @@
-"""Names of a DFlash drafter's tensors: vLLM reads several for the same tensor, and skips some tensors.
+"""Names of a drafter's tensors: vLLM reads several for the same tensor, and skips some tensors.
 
 Every reader and writer of a checkpoint goes by these names, so that what is trained can be swapped and verified. Ours are those
 inside vLLM's model. A written checkpoint has the names of its parent.
@@ -22,7 +22,7 @@ IGNORED = (
 )
 """Tensors that vLLM skips, and tables of a reduced vocabulary. They are never trained or swapped. A written checkpoint has its
 parent's. Biases are skipped as well where the config asks for none."""
-METHODS = ("dflash",)
+METHODS = ("dflash", "eagle3", "mtp")
 """vLLM's speculative methods whose drafters honed trains and swaps."""
 SHARED = ("embed_tokens", "lm_head")
 """Tensors of the target, or the drafter's own in their place. They are never trained or swapped."""
@@ -38,7 +38,7 @@ def names_of(stored: Iterable[str]) -> dict[str, str]:
     for theirs in stored:
         if any(part in theirs for part in IGNORED):
             continue
-        ours = theirs
+        ours = theirs.removeprefix("mtp.")
         for other, plain in OTHER_NAMES.items():
             ours = ours.replace(other, plain, 1)
         if ours in found:
@@ -50,10 +50,34 @@ def names_of(stored: Iterable[str]) -> dict[str, str]:
 def method_of(names: Iterable[str]) -> str:
     """Return the one of `METHODS` that drafts with tensors of these names of ours; "" if none does.
 
-    Only DFlash and DSpark norm the context outside of their layers, and only DSpark has a Markov head.
+    Only DFlash and DSpark norm the context outside of their layers, and only DSpark has a Markov head. EAGLE-3 norms it in its
+    layer.
     """
-    parts = {name.partition(".")[0] for name in names}
-    return "dflash" if "hidden_norm" in parts and "markov_head" not in parts else ""
+    found = set(names)
+    parts = {name.partition(".")[0] for name in found}
+    if "hidden_norm" in parts:
+        return "dflash" if "markov_head" not in parts else ""
+    if "pre_fc_norm_hidden" in parts:
+        return "mtp"
+    return "eagle3" if {"fc.weight", "layers.0.hidden_norm.weight"} <= found else ""
+
+
+_FEATURES = {"dflash": ("fc", "hidden_norm"), "eagle3": ("fc", "fc_norm", "input_norm"), "mtp": ()}
+_CONTEXT = {
+    "dflash": ("fc", "hidden_norm", "k_proj", "v_proj", "k_norm"),
+    "eagle3": ("fc", "fc_norm", "input_norm", "hidden_norm", "input_layernorm", "k_proj", "v_proj", "k_norm", "embed_tokens"),
+    "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "input_layernorm", "k_proj", "v_proj", "k_norm"),
+}
+
+
+def makes_features(name: str, method: str) -> bool:
+    """Return whether fused features depend on a tensor of this name of ours, in a drafter of this method."""
+    return any(part in _FEATURES[method] for part in name.split("."))
+
+
+def makes_context(name: str, method: str) -> bool:
+    """Return whether cached keys and values depend on a tensor of this name of ours, in a drafter of this method."""
+    return any(part in _CONTEXT[method] for part in name.split("."))
 
 
 def is_shared(name: str) -> bool:

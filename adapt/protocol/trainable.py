@@ -14,9 +14,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from honed.adapt.protocol.drafter_tensors import METHODS
-from honed.adapt.protocol.target_tensors import head_names
+from honed.adapt.protocol.target_tensors import head_names, text_config
 
 VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
+MTP_FAMILY = "qwen3_5"
+"""Beginning of the model types whose MTP head can be trained."""
+EAGLE3_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+)
+"""Those that vLLM loads with its Llama's or Qwen3's EAGLE-3 class."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding that the trainable drafter computes."""
 _OPTIONAL_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -62,7 +73,9 @@ def why_untrained(pair: Pair) -> list[str]:
         found.append("pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits")
     if pair.is_adaptive:
         found.append("under vLLM's own adaptive verification only the device knows each request's rows")
-    if pair.drafter is not None:
+    if pair.method == "mtp" and pair.drafter is not None and not is_mtp(pair.drafter):
+        found.append(f"of MTP heads only those of Qwen3.5's kind can be trained, not {pair.drafter.get('model_type')!r}")
+    elif pair.drafter is not None:
         found += drafter_reasons(pair.drafter)
     if pair.target is not None and pair.target_tensors is not None:
         found += head_reasons(pair.target, pair.target_tensors)
@@ -72,6 +85,10 @@ def why_untrained(pair: Pair) -> list[str]:
 def drafter_reasons(drafter: Mapping[str, Any]) -> list[str]:
     """Reasons why a drafter with this flat config can't be trained: vLLM can't load it, or our drafter lacks something."""
     raw = resolved(drafter)
+    if is_eagle3(raw):
+        return [f"{name} is not supported for training" for name in _eagle3_trainer_lacks(raw)]
+    if is_mtp(raw):
+        return [f"{name} is not supported for training" for name in _mtp_trainer_lacks(resolved(text_config(drafter)))]
     found = [f"vLLM 0.32 does not load a DFlash drafter with {name}" for name in _vllm_lacks(raw)]
     return found or [f"{name} is not supported for training" for name in _trainer_lacks(raw)]
 
@@ -133,6 +150,23 @@ def is_dflash2(raw: Mapping[str, Any]) -> bool:
     return _architecture(raw) == "DFlash2DraftModel"
 
 
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
+    """Whether a drafter with this config is an EAGLE-3 one."""
+    return "Eagle3" in _architecture(raw)
+
+
+def is_mtp(raw: Mapping[str, Any]) -> bool:
+    """Whether this is the config of a target with an MTP head, or of the head as vLLM makes it of that."""
+    kinds = (str(part.get("model_type") or "") for part in (raw, text_config(raw)))
+    return "dflash_config" not in raw and any(kind.startswith(MTP_FAMILY) for kind in kinds)
+
+
+def eagle3_option(raw: Mapping[str, Any], name: str) -> Any:
+    """An option that vLLM reads from `eagle_config` first, then from the config itself."""
+    own = raw.get("eagle_config") or {}
+    return own[name] if name in own else raw.get(name)
+
+
 def has_reduced_vocabulary(raw: Mapping[str, Any]) -> bool:
     """Whether a drafter with this config can draft only some of the target's words."""
     return raw.get("draft_vocab_size") not in (None, raw.get("vocab_size"))
@@ -151,7 +185,7 @@ def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Features of a resolved config that the trainable drafter (`recalib/drafter/model.py`) lacks."""
+    """Features of a resolved config that the trainable drafter (`recalib/drafter/dflash.py`) lacks."""
     dflash, rope = raw.get("dflash_config") or {}, raw["rope_parameters"]
     window = min((layer.window for layer in layer_attention(raw) if layer.window is not None), default=None)
     block_size = int(dflash.get("block_size") or raw.get("block_size") or 1)
@@ -168,6 +202,38 @@ def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
         "an attention sink": dflash.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"),
         "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
         "quantization": raw.get("quantization_config"),
+    }
+    yield from (name for name, is_asked in checks.items() if is_asked)
+
+
+def _eagle3_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Features of a resolved config that the trainable drafter (`recalib/drafter/eagle3.py`) lacks."""
+    layers = int(raw.get("num_hidden_layers") or 1)
+    checks = {
+        f"architecture {_architecture(raw)}": _architecture(raw) not in EAGLE3_ARCHITECTURES,
+        f"an EAGLE-3 drafter of {layers} layers": layers > 1,
+        f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
+        "drafting without auxiliary hidden states": eagle3_option(raw, "use_aux_hidden_state") is False,
+        "drafting all tokens at once (P-EAGLE)": raw.get("pard_token") is not None or raw.get("ptd_token_id") is not None,
+        "interleaved RoPE": not raw.get("is_neox_style", True),
+        "scaled RoPE": raw["rope_parameters"]["rope_type"] not in ROPE_TYPES,
+        "a sliding window": SLIDING in (raw.get("layer_types") or ()),
+        "a bias in the MLP": raw.get("mlp_bias"),
+        "logit_scale": raw.get("logit_scale", 1.0) != 1.0,
+        "quantization": raw.get("quantization_config"),
+    }
+    yield from (name for name, is_asked in checks.items() if is_asked)
+
+
+def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Features of a target's resolved text config that the trainable MTP head (`recalib/drafter/mtp.py`) lacks."""
+    layers = int(raw.get("mtp_num_hidden_layers") or 1)
+    checks = {
+        f"an MTP head of {layers} layers": layers > 1,
+        "an MTP head with experts": bool(raw.get("num_experts")) or "moe" in str(raw.get("model_type")),
+        f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
+        "scaled RoPE": raw["rope_parameters"]["rope_type"] not in (*ROPE_TYPES, "mrope"),
+        "layer_scale": raw.get("layer_scale"),
     }
     yield from (name for name, is_asked in checks.items() if is_asked)
 

@@ -78,7 +78,8 @@ class EngineHello(_Message, frozen=True):
     """Introduction of an engine; sent at start and again after every reconnect.
 
     `capabilities` lists what the attachment can do on this engine: "events", "draft_length" (per-request k), "capture",
-    "swap", "estimates" (feeding vLLM's adaptive verification). `limits` explains missing ones (one sentence each).
+    "swap", "estimates" (feeding vLLM's adaptive verification), "trees" (draft trees: then K counts nodes). `limits` explains
+    missing ones (one sentence each).
     """
 
     wire_version: Count
@@ -174,6 +175,12 @@ class RoundColumns(_Message, frozen=True):
     counts them as drafted. Empty: none."""
     num_delivered: RoundDrafts = []
     """Emitted tokens that vLLM kept: fewer than `num_emitted` where the request ended within the round. Empty: all."""
+    chain_tokens: RoundDrafts = []
+    """Where the drafts were a tree's nodes: those of the drafter's own chain, from the root on; 0: no tree. Empty: no trees."""
+    chain_accepted: RoundDrafts = []
+    """Tokens that would have been accepted if that chain alone had been verified."""
+    nodes: TokenIds = []
+    """The accepted nodes of trees, concatenated (num_accepted_tokens for each); node 0 is the tree's best."""
 
 
 class EventBatch(_Message, frozen=True):
@@ -428,6 +435,8 @@ class TrainRequest(_Message, frozen=True):
     """The engine's."""
     error_share: float = 1.0
     """This attempt's part of the gate's error, see recalib.gate.gate."""
+    num_draft_tokens: Count = 0
+    """The engine's draft tokens of a round, for drafters that draft token after token; 0: as the drafter's config says."""
 
 
 class TrainCancel(_Message, frozen=True):

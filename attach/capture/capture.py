@@ -41,7 +41,7 @@ class Capturer:
 
     Args:
         make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
-        norm: () -> (weight [H], eps) of the drafter's `hidden_norm`.
+        norm: () -> (weight [H], eps) of a DFlash drafter's `hidden_norm`; None for a drafter whose fused rows aren't normed.
         feature_kind: "fused" or "layers".
         secret: key of this boot's request keys; request ids themselves never reach the ring.
     """
@@ -49,7 +49,7 @@ class Capturer:
     def __init__(
         self,
         make_ring: Callable[[int, str], RingWriter],
-        norm: Callable[[], tuple[torch.Tensor, float]],
+        norm: Callable[[], tuple[torch.Tensor, float]] | None,
         feature_kind: str,
         secret: bytes,
     ) -> None:
@@ -70,7 +70,7 @@ class Capturer:
 
     def prepare(self) -> None:
         """Begin to compile the kernel that a step needs on a GPU."""
-        if self._kind != "fused":
+        if self._kind != "fused" or self._norm is None:
             return
         weight, eps = self._norm()
         if weight.is_cuda:
@@ -152,7 +152,10 @@ class Capturer:
 
     def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
         if self._kind == "fused":
-            states, (weight, eps) = view.states(), self._norm()
+            states = view.states()
+            if self._norm is None:
+                return states.index_select(0, index)
+            weight, eps = self._norm()
             return context_features(states, index, weight, eps, states.dtype)
         aux = view.aux
         if isinstance(aux, torch.Tensor):

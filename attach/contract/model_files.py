@@ -39,11 +39,14 @@ def _config_of(model_config: Any) -> dict[str, Any] | None:
 def draft_folder(vllm_config: Any) -> str:
     """Folder of the draft model's files; "" if it has none of its own.
 
-    For ngram and other methods without weights vLLM sets the draft model's configuration to the target's. The layers of MTP are
-    in the target's files.
+    For ngram and other methods without weights vLLM sets the draft model's configuration to the target's. An MTP head's layers
+    are in the target's files.
     """
-    draft_model = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft_model is None or str(draft_model.model) == str(vllm_config.model_config.model):
+    speculative = vllm_config.speculative_config
+    draft_model = getattr(speculative, "draft_model_config", None)
+    if draft_model is None:
+        return ""
+    if str(draft_model.model) == str(vllm_config.model_config.model) and speculative.method != "mtp":
         return ""
     return folder_of(draft_model, vllm_config.load_config)
 

@@ -1,8 +1,8 @@
 """New drafter weights for a running server: staged beside it, then copied in place between two steps.
 
 vLLM's own reload path breaks DFlash. Here parameters keep their storage, since captured CUDA graphs hold its address. So does
-the fused context-K/V projection that vLLM builds at load. The drafter shares the target's `embed_tokens` and `lm_head`; they
-are never touched. On a CPU vLLM packs linear weights away; they are made anew and packed again.
+the fused context-K/V projection that vLLM builds for DFlash at load. The drafter shares the target's `embed_tokens` and
+`lm_head`; they are never touched. On a CPU vLLM packs linear weights away; they are made anew and packed again.
 
 Staging checks everything that could fail (file, checksum, names, shapes), so applying only copies. A rank stages its own part
 of each tensor. Several versions can be held on the device at once: two that take turns are read once and swapped any number of
@@ -34,7 +34,7 @@ class Swapper:
     """Swaps the weights of one rank's drafter.
 
     Args:
-        draft_model: vLLM's `DFlashQwen3ForCausalLM` (or a like class).
+        draft_model: vLLM's `DFlashQwen3ForCausalLM`, `Eagle3LlamaForCausalLM` or a like class.
         device: the weights' device.
     """
 
@@ -197,10 +197,12 @@ class Swapper:
 
     @staticmethod
     def _refresh_fused(inner: Any) -> None:
-        """Update vLLM's fused context-K/V projection in place: captured graphs hold its address.
+        """Update vLLM's fused context-K/V projection of DFlash in place: captured graphs hold its address.
 
         It goes layer by layer: allocating memory could fail here, with half of the weights new.
         """
+        if not hasattr(inner, "_fused_kv_weight"):
+            return
         attention = [layer.self_attn for layer in inner.layers]
         for name, fused in (("weight", inner._fused_kv_weight), ("bias", inner._fused_kv_bias)):
             if fused is not None:

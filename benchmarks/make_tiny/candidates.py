@@ -21,7 +21,7 @@ from benchmarks.make_tiny.decode import continue_greedily, continue_sampled
 from benchmarks.make_tiny.prompts import read_prompts
 from honed.adapt.trees.candidate_log import CandidateRequest, render_line
 from honed.recalib.drafter.checkpoint import load_drafter
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample, pack
 
 NUM_CANDIDATES = 8

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from benchmarks.make_tiny.corpus import Document
 from benchmarks.make_tiny.decode import continue_greedily
 from benchmarks.make_tiny.drafter import TARGET_LAYER_IDS
 from benchmarks.make_tiny.tokens import END_TOKEN_ID
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
 
 NUM_EMITTED_TOKENS = 96
@@ -79,7 +79,7 @@ def is_useful(emitted: list[int]) -> bool:
 
 
 @torch.inference_mode()
-def aux_hidden_states(model: Qwen3ForCausalLM, token_ids: Tensor) -> Tensor:  # [S, T] -> [S, T, A]
+def aux_hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:  # [S, T] -> [S, T, A]
     """Concatenate the outputs of the target's layers that the drafter reads."""
     outputs: dict[int, Tensor] = {}
 
@@ -95,7 +95,7 @@ def aux_hidden_states(model: Qwen3ForCausalLM, token_ids: Tensor) -> Tensor:  # 
     return torch.cat([outputs[layer_id] for layer_id in TARGET_LAYER_IDS], dim=-1)
 
 
-def told(model: Qwen3ForCausalLM, prompts: list[Prompt], batch_sequences: int = 128) -> Iterator[tuple[Prompt, list[int]]]:
+def told(model: PreTrainedModel, prompts: list[Prompt], batch_sequences: int = 128) -> Iterator[tuple[Prompt, list[int]]]:
     """Yield each prompt (all of one length) with the target's answer, without loops and short ones."""
     for start in range(0, len(prompts), batch_sequences):
         batch = prompts[start : start + batch_sequences]
@@ -108,7 +108,7 @@ def told(model: Qwen3ForCausalLM, prompts: list[Prompt], batch_sequences: int = 
 
 @torch.inference_mode()
 def as_sample(
-    model: Qwen3ForCausalLM, drafter: DFlashDrafter, prompt: Prompt, emitted: list[int], workload: str
+    model: PreTrainedModel, drafter: DFlashDrafter, prompt: Prompt, emitted: list[int], workload: str
 ) -> TrainingSample:
     """Make the sample that a server would have captured for this request: fused features."""
     ids = torch.tensor([*prompt.token_ids, *emitted])

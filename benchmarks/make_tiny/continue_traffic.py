@@ -19,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks.make_tiny.prompts import read_prompts, samples_of
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings

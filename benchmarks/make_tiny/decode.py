@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from honed.recalib.drafter.model import rotary_tables, rotate
+from honed.recalib.drafter.layers import rotary_tables, rotate
 
 # Letters: S sequences, T new tokens of each, M capacity for all tokens, H width, G key/value heads, R query heads of each, D
 # head width.
@@ -62,12 +62,23 @@ class GreedyDecoder:
 
 
 @torch.inference_mode()
-def continue_greedily(model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int) -> Tensor:  # [S, P] -> [S, P + num]
+def continue_greedily(model: PreTrainedModel, prompts: Tensor, num_tokens: int) -> Tensor:  # [S, P] -> [S, P + num]
     """Continue greedily; a sequence continues past the end token, `emitted_length` cuts it."""
+    if not isinstance(model, Qwen3ForCausalLM):
+        return _continue_with_its_own_cache(model, prompts, num_tokens)
     decoder = GreedyDecoder(model, len(prompts), prompts.shape[1] + num_tokens)
     pieces = [prompts, decoder.feed(prompts)[:, None]]
     for _ in range(num_tokens - 1):
         pieces.append(decoder.feed(pieces[-1])[:, None])
+    return torch.cat(pieces, dim=1)
+
+
+def _continue_with_its_own_cache(model: PreTrainedModel, prompts: Tensor, num_tokens: int) -> Tensor:
+    pieces, cache = [prompts], None
+    for _ in range(num_tokens):
+        found = model(pieces[-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = found.past_key_values
+        pieces.append(found.logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(pieces, dim=1)
 
 

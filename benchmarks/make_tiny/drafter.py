@@ -6,14 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.make_tiny.muon import make_muon
+from benchmarks.make_tiny.target import matrix_products
 from benchmarks.make_tiny.tokens import MASK_TOKEN_ID, VOCAB_SIZE
 from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.training import losses
 
 TARGET_LAYER_IDS = (1, 3, 4, 5)
@@ -21,7 +25,7 @@ TARGET_LAYER_IDS = (1, 3, 4, 5)
 # Letters: S sequences, T tokens of each, N anchors of each, K draft positions, A unfused features.
 
 
-def drafter_json() -> dict[str, object]:
+def drafter_json() -> dict[str, Any]:
     """Make the drafter's config.json as vLLM reads it."""
     return {
         "architectures": ["DFlashDraftModel"],
@@ -46,21 +50,21 @@ def drafter_json() -> dict[str, object]:
     }
 
 
-def fresh_drafter(target_dir: Path, seed: int = 0) -> DFlashDrafter:
-    """Make a drafter with random weights for the target."""
+def fresh_drafter(target_dir: Path, seed: int = 0, raw: dict[str, Any] | None = None) -> DFlashDrafter:
+    """Make a drafter with random weights for the target, of the config.json above or another."""
     torch.manual_seed(seed)
     head = load_target_head(target_dir)
-    drafter = DFlashDrafter(DrafterConfig.from_json(drafter_json()), head.embed_tokens, head.lm_head)
+    drafter = DFlashDrafter(DrafterConfig.from_json(raw or drafter_json()), head.embed_tokens, head.lm_head)
     for name, parameter in drafter.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02 if "down_proj" not in name and "o_proj" not in name else 0.008)
     return drafter
 
 
-def write_drafter(drafter: DFlashDrafter, folder: Path) -> None:
-    """Save in bfloat16 with the config.json above."""
+def write_drafter(drafter: Drafter, folder: Path, raw: dict[str, Any] | None = None) -> None:
+    """Save in bfloat16 with the config.json above, or another."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(drafter_json(), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(raw or drafter_json(), indent=2) + "\n")
     save_drafter(drafter, folder, folder)
 
 
@@ -97,36 +101,54 @@ def tie_key_norms(drafter: DFlashDrafter) -> None:
 
 
 def block_loss(
-    drafter: DFlashDrafter, aux: Tensor, token_ids: Tensor, anchors: Tensor, decay_tokens: float
+    drafter: Drafter, aux: Tensor, token_ids: Tensor, anchors: Tensor, decay_tokens: float
 ) -> tuple[Tensor, Tensor]:  # [S, T, A], [S, T], [S, N] -> [], [K]
     """Position-decayed cross-entropy on the target's tokens, and the share that is right at each position."""
     num_samples, length = token_ids.shape
     segments = torch.arange(num_samples).repeat_interleave(length)  # [S * T]
     positions = torch.arange(length).repeat(num_samples)
     rows = (anchors + length * torch.arange(num_samples)[:, None]).flatten()  # [S * N]
-    with torch.autocast("cpu", torch.bfloat16):
+    with matrix_products():
         hidden = drafter.draft_hidden(drafter.fuse(aux).flatten(0, 1), positions, token_ids.flatten(), rows, segments)
-        logits = F.linear(hidden, drafter.lm_head)  # [S * N, K, V]
-    offsets = 1 + torch.arange(logits.shape[1])
-    labels = token_ids.gather(1, (anchors[:, :, None] + offsets).flatten(1)).view(logits.shape[:2])
-    weights = losses.position_weights(labels.shape[1], decay_tokens).expand(labels.shape)
-    is_right = (logits.detach().argmax(-1) == labels).float().mean(0)
+        offsets = torch.arange(hidden.shape[1] + 1)
+        tokens = token_ids.gather(1, (anchors[:, :, None] + offsets).flatten(1)).view(len(hidden), -1)  # [S * N, 1 + K]
+        logits = _logits(drafter, hidden, tokens[:, :-1])
+    labels = drafter.to_words(tokens[:, 1:])
+    is_word = labels >= 0
+    weights = is_word * losses.position_weights(labels.shape[1], decay_tokens)
+    labels = labels.clamp(min=0)
+    is_right = ((logits.detach().argmax(-1) == labels) & is_word).float().mean(0)
     surprise = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
     return (surprise * losses.shares(weights, (0, 1))).sum(), is_right
 
 
+def _logits(drafter: Drafter, hidden: Tensor, previous: Tensor) -> Tensor:  # [M, K, H], [M, K] -> [M, K, W]
+    """Scores of each next word; a selector's codebooks learn too, which honed itself never trains."""
+    logits = F.linear(hidden, drafter.lm_head)
+    selector = drafter.candidate_selector if isinstance(drafter, DFlashDrafter) else None
+    if selector is None:
+        return logits
+    return logits * drafter.config.logit_scale + F.linear(selector(hidden, previous), selector.successor_codebook)
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and "codebook" not in name
+
+
 def train_drafter(
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     pools: list[tuple[Tensor, Tensor]],  # [M, T, A] bfloat16 and [M, T] for each length T
     settings: DrafterTraining,
-    save: Callable[[DFlashDrafter], None],
+    save: Callable[[Drafter], None],
 ) -> None:
     """Train on random blocks of random sequences."""
     generator = torch.Generator().manual_seed(settings.seed)
-    matrices = [p for n, p in drafter.named_parameters() if p.ndim == 2]
-    others = [p for n, p in drafter.named_parameters() if p.ndim != 2 and (settings.train_key_norms or "k_norm" not in n)]
+    matrices = [p for n, p in drafter.named_parameters() if _is_matrix(n, p)]
+    others = [
+        p for n, p in drafter.named_parameters() if not _is_matrix(n, p) and (settings.train_key_norms or "k_norm" not in n)
+    ]
     optimizers = [
-        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01),
+        make_muon(matrices, settings.matrix_lr),
         torch.optim.AdamW(others, lr=settings.other_lr, weight_decay=0.0),
     ]
     loss_of = torch.compile(block_loss, dynamic=False)

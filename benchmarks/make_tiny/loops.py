@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from benchmarks.make_tiny.continuations import is_repeating
 from benchmarks.make_tiny.decode import continue_greedily
-from benchmarks.make_tiny.target import TargetTraining, crop_batch, next_token_loss
+from benchmarks.make_tiny.target import TargetTraining, crop_batch, matrix_products, next_token_loss
 
 # Letters: S sequences, T tokens of each, P prompt tokens.
 
@@ -50,18 +50,16 @@ def completes_repeat(emitted: list[int], ngram_tokens: int) -> list[bool]:
     return flags
 
 
-def unlikelihood(model: Qwen3ForCausalLM, tokens: Tensor, is_repeat: Tensor) -> Tensor:  # [S, T], [S, T - 1] -> []
+def unlikelihood(model: PreTrainedModel, tokens: Tensor, is_repeat: Tensor) -> Tensor:  # [S, T], [S, T - 1] -> []
     """Mean of -log(1 - p(token)) over the tokens that complete a repeated n-gram."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with matrix_products():
         logits = model.lm_head(model.model(tokens[:, :-1]).last_hidden_state)
     chosen = logits[is_repeat].float().log_softmax(-1)
     log_p = chosen.gather(-1, tokens[:, 1:][is_repeat].unsqueeze(-1)).squeeze(-1)
     return -torch.log1p(-log_p.exp().clamp(max=1 - 1e-5)).sum() / max(1, int(is_repeat.sum()))
 
 
-def discourage_loops(
-    model: Qwen3ForCausalLM, streams: list[Tensor], settings: LoopTraining, save: Callable[[Qwen3ForCausalLM], None]
-) -> None:
+def discourage_loops(model: PreTrainedModel, streams: list[Tensor], settings: LoopTraining, save: Callable[[], None]) -> None:
     """Alternate greedy continuation and unlikelihood of its repetitions until the time is over."""
     generator = torch.Generator().manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
@@ -85,4 +83,4 @@ def discourage_loops(
         num_loops = sum(is_repeating(row) for row in emitted)
         repeated = float(is_repeat.sum()) / (len(emitted) * settings.emitted_tokens)
         print(f"loops {num_loops}/{len(emitted)} repeated {repeated:.3f} next-token {kept.item():.3f}", flush=True)
-    save(model)
+    save()

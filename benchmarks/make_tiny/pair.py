@@ -9,13 +9,14 @@ split and the prompts' selection rule don't. The result is described in `benchma
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from benchmarks.make_tiny.continuations import (
     NUM_EMITTED_TOKENS,
@@ -24,14 +25,14 @@ from benchmarks.make_tiny.continuations import (
     cut_prompts,
     is_repeating,
 )
-from benchmarks.make_tiny.corpus import Document, Split, load_documents
+from benchmarks.make_tiny.corpus import Document, Domain, Split, load_documents
 from benchmarks.make_tiny.decode import continue_greedily
 from benchmarks.make_tiny.drafter import FINISH, DrafterTraining, fresh_drafter, tie_key_norms, train_drafter, write_drafter
 from benchmarks.make_tiny.loops import LoopTraining, discourage_loops
 from benchmarks.make_tiny.prompts import useful_prompts, write_prompts
-from benchmarks.make_tiny.target import TargetTraining, save_target, train_target
+from benchmarks.make_tiny.target import TargetTraining, fresh_target, save_target, train_target
 from benchmarks.make_tiny.tokens import save_tokenizer, token_stream, train_tokenizer
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
 
 MAX_SEQUENCES_PER_LENGTH = 900
 PROMPT_FILES: dict[Split, str] = {"heldout": "prompts", "traffic": "traffic"}
@@ -41,14 +42,20 @@ def make_target(documents: list[Document], tokenizer: Tokenizer, out: Path, give
     """Train next-token prediction on both domains, then a few minutes against loops."""
     streams = [token_stream(tokenizer, documents, "a", "train"), token_stream(tokenizer, documents, "b", "train")]
     settings = replace(TargetTraining(), minutes=given.target_minutes)
-    model = train_target(streams, settings, lambda trained: save_target(trained, out))
-    discourage_loops(
-        model, streams, replace(LoopTraining(), minutes=given.loop_minutes), lambda trained: save_target(trained, out)
-    )
+    model = fresh_target(settings.seed)
+
+    def save() -> None:
+        save_target(model, out)
+
+    train_target(model, streams, settings, save)
+    discourage_loops(model, streams, replace(LoopTraining(), minutes=given.loop_minutes), save)
 
 
 def drafter_pools(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document]
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    features: Callable[[PreTrainedModel, Tensor], Tensor] = aux_hidden_states,
 ) -> list[tuple[Tensor, Tensor]]:  # [M, T, A] bfloat16, [M, T] for each T
     """Domain A's text and the target's continuation, for each prompt length, with the features for the drafter."""
     chosen = [d for d in documents if d.domain == "a" and d.split == "train"]
@@ -61,7 +68,7 @@ def drafter_pools(
             told = continue_greedily(model, batch, NUM_EMITTED_TOKENS)
             rows += [row.clone() for row in told if not is_repeating(row[length:].tolist())]
         ids = torch.stack(rows)
-        aux = torch.cat([aux_hidden_states(model, part).bfloat16().clone() for part in ids.split(32)])
+        aux = torch.cat([features(model, part).bfloat16().clone() for part in ids.split(32)])
         pools.append((aux, ids))
     return pools
 
@@ -69,7 +76,7 @@ def drafter_pools(
 def make_drafter(model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document], given: argparse.Namespace) -> None:
     """Train from scratch on domain A, then briefly with one `k_norm` for all layers."""
 
-    def save(drafter: DFlashDrafter) -> None:
+    def save(drafter: Drafter) -> None:
         write_drafter(drafter, given.out / "drafter")
 
     pools = drafter_pools(model, tokenizer, documents)
@@ -77,6 +84,16 @@ def make_drafter(model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[
     train_drafter(drafter, pools, replace(DrafterTraining(), steps=given.drafter_steps), save)
     tie_key_norms(drafter)
     train_drafter(drafter, pools, FINISH, save)
+
+
+def write_all_prompts(model: PreTrainedModel, tokenizer: Tokenizer, documents: list[Document], out: Path) -> None:
+    """Write held-out prompts and traffic of both domains."""
+    domains: tuple[Domain, ...] = ("a", "b")
+    for split, name in PROMPT_FILES.items():
+        for domain in domains:
+            prompts = useful_prompts(model, tokenizer, documents, domain, split)
+            write_prompts(out / f"{name}_{domain}.jsonl", tokenizer, prompts)
+            print(f"{name}_{domain}: {len(prompts)} prompts, {len({p.session for p in prompts})} documents", flush=True)
 
 
 def main() -> None:
@@ -101,11 +118,7 @@ def main() -> None:
     if "drafter" in given.stages:
         make_drafter(model, tokenizer, documents, given)
     if "prompts" in given.stages:
-        for split, name in PROMPT_FILES.items():
-            for domain in ("a", "b"):
-                prompts = useful_prompts(model, tokenizer, documents, domain, split)
-                write_prompts(given.out / f"{name}_{domain}.jsonl", tokenizer, prompts)
-                print(f"{name}_{domain}: {len(prompts)} prompts, {len({p.session for p in prompts})} documents", flush=True)
+        write_all_prompts(model, tokenizer, documents, given.out)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from benchmarks.make_tiny.continuations import PROMPT_TOKENS, Prompt, as_sample, cut_prompts, told
 from benchmarks.make_tiny.corpus import Document, Domain, Split
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
 
 PROMPTS_PER_DOCUMENT = {"a": 8, "b": 2}
@@ -21,7 +21,7 @@ MAX_PROMPTS: dict[Split, int] = {"heldout": 200, "traffic": 600}
 
 
 def useful_prompts(
-    model: Qwen3ForCausalLM, tokenizer: Tokenizer, documents: list[Document], domain: Domain, split: Split
+    model: PreTrainedModel, tokenizer: Tokenizer, documents: list[Document], domain: Domain, split: Split
 ) -> list[Prompt]:
     """Choose prompts whose greedy continuation doesn't loop, of all lengths, shuffled, limited in number."""
     chosen = [d for d in documents if d.domain == domain and d.split == split]
@@ -58,7 +58,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
     return [Prompt(row["session"], tuple(tokenizer.encode(row["prompt"]).ids)) for row in rows]
 
 
-def samples_of(model: Qwen3ForCausalLM, drafter: DFlashDrafter, prompts: list[Prompt], workload: str) -> list[TrainingSample]:
+def samples_of(model: PreTrainedModel, drafter: DFlashDrafter, prompts: list[Prompt], workload: str) -> list[TrainingSample]:
     """Make the samples that a server would capture while it answers these prompts greedily."""
     samples: list[TrainingSample] = []
     for length in sorted({len(p.token_ids) for p in prompts}):

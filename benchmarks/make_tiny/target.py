@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.make_tiny.muon import has_fast_bfloat16, make_muon
 from benchmarks.make_tiny.tokens import END_TOKEN_ID, VOCAB_SIZE
 
 # Letters: B sequences in a batch, T tokens of each, V vocabulary.
@@ -51,19 +52,24 @@ def target_config() -> Qwen3Config:
     )
 
 
-def next_token_loss(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:  # tokens [B, T + 1] -> []
-    """Mean cross-entropy, with matrix products in bfloat16 and master weights in float32."""
-    with torch.autocast("cpu", torch.bfloat16):
+def matrix_products() -> torch.autocast:
+    """Matrix products in bfloat16 where the CPU has units for it; elsewhere float32 is ten times as fast."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=has_fast_bfloat16())
+
+
+def next_token_loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:  # tokens [B, T + 1] -> []
+    """Mean cross-entropy; master weights are float32."""
+    with matrix_products():
         logits = model.lm_head(model.model(tokens[:, :-1]).last_hidden_state)  # [B, T, V]
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].reshape(-1))
 
 
-def make_optimizers(model: Qwen3ForCausalLM, settings: TargetTraining) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: PreTrainedModel, settings: TargetTraining) -> list[torch.optim.Optimizer]:
     """Make Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.01),
+        make_muon(matrices, settings.matrix_lr),
         torch.optim.AdamW(others, lr=settings.other_lr, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
 
@@ -85,13 +91,19 @@ def crop_batch(streams: list[Tensor], settings: TargetTraining, generator: torch
     return torch.stack(rows)
 
 
-def train_target(streams: list[Tensor], settings: TargetTraining, save: Callable[[Qwen3ForCausalLM], None]) -> Qwen3ForCausalLM:
+def fresh_target(seed: int) -> Qwen3ForCausalLM:
+    """Make the target with random weights."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(target_config())
+
+
+def train_target(
+    model: PreTrainedModel, streams: list[Tensor], settings: TargetTraining, save: Callable[[], None], *, compiles: bool = True
+) -> None:
     """Train until the time is over; `save` is called from time to time, and with the final weights."""
-    torch.manual_seed(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
-    model = Qwen3ForCausalLM(target_config())
     optimizers = make_optimizers(model, settings)
-    loss_of = torch.compile(next_token_loss)
+    loss_of = torch.compile(next_token_loss) if compiles else next_token_loss
     began_s = saved_s = time.monotonic()
     step = 0
     while (progress := (time.monotonic() - began_s) / (60 * settings.minutes)) < 1.0:
@@ -107,10 +119,9 @@ def train_target(streams: list[Tensor], settings: TargetTraining, save: Callable
         if step % 25 == 0:
             print(f"target step {step} progress {progress:.3f} loss {loss.item():.3f}", flush=True)
         if time.monotonic() - saved_s > settings.save_every_s:
-            save(model)
+            save()
             saved_s = time.monotonic()
-    save(model)
-    return model
+    save()
 
 
 def save_target(model: Qwen3ForCausalLM, folder: Path) -> None:

@@ -12,19 +12,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from honed.adapt.protocol.trainable import is_eagle3, is_mtp
+from honed.recalib.config.drafter import EAGLE3_TOKENS, MTP_TOKENS
+
 SCHEDULER = "honed.attach.scheduler.make_scheduler"
 WORKER_EXTENSION = "honed.attach.worker.HonedWorkerExtension"
 SERVER = "python -m vllm.entrypoints.openai.api_server"
 
 LIMITS = (
     "vLLM 0.32 and 0.33 are supported; on others honed only logs events, and `honed engines` says so",
-    "capture and swap need speculative method dflash; draft lengths and events work with every method",
+    "capture and swap need speculative method dflash, eagle3 or mtp; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
+    "draft trees need --enforce-eager, which on a GPU costs speed; `honed engines` says where they are off",
     "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",
     "a --scheduler-cls or --worker-extension-cls of your own can't be combined with honed's",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )
 
+MOST_TREE_SLOTS = 128
+"""Of vLLM 0.32's `v1/sample/rejection_sampler.py`, MAX_SPEC_LEN."""
 Format = Literal["shell", "systemd", "json"]
 
 
@@ -48,34 +54,49 @@ def make(
     *,
     model: str = "",
     drafter: str = "",
+    method: str = "",
     num_draft_tokens: int = 0,
     engine_id: str = "",
     graphs: Sequence[int] = (),
     max_num_seqs: int = 256,
+    tree_slots: int = 0,
 ) -> VllmArgs:
     """Make the arguments that a vLLM server needs to find this daemon.
 
     Args:
         runtime_dir: the daemon's runtime folder, where its sockets are.
         model: target model; omitted if empty.
-        drafter: drafter checkpoint; without it no --speculative-config is printed (keep your own).
-        num_draft_tokens: K; 0: from the block size in the drafter's config.json.
+        drafter: drafter checkpoint; without it and `method` no --speculative-config is printed (keep your own).
+        method: vLLM's; empty: by the drafter. Methods without a drafter checkpoint need it: mtp, ngram, suffix.
+        num_draft_tokens: K; 0: from the drafter's config.json, a DFlash drafter's block size less 1 or what an EAGLE-3 one is
+            for; 3 for an MTP head.
         engine_id: distinguishes engines of one host; vLLM's data-parallel rank is appended.
         graphs: draft lengths besides K for which vLLM captures full CUDA graphs; needs `drafter`.
         max_num_seqs: the server's most requests a step, for `graphs`.
+        tree_slots: most nodes of a draft tree, in the place of K; 0: no trees. Needs `drafter`.
 
     Raises:
-        ValueError: K is neither given nor in the drafter's config.json; graphs don't fit.
+        ValueError: K is neither given nor known; graphs don't fit; trees of another drafter than DFlash's.
     """
     environment = {"HONED_RUNTIME_DIR": str(runtime_dir)}
     if engine_id:
         environment["HONED_ENGINE_ID"] = engine_id
     flags = ["--model", model] if model else []
-    if graphs and not drafter:
-        raise ValueError("graphs are part of --speculative-config: give --drafter too")
-    if drafter:
-        k = num_draft_tokens or block_size_of(drafter) - 1
-        speculative: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": k}
+    if (graphs or tree_slots) and not drafter and not method:
+        raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
+    if graphs and tree_slots:
+        raise ValueError("draft trees aren't in CUDA graphs yet: give either --graphs or --tree-slots")
+    if tree_slots > MOST_TREE_SLOTS:
+        raise ValueError(f"{tree_slots} tree slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most")
+    if drafter or method:
+        method = method or method_of(drafter)
+        if tree_slots and method != "dflash":
+            raise ValueError("draft trees are grown from DFlash drafters only: leave --tree-slots out")
+        k = tree_slots or num_draft_tokens or (MTP_TOKENS if method == "mtp" else 0)
+        if not k and not drafter:
+            raise ValueError(f"method {method} has no drafter that tells how many tokens it drafts: set --draft-tokens")
+        speculative: dict[str, Any] = {"method": method} | ({"model": drafter} if drafter else {})
+        speculative["num_speculative_tokens"] = k = k or draft_tokens_of(drafter)
         if graphs:
             if max(graphs) > k:
                 raise ValueError(f"a graph for {max(graphs)} draft tokens, but at most {k} are drafted")
@@ -83,6 +104,9 @@ def make(
             flags += ["--max-num-seqs", str(max_num_seqs)]
         flags += ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
     flags += ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
+    if tree_slots:
+        environment["HONED_TREES"] = "1"
+        flags.append("--enforce-eager")
     return VllmArgs(environment, flags)
 
 
@@ -109,26 +133,53 @@ def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int
     return rows
 
 
-def block_size_of(drafter: str) -> int:
-    """Block length (anchor included) of a drafter checkpoint's training."""
+def method_of(drafter: str) -> str:
+    """vLLM's method for a drafter, by its config.json, or by its name if it isn't a folder on this machine."""
+    try:
+        raw = _read_config(drafter)
+        return "eagle3" if _is_eagle3(raw) else "mtp" if is_mtp(raw) else "dflash"
+    except ValueError:
+        return "eagle3" if "eagle3" in drafter.lower() else "dflash"  # as vLLM goes by a name
+
+
+def _is_eagle3(raw: dict[str, Any]) -> bool:
+    return raw.get("speculators_model_type") == "eagle3" or is_eagle3(raw)
+
+
+def draft_tokens_of(drafter: str) -> int:
+    """Draft tokens of a round that a drafter checkpoint was trained for. Raises ValueError."""
+    raw = _read_config(drafter)
+    if _is_eagle3(raw):
+        methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        return int(methods[0].get("speculative_tokens") or EAGLE3_TOKENS)
+    block_size = raw.get("block_size")
+    if not isinstance(block_size, int) or block_size < 2:
+        raise ValueError(f"{Path(drafter) / 'config.json'} has no block_size: set the draft length with --draft-tokens")
+    return block_size - 1
+
+
+def _read_config(drafter: str) -> dict[str, Any]:
     path = Path(drafter) / "config.json"
     try:
-        block_size = json.loads(path.read_text()).get("block_size")
+        return dict(json.loads(path.read_text()))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
             f"there is no {path}: {drafter!r} is misspelt, or not a folder on this machine (hub names aren't looked up); "
             "if vLLM will find it, set the draft length with --draft-tokens"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} can't be read ({error}): set the draft length with --draft-tokens") from error
-    if not isinstance(block_size, int) or block_size < 2:
-        raise ValueError(f"{path} has no block_size: set the draft length with --draft-tokens")
-    return block_size
 
 
 def _pairs(flags: list[str]) -> list[str]:
-    """Each flag and its value as one shell word group."""
-    return [f"{name} {shlex.quote(value)}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
+    """Each flag and its value, if it has one, as one shell word group."""
+    groups: list[str] = []
+    for word in flags:
+        if word.startswith("--"):
+            groups.append(word)
+        else:
+            groups[-1] += f" {shlex.quote(word)}"
+    return groups
 
 
 def _shell(args: VllmArgs) -> str:

@@ -15,7 +15,7 @@ from honed.adapt.protocol.drafter_tensors import METHODS
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User
-from honed.recalib.registry.manifest import CONFIG, WEIGHTS
+from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS
 from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 
 log = structlog.get_logger("honed.drafters")
@@ -61,9 +61,8 @@ class Drafters:
         known, stamp_then = self._identified.get(folder, ("", None))
         if stamp is not None and stamp == stamp_then and not self.fault(known):
             return known
-        manifest = self.registry.import_checkpoint(
-            folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user
-        )
+        take = self.registry.import_head if hello.method == "mtp" else self.registry.import_checkpoint
+        manifest = take(folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user)
         if len(self._identified) >= MOST_IDENTIFIED:
             self._identified.clear()
         self._identified[folder] = manifest.version, stamp
@@ -74,7 +73,8 @@ class Drafters:
     @staticmethod
     def _stamp_of(folder: Path) -> object:
         try:
-            found = [(folder / name).stat() for name in (WEIGHTS, CONFIG)]
+            weights = WEIGHTS if (folder / WEIGHTS).exists() else INDEX  # a target with an MTP head has several files
+            found = [(folder / name).stat() for name in (weights, CONFIG)]
         except OSError:
             return None
         return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]

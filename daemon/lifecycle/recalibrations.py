@@ -135,7 +135,7 @@ class Recalibrations:
             cure = "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other."
             raise ConflictError(f"the active version can't be trained: {why}", cure=cure)
         scope = scope or self._settings.scope
-        if scope == "full" and hello.features == "fused":
+        if scope == "full" and hello.features == "fused" and hello.method != "mtp":
             raise ConflictError(
                 f"engine {engine.engine_id} captures fused features, which scope 'full' can't train on",
                 cure="Start vLLM with HONED_FEATURES=layers in its environment, or use scope kv-frozen.",
@@ -166,6 +166,7 @@ class Recalibrations:
             dry_run=dry_run,
             vllm_version=hello.vllm_version,
             error_share=share,
+            num_draft_tokens=hello.num_spec_tokens,
         )
         self._trainer.tell(self._request)
         if not dry_run:

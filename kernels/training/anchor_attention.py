@@ -2,7 +2,7 @@
 
 Computes: reference.anchor_attention. Block n sees itself, in both directions or only backward, and the context rows begins[n] …
 ends[n] − 1. That interval runs from its sample's first row to just before its anchor. A sliding window cuts it from the left,
-by a row more for each query. Blocks don't see each other.
+by a row more for each query. Blocks don't see each other. Queries are those of a block's last tokens, or of all.
 Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the
 matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
 Layout: contiguous, heads before width, as from the projections. On a GPU context and blocks become one K/V sequence, with the
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
     blocks: torch.Tensor  # [P]
     rows: slice
-    mask: torch.Tensor  # [P·B, rows + P·B], 0 or −inf
+    mask: torch.Tensor  # [P·B, rows + P·C], 0 or −inf
 
 
 class Visible:
@@ -52,9 +52,9 @@ class Visible:
     Args:
         begins: [N] the first context row that a block sees.
         ends: [N] one past the last, at most T; begins ≥ ends: the block sees only itself.
-        window: rows that a query sees up to and with itself, at least B. Query i sees the context from row
+        window: rows that a query sees up to and with itself, at least C. The query of token i sees the context from row
             ends + i + 1 − window on. None: no limit.
-        is_causal: query i sees its block's first i + 1 tokens, not all.
+        is_causal: the query of token i sees its block's first i + 1 tokens, not all.
     """
 
     def __init__(self, begins: torch.Tensor, ends: torch.Tensor, *, window: int | None = None, is_causal: bool = False) -> None:
@@ -63,57 +63,59 @@ class Visible:
         if window is not None and window < 1:
             raise ValueError(f"anchor_attention: window {window} must be at least 1")
         self.begins, self.ends, self.window, self.is_causal = begins, ends, window, is_causal
-        self._parts: dict[tuple[int, torch.dtype], list[Part]] = {}
-        self._block_masks: dict[tuple[int, int], BlockMask] = {}
+        self._parts: dict[tuple[int, int, torch.dtype], list[Part]] = {}
+        self._block_masks: dict[tuple[int, int, int], BlockMask] = {}
 
-    def parts(self, block_tokens: int, dtype: torch.dtype) -> list[Part]:
+    def parts(self, queries: int, tokens: int, dtype: torch.dtype) -> list[Part]:
         """Return parts of at most PART_QUERIES queries; reads the values, which on a GPU would wait for the device."""
-        key = (block_tokens, dtype)
+        key = (queries, tokens, dtype)
         if key not in self._parts:
             begins = self.begins_of(torch.zeros((), dtype=self.ends.dtype, device=self.ends.device))
-            cuts = parts_of(begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // block_tokens))
-            self._parts[key] = [self._part(blocks, rows, block_tokens, dtype) for blocks, rows in cuts]
+            cuts = parts_of(begins.tolist(), self.ends.tolist(), max(1, PART_QUERIES // queries))
+            self._parts[key] = [self._part(blocks, rows, queries, tokens, dtype) for blocks, rows in cuts]
         return self._parts[key]
 
-    def block_mask(self, block_tokens: int, context_rows: int) -> BlockMask:
+    def block_mask(self, queries: int, tokens: int, context_rows: int) -> BlockMask:
         """Return FlexAttention's mask; see the function of the same name."""
-        key = (block_tokens, context_rows)
+        key = (queries, tokens, context_rows)
         if key not in self._block_masks:
             self._block_masks[key] = block_mask(self, *key)
         return self._block_masks[key]
 
     def begins_of(self, queries: torch.Tensor, blocks: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-        """First context row that each query sees; `queries` counts them in their block, and broadcasts against `blocks`."""
+        """First context row that each query sees; `queries` are their tokens' numbers, and broadcast against `blocks`."""
         begins = self.begins[blocks]
         if self.window is None:
             return begins + torch.zeros_like(queries)
         return torch.maximum(begins, self.ends[blocks] + 1 - self.window + queries)
 
-    def _part(self, blocks: list[int], rows: slice, block_tokens: int, dtype: torch.dtype) -> Part:
+    def _part(self, blocks: list[int], rows: slice, queries: int, tokens: int, dtype: torch.dtype) -> Part:
         device = self.begins.device
         some = torch.tensor(blocks, device=device)
-        of_query = torch.arange(len(blocks), device=device).repeat_interleave(block_tokens)
-        query = torch.arange(block_tokens, device=device).repeat(len(blocks))
+        number = torch.arange(len(blocks), device=device)
+        token = torch.arange(tokens, device=device)
+        of_query, of_token = number.repeat_interleave(queries), number.repeat_interleave(tokens)
+        query = token[tokens - queries :].repeat(len(blocks))
         row = torch.arange(rows.start, rows.stop, device=device)
         begins = self.begins_of(query, some[of_query])
         in_context = (row >= begins[:, None]) & (row < self.ends[some[of_query], None])  # [P·B, rows]
-        in_block = of_query[:, None] == of_query
+        in_block = of_query[:, None] == of_token
         if self.is_causal:
-            in_block &= query <= query[:, None]
+            in_block &= token.repeat(len(blocks)) <= query[:, None]
         is_seen = torch.cat((in_context, in_block), dim=1)
         return Part(some, rows, torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, float("-inf")))
 
 
 def anchor_attention(
     q: torch.Tensor,  # [N, B, Q, D]
-    own_k: torch.Tensor,  # [N, B, G, D]
-    own_v: torch.Tensor,  # [N, B, G, D]
+    own_k: torch.Tensor,  # [N, C, G, D]
+    own_v: torch.Tensor,  # [N, C, G, D]
     context_k: torch.Tensor,  # [T, G, D]
     context_v: torch.Tensor,  # [T, G, D]
     visible: Visible,
     scale: float | None = None,  # 1 / √D
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Attend from every token of a block to the context rows and to those of its own block that it sees.
+    """Attend from the last B of a block's C tokens to the context rows and to those of its own block that each sees.
 
     Sorted anchors aren't required, but need fewer tiles on a GPU.
 
@@ -154,14 +156,15 @@ def by_flex(
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Run FlexAttention: compiled on a GPU; for tests uncompiled on any device (dense form, forward only on a CPU)."""
     n, b, num_heads, d = q.shape
+    c = own_k.shape[1]
     padding = context_k.new_zeros((-len(context_k) % TILE, *context_k.shape[1:]))
-    k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·B, G, D]
+    k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·C, G, D]
     v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
     out: torch.Tensor = attend(
         q.reshape(1, n * b, num_heads, d).transpose(1, 2),
         k[None].transpose(1, 2),
         v[None].transpose(1, 2),
-        block_mask=visible.block_mask(b, len(context_k) + len(padding)),
+        block_mask=visible.block_mask(b, c, len(context_k) + len(padding)),
         scale=scale,
         enable_gqa=num_heads != own_k.shape[2],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # PyTorch would use its decoding kernel for under 128 queries
@@ -169,22 +172,26 @@ def by_flex(
     return out.transpose(1, 2).reshape(q.shape)
 
 
-def block_mask(visible: Visible, block_tokens: int, context_rows: int) -> BlockMask:
-    """Tell which tiles of [N·B queries, context rows + N·B own rows] are empty, full or partial, without evaluating the mask.
+def block_mask(visible: Visible, queries: int, tokens: int, context_rows: int) -> BlockMask:
+    """Tell which tiles of [N·B queries, context rows + N·C own rows] are empty, full or partial, without evaluating the mask.
 
     Args:
         context_rows: a whole number of tiles.
     """
     assert context_rows % TILE == 0, "pad the context to whole tiles"
     begins, ends, window, is_causal = visible.begins, visible.ends, visible.window, visible.is_causal
-    num_queries = len(ends) * block_tokens
-    starts = torch.arange(0, num_queries, TILE, device=ends.device)  # [tiles of queries]
-    first = starts // block_tokens
-    last = (starts + TILE - 1).clamp(max=num_queries - 1) // block_tokens
-    span = (TILE - 1) // block_tokens + 2  # blocks that a tile of queries can touch
+    num_queries, num_own, before = len(ends) * queries, len(ends) * tokens, tokens - queries
+
+    def blocks_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and last block that each tile touches, of rows of which `size` are of a block."""
+        starts = torch.arange(0, len(ends) * size, TILE, device=ends.device)
+        return starts // size, (starts + TILE - 1).clamp(max=len(ends) * size - 1) // size
+
+    (first, last), (first_own, last_own) = blocks_of(queries), blocks_of(tokens)  # [tiles]
+    span = (TILE - 1) // queries + 2  # blocks that a tile of queries can touch
     members = torch.minimum(first[:, None] + torch.arange(span, device=first.device), last[:, None])
     first_low, last_low = (  # of a block's first and last query: [tiles, span]; the last block may be repeated
-        visible.begins_of(torch.full_like(members, query), members) for query in (0, block_tokens - 1)
+        visible.begins_of(torch.full_like(members, token), members) for token in (before, tokens - 1)
     )
     high = ends[members]
     is_blind = high <= first_low
@@ -193,24 +200,24 @@ def block_mask(visible: Visible, block_tokens: int, context_rows: int) -> BlockM
     column = torch.arange(0, context_rows, TILE, device=first.device)
     is_touched = (column < outer_high) & (column + TILE > outer_low)
     is_full = (column >= last_low.amax(1, keepdim=True)) & (column + TILE <= high.amin(1, keepdim=True))
-    own = (first[:, None] <= last) & (first <= last[:, None])  # tiles that share a block
+    own = (first[:, None] <= last_own) & (first_own <= last[:, None])  # tiles that share a block
     partial = torch.cat((is_touched & ~is_full, own), dim=1)
     full = torch.cat((is_full, torch.zeros_like(own)), dim=1)
 
     def is_visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        block, own = query // block_tokens, row - context_rows
+        block, token, own = query // queries, query % queries + before, row - context_rows
         in_context = (row >= begins[block]) & (row < ends[block])
         if window is not None:
-            in_context &= row > ends[block] + query % block_tokens - window
-        in_block = (own >= 0) & (own // block_tokens == block)
-        return in_context | (in_block & (own <= query) if is_causal else in_block)
+            in_context &= row > ends[block] + token - window
+        in_block = (own >= 0) & (own // tokens == block)
+        return in_context | (in_block & (own % tokens <= token) if is_causal else in_block)
 
     return BlockMask.from_kv_blocks(
         *_ordered(partial),
         *_ordered(full),
         BLOCK_SIZE=TILE,
         mask_mod=is_visible,
-        seq_lengths=(num_queries, context_rows + num_queries),
+        seq_lengths=(num_queries, context_rows + num_own),
     )
 
 
@@ -246,7 +253,7 @@ def _in_parts(
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Run PyTorch's masked attention on parts of the blocks, each with the context rows that its blocks see."""
     _, b, num_heads, d = q.shape
-    parts = visible.parts(b, q.dtype)
+    parts = visible.parts(b, own_k.shape[1], q.dtype)
     outs = []
     for some, rows, mask in parts:
         k, v = (torch.cat((c[rows], own[some].flatten(0, 1))) for c, own in ((context_k, own_k), (context_v, own_v)))
@@ -294,17 +301,18 @@ def _check(
         q.dim() == own_k.dim() == 4
         and own_k.shape == own_v.shape
         and context_k.shape == context_v.shape
-        and own_k.shape[:2] == q.shape[:2]
+        and own_k.shape[0] == q.shape[0]
+        and own_k.shape[1] >= q.shape[1]
         and context_k.shape[1:] == own_k.shape[2:]
         and q.shape[3] == own_k.shape[3]
         and q.shape[2] % max(1, own_k.shape[2]) == 0
         and visible.begins.shape == q.shape[:1]
     )
-    if is_right and visible.window is not None and visible.window < q.shape[1]:
-        raise ValueError(f"anchor_attention: a window of {visible.window} is shorter than a block of {q.shape[1]}")
+    if is_right and visible.window is not None and visible.window < own_k.shape[1]:
+        raise ValueError(f"anchor_attention: a window of {visible.window} is shorter than a block of {own_k.shape[1]}")
     if not is_right:
         shapes = ", ".join(str(list(x.shape)) for x in (q, own_k, own_v, context_k, context_v, visible.begins))
         raise ValueError(
-            f"anchor_attention: {shapes} don't fit: they are q [N, B, Q, D], own K and V [N, B, G, D], context K and V "
-            "[T, G, D], begins and ends [N], with Q a multiple of G"
+            f"anchor_attention: {shapes} don't fit: they are q [N, B, Q, D], own K and V [N, C, G, D], context K and V "
+            "[T, G, D], begins and ends [N], with Q a multiple of G and C at least B"
         )

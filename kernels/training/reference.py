@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 def anchor_attention(
     q: torch.Tensor,  # [N, B, Q, D]
-    own_k: torch.Tensor,  # [N, B, G, D]
-    own_v: torch.Tensor,  # [N, B, G, D]
+    own_k: torch.Tensor,  # [N, C, G, D]
+    own_v: torch.Tensor,  # [N, C, G, D]
     context_k: torch.Tensor,  # [T, G, D]
     context_v: torch.Tensor,  # [T, G, D]
     begins: torch.Tensor,  # [N]
@@ -23,13 +23,14 @@ def anchor_attention(
     window: int | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Attend from every token of block n to the context rows begins[n] … ends[n] − 1 and to all tokens of its own block.
+    """Attend from the last B tokens of block n to the context rows begins[n] … ends[n] − 1 and to all tokens of its own block.
 
     With a window, token i sees no context row before ends[n] + i + 1 − window. If causal, it sees its block's tokens 0 … i.
     Query head j reads key/value head j // (Q / G).
     """
-    n, b, _, d = q.shape
-    rows, tokens = (torch.arange(count, device=q.device) for count in (len(context_k), b))
+    (n, b, _, d), c = q.shape, own_k.shape[1]
+    rows, own = (torch.arange(count, device=q.device) for count in (len(context_k), c))
+    tokens = own[c - b :]
     low = begins[:, None].expand(n, b)
     if window is not None:
         low = torch.maximum(low, ends[:, None] + 1 - window + tokens)
@@ -39,10 +40,10 @@ def anchor_attention(
     by_own = torch.einsum("nbgrd,ncgd->gnrbc", grouped, own_k)
     by_context = by_context.masked_fill(~is_visible[None, :, None], float("-inf"))
     if is_causal:
-        by_own = by_own.masked_fill(tokens > tokens[:, None], float("-inf"))
+        by_own = by_own.masked_fill(own > tokens[:, None], float("-inf"))
     weights = torch.cat((by_context, by_own), dim=-1).softmax(dim=-1)
-    out = torch.einsum("gnrbt,tgd->nbgrd", weights[..., :-b], context_v)
-    out = out + torch.einsum("gnrbc,ncgd->nbgrd", weights[..., -b:], own_v)
+    out = torch.einsum("gnrbt,tgd->nbgrd", weights[..., :-c], context_v)
+    out = out + torch.einsum("gnrbc,ncgd->nbgrd", weights[..., -c:], own_v)
     return out.reshape(q.shape)
 
 

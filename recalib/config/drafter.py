@@ -1,4 +1,4 @@
-"""The shape of a DFlash drafter, read from its checkpoint's config.json."""
+"""The shape of a drafter, read from its checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from honed.adapt.protocol.target_tensors import text_config
 from honed.adapt.protocol.trainable import (
     LayerAttention,
     drafter_reasons,
+    eagle3_option,
     has_reduced_vocabulary,
     is_dflash2,
+    is_eagle3,
+    is_mtp,
     layer_attention,
     resolved,
 )
 from honed.recalib.config.presets import completed
 from honed.recalib.config.rope_scaling import RopeScaling
 from honed.recalib.config.speculators import flat
+
+EAGLE3_TOKENS = 5
+"""Draft tokens of an EAGLE-3 drafter whose config doesn't say how many it is for."""
+
+
+MTP_TOKENS = 3
+"""Draft tokens of an MTP head where the server's number isn't known."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,32 @@ class Selector:
 
 
 @dataclass(frozen=True)
+class Eagle3:
+    """What only an EAGLE-3 drafter has: a layer that drafts token after token, each from its own output for the one before."""
+
+    norm_before_residual: bool
+    """Whether the residual is added to the normed hidden state."""
+    norm_before_fc: bool
+    """Whether the concatenated features are normed together before `fc`."""
+    norms_features: bool
+    """Whether each target layer's features are normed by themselves before `fc`."""
+    feeds_normed: bool
+    """Whether the next token gets the output after the last norm, not before it."""
+    has_head_norms: bool
+    """Whether queries and keys are normed, as in Qwen3."""
+    num_features: int
+    """Layers of the target that are read."""
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """What only an MTP head has: a layer of the target's kind, which is part of the target's checkpoint."""
+
+    has_gate: bool
+    """Whether each query brings a gate on the attention's output."""
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Configuration values that the drafter's function depends on, apart from its weights."""
 
@@ -52,6 +89,7 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
+    """Layers of the target whose outputs are read; () for an EAGLE-3 drafter that leaves them to vLLM."""
     target_hidden_size: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
@@ -69,6 +107,8 @@ class DrafterConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     """DFlash2 has these two factors."""
+    eagle3: Eagle3 | None = None
+    mtp: Mtp | None = None
     draft_vocab_size: int | None = None
     """Words that the drafter can draft, of the target's; None: all."""
 
@@ -77,9 +117,21 @@ class DrafterConfig:
         return self.attention[layer] if self.attention else LayerAttention(None, is_causal=False)
 
     @property
+    def method(self) -> str:
+        """vLLM's speculative method that drafts with it."""
+        return "eagle3" if self.eagle3 else "mtp" if self.mtp else "dflash"
+
+    @property
+    def drafts_one_by_one(self) -> bool:
+        """Whether each draft token is made from the one before, as many as are served."""
+        return self.eagle3 is not None or self.mtp is not None
+
+    @property
     def feature_size(self) -> int:
         """Width of the concatenated auxiliary hidden states: the input of `fc`."""
-        return self.target_hidden_size * len(self.target_layer_ids)
+        if self.mtp is not None:
+            return self.hidden_size
+        return self.target_hidden_size * (self.eagle3.num_features if self.eagle3 else len(self.target_layer_ids))
 
     @property
     def num_words(self) -> int:
@@ -88,50 +140,86 @@ class DrafterConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted tokens of a full block: all but the anchor."""
+        """Drafted tokens of a full block: all but the anchor. An EAGLE-3 drafter's are as many as it is served with."""
         return self.block_size - 1
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DrafterConfig:
-        """Read a DFlash config.json in z-lab's or speculators' form; `presets` fills in missing fields.
+        """Read a config.json, in speculators' form or vLLM's own; `presets` fills in a DFlash drafter's missing fields.
 
         Raises:
             ValueError: a field is missing, or asks for something vLLM or this drafter doesn't support. The message names it.
         """
-        raw = resolved(flat(raw))
+        raw = resolved(text_config(raw) if is_mtp(raw) else flat(raw))
+        kind = "an EAGLE-3" if is_eagle3(raw) else "an MTP" if is_mtp(raw) else "a DFlash"
         if reasons := drafter_reasons(raw):
             raise ValueError(f"{'; '.join(reasons)}; serve this drafter without recalibration, or use another")
         if "vocab_size" not in raw:
-            raise ValueError("config.json has no 'vocab_size'; is this a DFlash drafter?")
-        raw = completed(raw)
-        dflash = raw["dflash_config"]
+            raise ValueError(f"config.json has no 'vocab_size'; is this {kind} drafter?")
         rope = raw["rope_parameters"]
         try:
+            own = _eagle3_of(raw) if is_eagle3(raw) else _mtp_of(raw) if is_mtp(raw) else _dflash_of(completed(raw))
             return cls(
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=int(raw["hidden_size"]),
                 intermediate_size=int(raw["intermediate_size"]),
-                num_hidden_layers=int(raw["num_hidden_layers"]),
+                num_hidden_layers=1 if is_mtp(raw) else int(raw["num_hidden_layers"]),
                 num_attention_heads=int(raw["num_attention_heads"]),
                 num_key_value_heads=int(raw["num_key_value_heads"]),
                 head_dim=int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]),
-                block_size=int(raw["block_size"]),
-                mask_token_id=int(dflash["mask_token_id"]),
-                target_layer_ids=tuple(int(i) for i in dflash["target_layer_ids"]),
                 target_hidden_size=int(raw.get("target_hidden_size") or raw["hidden_size"]),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope["rope_theta"]),
                 rope_scaling=RopeScaling.from_json(rope),
-                attention_bias=bool(raw.get("attention_bias")),
+                attention_bias=bool(raw.get("qkv_bias" if is_mtp(raw) else "attention_bias")),
                 num_target_layers=int(raw["num_target_layers"]) if raw.get("num_target_layers") else None,
-                attention=layer_attention(raw),
                 rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
-                value_scale=float(dflash.get("attention_value_scale") or 1.0),
                 draft_vocab_size=int(raw["draft_vocab_size"]) if has_reduced_vocabulary(raw) else None,
-                **_dflash2_of(dflash) if is_dflash2(raw) else {},
+                **own,
             )
         except KeyError as error:
-            raise ValueError(f"config.json has no {error.args[0]!r}; is this a DFlash drafter?") from error
+            raise ValueError(f"config.json has no {error.args[0]!r}; is this {kind} drafter?") from error
+
+
+def _dflash_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a completed DFlash config. Raises KeyError for a missing one."""
+    dflash = raw["dflash_config"]
+    return {
+        "block_size": int(raw["block_size"]),
+        "mask_token_id": int(dflash["mask_token_id"]),
+        "target_layer_ids": tuple(int(i) for i in dflash["target_layer_ids"]),
+        "attention": layer_attention(raw),
+        "value_scale": float(dflash.get("attention_value_scale") or 1.0),
+        **(_dflash2_of(dflash) if is_dflash2(raw) else {}),
+    }
+
+
+def _mtp_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a target's config that its MTP head depends on."""
+    return {
+        "block_size": 1 + MTP_TOKENS,
+        "mask_token_id": 0,
+        "target_layer_ids": (),
+        "mtp": Mtp(has_gate=bool(raw.get("attn_output_gate", True))),
+    }
+
+
+def _eagle3_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an EAGLE-3 config."""
+    layers = eagle3_option(raw, "eagle_aux_hidden_state_layer_ids") or ()
+    return {
+        "block_size": 1 + int(raw.get("num_speculative_tokens") or EAGLE3_TOKENS),
+        "mask_token_id": 0,
+        "target_layer_ids": tuple(sorted({int(i) - 1 for i in layers})),  # vLLM counts the embedding's output as 0
+        "eagle3": Eagle3(
+            norm_before_residual=bool(raw.get("norm_before_residual")),
+            norm_before_fc=bool(eagle3_option(raw, "norm_before_fc")),
+            norms_features=bool(raw.get("fc_norm")),
+            feeds_normed=bool(raw.get("norm_output")),
+            has_head_norms="Qwen3" in raw["architectures"][0],
+            num_features=int(raw.get("num_aux_layers") or raw.get("num_aux_hidden_states") or len(layers) or 3),
+        ),
+    }
 
 
 def _dflash2_of(dflash: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from honed.kernels.training.sizes import BUFFER_BYTES, CACHED_BYTES, PART_QUERIES, ROWS, TILE
-from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.drafter import DrafterConfig, Eagle3, Mtp
 from honed.recalib.config.training import Precision, TrainingSettings
 
 # Letters: T packed rows, N blocks, K draft positions, B = K + 1, V vocabulary, H width, I MLP width, L layers.
@@ -132,6 +132,10 @@ def value_bytes(device: str, precision: Precision) -> tuple[int, int]:
 
 def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple[int, int]:
     """Count a drafter's (frozen, trained) parameters."""
+    if config.eagle3 is not None:
+        return _count_eagle3(config, config.eagle3, settings)
+    if config.mtp is not None:
+        return _count_mtp(config, config.mtp, settings)
     h, d, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
     queries, values = config.num_attention_heads * d, config.num_key_value_heads * d
     kv_path = config.feature_size * h + h + layers * (2 * h * values + d)
@@ -148,15 +152,43 @@ def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple
     return (frozen, kv_path + others) if settings.scope == "full" else (frozen + kv_path, others)
 
 
+def _count_eagle3(config: DrafterConfig, eagle3: Eagle3, settings: TrainingSettings) -> tuple[int, int]:
+    h, d = config.hidden_size, config.head_dim
+    queries, values = config.num_attention_heads * d, config.num_key_value_heads * d
+    norms = config.feature_size * (eagle3.norm_before_fc + eagle3.norms_features)
+    kv_path = norms + config.feature_size * h + 2 * h + 2 * 2 * h * values
+    others = 2 * h + 3 * h * queries + 3 * h * config.intermediate_size
+    if config.attention_bias:
+        kv_path, others = kv_path + 2 * values, others + queries + (0 if eagle3.has_head_norms else h)
+    if eagle3.has_head_norms:
+        kv_path, others = kv_path + d, others + d
+    return (0, kv_path + others) if settings.scope == "full" else (kv_path, others)
+
+
+def _count_mtp(config: DrafterConfig, mtp: Mtp, settings: TrainingSettings) -> tuple[int, int]:
+    h, d = config.hidden_size, config.head_dim
+    queries, values = config.num_attention_heads * d, config.num_key_value_heads * d
+    asked = queries * (2 if mtp.has_gate else 1)
+    kv_path = 2 * h * h + 3 * h + 2 * h * values + d
+    others = 2 * h + d + h * asked + h * queries + 3 * h * config.intermediate_size
+    if config.attention_bias:
+        kv_path, others = kv_path + 2 * values, others + asked
+    return (0, kv_path + others) if settings.scope == "full" else (kv_path, others)
+
+
 def _context_bytes(config: DrafterConfig, settings: TrainingSettings, rows: int, is_fused: bool, compute_bytes: int) -> int:
     width = config.hidden_size if is_fused else config.feature_size
     values = config.num_key_value_heads * config.head_dim
     kept = 6 if settings.scope == "full" else 3  # K before and after norm and rotation, V; "full" keeps more
     rest = 2 * config.hidden_size if not is_fused else 0
+    if config.drafts_one_by_one:  # embeddings, both inputs normed, and joined
+        rest += 5 * config.hidden_size
     return rows * FLOAT * (2 * width + rest) + rows * compute_bytes * config.num_hidden_layers * kept * values
 
 
 def _layer_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int, rows: int, compute_bytes: int) -> int:
+    if config.drafts_one_by_one:
+        return _unrolled_layer_bytes(config, settings, blocks, rows, compute_bytes)
     tokens = blocks * config.block_size
     h, heads, d = config.hidden_size, config.num_attention_heads, config.head_dim
     queries, values = heads * d, config.num_key_value_heads * d
@@ -171,6 +203,20 @@ def _layer_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int,
     if settings.gradient_checkpointing:
         return kept + passing + config.num_hidden_layers * tokens * h * FLOAT
     return config.num_hidden_layers * kept + passing
+
+
+def _unrolled_layer_bytes(config: DrafterConfig, settings: TrainingSettings, blocks: int, rows: int, compute_bytes: int) -> int:
+    """As `_layer_bytes`: the layer runs once for each token, and each run reads all keys."""
+    h, heads, d, k = config.hidden_size, config.num_attention_heads, config.head_dim, config.num_draft_tokens
+    queries, values = heads * d, config.num_key_value_heads * d
+    part = min(blocks, PART_QUERIES)
+    read = math.ceil(blocks / part) * (rows + part * k)
+    row = 10 * h + 4 * queries + (4 + k) * values + 3 * config.intermediate_size
+    kept = (blocks * row + 2 * read * values) * compute_bytes + part * read * FLOAT + blocks * heads * FLOAT
+    passing = 2 * (read + rows) * values * compute_bytes + part * read * FLOAT
+    if settings.gradient_checkpointing:
+        return kept + passing + k * blocks * (2 * h + 2 * values) * FLOAT
+    return k * kept + passing
 
 
 def _loss_bytes(config: DrafterConfig, blocks: int) -> int:

@@ -18,6 +18,16 @@ TYPE = "speculators_model_type"
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Fields of DFlash2: here in the outermost level, in z-lab's form in `dflash_config`."""
 _ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+_EAGLE3 = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
+_EAGLE3_NAMES = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "eagle_aux_hidden_state_layer_ids",
+    "quantization_config",
+)
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
@@ -26,15 +36,17 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 
 def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert any DFlash config.json to z-lab's form; one already in that form is returned unchanged.
+    """Convert any drafter's config.json to the form that vLLM makes of it (DFlash: z-lab's); one in that form stays as it is.
 
     Raises:
         ValueError: it is of another algorithm, or lacks what vLLM needs. The message names it.
     """
     if not is_speculators(raw):
         return dict(raw)
+    if raw[TYPE] == "eagle3":
+        return _flat_eagle3(raw)
     if raw[TYPE] not in _ALGORITHMS:
-        raise ValueError(f"{TYPE} is {raw[TYPE]!r}, not 'dflash': only DFlash drafters can be trained")
+        raise ValueError(f"{TYPE} is {raw[TYPE]!r}: only DFlash and EAGLE-3 drafters can be trained")
     layer_config, aux = raw.get("transformer_layer_config"), raw.get("aux_hidden_state_layer_ids")
     for name, value in (("transformer_layer_config", layer_config), ("aux_hidden_state_layer_ids", aux)):
         if not value:
@@ -53,6 +65,22 @@ def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     quantization = {"quantization_config": raw["quantization_config"]} if raw.get("quantization_config") else {}
     architectures = [_ALGORITHMS[raw[TYPE]]]
     return {**layer_config, **own, **quantization, "architectures": architectures, "dflash_config": dflash}
+
+
+def _flat_eagle3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """As `update_eagle3` does."""
+    layer_config = raw.get("transformer_layer_config")
+    if not isinstance(layer_config, Mapping):
+        raise ValueError("config.json has no 'transformer_layer_config', which vLLM needs in a speculators checkpoint")
+    kind = layer_config.get("model_type", "llama")
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return {
+        **layer_config,
+        **{name: raw[name] for name in _EAGLE3_NAMES if raw.get(name) is not None},
+        "norm_before_residual": raw.get("norm_before_residual", True),
+        "num_speculative_tokens": methods[0].get("speculative_tokens"),
+        "architectures": [_EAGLE3.get(kind, f"Eagle3 on {kind}")],
+    }
 
 
 def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str]) -> dict[str, Any]:

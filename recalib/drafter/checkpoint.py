@@ -19,9 +19,13 @@ from torch import Tensor
 
 from honed.adapt.protocol.drafter_tensors import names_of
 from honed.adapt.protocol.target_tensors import HeadNames, adds_one, head_names, text_config
+from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.dflash import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.eagle3 import Eagle3Drafter
+from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
 
@@ -33,6 +37,7 @@ OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 WORDS_NAME = "d2t"
 """Offsets of the drafter's words: word i is the target's token i + d2t[i]."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
+_KINDS: dict[str, type[Drafter]] = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -73,7 +78,7 @@ class TargetHead:
 
     def is_last_of(self, target_layer_ids: Sequence[int]) -> bool:
         """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
-        return target_layer_ids[-1] == self.num_hidden_layers - 1 and not self.is_capped
+        return list(target_layer_ids[-1:]) == [self.num_hidden_layers - 1] and not self.is_capped
 
     def last_hidden(self, features: Tensor, target_layer_ids: Sequence[int]) -> Tensor | None:  # [T, A] -> [T, H_target]
         """The target's last hidden state, after its final norm, from its concatenated layers; None unless `is_last_of`."""
@@ -179,28 +184,41 @@ def load_target_head(target_dir: Path | str) -> TargetHead:
     )
 
 
-def read_drafter_config(drafter_dir: Path | str) -> DrafterConfig:
-    """Read a drafter's shape. Raises CheckpointError if it can't be read or can't be trained."""
+def read_drafter_config(drafter_dir: Path | str, num_draft_tokens: int = 0) -> DrafterConfig:
+    """Read a drafter's shape.
+
+    Args:
+        num_draft_tokens: draft tokens of a round, for a drafter that drafts token after token; 0: as its config says.
+
+    Raises:
+        CheckpointError: it can't be read or can't be trained.
+    """
     folder = Path(drafter_dir)
     try:
-        return DrafterConfig.from_json(read_config(folder))
+        config = DrafterConfig.from_json(read_config(folder))
+        if config.drafts_one_by_one and num_draft_tokens:
+            config = replace(config, block_size=num_draft_tokens + 1)
+        return config
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
 
 
-def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHead | None = None) -> DFlashDrafter:
+def load_drafter(
+    drafter_dir: Path | str, target_dir: Path | str, head: TargetHead | None = None, num_draft_tokens: int = 0
+) -> Drafter:
     """Load a drafter with float32 weights for the target it was made for.
 
     Args:
         head: the target's, if it has already been read: compared drafters share one.
+        num_draft_tokens: as for `read_drafter_config`.
 
     Raises:
         CheckpointError: a missing file or tensor, a wrong shape, or a drafter made for another target.
     """
     folder = Path(drafter_dir)
-    config = read_drafter_config(folder)
+    config = read_drafter_config(folder, num_draft_tokens)
     words = _read_words(folder, config)
     if (folder / MASK_EMBEDDING_NAME).exists():
         raise CheckpointError(
@@ -222,7 +240,7 @@ def load_drafter(drafter_dir: Path | str, target_dir: Path | str, head: TargetHe
     goal_head = None
     if lm_head is not head.lm_head and head.is_last_of(config.target_layer_ids):
         goal_head = head.lm_head if words is None else head.lm_head[words.to(head.lm_head.device)]
-    drafter = DFlashDrafter(config, embed_tokens, lm_head, words, goal_head)
+    drafter = _KINDS[config.method](config, embed_tokens, lm_head, words, goal_head)
     own = drafter.state_dict()
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}
@@ -281,7 +299,8 @@ def check_pair(config: DrafterConfig, head: TargetHead, drafter_dir: Path, targe
     for name, (wanted, found) in facts.items():
         if wanted != found:
             raise CheckpointError(_not_a_pair(drafter_dir, target_dir, f"{name} {wanted} against {found}"))
-    if max(config.target_layer_ids) >= head.num_hidden_layers or min(config.target_layer_ids) < 0:
+    layers = config.target_layer_ids
+    if layers and (max(layers) >= head.num_hidden_layers or min(layers) < 0):
         what = f"target_layer_ids {list(config.target_layer_ids)} against {head.num_hidden_layers} layers"
         raise CheckpointError(_not_a_pair(drafter_dir, target_dir, what))
     if not 0 <= config.mask_token_id < vocab_size:
@@ -294,7 +313,7 @@ def _not_a_pair(drafter_dir: Path, target_dir: Path, what: str) -> str:
 
 
 def save_drafter(
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     folder: Path | str,
     config_from: Path | str,
     dtype: torch.dtype = torch.bfloat16,
@@ -306,7 +325,7 @@ def save_drafter(
     Args:
         config_from: the parent's folder. Its config.json, its tensors' names and its untrained tensors (an embedding or a head
             of its own, a reduced vocabulary) are kept.
-        layout: "parent" copies config.json unchanged; the others convert it.
+        layout: "parent" copies config.json unchanged; the others convert a DFlash drafter's.
         target: name or path of the target, which the speculators form requires.
 
     Returns:

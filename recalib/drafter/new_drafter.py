@@ -40,7 +40,7 @@ from honed.recalib.drafter.checkpoint import (
     target_head_names,
     tensor_files,
 )
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.registry.durable import open_regular
 
 NUM_LAYERS, BLOCK_SIZE, STD = 5, 16, 0.02

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, eligible_anchors
 from honed.recalib.training.denoising import ONE_PASS, Denoising, draft_in_steps
@@ -56,7 +56,7 @@ class Evaluation:
 
 
 def expected_acceptance_length(
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     samples: Iterable[TrainingSample],
     num_draft_tokens: int | None = None,
     max_anchors_per_pass: int = 256,
@@ -87,7 +87,7 @@ def expected_acceptance_length(
 
 @torch.inference_mode()
 def evaluate_in_parts(
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     sample: TrainingSample,
     num_draft_tokens: int,
     max_anchors_per_pass: int = 256,
@@ -127,13 +127,16 @@ def evaluate_in_parts(
 
 
 def draft_blocks(
-    drafter: DFlashDrafter,
+    drafter: Drafter,
     packed: PackedSamples,
     anchors: Tensor,
     num_draft_tokens: int,
     denoising: Denoising = ONE_PASS,
 ) -> Tensor:  # [N, K], on the CPU
-    """Draft greedily from some anchors of samples that are on the drafter's device."""
+    """Draft greedily from some anchors of samples that are on the drafter's device.
+
+    A drafter that drafts token after token is fed the right ones: the same as its own, up to its first wrong one.
+    """
     device = drafter.norm.weight.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
@@ -142,7 +145,13 @@ def draft_blocks(
 
         def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
             hidden = drafter.draft_hidden(
-                context, packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens, tokens
+                context,
+                packed.positions,
+                packed.token_ids,
+                anchors,
+                packed.segments,
+                num_draft_tokens,
+                tokens if drafter.can_denoise else None,
             )
             return drafter.best_drafts(hidden, packed.token_ids[anchors])
 

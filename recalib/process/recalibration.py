@@ -25,7 +25,7 @@ from honed.adapt.protocol.fields import MAX_TEXT_CHARS
 from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.gate.evaluate import SessionFigures, evaluate_in_parts
 from honed.recalib.gate.gate import GateSettings, judge
 from honed.recalib.registry.manifest import WEIGHTS, Figures
@@ -163,7 +163,7 @@ class Recalibration:
         return self._result(ok=True, version=self._write(drafter, parent, parent_dir, is_usable).version)
 
     def _evaluate(
-        self, run: TrainingRun, drafter: DFlashDrafter, held_out: list[Stretch]
+        self, run: TrainingRun, drafter: Drafter, held_out: list[Stretch]
     ) -> Generator[Stage, None, list[SessionFigures]]:
         """Compute the figures of each stretch, in the stretches' order."""
         figures: list[SessionFigures] = []
@@ -182,9 +182,7 @@ class Recalibration:
                 yield "gating"
         return figures
 
-    def _write(
-        self, drafter: DFlashDrafter, parent: Manifest, parent_dir: Path, is_usable: Callable[[Stretch], bool]
-    ) -> Manifest:
+    def _write(self, drafter: Drafter, parent: Manifest, parent_dir: Path, is_usable: Callable[[Stretch], bool]) -> Manifest:
         store = self._feed.store
         stretches = [s for w in store.workloads() for s in store.stretches(w, False) if is_usable(s)]
         rows: Counter[str] = Counter()
@@ -306,17 +304,17 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 @torch.no_grad()
-def _blend(drafter: DFlashDrafter, parent: DFlashDrafter, trained: list[torch.Tensor], share: float) -> None:
+def _blend(drafter: Drafter, parent: Drafter, trained: list[torch.Tensor], share: float) -> None:
     """drafter = parent + share * (trained - parent): along it forgetting falls faster than the gain. arXiv 2109.01903."""
     for parameter, old, new in zip(drafter.parameters(), parent.parameters(), trained, strict=True):
         parameter.copy_(old.lerp(new, share))
 
 
 @torch.no_grad()
-def _round_weights(drafter: DFlashDrafter, dtype: torch.dtype) -> None:
+def _round_weights(drafter: Drafter, dtype: torch.dtype) -> None:
     for parameter in drafter.parameters():
         parameter.copy_(parameter.to(dtype).to(parameter.dtype))
 
 
-def _save(drafter: DFlashDrafter, folder: Path, parent_dir: Path) -> None:
+def _save(drafter: Drafter, folder: Path, parent_dir: Path) -> None:
     save_drafter(drafter, folder, parent_dir, _stored_dtype(parent_dir))

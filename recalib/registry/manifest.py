@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 
-from honed.adapt.protocol.drafter_tensors import METHODS, method_of
+from honed.adapt.protocol.drafter_tensors import METHODS, makes_context, makes_features, method_of
 from honed.adapt.protocol.wire import GateTable
 from honed.recalib.registry.durable import read_document, sha256_file
 from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries, sha256_tensors
 
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
+INDEX = "model.safetensors.index.json"
+"""Lists the files of a sharded target. `head_of_target` reads it."""
 _CURE = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
 
 
@@ -55,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     target_sha256: str = ""
     """SHA-256 of the target's config.json; "" if the target isn't a local folder."""
     context_sha256: str = ""
-    """Digest of `fc` and `hidden_norm`: drafters can use each other's fused features only if it is equal."""
+    """Digest of what makes fused features: drafters can use each other's only if it is equal."""
     kv_sha256: str = ""
     """Digest of all that cached context keys and values depend on: a swap between equal ones keeps the cache."""
     note: str = ""
@@ -90,8 +92,8 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
             config_sha256=sha256_file(config),
             method=method,
             target_sha256=sha256_of_target(str(about.get("target_path", ""))),
-            context_sha256=sha256_tensors(weights, entries, _makes_features),
-            kv_sha256=sha256_tensors(weights, entries, _makes_context),
+            context_sha256=sha256_tensors(weights, entries, lambda name: makes_features(name, method)),
+            kv_sha256=sha256_tensors(weights, entries, lambda name: makes_context(name, method)),
             num_tensors=len(entries),
             **about,
         )
@@ -157,14 +159,6 @@ def verify_files(folder: Path) -> Manifest:
                 f"promote another version, then remove the folder {folder} or restore it from a backup"
             )
     return manifest
-
-
-def _makes_features(name: str) -> bool:
-    return any(part in ("fc", "hidden_norm") for part in name.split("."))
-
-
-def _makes_context(name: str) -> bool:
-    return any(part in ("fc", "hidden_norm", "k_proj", "v_proj", "k_norm") for part in name.split("."))
 
 
 def sha256_of_target(target_path: str) -> str:

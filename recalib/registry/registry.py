@@ -27,7 +27,16 @@ from typing import Any
 import msgspec
 
 from honed.recalib.registry.access import User, check_readable
-from honed.recalib.registry.durable import fsync_path, locked, make_folder, open_regular, read_document, replace_file
+from honed.recalib.registry.durable import (
+    fsync_path,
+    locked,
+    make_folder,
+    open_regular,
+    read_document,
+    replace_file,
+    sha256_file,
+)
+from honed.recalib.registry.head_of_target import extract_head
 from honed.recalib.registry.manifest import (
     CONFIG,
     MANIFEST,
@@ -140,6 +149,33 @@ class Registry:
                         shutil.copyfileobj(file, out, 1 << 20)
 
             return self.create(copy, scope="imported", target_path=target_path, note=note or f"imported from {path}")
+
+    def import_head(self, target: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
+        """Return the version with the MTP head of a target's checkpoint; add it if there is none. Reads all of the head.
+
+        Args:
+            user: who named the folder, if somebody else; the user must be able to read it too.
+
+        Raises:
+            RegistryError: the checkpoint has no such head, or can't be read.
+        """
+        with self._temporary_folder() as folder:
+            try:
+                extract_head(Path(target), folder, user)
+            except ValueError as error:
+                raise RegistryError(f"{error}; name the folder of a target with an MTP head") from error
+            except OSError as error:
+                raise RegistryError(f"{error.filename or target} can't be read ({error.strerror})") from error
+            wanted = (sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), "ready")
+            for manifest in self.versions():
+                if (manifest.sha256, manifest.config_sha256, manifest.state) == wanted:
+                    return manifest
+
+            def move(into: Path) -> None:
+                for name in (WEIGHTS, CONFIG):
+                    (folder / name).rename(into / name)
+
+            return self.create(move, scope="imported", target_path=target_path, note=note or f"imported from {target}")
 
     def get(self, version: str) -> Manifest:
         """Return a version's manifest. Raises RegistryError if there is no such version or it is damaged."""

@@ -1,7 +1,8 @@
 """Training in steps so small that serving never waits for one: a few blocks forward and backward, then a yield.
 
-Scope "kv-frozen" leaves the parameters behind context keys and values unchanged (`KV_PATH`), so every row in vLLM's paged cache
-stays exact for the new weights. Scope "full" trains everything, from unfused features, and a swap must drop the cache.
+Scope "kv-frozen" leaves the parameters behind context keys and values unchanged (`makes_context`). So every row in vLLM's
+paged cache stays exact for the new weights. Scope "full" trains everything, from unfused features, and a swap must drop the
+cache.
 
 One generator makes all random choices. So the same seed and samples give the same weights, even if the training was interrupted
 between two updates and resumed from `state`.
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from honed.adapt.protocol.drafter_tensors import makes_context
 from honed.recalib.config.training import Loss, Scope, TrainingSettings
-from honed.recalib.drafter.model import CODEBOOKS, KV_PATH, DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training import losses
 from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
@@ -28,7 +30,7 @@ from honed.recalib.training.objective import Blocks, Objective
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
 
-__all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "is_kv_path", "set_scope"]
+__all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "set_scope"]
 
 # Letters: N blocks, K draft positions.
 
@@ -65,13 +67,11 @@ class MicroTrainer:
         parent: the original drafter, needed only for samples that are `kept`.
     """
 
-    def __init__(
-        self, drafter: DFlashDrafter, settings: TrainingSettings | None = None, parent: DFlashDrafter | None = None
-    ) -> None:
+    def __init__(self, drafter: Drafter, settings: TrainingSettings | None = None, parent: Drafter | None = None) -> None:
         self.drafter = drafter
         self.settings = settings or TrainingSettings()
-        if drafter.candidate_selector is not None and self.settings.denoising_steps > 1:
-            raise ValueError("a DFlash2 drafter is drafted in one pass: set trainer.denoising_steps = 1")
+        if not drafter.can_denoise and self.settings.denoising_steps > 1:
+            raise ValueError("this kind of drafter can't denoise in steps: set trainer.denoising_steps = 1")
         set_scope(drafter, self.settings.scope)
         drafter.recomputes_layers = self.settings.gradient_checkpointing
         self._device = drafter.norm.weight.device
@@ -264,15 +264,11 @@ class MicroTrainer:
         return norm
 
 
-def set_scope(drafter: DFlashDrafter, scope: Scope) -> None:
+def set_scope(drafter: Drafter, scope: Scope) -> None:
     """Let only the parameters of the scope receive gradients."""
     for name, parameter in drafter.named_parameters():
-        parameter.requires_grad_((scope == "full" or not is_kv_path(name)) and name not in CODEBOOKS)
-
-
-def is_kv_path(name: str) -> bool:
-    """Return whether cached context keys and values depend on this parameter."""
-    return any(part in f".{name}" if part.startswith(".") else name.startswith(part) for part in KV_PATH)
+        is_frozen = scope != "full" and makes_context(name, drafter.config.method)
+        parameter.requires_grad_(not is_frozen and name not in drafter.UNTRAINED)
 
 
 def _figures(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from honed.kernels.training.block_loss import block_loss
 from honed.recalib.config.training import TrainingSettings
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples
 from honed.recalib.training import losses
 
@@ -52,7 +52,7 @@ class Blocks:
 class Objective:
     """The chosen loss on fresh blocks, the distance to the parent on kept ones."""
 
-    def __init__(self, drafter: DFlashDrafter, parent: DFlashDrafter | None, settings: TrainingSettings) -> None:
+    def __init__(self, drafter: Drafter, parent: Drafter | None, settings: TrainingSettings) -> None:
         self._drafter, self._parent, self._settings = drafter, parent, settings
 
     def weights(self, is_kept: Tensor, is_masked: Tensor, words: Tensor) -> Tensor:  # [N], 2 x [N, K] -> [N, K]

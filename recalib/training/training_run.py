@@ -26,7 +26,7 @@ from honed.recalib.drafter.checkpoint import (
     read_drafter_config,
     target_head_names,
 )
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
@@ -68,7 +68,7 @@ class TrainingRun:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
         self._progress, self._working_s = progress, working_s
         self._device = torch.device(settings.device)
-        self._config = read_drafter_config(parent_dir)
+        self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
         target_head_names(request.target_path)  # not only when all samples are in
         if request.scope not in ("kv-frozen", "full"):
             raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
@@ -108,15 +108,21 @@ class TrainingRun:
         """Load the target's embedding and head, one tensor each for all drafters."""
         self._head = load_target_head(self._request.target_path).to(self._device, self._shared_dtype)
 
-    def load_drafter(self) -> DFlashDrafter:
+    def load_drafter(self) -> Drafter:
         """Load the parent, with the loaded head: once to train it, once to compare with it."""
         assert self._head is not None, "load_head comes first"
-        return load_drafter(self._parent_dir, self._request.target_path, self._head).to(self._device)
+        return load_drafter(self._parent_dir, self._request.target_path, self._head, self._request.num_draft_tokens).to(
+            self._device
+        )
 
     def sample(self, stretch: Stretch) -> TrainingSample:
         """Convert to tensors, with the target's distribution if the loss needs it and it was captured."""
-        sample = stretch.to_training_sample(self._feed.is_fused)
-        if sample.is_fused or self._training.loss not in ("kl", "hybrid"):
+        sample = stretch.to_training_sample(self._feed.is_fused and self._config.mtp is None)
+        if self._training.loss not in ("kl", "hybrid"):
+            return sample
+        if self._config.mtp is not None:  # its rows are the target's last hidden states, in either form
+            return replace(sample, target_hidden=sample.features.float())
+        if sample.is_fused:
             return sample
         assert self._head is not None
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
@@ -128,7 +134,7 @@ class TrainingRun:
         """
         return Pace(0.0 if self._device.type == "cpu" else self._settings.preempt_budget_s)
 
-    def steps(self, drafter: DFlashDrafter, parent: DFlashDrafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
+    def steps(self, drafter: Drafter, parent: Drafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
         """Do micro-steps until max_steps or max_seconds; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)

@@ -41,6 +41,15 @@ def test_a_bar_that_is_missed_is_named() -> None:
     assert "0.5 won back" in recalib.missed(result(recovered=0.5))[0]
 
 
+def test_a_bar_that_another_pair_misses_is_named() -> None:
+    pairs = {"sliding": {"b_gain_t0": 1.4, "a_ratio_t0": 0.96}, "hybrid": {"b_gain_t0": 1.2, "a_ratio_t0": 1.0}}
+    assert recalib.missed({"pairs": pairs}) == [
+        "sliding: A x 0.96, at least 0.97 is wanted",
+        "hybrid: B x 1.2, at least 1.25 is wanted",
+    ]
+    assert recalib.missed({"pairs": {"sliding": {"b_gain_t0": 1.25, "a_ratio_t0": 0.97}}}) == []
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A target without a drafter, on the real engine: an untrained one is served, calibrated on prompts, and drafts.
+"""A target without a drafter, on the real engine: an untrained one of each kind is served, calibrated on prompts, and drafts.
 
 Some minutes of both cores, so behind a switch: `make test-calibrate`.
 """
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, write_eagle3
 from benchmarks.server import honed_side, vllm_server
 from benchmarks.server.processes import Processes, free_port
 from honed.daemon.client.client import AdminClient
@@ -46,6 +48,7 @@ class Site:
     server: vllm_server.Server
     client: AdminClient
     environment: dict[str, str]
+    num_draft_tokens: int
 
     def honed(self, *arguments: Any) -> Any:
         """A command's JSON; it must end with 0."""
@@ -53,20 +56,26 @@ class Site:
 
     def retention(self, *more: Any) -> Any:
         """Held-out prompts, all drafts of full length."""
-        prompts = ("--prompts", TINY / "prompts_b.jsonl", "--limit", 32, "--max-tokens", 64, "--draft-tokens", 7, "--repeat", 1)
+        prompts = ("--prompts", TINY / "prompts_b.jsonl", "--limit", 32, "--max-tokens", 64, "--repeat", 1)
+        prompts += ("--draft-tokens", self.num_draft_tokens)
         return self.honed("retention", "--url", self.server.url, *prompts, *more)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+@pytest.fixture(scope="module", params=["dflash", "eagle3"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("cal")
     config = folder / "honed.toml"
     config.write_text(SETTINGS.format(folder=folder, port=free_port()) + TRAINING)
     with Processes(folder / "logs") as processes, AdminClient(folder / "run" / "admin.sock") as client:
         _, environment = honed_side.start_daemon(processes, config, client)
-        shape = ("--layers", 3, "--block-size", 8)
-        made = honed(environment, "calibrate", "--new-drafter", folder / "drafter", "--target", TINY / "target", *shape)
-        args = honed(environment, "vllm-args", "--drafter", made["drafter"])
+        if request.param == "dflash":
+            shape = ("--layers", 3, "--block-size", 8)
+            honed(environment, "calibrate", "--new-drafter", folder / "drafter", "--target", TINY / "target", *shape)
+        else:
+            write_untrained_eagle3(folder / "drafter")
+        args = honed(environment, "vllm-args", "--drafter", folder / "drafter")
+        speculative = json.loads(args["flags"][args["flags"].index("--speculative-config") + 1])
+        assert speculative["method"] == request.param
         processes.start("trainer", [honed_side.honed_command(), "train"], environment)
         server = vllm_server.start(
             processes,
@@ -77,13 +86,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         )
         vllm_server.wait(server)
         honed_side.wait_attached(server.child, client)
-        yield Site(folder, server, client, environment)
+        yield Site(folder, server, client, environment, speculative["num_speculative_tokens"])
+
+
+def write_untrained_eagle3(folder: Path) -> None:
+    raw = eagle3_json(TINY / "target", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    torch.manual_seed(0)
+    write_eagle3(fresh_eagle3(TINY / "target", raw), folder, raw)
 
 
 def test_an_untrained_drafter_is_calibrated_until_it_drafts(site: Site) -> None:
     before = site.retention()
     untrained = before["tuned"]["classes"][""]
-    assert untrained["draft_tokens_per_round"] == pytest.approx(7, abs=0.5)
+    assert untrained["draft_tokens_per_round"] == pytest.approx(site.num_draft_tokens, abs=0.5)
     assert untrained["acceptance_length"] < 1.05
     assert before["notes"] == []
     (site.folder / "before.json").write_text(json.dumps(before))

@@ -21,7 +21,7 @@ from torch import Tensor
 from honed.attach.runner.idle_drafts import skip_idle_drafts
 from honed.attach.runner.runner import runner_of
 from honed.recalib.drafter.checkpoint import load_drafter
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from tests.tools import ROOT
 
 PAIR = ROOT / "benchmarks" / "tiny"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from honed.recalib.drafter.checkpoint import save_drafter
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
 from honed.recalib.samples.sample import TrainingSample
 
 SMALL = {

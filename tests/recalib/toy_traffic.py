@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from honed.adapt.protocol.sample_ring import FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.drafter.checkpoint import save_drafter
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
 
 VOCAB, WIDTH, PROMPT = 53, 32, 5
 CONFIG = {

@@ -21,7 +21,7 @@ TIMEOUT_S = 1200
 TORCHVISION = ROOT / "build" / "zoo"
 """Where `make` has put torchvision, which vLLM imports with models that take images."""
 SITE = ROOT / "tests" / "zoo" / "site"
-HELD = ("events", "greedy", "capture", "drafts", "swap", "trained")
+HELD = ("events", "greedy", "capture", "drafts", "swap", "trained", "kept")
 
 
 def run(pair: str, log: Path) -> dict[str, Any]:

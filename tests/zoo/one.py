@@ -6,6 +6,7 @@ capture   captured features are the hidden states that Transformers computes
 drafts    honed's drafter drafts what vLLM's drafted
 swap      other weights and back: checksums are those of the files, tokens stay
 trained   some updates on what was captured make a version that drafts more, and serves; then a roll-back
+kept      after a swap amid requests that keeps the cache, that version drafts as if it had always been there
 """
 
 from __future__ import annotations
@@ -15,30 +16,27 @@ import json
 import os
 import sys
 import tempfile
-from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.e2e import triton_on_cpu
-from tests.e2e.engine import IS_SLOW, RUNNER, K, TestEngine, engine, held_out
+from tests.e2e.engine import IS_SLOW, RUNNER, TARGET, K, TestEngine, engine, held_out
 
 if IS_SLOW:
     triton_on_cpu.install()
 
 import torch
-from torch import Tensor
 
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
-from honed.recalib.drafter.model import DFlashDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.registry.weights_digest import weights_digests
 from honed.recalib.samples.ring_reader import RingReader
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.e2e.drafting import listen, share_of_equal_drafts
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
-from tests.e2e.swapping import swap, wait_until_written, worker_of
+from tests.e2e.swapping import swap, wait_until_written
 from tests.zoo.pairs import PAIRS, make
 
 parser = argparse.ArgumentParser()
@@ -50,70 +48,21 @@ os.environ["HONED_FEATURES"] = "layers"
 
 NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
 PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
-NUM_UPDATES = 40 if IS_SLOW else 120
+NUM_UPDATES = 200 if PAIR.method != "dflash" else 40 if IS_SLOW else 120
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 """Of captured features, relative to their size: other rows or layers would be off by more than 1."""
 LEAST_SHARE = {"float32": 0.99, "bfloat16": 0.9}
 """Of equal drafts: honed computes in float32."""
 
 
-@dataclass
-class Seen:
-    """One request's rows by position, and its drafts by the position of their anchor."""
-
-    aux: dict[int, Tensor] = field(default_factory=dict)
-    token_ids: dict[int, int] = field(default_factory=dict)
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-
-
-def listen(running: TestEngine) -> dict[str, Seen]:
-    """Note all that the drafter is given, and what it drafts, from now on."""
-    runner = worker_of(running)._honed_side.runner
-    seen: dict[str, Seen] = defaultdict(Seen)
-    propose = runner.drafter.propose
-
-    def listening(*args: Any, **kwargs: Any) -> Any:
-        drafted = propose(*args, **kwargs)
-        if (view := runner.view(args, kwargs)) is not None:
-            aux = view.aux if isinstance(view.aux, Tensor) else torch.cat(list(view.aux or ()), dim=-1)
-            for i, request in enumerate(view.req_ids):
-                end = int(view.row_starts[i + 1]) - (int(view.num_rejected[i]) if view.num_rejected is not None else 0)
-                rows = range(int(view.row_starts[i]), end)
-                seen[request].aux |= {int(view.positions[row]): aux[row].clone() for row in rows}
-                seen[request].token_ids |= {int(view.positions[row]): int(view.token_ids[row]) for row in rows}
-                seen[request].drafts[int(view.positions[end - 1]) + 1] = drafted[i].tolist()
-        return drafted
-
-    runner.drafter.propose = listening
-    return seen
-
-
 def answers(running: TestEngine) -> list[list[int]]:
     return running.generate(PROMPTS, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
-@torch.inference_mode()
-def share_of_equal_drafts(drafter: DFlashDrafter, seen: dict[str, Seen]) -> float:
-    """Share of vLLM's drafts that honed's drafter drafts from the same rows.
-
-    Only drafts that the request could still take count: for others vLLM may have no room in its cache.
-    """
-    equal = total = 0
-    for request in seen.values():
-        whole = (position for position, drafts in request.drafts.items() if len(drafts) == K)  # near the end they are shorter
-        anchors = [position for position in whole if position in request.token_ids]
-        if not anchors:
-            continue
-        rows = range(max(request.aux) + 1)
-        context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
-        tokens = torch.tensor([request.token_ids[row] for row in rows])
-        hidden = drafter.draft_hidden(context, torch.arange(len(rows)), tokens, torch.tensor(anchors))
-        ours, _ = drafter.best_drafts(hidden, tokens[anchors])
-        theirs = torch.tensor([request.drafts[position] for position in anchors])
-        has_room = torch.tensor(anchors)[:, None] + torch.arange(K) < len(rows)
-        equal, total = equal + int(((ours == theirs) & has_room).sum()), total + int(has_room.sum())
-    assert total > 20, "nothing was drafted: this shows nothing"
-    return equal / total
+def as_transformers_reads(target: Path) -> Path:
+    """The target, or the one that it was rewritten from: Transformers' Qwen3.5 has no attention without gates."""
+    raw = json.loads((target / "config.json").read_text())
+    return TARGET if raw.get("attn_output_gate") is False else target
 
 
 @torch.inference_mode()
@@ -129,6 +78,7 @@ def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[Traini
         assert int(sample.positions[0]) == 0, "not a whole request: this shows nothing"
         hidden = model(sample.token_ids[None], output_hidden_states=True).hidden_states
         inner = [hidden[layer + 1][0] for layer in layers if layer + 2 < len(hidden)]  # the last one is normed there
+        inner = inner or [hidden[-1][0]]  # as an MTP head reads it
         theirs = torch.cat(inner, dim=-1).float()
         ours = sample.features[:, : theirs.shape[1]].float()
         worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
@@ -137,7 +87,7 @@ def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[Traini
 
 def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], folder: Path) -> tuple[float, Path]:
     """Train a version on what was captured; returns its acceptance length over the parent's there, and its folder."""
-    drafter, parent = (load_drafter(drafter_dir, target) for _ in range(2))
+    drafter, parent = (load_drafter(drafter_dir, target, num_draft_tokens=K) for _ in range(2))
     settings = TrainingSettings(learning_rate=2e-3, micro_steps_per_update=1, anchors_per_micro_step=48)
     trainer = MicroTrainer(drafter, settings)
     for step in range(NUM_UPDATES):
@@ -146,6 +96,25 @@ def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], fold
     save_drafter(drafter, folder, drafter_dir, getattr(torch, PAIR.dtype))
     before, after = (expected_acceptance_length(one, samples).acceptance_length() for one in (parent, drafter))
     return after / before, folder
+
+
+def share_after_swap(running: TestEngine, before: Path, after: Path, target: Path, expected: list[list[int]]) -> float:
+    """Share of the drafts after a swap amid requests, cache kept, that are those of the new version."""
+    from vllm import SamplingParams
+
+    assert swap(running, "stock", before).ok
+    llm, seen, done, since = running.llm.llm_engine, listen(running), {}, dict[str, int]()
+    for number, prompt in enumerate(PROMPTS):
+        llm.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True))
+    for step in range(1000):
+        if step == 4:
+            since = {name: max(one.drafts) + 1 for name, one in seen.items()}
+            assert swap(running, "version", after).ok
+        done |= {out.request_id: list(out.outputs[0].token_ids) for out in llm.step() if out.finished}
+        if not llm.has_unfinished_requests():
+            break
+    assert [done[str(number)] for number in range(len(PROMPTS))] == expected
+    return share_of_equal_drafts(load_drafter(after, target, num_draft_tokens=K), dict(seen), since)
 
 
 def perturbed(drafter_dir: Path, target: Path, folder: Path) -> Path:
@@ -162,9 +131,10 @@ def perturbed(drafter_dir: Path, target: Path, folder: Path) -> Path:
 
 def run(folder: Path) -> dict[str, Any]:
     target, drafter_dir = make(_asked.pair, folder)
-    options = {"dtype": PAIR.dtype, "max_num_seqs": 4, **PAIR.options}
+    speculative = {"method": PAIR.method, "model": str(drafter_dir), "num_speculative_tokens": K}
+    options = {"dtype": PAIR.dtype, "max_num_seqs": 4, "speculative_config": speculative, **PAIR.options}
     is_exact = PAIR.dtype == "float32"
-    with engine(None, target, drafter_dir, **options, **({"speculative_config": None} if is_exact else {})) as plain:
+    with engine(None, target, drafter_dir, **(options | ({"speculative_config": None} if is_exact else {}))) as plain:
         expected = answers(plain)
     with engine(folder / "run", target, drafter_dir, **options) as running:
         findings = running.honed._workers.findings
@@ -185,8 +155,9 @@ def run(folder: Path) -> dict[str, Any]:
         stretches = [one for record in reader.poll(1 << 16).records for one in assembler.add(record)]
         samples = [one.to_training_sample(is_fused=False) for one in (*stretches, *assembler.finish())]
         assert len(samples) == NUM_PROMPTS, f"{len(samples)} requests were captured"
-        drafter = load_drafter(drafter_dir, target)
-        result["capture_error"] = round(error_of_capture(target, drafter.config.target_layer_ids, samples), 6)
+        drafter = load_drafter(drafter_dir, target, num_draft_tokens=K)
+        error = error_of_capture(as_transformers_reads(target), drafter.config.target_layer_ids, samples)
+        result["capture_error"] = round(error, 6)
         result["capture"] = result["capture_error"] <= TOLERANCE[PAIR.dtype]
         result["equal_drafts"] = round(share_of_equal_drafts(drafter, dict(seen)), 4)
         result["drafts"] = result["equal_drafts"] >= LEAST_SHARE[PAIR.dtype]
@@ -206,6 +177,8 @@ def run(folder: Path) -> dict[str, Any]:
         is_served = serves("version", version)
         after = running.counters()
         result["accepted"] = after["num_accepted_tokens"] - before["num_accepted_tokens"]
+        result["kept_share"] = round(share_after_swap(running, drafter_dir, version, target, expected), 4)
+        result["kept"] = result["kept_share"] >= LEAST_SHARE[PAIR.dtype]
         is_back = serves("stock", drafter_dir) and running.checksum() == stock
         result["trained"] = gain > 1.0 and is_served and is_back and running.honed.errors.count == 0
     return result

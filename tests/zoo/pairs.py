@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, make_dflash2, reduce_vocabulary, write_eagle3
 from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.registry.head_of_target import extract_head
 from tests.e2e.engine import DRAFTER, TARGET
 from tests.e2e.swapping import renamed_drafter
+from tests.zoo.mtp_targets import add_mtp_head, make_mtp_target
 from tests.zoo.targets import NUM_LAYERS, VOCAB_SIZE, make_target
 
 NUM_WORDS = 3072
@@ -34,21 +36,24 @@ class Pair:
     change: Callable[[Path], None] | None = None
     """Changes its files."""
     is_sharded: bool = False
+    eagle3: dict[str, Any] | None = None
+    """Fields of an EAGLE-3 drafter's config.json, which takes the place of the DFlash one."""
+    has_mtp: bool = False
+    """Whether the target has an MTP head, which takes the place of the DFlash drafter."""
     runner: str = "v1"
     dtype: str = "float32"
     """Hybrids run in bfloat16 only on a CPU. Speculation itself changes tokens there, so it is on without honed too."""
     options: dict[str, Any] = field(default_factory=dict)
     """Engine arguments."""
 
+    @property
+    def method(self) -> str:
+        """vLLM's speculative method."""
+        return "mtp" if self.has_mtp else "dflash" if self.eagle3 is None else "eagle3"
+
 
 def _reduce(folder: Path) -> None:
-    """Give a drafter its own head and a part of the target's words, as speculators does."""
-    tensors = load_file(folder / "model.safetensors")
-    head = load_target_head(TARGET).lm_head
-    words = torch.arange(VOCAB_SIZE)[-NUM_WORDS:]
-    is_word = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, words, True)
-    own = {"lm_head.weight": head[words].to(torch.bfloat16), "d2t": words - torch.arange(NUM_WORDS), "t2d": is_word}
-    save_file(tensors | own, folder / "model.safetensors")
+    reduce_vocabulary(folder, TARGET, torch.arange(VOCAB_SIZE)[-NUM_WORDS:])
 
 
 def _rename(folder: Path) -> None:
@@ -62,28 +67,6 @@ def _dflash(**changes: Any) -> dict[str, Any]:
     return {"dflash_config": own | changes}
 
 
-def _convolve(folder: Path) -> None:
-    """Give a drafter DFlash2's convolutions, which at first change little, and a selector with random scores."""
-    raw = json.loads((folder / "config.json").read_text())
-    own, width, generator = raw["dflash_config"], raw["hidden_size"], torch.Generator().manual_seed(2)
-    taps, groups = own["conv_kernel_size"], width // own["conv_group_size"]
-    more = {}
-    for layer in range(raw["num_hidden_layers"]):
-        for name in ("attention_conv", "mlp_conv"):
-            kernel = 0.1 * torch.randn(2, taps, width, generator=generator)
-            kernel[:, 0] += 1.0
-            more[f"layers.{layer}.{name}.base_kernel"] = kernel
-            more[f"layers.{layer}.{name}.kernel_projection.weight"] = 0.01 * torch.randn(
-                2 * taps * groups, width, generator=generator
-            )
-    for name, rows in (("predecessor_codebook", VOCAB_SIZE), ("successor_codebook", VOCAB_SIZE)):
-        more[f"candidate_selector.{name}"] = torch.randn(rows, own["selector_rank"], generator=generator)
-    more["candidate_selector.hidden_projection.weight"] = 0.2 * torch.randn(own["selector_rank"], width, generator=generator)
-    tensors = load_file(folder / "model.safetensors") | {name: tensor.to(torch.bfloat16) for name, tensor in more.items()}
-    save_file(tensors, folder / "model.safetensors")
-
-
-_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 8}
 _TEXT = {"language_model_only": True}
 PAIRS: dict[str, Pair] = {
     "llama": Pair("llama"),
@@ -101,11 +84,18 @@ PAIRS: dict[str, Pair] = {
         drafter=_SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, runner="v2"
     ),
     "causal": Pair(drafter=_dflash(causal=True)),
-    "reduced vocabulary": Pair(drafter={"draft_vocab_size": NUM_WORDS}, change=_reduce),
+    "reduced vocabulary": Pair(change=_reduce),
     "aliased names": Pair(change=_rename),
-    "dflash2": Pair(drafter={"architectures": ["DFlash2DraftModel"], **_dflash(**_DFLASH2)}, change=_convolve, runner="v2"),
+    "dflash2": Pair(change=make_dflash2, runner="v2"),
     "partial rotation": Pair(drafter={"partial_rotary_factor": 0.5}),
     "scaled values": Pair(drafter=_dflash(attention_value_scale=0.75)),
+    "eagle3": Pair(eagle3={}),
+    "eagle3, residual normed": Pair(eagle3={"norm_before_residual": True, "draft_vocab_size": NUM_WORDS}),
+    "eagle3, features normed": Pair(eagle3={"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
+    "mtp": Pair(has_mtp=True),
+    "mtp, gated": Pair("full attention", has_mtp=True),
+    "mtp, hybrid": Pair("qwen3.5", has_mtp=True, dtype="bfloat16", options=_TEXT),
+    "eagle3, qwen3": Pair(eagle3={"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}),
 }
 
 
@@ -113,11 +103,23 @@ def make(name: str, folder: Path) -> tuple[Path, Path]:
     """Write a pair's files; returns the folders of target and drafter."""
     pair = PAIRS[name]
     target, drafter = folder / "target", folder / "drafter"
+    if pair.has_mtp:
+        if pair.target == "qwen3.5":
+            make_target(pair.target, target, getattr(torch, pair.dtype))
+            add_mtp_head(target)
+        else:
+            make_mtp_target(target, is_tiny=not pair.target)
+        drafter.mkdir()
+        extract_head(target, drafter)
+        return target, drafter
     if pair.target:
         make_target(pair.target, target, getattr(torch, pair.dtype), is_sharded=pair.is_sharded)
         _make_drafter(target, drafter)
     else:
         target = TARGET
+        if pair.eagle3 is not None:
+            _make_eagle3(target, drafter, pair.eagle3)
+            return target, drafter
         shutil.copytree(DRAFTER, drafter)
     raw = json.loads((drafter / "config.json").read_text()) | pair.drafter
     (drafter / "config.json").write_text(json.dumps(raw))
@@ -141,3 +143,12 @@ def _make_drafter(target: Path, folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     save_drafter(drafter, folder, folder, torch.float32)
+
+
+def _make_eagle3(target: Path, folder: Path, changes: dict[str, Any]) -> None:
+    """Write an EAGLE-3 drafter with random weights."""
+    raw = eagle3_json(target, eagle_aux_hidden_state_layer_ids=[2, 3, 5], **changes)
+    torch.manual_seed(1)
+    num_words = raw.get("draft_vocab_size")
+    words = torch.arange(VOCAB_SIZE)[-num_words:] if num_words else None
+    write_eagle3(fresh_eagle3(target, raw, words), folder, raw, torch.float32)

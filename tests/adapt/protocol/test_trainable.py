@@ -63,8 +63,13 @@ def test_what_is_not_published_yet(drafter: dict[str, Any], target: dict[str, An
 @pytest.mark.parametrize(
     ("facts", "reasons"),
     [
-        ({"method": "ngram"}, ["training is for method 'dflash', this engine runs method 'ngram'"]),
-        ({"method": ""}, ["training is for method 'dflash', this engine runs no method"]),
+        ({"method": "ngram"}, ["training is for method 'dflash' or 'eagle3' or 'mtp', this engine runs method 'ngram'"]),
+        ({"method": "mtp", "drafter": {"model_type": "qwen3_5_mtp", "num_hidden_layers": 4}}, []),
+        (
+            {"method": "mtp", "drafter": {"model_type": "glm4_moe_mtp"}},
+            ["of MTP heads only those of Qwen3.5's kind can be trained, not 'glm4_moe_mtp'"],
+        ),
+        ({"method": ""}, ["training is for method 'dflash' or 'eagle3' or 'mtp', this engine runs no method"]),
         (
             {"pipeline_parallel_size": 2},
             ["pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits"],

@@ -57,12 +57,12 @@ def test_what_is_not_there_keeps_its_name(cache: SimpleNamespace, model: str, re
         (None, ""),
         (SimpleNamespace(method="suffix", draft_model_config=None), ""),
         (SimpleNamespace(method="ngram", draft_model_config=config("/nowhere/target")), ""),
-        (SimpleNamespace(method="mtp", draft_model_config=config("/nowhere/target")), ""),
+        (SimpleNamespace(method="mtp", draft_model_config=config("/nowhere/target")), "/nowhere/target"),
         (SimpleNamespace(method="eagle3", draft_model_config=config("/nowhere/head")), "/nowhere/head"),
     ],
 )
 def test_only_a_draft_model_with_files_of_its_own_is_named(speculative: SimpleNamespace | None, found: str) -> None:
-    """vLLM names the target where a method has none."""
+    """vLLM names the target where a method has none. An MTP head is in the target's files."""
     given = SimpleNamespace(speculative_config=speculative, model_config=config("/nowhere/target"), load_config=None)
     assert draft_folder(given) == found
 
@@ -109,7 +109,8 @@ def test_an_engine_without_a_drafter_names_none() -> None:
     ngram = configured(None, method="ngram", prompt_lookup_max=4)
     assert ngram.speculative_config.draft_model_config.model == ngram.model_config.model, "vLLM names the target"
     assert draft_folder(ngram) == ""
-    assert check_features(ngram).untrained == ("training is for method 'dflash', this engine runs method 'ngram'",)
+    (reason,) = check_features(ngram).untrained
+    assert reason == "training is for method 'dflash' or 'eagle3' or 'mtp', this engine runs method 'ngram'"
 
 
 def test_names_of_tensors_come_from_one_file_or_an_index(tmp_path: Path) -> None:

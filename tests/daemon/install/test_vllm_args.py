@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,45 @@ def test_flags_name_our_classes_and_dflash(tmp_path: Path) -> None:
     assert pairs["--scheduler-cls"] == "honed.attach.scheduler.make_scheduler"
     assert pairs["--worker-extension-cls"] == "honed.attach.worker.HonedWorkerExtension"
     assert made.environment == {"HONED_RUNTIME_DIR": str(RUNTIME_DIR)}
+
+
+@pytest.mark.parametrize(
+    ("config", "k"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, 5),
+        ({"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}, 3),
+    ],
+)
+def test_an_eagle3_drafter_gets_its_method_and_its_draft_tokens(tmp_path: Path, config: dict[str, Any], k: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = json.loads(vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path)).flags[1])
+    assert (found["method"], found["num_speculative_tokens"]) == ("eagle3", k)
+    assert (
+        json.loads(vllm_args.make(RUNTIME_DIR, drafter="org/Qwen3-8B_eagle3", num_draft_tokens=4).flags[1])["method"]
+        == "eagle3"
+    )
+    with pytest.raises(ValueError, match="DFlash drafters only"):
+        vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path), tree_slots=15)
+
+
+def test_a_head_in_its_target_needs_no_drafter_and_an_exported_one_is_known(tmp_path: Path) -> None:
+    flags = vllm_args.make(RUNTIME_DIR, model="m", method="mtp").flags
+    assert json.loads(flags[flags.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}))
+    found = json.loads(vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path), num_draft_tokens=2).flags[1])
+    assert found == {"method": "mtp", "model": str(tmp_path), "num_speculative_tokens": 2}
+
+
+def test_a_method_without_a_drafter_says_how_many_tokens_it_needs() -> None:
+    found = json.loads(vllm_args.make(RUNTIME_DIR, method="ngram", num_draft_tokens=4).flags[1])
+    assert found == {"method": "ngram", "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match="set --draft-tokens"):
+        vllm_args.make(RUNTIME_DIR, method="ngram")
+
+
+def test_the_method_that_is_named_is_taken() -> None:
+    found = json.loads(vllm_args.make(RUNTIME_DIR, drafter="org/head", method="eagle3", num_draft_tokens=4).flags[1])
+    assert found["method"] == "eagle3"
 
 
 def test_without_a_drafter_the_users_own_speculative_config_is_left_alone() -> None:
@@ -125,3 +165,26 @@ def test_the_environment_is_what_the_attachment_reads() -> None:
     assert settings.runtime_dir == RUNTIME_DIR
     assert settings.engine_id == "left-2"
     assert shlex.split(made.render("shell").splitlines()[0])[0] == "export"
+
+
+def test_tree_slots_take_the_place_of_the_block(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"block_size": 8}')
+    made = vllm_args.make(Path("/run/honed"), drafter=str(tmp_path), tree_slots=31)
+    speculative = json.loads(made.flags[made.flags.index("--speculative-config") + 1])
+    assert speculative["num_speculative_tokens"] == 31
+    assert made.environment["HONED_TREES"] == "1"
+    assert "--enforce-eager" in made.render("shell").replace("\\\n", "").split()
+    assert "HONED_TREES" not in vllm_args.make(Path("/run/honed"), drafter=str(tmp_path)).environment
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tree_slots": 15}, "give --drafter or --method too"),
+        ({"tree_slots": 15, "graphs": (3,), "drafter": "d"}, "either --graphs or --tree-slots"),
+        ({"tree_slots": 129, "drafter": "d"}, "takes 128 drafts a request at most"),
+    ],
+)
+def test_tree_slots_that_cannot_be_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        vllm_args.make(Path("/run/honed"), **given)

@@ -297,7 +297,7 @@ def test_no_engine_waits_for_its_version_behind_a_replay(
     stage: Stage, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(warm_start, "learn_from_log", lambda *arguments: go_on.wait(60.0) and 0)
+    monkeypatch.setattr(warm_start, "learn_from_log", lambda *arguments: go_on.wait(60.0) and (0, 0))
     try:
         for number in range(3):
             other = ServingEngine(settings.paths.engine_socket, engine_id=f"other-{number}", checkpoint=stage.engine.checkpoint)

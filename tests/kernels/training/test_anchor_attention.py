@@ -121,6 +121,25 @@ def test_rows_outside_the_interval_do_not_count() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] >= 4], ids=str)
+def test_the_last_tokens_of_a_block_alone_see_what_they_see_among_all(
+    shape: tuple[int, ...], kind: dict[str, Any], queries: int
+) -> None:
+    arguments = inputs(shape)
+    some = [arguments[0][:, -queries:], *arguments[1:]]
+    wanted = query_by_query(arguments, **kind)[:, -queries:]
+    scale = shape[4] ** -0.5
+    for made in (
+        anchor_attention(*some, **kind),
+        by_flex(*some[:5], Visible(*some[5:], **kind), scale),
+        reference.anchor_attention(*some, scale=scale, **kind),
+    ):
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_flex_attention_with_our_mask_is_the_twin(shape: tuple[int, ...], kind: dict[str, Any]) -> None:
@@ -131,9 +150,10 @@ def test_flex_attention_with_our_mask_is_the_twin(shape: tuple[int, ...], kind: 
 
 @pytest.mark.parametrize("kind", [{}, {"is_causal": True}, {"window": 200}, {"window": 300, "is_causal": True}], ids=str)
 @pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("are_all_asking", [True, False])
 @pytest.mark.parametrize(("n", "b", "t"), [(1, 1, 0), (3, 16, 130), (40, 16, 700), (33, 7, 256), (9, 10, 511), (3, 200, 300)])
 def test_the_tiles_of_the_mask_are_those_that_something_is_seen_in(
-    n: int, b: int, t: int, is_sorted: bool, kind: dict[str, Any]
+    n: int, b: int, t: int, are_all_asking: bool, is_sorted: bool, kind: dict[str, Any]
 ) -> None:
     """FlexAttention skips tiles that the mask leaves out, and doesn't look into those that it calls full."""
     begins, ends = inputs((n, b, 1, 1, 8, t))[5:]
@@ -141,8 +161,9 @@ def test_the_tiles_of_the_mask_are_those_that_something_is_seen_in(
         order = ends.argsort()
         begins, ends = begins[order], ends[order]
     rows = t + -t % TILE
-    mask = block_mask(Visible(begins, ends, **kind), b, rows)
-    query, row = torch.arange(n * b)[:, None], torch.arange(rows + n * b)
+    queries = b if are_all_asking else (b + 2) // 3
+    mask = block_mask(Visible(begins, ends, **kind), queries, b, rows)
+    query, row = torch.arange(n * queries)[:, None], torch.arange(rows + n * b)
     is_seen = mask.mask_mod(torch.tensor(0), torch.tensor(0), query, row)
     for q in range(mask.kv_num_blocks.shape[-1]):
         partial = mask.kv_indices[0, 0, q, : mask.kv_num_blocks[0, 0, q]].tolist()
@@ -160,11 +181,11 @@ def test_for_sorted_anchors_the_mask_leaves_out_what_can_be_left_out() -> None:
     """Anchors over 4,096 rows of one sample: tiles before the last anchor of a tile of queries, and the own one."""
     anchors = torch.linspace(100, 4000, 64).long()
     begins = torch.zeros_like(anchors)
-    mask = block_mask(Visible(begins, anchors), 16, 4096)
+    mask = block_mask(Visible(begins, anchors), 16, 16, 4096)
     made = (mask.kv_num_blocks + mask.full_kv_num_blocks)[0, 0]
     last_of_tile = anchors.view(-1, 8)[:, -1]
     assert made.tolist() == ((last_of_tile + TILE - 1) // TILE + 1).tolist()
-    windowed = block_mask(Visible(begins, anchors, window=512), 16, 4096)
+    windowed = block_mask(Visible(begins, anchors, window=512), 16, 16, 4096)
     first_row = (anchors.view(-1, 8)[:, 0] + 1 - 512).clamp(min=0)
     assert (windowed.kv_num_blocks + windowed.full_kv_num_blocks)[0, 0].tolist() == (made - first_row // TILE).tolist()
     assert all(earlier <= later for earlier, later in pairwise(mask.full_kv_num_blocks[0, 0].tolist()))

@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from honed.recalib.config.drafter import Convolution, Selector
+from honed.recalib.config.drafter import Convolution, Eagle3, Mtp, Selector
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.eagle3 import Eagle3Drafter
+from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.device_memory import available_bytes, hold_to
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
@@ -28,24 +31,41 @@ CONFIG = DrafterConfig(
     target_layer_ids=(1, 2, 3),
     target_hidden_size=128,
 )
+EAGLE3 = replace(
+    CONFIG,
+    num_hidden_layers=1,
+    block_size=6,
+    eagle3=Eagle3(
+        norm_before_residual=False,
+        norm_before_fc=False,
+        norms_features=False,
+        feeds_normed=False,
+        has_head_norms=False,
+        num_features=3,
+    ),
+)
+MTP = replace(CONFIG, num_hidden_layers=1, block_size=4, target_layer_ids=(), mtp=Mtp(has_gate=True))
 SETTINGS = TrainingSettings(anchors_per_micro_step=32, micro_steps_per_update=1)
 ROWS = 600
 
 
-def make_drafter() -> DFlashDrafter:
+def make_drafter(config: DrafterConfig) -> Drafter:
     torch.manual_seed(0)
-    embed = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
-    return DFlashDrafter(CONFIG, embed, embed)
+    embed = torch.randn(config.vocab_size, config.hidden_size)
+    kinds: dict[str, type[Drafter]] = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
+    return kinds[config.method](config, embed, embed)
 
 
-def measured_bytes(settings: TrainingSettings, is_fused: bool, has_goal: bool, is_kept: bool) -> int:
+def measured_bytes(
+    settings: TrainingSettings, is_fused: bool, has_goal: bool, is_kept: bool, config: DrafterConfig = CONFIG
+) -> int:
     """Most bytes of tensors that were alive at once in the second update: by then the optimizer has its moments.
 
     What stays (weights, moments) is counted by its tensors, what comes and goes by the allocator's own record.
     """
-    drafter, parent = make_drafter(), make_drafter()
+    drafter, parent = make_drafter(config), make_drafter(config)
     parent.embed_tokens = parent.lm_head = drafter.lm_head = drafter.embed_tokens
-    width = CONFIG.hidden_size if is_fused else CONFIG.feature_size
+    width = config.hidden_size if is_fused else config.feature_size
     generator = torch.Generator().manual_seed(0)
     sample = TrainingSample(
         features=torch.randn(ROWS, width, generator=generator),
@@ -95,6 +115,24 @@ def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object]
     assert needed < 1.8 * measured
 
 
+@pytest.mark.parametrize(("is_kept", "most"), [(False, 2.2), (True, 1.8)], ids=["fresh", "kept"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"gradient_checkpointing": True}, {"scope": "full"}, {"anchors_per_micro_step": 8}, {"loss": "acceptance"}],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [EAGLE3, MTP], ids=["eagle3", "mtp"])
+def test_the_estimate_of_a_drafter_that_drafts_one_by_one(
+    config: DrafterConfig, change: dict[str, object], is_kept: bool, most: float
+) -> None:
+    """A kept block's loss, which needs the parent's distribution, takes the most, and is what is counted."""
+    settings = replace(SETTINGS, **change)  # type: ignore[arg-type]
+    is_fused = settings.scope != "full"
+    needed = estimate(config, settings, ROWS, is_fused=is_fused, is_head_tied=True).total_bytes
+    assert measured_bytes(settings, is_fused, False, is_kept, config) <= needed
+    assert needed < most * measured_bytes(settings, is_fused, False, is_kept, config)
+
+
 @pytest.mark.parametrize("loss", ["kl", "hybrid"])
 def test_a_distribution_as_goal_is_counted(loss: str) -> None:
     settings = replace(SETTINGS, loss=loss)  # type: ignore[arg-type]
@@ -105,9 +143,17 @@ def test_a_distribution_as_goal_is_counted(loss: str) -> None:
 
 def test_parameters_are_counted_exactly() -> None:
     dflash2 = {"convolution": Convolution(2, 16), "selector": Selector(8, 4)}
-    for change in ({}, {"attention_bias": True}, dflash2):
-        config = replace(CONFIG, **change)
-        drafter = DFlashDrafter(config, torch.zeros(2000, 128), torch.zeros(2000, 128))
+    eagle3 = EAGLE3.eagle3
+    assert eagle3 is not None
+    whole = replace(eagle3, norm_before_fc=True, norms_features=True)
+    kinds = (
+        *(replace(CONFIG, **change) for change in ({}, {"attention_bias": True}, dflash2)),
+        *(replace(EAGLE3, eagle3=one) for one in (eagle3, whole)),
+        *(replace(MTP, attention_bias=has, mtp=Mtp(has_gate=has)) for has in (False, True)),
+        *(replace(EAGLE3, attention_bias=True, eagle3=replace(eagle3, has_head_norms=has)) for has in (False, True)),
+    )
+    for config in kinds:
+        drafter = make_drafter(config)
         for scope in ("kv-frozen", "full"):
             settings = replace(SETTINGS, scope=scope)  # type: ignore[arg-type]
             MicroTrainer(drafter, settings)

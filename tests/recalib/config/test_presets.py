@@ -110,7 +110,7 @@ def test_gpt_oss_can_be_trained() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "other architecture": ({"architectures": ["Eagle3LlamaForCausalLM"]}, "vLLM 0.32 does not load .* architecture Eagle3"),
+    "other architecture": ({"architectures": ["LiLiCorrDraftModel"]}, "vLLM 0.32 does not load .* architecture LiLiCorr"),
     "from the anchor": ({"dflash_config": {"sample_from_anchor": True}}, "vLLM 0.32 does not load .* sample_from_anchor"),
     "activation": ({"hidden_act": "gelu"}, "vLLM 0.32 does not load .* activation gelu"),
     "no window": ({"layer_types": ["sliding_attention"] * 5}, "vLLM 0.32 does not load .* without a window size"),
@@ -192,7 +192,7 @@ def test_a_reduced_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "eagle3"}, "is 'eagle3', not 'dflash'"),
+        ({"speculators_model_type": "peagle"}, "is 'peagle': only DFlash and EAGLE-3"),
         ({"transformer_layer_config": None}, "no 'transformer_layer_config'"),
         ({"aux_hidden_state_layer_ids": None}, "no 'aux_hidden_state_layer_ids'"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from honed.recalib.config.rope_scaling import RopeScaling
-from honed.recalib.drafter.model import rotary_tables
+from honed.recalib.drafter.layers import rotary_tables
 
 HEAD = 64
 GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length, walk
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings

@@ -18,7 +18,7 @@ from honed.attach.engine.busy_flag import BusyFlag
 from honed.kernels.training.block_loss import block_loss, top_tokens
 from honed.kernels.training.sizes import TILE
 from honed.recalib.config.trainer import TrainerSettings
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.trainer import Trainer
 from honed.recalib.process.yield_points import YieldPoints

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from honed.recalib.registry.access import User
 from honed.recalib.registry.manifest import Figures
-from honed.recalib.registry.registry import Registry, RegistryConflictError, RegistryError
+from honed.recalib.registry.registry import Manifest, Registry, RegistryConflictError, RegistryError
 from tests.tools import ROOT
 
 
@@ -95,9 +95,26 @@ def test_digests_know_a_tensor_by_any_name_that_vllm_reads(registry):
     assert plain.context_sha256 != another_norm.context_sha256, "their fused features mean something else"
 
 
+def test_an_eagle3_version_knows_what_its_rows_and_its_cache_depend_on(registry):
+    names = ("fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.k_proj.weight", "norm.weight", "lm_head.weight")
+
+    def made(changed: str) -> Manifest:
+        def write(folder: Path) -> None:
+            tensors = {name: np.full(2, 2.0 if name == changed else 1.0, np.float32) for name in names}
+            save_file(tensors | {"d2t": np.zeros(2, np.int64)}, folder / "model.safetensors")
+            (folder / "config.json").write_text("{}")
+
+        return registry.create(write)
+
+    plain, *others = (made(name) for name in ("", *names))
+    assert (plain.method, plain.num_tensors) == ("eagle3", len(names))
+    assert [one.context_sha256 != plain.context_sha256 for one in others] == [True, False, False, False, False]
+    assert [one.kv_sha256 != plain.kv_sha256 for one in others] == [True, True, True, False, False]
+
+
 OTHERS = {
     "a target": ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "mtp.fc.weight"),
-    "EAGLE-3": ("fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"),
+    "EAGLE": ("fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight", "embed_tokens.weight"),
     "DSpark": ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "layers.0.mlp.up_proj.weight"),
 }
 

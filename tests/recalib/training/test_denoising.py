@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from honed.recalib.config.training import MaskSchedule
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.denoising import ONE_PASS, Denoising, draft_in_steps, reveal_randomly

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
-from honed.recalib.training.micro_step import Loss, MicroTrainer, Scope, TrainingSettings, is_kv_path
+from honed.recalib.training.micro_step import Loss, MicroTrainer, Scope, TrainingSettings
 from honed.recalib.training.pace import Pace, run_through
 
 MakeDrafter = Callable[..., DFlashDrafter]
@@ -34,14 +35,14 @@ def test_kv_frozen_trains_exactly_what_the_cache_does_not_depend_on(
     for _ in range(3):
         trainer.step([sample])
     changed = {name for name, tensor in drafter.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if not is_kv_path(name)}
+    assert changed == {name for name in before if not makes_context(name, "dflash")}
     for (old_k, old_v), (k, v) in zip(cached, drafter.context_keys_values(sample.features, sample.positions), strict=True):
         assert torch.equal(k, old_k)
         assert torch.equal(v, old_v)
 
 
 def test_the_frozen_parameters_are_those_of_the_design(make_drafter: MakeDrafter) -> None:
-    frozen = {name for name in make_drafter().state_dict() if is_kv_path(name)}
+    frozen = {name for name in make_drafter().state_dict() if makes_context(name, "dflash")}
     layer = {f"layers.{i}.self_attn.{part}.weight" for i in range(2) for part in ("k_proj", "v_proj", "k_norm")}
     assert frozen == {"fc.weight", "hidden_norm.weight"} | layer
 

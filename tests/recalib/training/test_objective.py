@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from tests.recalib.conftest import SMALL

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from honed.recalib.training.precision import compute_dtype

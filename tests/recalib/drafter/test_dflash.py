@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.recalib.drafter.model import DFlashDrafter, DrafterConfig, rotary_tables, rotate
+from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.samples.sample import TrainingSample, pack
 from tests.recalib.conftest import SMALL
 

@@ -5,7 +5,7 @@ tokens: all of them, or in a causal layer the earlier ones. A layer with a slidi
 block of an anchor at position p is [anchor, MASK x k] at positions p .. p + k. Its context is all features *strictly before* p.
 The output at position p + j predicts the token at p + j: there is no shift.
 
-Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm`; `KV_PATH` names them. Query tokens
+Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm` (`makes_context`). Query tokens
 go through the layer's input norm first. Context features don't: they have `hidden_norm` instead.
 
 DFlash2 adds convolutions along the block, and a selector that walks over each position's best tokens.
@@ -24,50 +24,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
-from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.config.drafter import Convolution, DrafterConfig, Selector
-from honed.recalib.config.rope_scaling import RopeScaling, frequencies
+from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
 
-__all__ = ["KV_PATH", "DFlashDrafter", "DrafterConfig"]
+__all__ = ["DFlashDrafter", "DrafterConfig"]
 
 # Letters: N blocks, B tokens of a block (anchor included), K = B - 1, T context rows, H width, A width of unfused
 # features, V vocabulary, W words that are drafted, G key/value heads, R query heads of each, D head width.
 
-KV_PATH = ("fc.", "hidden_norm.", ".k_proj.", ".v_proj.", ".k_norm.")
-CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-"""Parameters that are never trained: losses need a frozen head, and each has a row for every token."""
 _ROWS = 64
 """Rows whose logits are held at once."""
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., width]
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
-
-
-def rotary_tables(
-    positions: Tensor, width: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:  # 2 x [..., width/2]
-    """Cosine and sine of each position's angles, in float32; bit for bit vLLM's tables."""
-    powers = theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
-    inverse, divisor, magnitude = frequencies(powers, theta, scaling)
-    angles = (positions.float() / divisor).unsqueeze(-1) * inverse
-    return angles.cos() * magnitude, angles.sin() * magnitude
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, D]
-    """Apply the rotary embedding in the two-halves ("neox") layout; dimensions beyond the tables' stay as they are."""
-    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 class Attention(nn.Module):
@@ -104,20 +71,6 @@ class Attention(nn.Module):
         out = anchor_attention(q, *self.keys_values(x, tables), *context, visible)
         projected: Tensor = self.o_proj(out.reshape(n, b, -1))
         return projected
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., H]
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class GroupedConv(nn.Module):
@@ -194,63 +147,39 @@ def _between(conv: GroupedConv | None, x: Tensor, apply: Callable[[Tensor], Tens
     return conv.finish(apply(x), kernels)
 
 
-class DFlashDrafter(nn.Module):
-    """A DFlash drafter whose parameters have the checkpoint's names.
+class DFlashDrafter(Drafter):
+    """A DFlash or DFlash2 drafter."""
 
-    `embed_tokens`, `lm_head` and the words are the target's, or the checkpoint's own: buffers, never trained, never saved.
-
-    Args:
-        words: the target's id of each of the drafter's words; None: they are the target's.
-        goal_head: the target's rows of these words, if `lm_head` isn't the target's; for training on its distribution.
-    """
-
-    embed_tokens: Tensor
-    lm_head: Tensor
-    words: Tensor | None
-    goal_head: Tensor | None
-    _word_of: Tensor | None
+    UNTRAINED = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+    """DFlash2's codebooks: losses need a frozen head, and each has a row for every token."""
 
     def __init__(
         self,
         config: DrafterConfig,
-        embed_tokens: Tensor,  # [V, H]
-        lm_head: Tensor,  # [W, H]
-        words: Tensor | None = None,  # [W]
-        goal_head: Tensor | None = None,  # [W, H]
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+        words: Tensor | None = None,
+        goal_head: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, embed_tokens, lm_head, words, goal_head)
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self._kinds = [config.attention_of(layer) for layer in range(config.num_hidden_layers)]
-        self.recomputes_layers = False
-        """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
-        self.register_buffer("embed_tokens", embed_tokens, persistent=False)
-        self.register_buffer("lm_head", lm_head, persistent=False)
-        self.register_buffer("goal_head", goal_head, persistent=False)
-        word_of = None
-        if words is not None:
-            word_of = torch.full((len(embed_tokens),), -1).scatter(0, words, torch.arange(len(words)))
-        self.register_buffer("words", words, persistent=False)
-        self.register_buffer("_word_of", word_of, persistent=False)
         self.candidate_selector = CandidateSelector(config, config.selector) if config.selector else None
         self._pair_head: Tensor | None = None
 
-    def to_target(self, words: Tensor) -> Tensor:
-        """Token ids of the drafter's words, of any shape."""
-        return words if self.words is None else self.words[words]
-
-    def to_words(self, token_ids: Tensor) -> Tensor:
-        """The drafter's words of token ids, of any shape; −1 for a token that it can't draft."""
-        return token_ids if self._word_of is None else self._word_of[token_ids]
+    @property
+    def can_denoise(self) -> bool:
+        """Whether it has no selector, which needs the token before each."""
+        return self.candidate_selector is None
 
     def scored(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N, K] -> [N, K, H'], [W, H']
         """Rows and a head whose products are the scores of every token after a known previous one.
 
-        Without a selector these are the hidden states and the head. With one its scores are products as well: each row gets
-        some more columns, and the head those of the successors' codebook.
+        A selector's scores are products as well: each row gets some more columns, and the head those of the successors'
+        codebook.
         """
         selector = self.candidate_selector
         if selector is None:
@@ -262,11 +191,10 @@ class DFlashDrafter(nn.Module):
         return torch.cat((hidden * self.config.logit_scale, edges), dim=-1), self._pair_head
 
     @torch.no_grad()
-    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N] -> 2 x [N, K]
-        """Draft greedily. Return token ids and their log-probabilities, or with a selector their scores."""
+    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft greedily; with a selector, walk over the candidates."""
         if self.candidate_selector is None:
-            top, log_probabilities = top_tokens(hidden, self.lm_head)
-            return self.to_target(top), log_probabilities
+            return super().best_drafts(hidden, anchor_ids)
         return self._walk(self.candidate_selector, hidden, anchor_ids)
 
     def _walk(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,28 +225,6 @@ class DFlashDrafter(nn.Module):
         """Compute what vLLM keeps in the drafter's paged cache: for each layer, K and V `[T, G, D]` of fused features."""
         tables = self._rotary_tables(positions)
         return [layer.self_attn.keys_values(features, tables) for layer in self.layers]  # type: ignore[union-attr, operator]
-
-    def _rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.config
-        return rotary_tables(positions, int(config.head_dim * config.rotary_share), config.rope_theta, config.rope_scaling)
-
-    def forward(
-        self,
-        features: Tensor,  # [T, H], fused
-        positions: Tensor,  # [T]
-        token_ids: Tensor,  # [T]
-        anchors: Tensor,  # [N] rows of the anchors, >= 1
-        segments: Tensor | None = None,  # [T] sample of each row
-        num_draft_tokens: int | None = None,
-        block_tokens: Tensor | None = None,  # [N, K] tokens after each anchor, by default masks
-    ) -> Tensor:  # [N, K, V]
-        """Compute logits for the `num_draft_tokens` (by default block_size - 1) tokens after each anchor; no selector."""
-        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
-        logits = F.linear(hidden, self.lm_head)
-        if self.words is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        return everything.index_copy(-1, self.words, logits)
 
     def draft_hidden(
         self,

@@ -1,0 +1,124 @@
+"""What every kind of drafter offers to training and gate.
+
+A block is an anchor at row p and the K tokens after it. The drafter knows what the target computed for the rows before p, and
+the anchor's token. `draft_hidden` gives the K hidden states that predict the tokens at p + 1 … p + K.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from honed.kernels.training.block_loss import top_tokens
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.drafter.layers import RMSNorm, rotary_tables
+
+# Letters: N blocks, K tokens drafted, T context rows, H width, A width of unfused features, V vocabulary, W words that are
+# drafted.
+
+
+class Drafter(nn.Module, ABC):
+    """A drafter whose parameters have the checkpoint's names.
+
+    `embed_tokens`, `lm_head` and the words are the target's, or the checkpoint's own: buffers, never trained, never saved.
+
+    Args:
+        words: the target's id of each of the drafter's words; None: they are the target's.
+        goal_head: the target's rows of these words, if `lm_head` isn't the target's; for training on its distribution.
+    """
+
+    UNTRAINED: ClassVar[tuple[str, ...]] = ()
+    """Parameters that are never trained."""
+    embed_tokens: Tensor
+    lm_head: Tensor
+    words: Tensor | None
+    goal_head: Tensor | None
+    norm: RMSNorm
+    recomputes_layers = False
+    """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
+    _word_of: Tensor | None
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        embed_tokens: Tensor,  # [V, H]
+        lm_head: Tensor,  # [W, H]
+        words: Tensor | None = None,  # [W]
+        goal_head: Tensor | None = None,  # [W, H]
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("embed_tokens", embed_tokens, persistent=False)
+        self.register_buffer("lm_head", lm_head, persistent=False)
+        self.register_buffer("goal_head", goal_head, persistent=False)
+        word_of = None
+        if words is not None:
+            word_of = torch.full((len(embed_tokens),), -1).scatter(0, words, torch.arange(len(words)))
+        self.register_buffer("words", words, persistent=False)
+        self.register_buffer("_word_of", word_of, persistent=False)
+
+    @property
+    def can_denoise(self) -> bool:
+        """Whether it may be given blocks of which some tokens are revealed."""
+        return False
+
+    def to_target(self, words: Tensor) -> Tensor:
+        """Token ids of the drafter's words, of any shape."""
+        return words if self.words is None else self.words[words]
+
+    def to_words(self, token_ids: Tensor) -> Tensor:
+        """The drafter's words of token ids, of any shape; −1 for a token that it can't draft."""
+        return token_ids if self._word_of is None else self._word_of[token_ids]
+
+    def _rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        return rotary_tables(positions, int(config.head_dim * config.rotary_share), config.rope_theta, config.rope_scaling)
+
+    @abstractmethod
+    def fuse(self, aux_hidden: Tensor) -> Tensor:  # [T, A] -> [T, H]
+        """Fuse what the target computed for each row into features of the drafter's width."""
+
+    @abstractmethod
+    def draft_hidden(
+        self,
+        features: Tensor,  # [T, H], fused
+        positions: Tensor,  # [T]
+        token_ids: Tensor,  # [T]
+        anchors: Tensor,  # [N] rows of the anchors, >= 1
+        segments: Tensor | None = None,  # [T] sample of each row
+        num_draft_tokens: int | None = None,
+        block_tokens: Tensor | None = None,  # [N, K] tokens after each anchor; by default the kind's own
+    ) -> Tensor:  # [N, K, H]
+        """Compute the normed hidden states that predict the `num_draft_tokens` (default: the config's) tokens after anchors."""
+
+    def scored(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N, K] -> [N, K, H'], [W, H']
+        """Rows and a head whose products are the scores of every token after a known previous one."""
+        return hidden, self.lm_head
+
+    @torch.no_grad()
+    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N] -> 2 x [N, K]
+        """Draft greedily. Return token ids and their log-probabilities, or with a selector their scores."""
+        top, log_probabilities = top_tokens(hidden, self.lm_head)
+        return self.to_target(top), log_probabilities
+
+    def forward(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        anchors: Tensor,
+        segments: Tensor | None = None,
+        num_draft_tokens: int | None = None,
+        block_tokens: Tensor | None = None,
+    ) -> Tensor:  # [N, K, V]
+        """Compute the logits of `draft_hidden`, without a selector's part."""
+        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
+        logits = F.linear(hidden, self.lm_head)
+        if self.words is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        return everything.index_copy(-1, self.words, logits)

@@ -1,0 +1,128 @@
+"""The EAGLE-3 drafter in plain PyTorch: the same function as vLLM's, and trainable. `UnrolledDrafter` says how it drafts.
+
+The hidden state that it reads is the target's fused features. Its attention reads both inputs side by side.
+
+A row in vLLM's cache depends on `fc`, the norms of both inputs, `k_proj` and `v_proj` (`makes_context`).
+
+Source: arXiv 2503.01840, section 3; vLLM 0.32 `models/llama_eagle3.py`, `models/qwen3_eagle3.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from honed.recalib.config.drafter import DrafterConfig, Eagle3
+from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
+from honed.recalib.drafter.unrolled import UnrolledDrafter
+
+# Letters: N blocks, T context rows, H width, A width of unfused features, G key/value heads, R query heads, D head width.
+
+
+class Attention(nn.Module):
+    """Attention whose input is twice as wide as its output."""
+
+    def __init__(self, config: DrafterConfig, eagle3: Eagle3) -> None:
+        super().__init__()
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        width, query_width = 2 * config.hidden_size, config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        # vLLM's Qwen3 class has no bias there.
+        o_bias = config.attention_bias and not eagle3.has_head_norms
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if eagle3.has_head_norms else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if eagle3.has_head_norms else None
+
+    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., 2H] -> [..., heads, D]
+        """Compute rotated queries."""
+        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        return rotate(q if self.q_norm is None else self.q_norm(q), tables)
+
+    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # [..., 2H] -> 2 x [..., G, D]
+        """Compute rotated keys, and values."""
+        shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        keys = self.k_proj(x).view(shape)
+        return rotate(keys if self.k_norm is None else self.k_norm(keys), tables), self.v_proj(x).view(shape)
+
+
+class Layer(nn.Module):
+    """The one layer, with the norms of its two inputs."""
+
+    def __init__(self, config: DrafterConfig, eagle3: Eagle3) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, eagle3)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._norms_residual = eagle3.norm_before_residual
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [..., H] -> [..., 2H], [..., H]
+        """Norm both inputs and join them; return the residual as well."""
+        normed = self.hidden_norm(hidden)
+        return torch.cat((self.input_layernorm(embedded), normed), dim=-1), normed if self._norms_residual else hidden
+
+
+class Eagle3Drafter(UnrolledDrafter):
+    """An EAGLE-3 drafter of one layer."""
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        embed_tokens: Tensor,
+        lm_head: Tensor,
+        words: Tensor | None = None,
+        goal_head: Tensor | None = None,
+    ) -> None:
+        super().__init__(config, embed_tokens, lm_head, words, goal_head)
+        assert config.eagle3 is not None
+        self._eagle3 = config.eagle3
+        width, eps = config.target_hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(config.feature_size, eps) if self._eagle3.norm_before_fc else None
+        norms = [RMSNorm(width, eps) for _ in range(self._eagle3.num_features)] if self._eagle3.norms_features else []
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(config, self._eagle3)])
+        self.norm = RMSNorm(config.hidden_size, eps)
+
+    @property
+    def _layer(self) -> Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def fuse(self, aux_hidden: Tensor) -> Tensor:
+        """Fuse the target's layers, concatenated from the lowest on."""
+        if self.input_norm is not None:
+            aux_hidden = self.input_norm(aux_hidden)
+        if self.fc_norm:
+            chunks = aux_hidden.chunk(len(self.fc_norm), dim=-1)
+            aux_hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        fused: Tensor = self.fc(aux_hidden)
+        return fused
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm both inputs and lay them side by side."""
+        return self._layer.inputs(embedded, hidden)
+
+    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute rotated queries."""
+        return self._layer.self_attn.queries(x, tables)
+
+    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute rotated keys, and values."""
+        return self._layer.self_attn.keys_values(x, tables)
+
+    def output(self, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        """Add what was attended to and the MLP's output to the residual."""
+        layer = self._layer
+        residual = residual + layer.self_attn.o_proj(attended)
+        out: Tensor = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        return out
+
+    def fed(self, output: Tensor, normed: Tensor) -> Tensor:
+        """The output before the last norm, unless the config says otherwise."""
+        return normed if self._eagle3.feeds_normed else output

@@ -1,0 +1,67 @@
+"""Layers that every kind of drafter is made of."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.rope_scaling import RopeScaling, frequencies
+
+# Letters: H width, D head width.
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., width]
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
+
+
+class OnePlusNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * (1 + weight), computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., width]
+        return F.rms_norm(x.float(), (x.shape[-1],), 1.0 + self.weight, self.eps).to(x.dtype)
+
+
+def rotary_tables(
+    positions: Tensor, width: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:  # 2 x [..., width/2]
+    """Cosine and sine of each position's angles, in float32; bit for bit vLLM's tables."""
+    powers = theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    inverse, divisor, magnitude = frequencies(powers, theta, scaling)
+    angles = (positions.float() / divisor).unsqueeze(-1) * inverse
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, D]
+    """Apply the rotary embedding in the two-halves ("neox") layout; dimensions beyond the tables' stay as they are."""
+    cos, sin = (table.unsqueeze(-2).to(x.dtype) for table in tables)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out

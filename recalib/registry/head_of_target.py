@@ -1,0 +1,75 @@
+"""Takes an MTP head out of its target's checkpoint: a version holds the head's tensors alone, and the target's config.json.
+
+vLLM loads such a folder as a draft model of method "mtp". Nothing is converted: names, types and bytes stay.
+
+Imports neither torch nor numpy: the daemon uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from honed.recalib.registry.access import User, check_readable
+from honed.recalib.registry.durable import open_regular, read_document
+from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS
+from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
+
+PREFIX = "mtp."
+_MAX_INDEX_BYTES = 64 << 20
+
+
+def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
+    """Write the head's model.safetensors and config.json into a folder.
+
+    Args:
+        user: who named the target, if somebody else; the user must be able to read its files too.
+
+    Raises:
+        ValueError: the target has no such tensors, or a file isn't sound.
+        OSError: a file can't be read or written.
+    """
+    found: list[tuple[Path, TensorEntry]] = []
+    for path in _files_of(target):
+        found += [(path, entry) for entry in read_tensor_entries(path) if entry.name.startswith(PREFIX)]
+    if not found:
+        raise ValueError(f"{target} has no tensors of an MTP head (named {PREFIX}…)")
+    found.sort(key=lambda one: one[1].name)
+    header, at = {}, 0
+    for _, entry in found:
+        size = entry.end - entry.begin
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + size]}
+        at += size
+    told = json.dumps(header, separators=(",", ":")).encode()
+    told += b" " * (-len(told) % 8)
+    with ExitStack() as stack, (folder / WEIGHTS).open("wb") as out:
+        files = {path: stack.enter_context(open_regular(path)) for path in {path for path, _ in found} | {target / CONFIG}}
+        for file in files.values():
+            if user is not None:
+                check_readable(file, user)
+        out.write(len(told).to_bytes(8, "little") + told)
+        for path, entry in found:
+            file = files[path]
+            file.seek(entry.begin)
+            left = entry.end - entry.begin
+            while left:
+                part = file.read(min(left, 1 << 20))
+                if not part:
+                    raise ValueError(f"{path}: {entry.name} is cut off")
+                out.write(part)
+                left -= len(part)
+        with (folder / CONFIG).open("wb") as config:
+            shutil.copyfileobj(files[target / CONFIG], config, 1 << 20)
+
+
+def _files_of(target: Path) -> list[Path]:
+    """The files that hold the head, by the index if there is one."""
+    if not (target / INDEX).exists():
+        return [target / WEIGHTS]
+    try:
+        names: dict[str, str] = json.loads(read_document(target / INDEX, _MAX_INDEX_BYTES))["weight_map"]
+        return sorted({target / Path(file).name for name, file in names.items() if name.startswith(PREFIX)})
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{target / INDEX} is broken ({error!r})") from error

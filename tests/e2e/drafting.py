@@ -1,0 +1,78 @@
+"""Records a running engine's drafter: its inputs and its drafts. Compares them with the drafts of honed's drafter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.unrolled import UnrolledDrafter
+from tests.e2e.engine import K, TestEngine
+from tests.e2e.swapping import worker_of
+
+
+@dataclass
+class Seen:
+    """One request's rows by position, and its drafts by the position of their anchor."""
+
+    aux: dict[int, Tensor] = field(default_factory=dict)
+    token_ids: dict[int, int] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+
+
+def listen(running: TestEngine) -> dict[str, Seen]:
+    """Note all that the drafter is given, and what it drafts, from now on."""
+    runner = worker_of(running)._honed_side.runner
+    seen: dict[str, Seen] = defaultdict(Seen)
+    propose = runner.drafter.propose
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        view = runner.view(args, kwargs)
+        drafted = propose(*args, **kwargs)
+        if view is not None:
+            aux = view.aux if isinstance(view.aux, Tensor) else torch.cat(list(view.aux or ()), dim=-1)
+            for i, request in enumerate(view.req_ids):
+                end = int(view.row_starts[i + 1]) - (int(view.num_rejected[i]) if view.num_rejected is not None else 0)
+                rows = range(int(view.row_starts[i]), end)
+                seen[request].aux |= {int(view.positions[row]): aux[row].clone() for row in rows}
+                seen[request].token_ids |= {int(view.positions[row]): int(view.token_ids[row]) for row in rows}
+                seen[request].drafts[int(view.positions[end - 1]) + 1] = drafted[i].tolist()
+        return drafted
+
+    runner.drafter.propose = listening
+    return seen
+
+
+@torch.inference_mode()
+def share_of_equal_drafts(drafter: Drafter, seen: dict[str, Seen], since: dict[str, int] | None = None) -> float:
+    """Share of vLLM's drafts that honed's drafter drafts from the same rows.
+
+    Only drafts that the request could still take count: for others vLLM may have no room in its cache.
+
+    Args:
+        since: by request, the first position of an anchor that counts.
+    """
+    equal = total = 0
+    for name, request in seen.items():
+        whole = (position for position, drafts in request.drafts.items() if len(drafts) == K)  # near the end they are shorter
+        first = (since or {}).get(name, 0)
+        anchors = [position for position in whole if position in request.token_ids and position >= first]
+        if not anchors:
+            continue
+        rows = range(max(request.aux) + 1)
+        context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
+        tokens = torch.tensor([request.token_ids[row] for row in rows])
+        given = (context, torch.arange(len(rows)), tokens, torch.tensor(anchors))
+        if isinstance(drafter, UnrolledDrafter):
+            ours = drafter.draft(*given)
+        else:
+            ours, _ = drafter.best_drafts(drafter.draft_hidden(*given), tokens[anchors])
+        theirs = torch.tensor([request.drafts[position] for position in anchors])
+        has_room = torch.tensor(anchors)[:, None] + torch.arange(K) < len(rows)
+        equal, total = equal + int(((ours == theirs) & has_room).sum()), total + int(has_room.sum())
+    assert total > 20, "nothing was drafted: this shows nothing"
+    return equal / total

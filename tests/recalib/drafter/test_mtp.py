@@ -1,0 +1,199 @@
+"""The MTP head against a transformer layer that reads a whole sequence at once, block by block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter.layers import rotary_tables, rotate
+from honed.recalib.drafter.mtp import MtpDrafter
+from honed.recalib.registry.registry import Registry, RegistryError
+from honed.recalib.samples.sample import TrainingSample, pack
+from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+
+TEXT = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "mtp_num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+}
+ROWS, ANCHORS = 30, [1, 2, 9, 25]
+
+
+def make_drafter(**changes: Any) -> MtpDrafter:
+    torch.manual_seed(3)
+    drafter = MtpDrafter(DrafterConfig.from_json(TEXT | changes), torch.randn(50, 16), torch.randn(50, 16))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return drafter
+
+
+def make_sample(num_rows: int = ROWS, seed: int = 0, first: int = 0) -> TrainingSample:
+    generator = torch.Generator().manual_seed(seed)
+    return TrainingSample(
+        features=torch.randn(num_rows, 16, generator=generator),
+        token_ids=torch.randint(50, (num_rows,), generator=generator),
+        positions=first + torch.arange(num_rows),
+        session=f"s{seed}",
+        workload="w",
+        is_fused=False,
+    )
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + weight)
+
+
+def whole_sequence(drafter: MtpDrafter, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    """The head on a sequence of (next token, hidden state), by plain attention: its normed outputs."""
+    p = dict(drafter.named_parameters())
+    layer = {name.removeprefix("layers.0."): tensor for name, tensor in p.items()}
+    embedded = drafter.embed_tokens[ids]
+    both = torch.cat((norm(embedded, p["pre_fc_norm_embedding.weight"]), norm(hidden, p["pre_fc_norm_hidden.weight"])), -1)
+    x = both @ p["fc.weight"].T
+    y = norm(x, layer["input_layernorm.weight"])
+    q, k, v = (y @ layer[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    gate = None
+    q = q.view(len(ids), 4, -1)
+    if q.shape[-1] == 16:
+        q, gate = q.chunk(2, dim=-1)
+    q, k = norm(q, layer["self_attn.q_norm.weight"]), norm(k.view(len(ids), 2, 8), layer["self_attn.k_norm.weight"])
+    tables = rotary_tables(positions, 4, 1e4)
+    q, k, v = rotate(q, tables), rotate(k, tables), v.view(len(ids), 2, 8)
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    out = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True).transpose(0, 1)
+    out = (out if gate is None else out * gate.sigmoid()).flatten(1) @ layer["self_attn.o_proj.weight"].T
+    x = x + out
+    y = norm(x, layer["post_attention_layernorm.weight"])
+    inner = F.silu(y @ layer["mlp.gate_proj.weight"].T) * (y @ layer["mlp.up_proj.weight"].T)
+    return norm(x + inner @ layer["mlp.down_proj.weight"].T, p["norm.weight"])
+
+
+def one_block(drafter: MtpDrafter, sample: TrainingSample, anchor: int, k: int, is_own: bool) -> tuple[Tensor, Tensor]:
+    """A server's round after `anchor`: hidden states and tokens, with the right tokens fed or those that were drafted."""
+    ids, hidden = sample.token_ids[1 : anchor + 1], sample.features[:anchor]
+    hiddens, drafts = [], []
+    for step in range(k):
+        normed = whole_sequence(drafter, ids, hidden, sample.positions[0] + torch.arange(len(ids)))
+        hiddens.append(normed[-1])
+        drafts.append(F.linear(normed[-1], drafter.lm_head).argmax())
+        fed = drafts[-1] if is_own else sample.token_ids[min(anchor + step + 1, sample.num_tokens - 1)]
+        ids, hidden = torch.cat((ids, fed[None])), torch.cat((hidden, normed[-1:]))
+    return torch.stack(hiddens), torch.stack(drafts)
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@torch.no_grad()
+def test_a_block_is_a_server_s_round(has_gate: bool) -> None:
+    drafter = make_drafter(attn_output_gate=has_gate)
+    samples = [make_sample(), make_sample(seed=1, first=7)]
+    packed = pack(samples)
+    anchors = torch.tensor(ANCHORS + [ROWS + anchor for anchor in ANCHORS])
+    given = (drafter.fuse(packed.features), packed.positions, packed.token_ids, anchors, packed.segments)
+    hidden, drafts = drafter.draft_hidden(*given), drafter.draft(*given)
+    for i, (sample, anchor) in enumerate((sample, anchor) for sample in samples for anchor in ANCHORS):
+        torch.testing.assert_close(hidden[i], one_block(drafter, sample, anchor, 3, is_own=False)[0], rtol=1e-4, atol=1e-5)
+        assert drafts[i].tolist() == one_block(drafter, sample, anchor, 3, is_own=True)[1].tolist()
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_training_learns_and_leaves_what_cached_rows_depend_on(loss: Any) -> None:
+    drafter = make_drafter()
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    sample = make_sample(80)
+    sample.token_ids.copy_(torch.arange(80) % 7)
+    sample = TrainingSample(**{**vars(sample), "target_hidden": sample.features})
+    trainer = MicroTrainer(drafter, TrainingSettings(loss=loss, learning_rate=1e-2, warmup_updates=1, micro_steps_per_update=1))
+    figures = [trainer.step([sample]) for _ in range(40)]
+    assert figures[-1].loss < (0.3 if loss == "ce" else 0.9) * figures[0].loss
+    changed = {name for name, p in drafter.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if not makes_context(name, "mtp")}
+    assert "fc.weight" not in changed
+    assert "layers.0.self_attn.q_proj.weight" in changed
+
+
+def write_target(folder: Path, drafter: MtpDrafter, *, is_sharded: bool) -> Path:
+    """A target with the head in its files, as published."""
+    folder.mkdir()
+    head = {f"mtp.{name}": p.detach().clone() for name, p in drafter.named_parameters()}
+    rest = {"model.embed_tokens.weight": drafter.embed_tokens, "lm_head.weight": drafter.lm_head}
+    rest["model.norm.weight"] = torch.zeros(16)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": TEXT}))
+    if not is_sharded:
+        save_file(head | rest, folder / "model.safetensors")
+        return folder
+    names = sorted(head)
+    parts = [dict(rest), {n: head[n] for n in names[:5]}, {n: head[n] for n in names[5:]}]
+    weight_map = {}
+    for i, part in enumerate(parts):
+        save_file(part, folder / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@torch.no_grad()
+def test_a_head_is_taken_from_its_target_and_written_as_it_was(tmp_path: Path, is_sharded: bool) -> None:
+    drafter = make_drafter()
+    target = write_target(tmp_path / "target", drafter, is_sharded=is_sharded)
+    registry = Registry(tmp_path / "registry")
+    version = registry.import_head(target, target_path=str(target))
+    assert (version.method, version.num_tensors) == ("mtp", len(list(drafter.named_parameters())))
+    assert registry.import_head(target) == version, "it is there already"
+    folder = registry.path(version.version)
+    assert {name.partition(".")[0] for name in load_file(folder / "model.safetensors")} == {"mtp"}
+    read = load_drafter(folder, target, num_draft_tokens=4)
+    assert isinstance(read, MtpDrafter)
+    assert read.config.num_draft_tokens == 4
+    assert all(torch.equal(p, dict(drafter.named_parameters())[name]) for name, p in read.named_parameters())
+    save_drafter(read, tmp_path / "out", folder, torch.float32)
+    old, new = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "out"))
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    assert registry.import_head(tmp_path / "out") == version, "a version served as a draft model is that version"
+
+
+def test_a_target_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "target" / "model.safetensors")
+    registry = Registry(tmp_path / "registry")
+    with pytest.raises(RegistryError, match="no tensors of an MTP head"):
+        registry.import_head(tmp_path / "target")
+    with pytest.raises(RegistryError, match="can't be read"):
+        registry.import_head(tmp_path / "nowhere")
+    assert registry.versions() == []
+    assert list((registry.root / "versions").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"mtp_num_hidden_layers": 2}, "an MTP head of 2 layers"),
+        ({"model_type": "qwen3_5_moe_text", "num_experts": 8}, "an MTP head with experts"),
+        ({"layer_scale": True}, "layer_scale"),
+    ],
+)
+def test_what_it_lacks_is_refused_by_name(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        DrafterConfig.from_json(TEXT | changes)
