@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from honed.attach.engine.environment import RUNTIME_DIR
+from honed.attach.engine.environment import RUNTIME_DIR, wants_trees
 
 
 def register() -> None:
@@ -13,3 +13,7 @@ def register() -> None:
         from honed.attach.engine import engine_hook
 
         engine_hook.install()
+        if wants_trees(os.environ):
+            from honed.attach.trees.v2 import give_drafter_its_block
+
+            give_drafter_its_block()

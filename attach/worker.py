@@ -26,6 +26,9 @@ from honed.attach.runner.runner import Runner, runner_of
 from honed.attach.runner.verified_drafts import VerifiedDrafts
 from honed.attach.swap.arriving_weights import take_updates
 from honed.attach.swap.swap import Swapper
+from honed.attach.trees.slots import block_tokens_of
+from honed.attach.trees.v1 import TreesV1
+from honed.attach.trees.v2 import TreesV2
 
 logger = logging.getLogger("honed.attach")
 P = ParamSpec("P")
@@ -56,10 +59,10 @@ class _WorkerSide:
         self.capturer: Capturer | None = None
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
-            norm = model.model.hidden_norm
+            norm = getattr(model.model, "hidden_norm", None)
             self.capturer = Capturer(
                 lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind, _ring_mode(path)),
-                lambda: (norm.weight.data, norm.variance_epsilon),
+                None if norm is None else lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
                 bytes.fromhex(settings["secret"]),
             )
@@ -115,6 +118,7 @@ class HonedWorkerExtension:
     _honed_side: _WorkerSide | None = None
     _honed_drafts: VerifiedDrafts | None = None
     _honed_fed: FedVerification | None = None
+    _honed_trees: TreesV1 | TreesV2 | None = None
 
     @_answering
     def honed_attach(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +151,24 @@ class HonedWorkerExtension:
         Ranks wait for each other in the draft pass: if only some of them left it out, the engine would hang.
         """
         self._honed_required().begin()
+
+    @_answering
+    def honed_trees(self) -> str:
+        """Verify draft trees from the next step on; return "" or the reason why this engine can't.
+
+        Called last: the trees' part of a draft pass lies around the capture's, which sees the rows of chains.
+        """
+        runner = self.model_runner  # type: ignore[attr-defined]
+        note = self._honed_errors.note
+        try:
+            if runner.vllm_config.use_v2_model_runner:
+                self._honed_trees = TreesV2(runner, note)
+            else:
+                self._honed_trees = TreesV1(runner, block_tokens_of(runner.speculative_config), note)
+            self._honed_trees.wrap()
+        except (TypeError, AttributeError) as error:
+            return str(error)
+        return ""
 
     @_answering
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Predicts tree policies' results on logged candidates, though no engine here verifies trees yet.
+"""Predicts tree policies' results on logged candidates.
 
 The text is kept. DDTree's walk emits the target's own samples, and those were logged. So a tree's walk follows the text as long
 as the text is in the tree, at any temperature: accepted tokens are exact wherever candidates were logged where a round begins.

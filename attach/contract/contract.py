@@ -74,6 +74,9 @@ _CORE, _LINEAR = "v1/engine/core.py", "model_executor/layers/linear.py"
 _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 _PROPOSER, _SPECULATOR = "v1/spec_decode/dflash.py", "v1/worker/gpu/spec_decode/dflash/speculator.py"
 _DFLASH = "model_executor/models/qwen3_dflash.py"
+_EAGLE3, _EAGLE3_QWEN3 = "model_executor/models/llama_eagle3.py", "model_executor/models/qwen3_eagle3.py"
+_MTP = "model_executor/models/qwen3_5_mtp.py"
+_EAGLE3_V2 = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 
 EVENTS: tuple[Clause, ...] = (
     Constant("plugins/__init__.py", "", "DEFAULT_PLUGINS_GROUP", "vllm.general_plugins"),
@@ -245,6 +248,7 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
 
 _WEIGHT_UPDATE = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
 
+_EAGLE3_MODELS = ((_EAGLE3, "Eagle3LlamaForCausalLM"), (_EAGLE3_QWEN3, "Eagle3Qwen3ForCausalLM"))
 WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
     # vLLM's sleep mode: device memory, including the weights, is gone meanwhile (engine_hook.py).
@@ -280,6 +284,12 @@ WORKERS: tuple[Clause, ...] = (
     Attributes(_SPECULATOR, "DFlashSpeculator", ("model",)),
     Attributes(_DFLASH, "DFlashQwen3ForCausalLM", ("model",)),
     Method(_DFLASH, "DFlashQwen3ForCausalLM", "combine_hidden_states", first=("hidden_states",)),
+    Attributes("v1/spec_decode/eagle.py", "EagleProposer", ("model",)),
+    Attributes(_EAGLE3_V2, "TargetDependentARSpeculator", ("model",)),
+    *(Attributes(file, owner, ("model",)) for file, owner in _EAGLE3_MODELS),
+    Attributes(_MTP, "Qwen3_5MTP", ("model",)),
+    Attributes(_MTP, "Qwen3_5MultiTokenPredictor", ("fc", "layers", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")),
+    *(Method(file, owner, "combine_hidden_states", first=("hidden_states",)) for file, owner in _EAGLE3_MODELS),
 )
 """Needs of both capture and swap: a way to the workers, also of an idle engine, and to the drafter in them."""
 
@@ -297,22 +307,26 @@ CAPTURE: tuple[Clause, ...] = (
     Attributes(_PROPOSER, "DFlashProposer", ("_dflash_hidden_states",)),
     Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc_cpu",)),
     Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
-    Method(
-        _SPECULATOR,
-        "DFlashSpeculator",
-        "propose",
-        ("dummy_run",),
-        first=(
-            "input_batch",
-            "attn_metadata",
-            "slot_mappings",
-            "last_hidden_states",
-            "aux_hidden_states",
-            "num_sampled",
-            "num_rejected",
-        ),
+    *(
+        Method(
+            file,
+            owner,
+            "propose",
+            ("dummy_run",),
+            first=(
+                "input_batch",
+                "attn_metadata",
+                "slot_mappings",
+                "last_hidden_states",
+                "aux_hidden_states",
+                "num_sampled",
+                "num_rejected",
+            ),
+        )
+        for file, owner in ((_SPECULATOR, "DFlashSpeculator"), (_EAGLE3_V2, "TargetDependentARSpeculator"))
     ),
     Attributes(_SPECULATOR, "DFlashSpeculator", ("hidden_states",)),
+    Attributes(_EAGLE3_V2, "TargetDependentARSpeculator", ("hidden_states",)),
     Attributes(
         "v1/worker/gpu/input_batch.py",
         "InputBatch",
@@ -352,10 +366,106 @@ SWAP: tuple[Clause, ...] = (
     Method("distributed/communication_op.py", "", "tensor_model_parallel_all_gather", first=("input_", "dim")),
 )
 
+_LAYER, _SAMPLE = "model_executor/layers/attention/attention.py", "v1/sample/rejection_sampler.py"
+TREES: tuple[Clause, ...] = (
+    *WORKERS,
+    Method(
+        _V1,
+        "GPUModelRunner",
+        "_prepare_inputs",
+        first=("scheduler_output", "num_scheduled_tokens"),
+        calls=("compute_slot_mapping", "_prepare_input_ids"),
+    ),
+    Method(_V1, "GPUModelRunner", "_sample", first=("logits", "spec_decode_metadata")),
+    Method(_V1, "GPUModelRunner", "sample_tokens", calls=("_sample", "propose_draft_token_ids")),
+    Method(_V1, "GPUModelRunner", "take_draft_token_ids"),
+    Attributes(
+        _V1,
+        "GPUModelRunner",
+        ("positions", "mrope_positions", "uses_mrope", "query_start_loc", "requests", "num_spec_tokens", "kv_cache_config"),
+    ),
+    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_id_to_index", "num_computed_tokens_cpu", "block_table")),
+    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("sampling_metadata",)),
+    Attributes("v1/worker/block_table.py", "BlockTable", ("slot_mapping",)),
+    Attributes("v1/spec_decode/metadata.py", "SpecDecodeMetadata", ("cu_num_sampled_tokens",)),
+    Attributes("v1/sample/metadata.py", "SamplingMetadata", ("all_greedy", "temperature", "top_k", "top_p", "generators")),
+    Attributes("v1/outputs.py", "SamplerOutput", ("sampled_token_ids",)),
+    Open("v1/outputs.py", "ModelRunnerOutput"),
+    Attributes("v1/outputs.py", "DraftTokenIds", ("draft_token_ids",)),
+    Constant(_SAMPLE, "", "MAX_SPEC_LEN", 128),
+    Method("v1/sample/ops/topk_topp_sampler.py", "", "apply_top_k_top_p", first=("logits", "k", "p")),
+    Method("v1/sample/ops/topk_topp_sampler.py", "", "random_sample", first=("probs", "generators")),
+    Method(_PROPOSER, "DFlashProposer", "_sample_draft_tokens", first=("hidden_states", "sampling_metadata")),
+    Method(_PROPOSER, "DFlashProposer", "propose", ("num_speculative_tokens",), calls=("_sample_draft_tokens",)),
+    Attributes(_PROPOSER, "DFlashProposer", ("_draft_attn_layer_names", "_enable_probabilistic_draft_probs")),
+    Method(_DFLASH, "DFlashQwen3ForCausalLM", "compute_logits", first=("hidden_states",)),
+    Attributes(_LAYER, "Attention", ("impl", "kv_cache", "num_heads", "num_kv_heads", "head_size")),
+    Method(_LAYER, "", "unified_attention_with_output", calls=("forward",)),
+    Method(
+        "v1/attention/backends/cpu_attn.py",
+        "CPUAttentionBackendImpl",
+        "forward",
+        first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    Method(
+        "v1/attention/backends/cpu_attn.py",
+        "CPUAttentionBackendImpl",
+        "do_kv_cache_update",
+        first=("layer", "key", "value", "kv_cache", "slot_mapping"),
+    ),
+    Attributes("config/compilation.py", "CompilationConfig", ("static_forward_context",)),
+    Attributes("config/model.py", "ModelConfig", ("enforce_eager",)),
+    # V2 (trees/v2.py)
+    Method(_V2, "GPUModelRunner", "__init__", calls=("init_speculator",)),
+    Method("v1/worker/gpu/spec_decode/__init__.py", "", "init_speculator", first=("vllm_config",)),
+    Method(_V2, "GPUModelRunner", "prepare_attn", first=("input_batch",), calls=("compute_slot_mappings",)),
+    Method(_V2, "GPUModelRunner", "sample", calls=("rejection_sampler",)),
+    Method(_V2, "GPUModelRunner", "sample_tokens", calls=("sample", "postprocess_sampled", "propose")),
+    Attributes(_V2, "GPUModelRunner", ("rejection_sampler", "sampler", "num_speculative_steps", "max_num_reqs", "device")),
+    Attributes(_V2, "GPUModelRunner", ("kv_cache_config", "model_config")),
+    Method(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler",
+        "sample",
+        first=(
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+        ),
+    ),
+    Attributes("v1/worker/gpu/sample/output.py", "SamplerOutput", ("sampled_token_ids", "num_sampled", "num_rejected")),
+    Attributes(
+        "v1/worker/gpu/input_batch.py",
+        "InputBatch",
+        (
+            "num_draft_tokens",
+            "num_draft_tokens_per_req",
+            "num_scheduled_tokens",
+            "idx_mapping_np",
+            "num_computed_tokens_np",
+            "prefill_len_np",
+            "logits_indices",
+            "cu_num_logits",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "seq_lens_cpu_upper_bound",
+        ),
+    ),
+    Attributes(_SPECULATOR, "DFlashSpeculator", ("num_speculative_steps", "draft_attn_layer_names", "draft_logits")),
+    Method(_SPECULATOR, "DFlashSpeculator", "_generate_draft", calls=("sample_draft",)),
+    Method(_SPECULATOR, "DFlashSpeculator", "sample_draft", calls=("compute_draft_logits",)),
+)
+
 CONTRACT: dict[str, tuple[Clause, ...]] = {
     "events": EVENTS,
     "draft_length": DRAFT_LENGTH,
     "capture": CAPTURE,
     "swap": SWAP,
+    "trees": TREES,
 }
 """Capability -> its needs."""

@@ -34,6 +34,8 @@ from honed.attach.events.publisher import Callbacks, Publisher
 from honed.attach.events.request_book import RequestBook
 from honed.attach.events.step_log import StepLog, Verified
 from honed.attach.events.step_recorder import Plan, StepRecorder
+from honed.attach.trees.eligible import needs_chain
+from honed.attach.trees.slots import block_tokens_of
 
 logger = logging.getLogger("honed.attach")
 
@@ -58,6 +60,8 @@ class Attachment:
         self._settings = settings
         self._boot_id = secrets.token_hex(8)
         self._num_spec_tokens: int = scheduler.num_spec_tokens
+        self._chain_tokens = block_tokens_of(vllm_config.speculative_config)
+        """Draft tokens of the drafter's block: fewer than K where the server was given slots for trees."""
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
         self._is_block_open = can_shorten_block(vllm_config)
         self._can_shorten = self._can_decide and self._is_block_open
@@ -132,7 +136,10 @@ class Attachment:
         """Take in a new request: the engine is busy from here on."""
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
         self._recorder.started(request.request_id, tracked)
-        self._decider.start(request.request_id, labels.workload, labels.max_draft_tokens)
+        most = labels.max_draft_tokens
+        if self._chain_tokens < self._num_spec_tokens and needs_chain(request.sampling_params):
+            most = self._chain_tokens if most < 0 else min(most, self._chain_tokens)
+        self._decider.start(request.request_id, labels.workload, most)
         self._in_prompt.add(request.request_id)
         self._busy.set(True)
 
@@ -192,11 +199,8 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        self._block, self._decided, self._unequal = (
-            self._num_spec_tokens,
-            None,
-            ([], []),
-        )  # the defaults if anything below fails
+        most = self._most_tokens
+        self._block, self._decided, self._unequal = most, None, ([], [])  # the defaults if anything below fails
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill, padded = list(scheduled), 0, []
@@ -217,22 +221,26 @@ class Attachment:
             padded += output.scheduled_spec_decode_tokens.keys() - self._last_scheduled.keys()
         if scheduled and self._are_drafts_forgotten:
             self._last_scheduled = scheduled if len(self._scheduler.running) > len(scheduled) else None
-        reason, block, lengths = self._why_undecided(), self._num_spec_tokens, None
+        reason, block, lengths = self._why_undecided(), most, None
         if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)
             first = self._step % every
             contexts = [_sure_tokens(requests[request_id]) for request_id in ids[first::every]]
             decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
+            if most < self._num_spec_tokens:
+                lengths = [min(length, most) for length in lengths]
             if self._policy is not None and not self._policy.equal_lengths:  # shorter ones for some would lose the graph
                 self._unequal = ids, lengths
             if self._can_shorten:
-                block = min(decision.block, output.num_spec_tokens_to_schedule)
+                block = min(decision.block, output.num_spec_tokens_to_schedule, most)
                 output.num_spec_tokens_to_schedule = block
             elif self._can_skip and not decision.block:
                 block = output.num_spec_tokens_to_schedule = 0
         elif self._is_block_open:  # vLLM's own table by batch size may be in force
-            block = getattr(output, "num_spec_tokens_to_schedule", block)
+            block = min(getattr(output, "num_spec_tokens_to_schedule", block), most)
+            if most < self._num_spec_tokens:
+                output.num_spec_tokens_to_schedule, lengths = block, [most] * len(ids)
         if lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths):
             self._decided = ids, lengths
         self._block = block
@@ -283,6 +291,8 @@ class Attachment:
         began_ns = time.perf_counter_ns()
         if plan.padded:
             verified = [one for one in verified if one[0] not in plan.padded]
+        if recorder.trees:  # the daemon learns from these: what a node is worth
+            verified = [one for one in verified if one[0] not in recorder.trees]
         if verified and self._can_decide:
             request_ids, drafts, accepted = map(list, zip(*verified, strict=True))
             if invalid:  # tokens that a grammar rejected tell nothing about the drafter
@@ -358,6 +368,11 @@ class Attachment:
         stale = {r for r in self._with_stale_steps if r in requests and requests[r].num_stale_output_tokens > 0}
         self._with_stale_steps = stale
         return {r for r in stale if r in output.num_scheduled_tokens}
+
+    @property
+    def _most_tokens(self) -> int:
+        """Most draft tokens of a request: without trees, slots beyond the drafter's block are of no use."""
+        return self._num_spec_tokens if "trees" in self._workers.findings.capabilities else self._chain_tokens
 
     def _why_undecided(self) -> str:
         """Reason why vLLM sets the draft lengths; empty when honed does."""

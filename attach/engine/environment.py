@@ -15,6 +15,7 @@ VARIABLES = (
     "HONED_RING_BYTES",
     "HONED_QUEUE_BYTES",
     "HONED_FEATURES",
+    "HONED_TREES",
 )
 """All variables read here."""
 OF_THE_DAEMON = ("HONED_CONFIG", "HONED_STATE_DIR", "HONED_LOG_LEVEL")
@@ -34,6 +35,8 @@ class AttachSettings:
     """Most bytes of encoded events kept until the daemon acknowledges them; older ones are dropped and counted."""
     feature_kind: str = "fused"
     """"fused" (hidden_norm(fc(aux)), H values a row) or "layers" (the aux hidden states: needed to train `fc`)."""
+    wants_trees: bool = False
+    """Verify draft trees: the server's draft tokens are slots for their nodes."""
 
     @property
     def socket_endpoint(self) -> str:
@@ -78,7 +81,13 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
         ring_bytes=_bytes(environ, "HONED_RING_BYTES", 64 << 20, minimum=1 << 20),
         queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
         feature_kind=feature_kind,
+        wants_trees=wants_trees(environ),
     )
+
+
+def wants_trees(environ: Mapping[str, str]) -> bool:
+    """Whether draft trees are switched on."""
+    return environ.get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

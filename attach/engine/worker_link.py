@@ -96,7 +96,9 @@ class WorkerLink:
         wanted = [name for name in of_workers if name in self.findings.capabilities]
         if wanted and not self._can_ask:
             self._drop(of_workers, f"{' and '.join(wanted)} are off: {self._why_mute}")
-        if not self._can_ask or not (wanted or self._are_drafts_on_device):
+        if self._settings.wants_trees and not self._can_ask:
+            self._drop((), f"trees are off: {self._why_mute}")
+        if not self._can_ask or not (wanted or self._are_drafts_on_device or self._settings.wants_trees):
             return
         settings = {
             "ring_path": str(self._settings.ring_path) if self.can_capture else "",
@@ -112,8 +114,17 @@ class WorkerLink:
                 self._drop(names, limit)
             if "swap" in self.findings.capabilities:
                 self.rpc("honed_begin")
+            if self._settings.wants_trees:
+                self._attach_trees()
         except Exception as error:  # vLLM's executors raise many kinds, a TimeoutError among them
             self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
+
+    def _attach_trees(self) -> None:
+        reason = next(filter(None, self.rpc("honed_trees")), "")
+        if reason:
+            self._drop((), f"trees are off: {reason}")
+        else:
+            self.findings = replace(self.findings, capabilities=(*self.findings.capabilities, "trees"))
 
     @property
     def _can_ask(self) -> bool:

@@ -160,13 +160,29 @@ class BatchBuilder:
                 columns["draft"] += step.drafts.get(row[0], ())
         else:
             columns["num_emitted"] += [row[2] + 1 for row in rows]
+        if step.trees:
+            self._add_trees(step, rows)
+        else:
+            columns["chain_tokens"] += [0] * len(rows)
+            columns["chain_accepted"] += [0] * len(rows)
         for request, num_tokens in zip(requests, delivered, strict=True):
             request.num_tokens += num_tokens
+
+    def _add_trees(self, step: Step, rows: list[Verified]) -> None:
+        columns = self._rounds
+        for request_id, _, num_accepted in rows:
+            tree = step.trees.get(request_id)
+            columns["chain_tokens"].append(tree.chain_tokens if tree else 0)
+            columns["chain_accepted"].append(tree.chain_accepted if tree else 0)
+            if tree:
+                columns["nodes"] += tree.nodes[:num_accepted]
 
     def take(self) -> Batch:
         """Take the gathered batch; the builder is empty afterwards, and still knows the requests."""
         if not any(self._rounds["num_trimmed_tokens"]):
             self._rounds["num_trimmed_tokens"] = []
+        if not any(self._rounds["chain_tokens"]):
+            self._rounds["chain_tokens"], self._rounds["chain_accepted"] = [], []
         if self._rounds["num_delivered"] == self._rounds["num_emitted"]:
             self._rounds["num_delivered"] = []
         steps, rounds = StepColumns(**self._steps), RoundColumns(**self._rounds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +24,21 @@ DRAFT_IDS = "honed_draft_ids"
 """Attribute of a `ModelRunnerOutput`: draft token ids [R, K] in the order of its `req_ids`, where the scheduler has none."""
 NUM_VERIFIED = "honed_num_verified"
 """Attribute of a `ModelRunnerOutput`: drafts that were verified [R], in that order, where vLLM trims them on the device."""
+
+
+TREES = "honed_trees"
+"""Attribute of a `ModelRunnerOutput`: `TreeRound`s by request id, where drafts were the nodes of a tree."""
+
+
+class TreeRound(NamedTuple):
+    """A verify round's accepted nodes, and what the drafter's own chain in its tree would have got."""
+
+    nodes: Sequence[int]
+    """The accepted nodes, from the root down; node 0 was the best."""
+    chain_tokens: int
+    """Nodes of the drafter's own chain in the tree: from the root on, each the most likely child."""
+    chain_accepted: int
+    """Accepted tokens if that chain alone had been verified."""
 
 
 class Step(NamedTuple):
@@ -50,6 +66,8 @@ class Step(NamedTuple):
     """Copy of `sampled` before vLLM cut it, if token ids are to be logged; then `drafts` is a copy too."""
     padded: Collection[str] = ()
     """Requests whose drafts were padding: vLLM counts them, but they tell nothing about the drafter."""
+    trees: Mapping[str, TreeRound] = MappingProxyType({})
+    """Of requests whose drafts were the nodes of a tree."""
 
     @property
     def has_token_ids(self) -> bool:

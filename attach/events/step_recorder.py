@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from honed.attach.events.request_book import Tracked
-from honed.attach.events.step_log import DRAFT_IDS, NUM_VERIFIED, Over, Started, Step, StepLog, Verified
+from honed.attach.events.step_log import DRAFT_IDS, NUM_VERIFIED, TREES, Over, Started, Step, StepLog, TreeRound, Verified
 
 _NOTHING: dict[str, int] = {}
 
@@ -45,6 +45,8 @@ class StepRecorder:
         """The current step's rounds with drafts: (request id, drafts, accepted)."""
         self.invalid: Mapping[str, int] = _NOTHING
         """Drafts of the current step that a grammar rejected, by request."""
+        self.trees: Mapping[str, TreeRound] = {}
+        """Trees of the current step's rounds, by request."""
         self._output: Any = None
         self._row_of: Mapping[str, int] = _NOTHING
         self._sampled: Any = ()
@@ -73,6 +75,7 @@ class StepRecorder:
         self.verified, self.invalid = [], output.num_invalid_spec_tokens or _NOTHING
         self._sampled, self._drafts = runner_output.sampled_token_ids, output.scheduled_spec_decode_tokens
         self._num_verified = getattr(runner_output, NUM_VERIFIED, None)
+        self.trees = getattr(runner_output, TREES, {})
         self._emitted = None
         if self.is_logging_token_ids:  # copied: vLLM cuts the first lists where a request ends, and may change the second
             self._emitted = list(map(list, self._sampled))
@@ -109,6 +112,7 @@ class StepRecorder:
                     self._num_verified,
                     self._emitted,
                     plan.padded,
+                    self.trees,
                 )
             )
         self._output = None

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from honed.adapt.protocol.drafter_tensors import METHODS
+
 
 @dataclass(frozen=True, slots=True)
 class StepView:
@@ -29,8 +31,8 @@ class StepView:
     row_starts: npt.NDArray[np.int64]  # [R + 1]
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before `hidden_norm`: computed on demand, unless it was already
-    aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate
+    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before a norm: computed on demand, unless it was already
+    aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate; MTP: the target's last states
     num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: there are none
 
 
@@ -74,13 +76,13 @@ class Runner(ABC):
 
     @property
     def draft_model(self) -> Any:
-        """The drafter's `DFlashQwen3ForCausalLM` (or like), unwrapped."""
+        """The drafter's `DFlashQwen3ForCausalLM`, `Eagle3LlamaForCausalLM` or like, unwrapped."""
         model = self.drafter.model
         return model.unwrap() if hasattr(model, "unwrap") else model
 
     @abstractmethod
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
-        """The arguments of `propose`, after it ran; None for a dummy step."""
+        """The arguments of `propose`, before it runs, since it may change them; None for a dummy step."""
 
     def wrap(self, on_schedule: OnSchedule, on_step: OnStep, on_error: Callable[[str], None]) -> None:
         """Call `on_schedule(scheduler_output)` before each step and `on_step(view)` after each draft pass, from now on.
@@ -97,9 +99,13 @@ class Runner(ABC):
             return execute(scheduler_output, *args, **kwargs)
 
         def propose_and_look(*args: Any, **kwargs: Any) -> Any:
-            drafts = propose(*args, **kwargs)
+            view = None
             try:
                 view = runner.view(args, kwargs)
+            except Exception:
+                on_error("view")
+            drafts = propose(*args, **kwargs)
+            try:
                 if view is not None:
                     on_step(view)
             except Exception:
@@ -124,13 +130,21 @@ class RunnerV1(Runner):
         if positions.dim() > 1:  # M-RoPE: for text all dimensions are the same
             positions = positions[0]
         starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
-        fused, aux = self.drafter._dflash_hidden_states, kwargs["target_hidden_states"]
+        aux: torch.Tensor = kwargs["target_hidden_states"]
+
+        def states() -> torch.Tensor:
+            fused: torch.Tensor | None = getattr(self.drafter, "_dflash_hidden_states", None)
+            combine: Callable[[torch.Tensor], torch.Tensor] | None = getattr(self.draft_model, "combine_hidden_states", None)
+            if fused is None:
+                fused = aux if combine is None else combine(aux)
+            return fused
+
         return StepView(
             req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
             row_starts=starts,
             token_ids=kwargs["target_token_ids"],
             positions=positions,
-            states=lambda: fused if fused is not None else self.draft_model.combine_hidden_states(aux),
+            states=states,
             aux=aux,
             num_rejected=kwargs["num_rejected_tokens_gpu"],
         )
@@ -165,7 +179,7 @@ class RunnerV2(Runner):
             token_ids=batch.input_ids[: batch.num_tokens],
             positions=batch.positions[: batch.num_tokens],
             states=lambda: self.drafter.hidden_states[: batch.num_tokens],
-            aux=given["aux_hidden_states"],
+            aux=given["aux_hidden_states"] or given["last_hidden_states"][: batch.num_tokens],
             num_rejected=given["num_rejected"][: batch.num_reqs],
         )
 
@@ -182,6 +196,8 @@ def runner_of(model_runner: Any) -> Runner:
         runner = RunnerV1(model_runner)
     else:
         raise TypeError(f"{type(model_runner).__name__} has no drafter that honed supports")
-    if not hasattr(runner.drafter, "propose") or not hasattr(runner.draft_model, "combine_hidden_states"):
-        raise TypeError(f"the drafter {type(runner.drafter).__name__} is not a DFlash drafter")
+    model = runner.draft_model
+    is_known = hasattr(model, "combine_hidden_states") or hasattr(getattr(model, "model", None), "pre_fc_norm_hidden")
+    if not hasattr(runner.drafter, "propose") or not is_known:
+        raise TypeError(f"the drafter {type(runner.drafter).__name__} is of none of the kinds {', '.join(METHODS)}")
     return runner

@@ -22,8 +22,15 @@ from tests.e2e.engine import ROOT, RUNNER
     ("runner", "files"),
     [
         ("v1-async", ["test_runner_contract.py", "test_engine_modes.py::test_a_grammar_holds_where_drafting_stops_and_begins"]),
-        ("v2", ["test_runner_contract.py", "test_v2_only.py"]),
-        ("v2-async", ["test_runner_contract.py", "test_v2_only.py", "test_runner_swaps.py"]),
+        (
+            "v2-async",
+            [
+                "test_runner_contract.py",
+                "test_v2_only.py",
+                "test_trees_v2.py",
+                "test_runner_swaps.py::test_swapped_weights_draft_as_a_fresh_load_does",
+            ],
+        ),
     ],
 )
 def test_what_is_promised_holds_on_the_other_runners(runner: str, files: list[str]) -> None:

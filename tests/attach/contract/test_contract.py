@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from docs.make import contract_page
-from docs.make.contract_check import Sources, check, installed, misfit
+from docs.make.contract_check import Sources, check, forget, installed, misfit
 from honed.attach.contract.compatibility import is_supported
 from honed.attach.contract.contract import CONTRACT, Attributes, Clause, Constant, Method, Open, Passes
 from tests.attach.fetch_vllm import folder as fetched
@@ -231,14 +231,17 @@ def by_name(tree: ast.Module | None) -> dict[str, list[Named]]:
 
 @contextmanager
 def renamed(nodes: Iterable[Named], name: str) -> Iterator[None]:
-    """Let everything of this name have another one for a while."""
+    """Let everything of this name have another one for a while, and what was read of it before be forgotten."""
+    nodes = list(nodes)
     for node, field in nodes:
         setattr(node, field, "otherwise")
+    forget()
     try:
         yield
     finally:
         for node, field in nodes:
             setattr(node, field, name)
+        forget()
 
 
 # --- reading sources ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,20 @@
+"""The trees that the next step verifies, from the drafter's logits."""
+
+from __future__ import annotations
+
+import torch
+
+from honed.kernels.trees.reference import DraftTrees
+from honed.kernels.trees.top_candidates import top_candidates
+from honed.kernels.trees.tree_build import tree_build
+
+NUM_CANDIDATES = 8
+"""Tokens a depth from which trees grow."""
+MOST_FAILURES = 8
+"""After more, an engine has no trees any more."""
+
+
+def grow(logits: torch.Tensor, temperature: torch.Tensor | None, num_nodes: int) -> DraftTrees:  # [B, D, V], [B]
+    """Grow each request's best tree of so many nodes at its temperature; None: greedy."""
+    log_probs, tokens = top_candidates(logits, min(NUM_CANDIDATES, logits.shape[-1]), temperature)
+    return tree_build(log_probs, tokens, torch.full((len(logits),), num_nodes, device=logits.device), num_nodes)

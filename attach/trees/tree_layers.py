@@ -1,0 +1,127 @@
+"""Attention of tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
+
+`impl.forward` is wrapped on each layer's instance, which vLLM looks up when it runs. So one wrap serves every backend that
+keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to the
+rows of its own ancestors, of this very step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from honed.attach.trees.cache_views import Views, views_of
+from honed.attach.trees.tree_step import TreeStep
+from honed.kernels.cache import reference as cache_reference
+from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
+from honed.kernels.trees import reference
+from honed.kernels.trees.tree_attention import tree_attention
+from honed.kernels.trees.tree_attention_inputs import PagedPrefix
+
+
+class TreeLayers:
+    """The target's attention layers.
+
+    Args:
+        layers: by name.
+        on_error: called in a failing forward pass; the step's trees are then not to be used.
+
+    Raises:
+        TypeError: a layer can't attend to trees; the text says why.
+    """
+
+    def __init__(self, layers: Mapping[str, Any], on_error: Callable[[str], None]) -> None:
+        if not layers:
+            raise TypeError("the target has no attention layer that honed knows")
+        self.step: TreeStep | None = None
+        """Trees of the step under way."""
+        self.has_failed = False
+        """Whether the pass for this step failed: its rows may have attended to others than their ancestors."""
+        self._layers, self._on_error = dict(layers), on_error
+        self._views: dict[str, Views] = {}
+        for name, layer in self._layers.items():
+            if reason := _misfit(layer):
+                raise TypeError(f"{name}: {reason}")
+            views = views_of(layer)
+            if views is None:
+                raise TypeError(f"{name}: honed doesn't know the layout of {type(layer.impl).__name__}'s cache")
+            self._views[name] = views
+        planes = [plane for views in self._views.values() for plane in views]
+        self._planes = KvPlanes.of(planes) if planes[0].is_cuda else planes
+
+    def wrap(self) -> None:
+        """Overwrite tree rows from now on."""
+        for name, layer in self._layers.items():
+            layer.impl.forward = self._overwriting(layer, self._views[name], layer.impl.forward)
+
+    def _overwriting(self, layer: Any, views: Views, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_with_trees(
+            of: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *more: Any, **others: Any
+        ) -> Any:
+            result = forward(of, query, key, value, cache, metadata, output, *more, **others)
+            step = self.step
+            if step is not None and metadata is not None and not self.has_failed:
+                try:
+                    self._attend(layer, views, step, query, key, value, metadata, output)
+                except Exception:
+                    self.has_failed = True
+                    self._on_error("tree attention")
+            return result
+
+        return forward_with_trees
+
+    def _attend(
+        self, layer: Any, views: Views, step: TreeStep, query: Any, key: Any, value: Any, metadata: Any, output: Any
+    ) -> None:
+        heads, width = layer.num_heads, layer.head_size
+        q = query.view(len(query), heads, width)[step.rows]
+        k, v = (x.view(len(x), layer.num_kv_heads, width)[step.rows] for x in (key, value))
+        prefix = PagedPrefix(*views, metadata.block_table[step.batch_index], step.prefix)
+        masks, scale = step.trees.row_masks, float(layer.impl.scale)
+        if q.is_cuda:
+            made, _ = tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale=scale, prefix=prefix)
+        else:  # keys in a CPU's cache have no unit stride
+            pages = -(-int(step.prefix.max()) // views[0].shape[1])
+            prefix = prefix._replace(block_table=prefix.block_table[:, : max(pages, 1)])
+            made, _ = reference.tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale, prefix)
+        output.view(len(output), heads, width)[step.rows] = made.to(output.dtype)
+
+    def compact(self, slots: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:  # [B, I], [B, P], [B]
+        """Move the accepted rows' K and V to the slots that follow the anchors', in every layer."""
+        if isinstance(self._planes, KvPlanes):
+            compact_kv(self._planes, slots, path, num_accepted)
+        else:
+            cache_reference.compact_kv(self._planes, slots, path, num_accepted)
+
+
+def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> tuple[list[str], int]:
+    """Names of the target's attention layers, and their group of KV caches.
+
+    Raises:
+        TypeError: they have several.
+    """
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    found = [(i, [name for name in group.layer_names if name not in of_drafter]) for i, group in groups]
+    found = [(i, names) for i, names in found if names]
+    if len(found) != 1:
+        raise TypeError("the target's layers have several kinds of KV cache")
+    return found[0][1], found[0][0]
+
+
+def _misfit(layer: Any) -> str:
+    """Reason why tree rows of a layer can't be computed here; empty if they can."""
+    impl = layer.impl
+    for name, wanted in (("attn_type", "decoder"), ("kv_sharing_target_layer_name", None)):
+        if getattr(impl, name, wanted) not in (wanted, None):
+            return f"its attention is of another kind ({name})"
+    if getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)):
+        return "it has a sliding window"
+    if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
+        return "it has ALiBi or sinks"
+    if getattr(impl, "logits_soft_cap", None):
+        return "its scores are capped"
+    if "fp8" in str(getattr(impl, "kv_cache_dtype", "")):
+        return "its cache is quantised"
+    return ""

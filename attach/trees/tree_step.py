@@ -1,0 +1,80 @@
+"""A step's tree requests: their rows among the step's, and what these attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from honed.kernels.trees.reference import DraftTrees
+
+# Letters: B tree requests, I rows of the largest, R rows of all of them, T rows of the step.
+
+
+@dataclass(frozen=True, eq=False)
+class TreeStep:
+    """Requests whose drafts of this step are trees; tensors are on the runner's device."""
+
+    request_ids: list[str]
+    batch_index: torch.Tensor  # [B] int64, place in the runner's batch
+    first_row: torch.Tensor  # [B] int64, the anchor's row among the step's
+    trees: DraftTrees  # of B requests; those nodes are verified that come first
+    num_nodes: torch.Tensor  # [B] int64
+    rows: torch.Tensor  # [R] int64, rows of the step: each request's anchor, then its nodes
+    request: torch.Tensor  # [R] int64, request of each row
+    row_starts: torch.Tensor  # [B + 1] int32
+    max_rows: int
+    prefix: torch.Tensor  # [B] int32, tokens before the anchor
+
+    @property
+    def place(self) -> torch.Tensor:  # [R] int64
+        """Place of each row in its request: 0 for an anchor, n + 1 for node n."""
+        return self.rows - self.first_row[self.request]
+
+    @property
+    def depths(self) -> torch.Tensor:  # [R] int64
+        """Depth of each row; an anchor has 0."""
+        place = self.place
+        depth = self.trees.depths.long()[self.request, (place - 1).clamp(min=0)]
+        return torch.where(place > 0, depth, 0)
+
+    def by_request(self, values: torch.Tensor) -> torch.Tensor:  # [R] -> [B, 1 + N] int64, −1 past a request's rows
+        """Spread a value of each row."""
+        spread = torch.full((len(self.request_ids), self.trees.tokens.shape[1] + 1), -1, device=values.device)
+        spread[self.request, self.place] = values.long()
+        return spread
+
+    def slots(self, slot_of_row: torch.Tensor) -> torch.Tensor:  # [T] -> [B, I], −1 past a request's rows
+        """Cache slots of each request's rows."""
+        place = torch.arange(self.max_rows, device=self.rows.device)
+        rows = (self.first_row[:, None] + place).clamp(max=len(slot_of_row) - 1)
+        return torch.where(place <= self.num_nodes[:, None], slot_of_row[rows], -1)
+
+
+def tree_step(
+    request_ids: list[str],
+    batch_index: list[int],
+    first_row: list[int],
+    prefix: torch.Tensor | list[int],
+    num_nodes: list[int],
+    trees: DraftTrees,  # of these requests
+) -> TreeStep:
+    """Lay out the rows of a step's tree requests."""
+    device = trees.tokens.device
+    nodes, first = torch.tensor(num_nodes, device=device), torch.tensor(first_row, device=device)
+    sizes = nodes + 1
+    starts = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    request = torch.repeat_interleave(torch.arange(len(num_nodes), device=device), sizes)
+    rows = first[request] + torch.arange(len(request), device=device) - starts[request]
+    return TreeStep(
+        request_ids,
+        torch.tensor(batch_index, device=device),
+        first,
+        trees,
+        nodes,
+        rows,
+        request,
+        starts.int(),
+        max(num_nodes) + 1,
+        torch.as_tensor(prefix, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,269 @@
+"""Draft trees on vLLM's V1 model runner, in step: `gpu_model_runner.GPUModelRunner` and its CPU subclass.
+
+A request's drafts are the nodes of a tree, the best first and parents before children, so every cut is a tree as well. The
+scheduler takes them for a chain: N slots, as many as it was started with. What differs lies in the runner alone, in this order:
+
+    _prepare_inputs   tree rows get the slots of a chain, then the positions of their depths
+    the target        `TreeLayers`: a row attends to its ancestors
+    _sample           vLLM samples as ever; then the walk replaces what it found for trees, K/V of the accepted path move to the
+                      slots after the anchor, and positions count on from it again
+    propose           rows of the accepted path come first, as in a chain; the drafter drafts its whole block, D tokens, and
+                      from its logits the next trees grow
+    take_draft_token_ids   each list is cut to its tree's nodes
+
+Where anything of this fails, the step's trees count as refused: their anchors' tokens are emitted, which no draft can have
+changed. Later steps verify chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from honed.attach.events.step_log import TREES, TreeRound
+from honed.attach.trees.draws import draw
+from honed.attach.trees.eligible import needs_chain
+from honed.attach.trees.grow import MOST_FAILURES, grow
+from honed.attach.trees.tree_layers import TreeLayers, target_layers
+from honed.attach.trees.tree_step import TreeStep, tree_step
+from honed.attach.trees.walk import Walk, rounds_of, walk
+from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
+
+
+class _Growing(NamedTuple):
+    """Trees that the next step verifies."""
+
+    trees: DraftTrees
+    row_of: dict[str, int]
+    """Requests with a tree, and its row."""
+    tokens: list[list[int]]
+    num_nodes: list[int]
+
+
+class TreesV1:
+    """Gives a V1 runner's requests draft trees.
+
+    Args:
+        model_runner: vLLM's.
+        block_tokens: D, tokens that the drafter was made to draft.
+        on_error: called in the place of every exception here.
+
+    Raises:
+        TypeError: this engine can't verify trees; the text says why.
+    """
+
+    def __init__(self, model_runner: Any, block_tokens: int, on_error: Callable[[str], None]) -> None:
+        self._runner, self._on_error = model_runner, on_error
+        self.depth = min(block_tokens, model_runner.num_spec_tokens, MAX_DEPTHS)
+        if reason := _misfit(model_runner):
+            raise TypeError(reason)
+        of_drafter = set(model_runner.drafter._draft_attn_layer_names)
+        names, self._group = target_layers(model_runner.kv_cache_config, of_drafter)
+        context = model_runner.vllm_config.compilation_config.static_forward_context
+        self.layers = TreeLayers({name: context[name] for name in names}, on_error)
+        self._growing: _Growing | None = None
+        self._walked: tuple[TreeStep, Walk] | None = None
+        self._logits: torch.Tensor | None = None
+        self._lengths: list[int] | None = None
+        self._rounds: dict[str, TreeRound] = {}
+        self._num_failures = 0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether something failed so often that there are no trees any more."""
+        return self._num_failures > MOST_FAILURES
+
+    def wrap(self) -> None:
+        """Begin."""
+        runner, drafter = self._runner, self._runner.drafter
+        prepare, sample, take = runner._prepare_inputs, runner._sample, runner.take_draft_token_ids
+        finish, propose, pick = runner.sample_tokens, drafter.propose, drafter._sample_draft_tokens
+
+        def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+            prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+            self.layers.step, self.layers.has_failed, self._walked = None, False, None
+            try:
+                self.layers.step = self._place(scheduler_output)
+            except Exception:
+                self._fail("placing trees")
+            return prepared
+
+        def _sample(logits: Any, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            step, self.layers.step = self.layers.step, None
+            if step is None:
+                return sample(logits, spec_decode_metadata, *args, **kwargs)
+            try:  # before vLLM's sampler changes them
+                ends = spec_decode_metadata.cu_num_sampled_tokens[step.batch_index].long()
+                own = logits[(ends - step.num_nodes - 1)[step.request] + step.place]
+            except Exception:
+                self._on_error("reading logits of trees")
+                own, self.layers.has_failed = None, True
+            output = sample(logits, spec_decode_metadata, *args, **kwargs)
+            self._settle(step, own, output)
+            return output
+
+        def propose_trees(*args: Any, **kwargs: Any) -> Any:
+            most = kwargs["num_speculative_tokens"]
+            kwargs["num_speculative_tokens"] = min(most, self.depth)
+            try:
+                if self._walked is not None:
+                    kwargs |= self._in_order(kwargs)
+            except Exception:
+                self._fail("ordering rows")
+            self._logits = self._growing = self._lengths = None
+            drafts = propose(*args, **kwargs)
+            if most:
+                try:
+                    drafts = self._grow(drafts, kwargs["sampling_metadata"], most)
+                except Exception:
+                    self._fail("growing trees")
+                    self._growing, self._lengths = None, None
+            return drafts
+
+        def _sample_draft_tokens(hidden_states: Any, sampling_metadata: Any) -> Any:
+            if self.is_off:
+                return pick(hidden_states, sampling_metadata)
+            self._logits = drafter.model.compute_logits(hidden_states)
+            return self._logits.argmax(dim=-1), None
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            self._rounds = {}
+            output = finish(*args, **kwargs)
+            if self._rounds and hasattr(output, "sampled_token_ids"):
+                setattr(output, TREES, self._rounds)
+            return output
+
+        def take_draft_token_ids() -> Any:
+            taken = take()
+            if taken is not None and self._lengths is not None and len(self._lengths) == len(taken.draft_token_ids):
+                rows = zip(taken.draft_token_ids, self._lengths, strict=True)
+                taken.draft_token_ids[:] = [row[:length] for row, length in rows]
+            return taken
+
+        self.layers.wrap()
+        runner._prepare_inputs, runner._sample = _prepare_inputs, _sample
+        runner.sample_tokens, runner.take_draft_token_ids = sample_tokens, take_draft_token_ids
+        drafter.propose, drafter._sample_draft_tokens = propose_trees, _sample_draft_tokens
+
+    def _fail(self, where: str) -> None:
+        self._on_error(where)
+        self._num_failures += 1
+
+    # --- the target's pass --------------------------------------------------------------------------------------------
+
+    def _place(self, scheduler_output: Any) -> TreeStep | None:
+        """Find the requests whose scheduled drafts are the nodes of their trees, and give their rows positions by depth."""
+        growing, scheduled = self._growing, scheduler_output.scheduled_spec_decode_tokens
+        if growing is None or not scheduled:
+            return None
+        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        found: list[tuple[str, int, int, int, int]] = []
+        for request_id, drafts in scheduled.items():
+            row, index = growing.row_of.get(request_id, -1), batch.req_id_to_index[request_id]
+            count = len(drafts)
+            is_whole = scheduler_output.num_scheduled_tokens[request_id] == count + 1
+            if row >= 0 and is_whole and growing.tokens[row][:count] == drafts:
+                found.append((request_id, index, int(starts[index]), int(batch.num_computed_tokens_cpu[index]), row))
+        if not found:
+            return None
+        names, indices, first, prefix, rows = (list(column) for column in zip(*found, strict=True))
+        at = torch.tensor(rows, device=growing.trees.tokens.device)
+        trees = DraftTrees(*(part[at] for part in growing.trees))
+        counts = [len(scheduled[name]) for name in names]
+        step = tree_step(names, indices, first, prefix, counts, trees)
+        self._move(step, step.depths)
+        return step
+
+    def _move(self, step: TreeStep, offsets: torch.Tensor) -> None:  # [R]
+        """Set the positions of tree rows, from their anchors on."""
+        runner, anchors = self._runner, step.first_row[step.request]
+        runner.positions[step.rows] = runner.positions[anchors] + offsets
+        if runner.uses_mrope:
+            runner.mrope_positions.gpu[:, step.rows] = runner.mrope_positions.gpu[:, anchors] + offsets
+
+    # --- verification -------------------------------------------------------------------------------------------------
+
+    def _settle(self, step: TreeStep, logits: torch.Tensor | None, output: Any) -> None:
+        """Replace what vLLM's sampler found for trees by what the walk finds.
+
+        Should that fail, the first token stays, which no draft can have changed: vLLM drew it from the anchor's row.
+        """
+        sampled = output.sampled_token_ids
+        sampled[step.batch_index, 1:] = -1
+        try:
+            self._move(step, step.place)
+            if logits is None or self.layers.has_failed:
+                self._num_failures += 1
+                return
+            walked = self._walk(step, logits)
+            slots = step.slots(self._runner.input_batch.block_table[self._group].slot_mapping.gpu)
+            self.layers.compact(slots, walked.path, walked.num_accepted)
+            room = min(sampled.shape[1], walked.emitted.shape[1])
+            sampled[step.batch_index, :room] = walked.emitted[:, :room].to(sampled.dtype)
+            self._walked = step, walked
+            self._rounds = dict(zip(step.request_ids, rounds_of(step, walked), strict=True))
+        except Exception:
+            self._fail("walking trees")
+
+    def _walk(self, step: TreeStep, logits: torch.Tensor) -> Walk:
+        batch_row = step.batch_index[step.request]
+        drawn = draw(logits, batch_row, self._runner.input_batch.sampling_metadata)
+        return walk(step.trees, step.num_nodes, step.by_request(drawn), self.depth)
+
+    # --- the drafter's pass -------------------------------------------------------------------------------------------
+
+    def _in_order(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The drafter's inputs with the rows of accepted paths right after their anchors."""
+        assert self._walked is not None
+        step, walked = self._walked
+        hidden, tokens = given["target_hidden_states"], given["target_token_ids"]
+        order = torch.arange(len(tokens), device=tokens.device)
+        request, depth = (walked.path > 0).nonzero(as_tuple=True)
+        first = step.first_row[request]
+        order[first + depth + 1] = first + walked.path[request, depth]
+        return {"target_hidden_states": hidden[order], "target_token_ids": tokens[order]}
+
+    def _grow(self, drafts: torch.Tensor, sampling_metadata: Any, most: int) -> torch.Tensor:  # [R, D] -> [R, `most`]
+        """Grow a tree for each request that can have one; the others get their chain."""
+        batch, logits = self._runner.input_batch, self._logits
+        count, depth = drafts.shape
+        self._logits, self._lengths = None, [depth] * count
+        padded = torch.nn.functional.pad(drafts, (0, most - depth))
+        ids = batch.req_ids[:count]
+        grown = [] if self.is_off or logits is None else [i for i in range(count) if not self._needs_chain(ids[i])]
+        if not grown:
+            return padded
+        assert logits is not None
+        at = torch.tensor(grown, device=drafts.device)
+        temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature[at]
+        trees = grow(logits.view(count, depth, -1)[at], temperature, most)
+        padded[at] = trees.tokens.to(padded.dtype)
+        num_nodes = trees.num_nodes.tolist()
+        for row, index in enumerate(grown):
+            self._lengths[index] = num_nodes[row]
+        row_of = {ids[index]: row for row, index in enumerate(grown)}
+        self._growing = _Growing(trees, row_of, trees.tokens.tolist(), num_nodes)
+        return padded
+
+    def _needs_chain(self, request_id: str) -> bool:
+        return needs_chain(self._runner.requests[request_id].sampling_params)
+
+
+def _misfit(runner: Any) -> str:
+    """Reason why this engine's runner can't have trees; empty if it can."""
+    config = runner.vllm_config
+    parallel = config.parallel_config
+    reasons = {
+        "trees grow from DFlash drafters only": config.speculative_config.method != "dflash",
+        "vLLM's scheduler runs a step ahead of V1's worker": config.scheduler_config.async_scheduling,
+        "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "the target has recurrent layers": config.model_config.is_hybrid,
+        "the drafter samples instead of taking its best tokens": bool(
+            getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
+        ),
+        "the drafter has another vocabulary": bool(getattr(runner.drafter, "use_heterogeneous_vocab", False)),
+        "a KV connector moves blocks": config.kv_transfer_config is not None,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")

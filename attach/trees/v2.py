@@ -1,0 +1,364 @@
+"""Draft trees on vLLM's V2 model runner: `gpu.model_runner.GPUModelRunner` and its CPU subclass.
+
+As on V1 (`v1.py`), but drafts stay on the device, and the scheduler may run a step ahead. So trees are kept by the request's
+slot beside `req_states.draft_tokens`, and nothing here waits for the device:
+
+    prepare_attn       slots of a chain, then the positions of the nodes' depths
+    the target         `TreeLayers`
+    rejection_sampler  vLLM's own sampler draws at every row, by the request's seed and the row's position; then the walk, K
+                       and V to the slots after the anchor, positions as in a chain
+    propose            rows of the accepted path first; from the drafter's logits the next trees grow
+
+vLLM makes the drafter before honed attaches. So `give_drafter_its_block` has to run when plugins are loaded: else the drafter
+would draft as many tokens as there are slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from honed.attach.events.step_log import TREES
+from honed.attach.trees.eligible import needs_chain
+from honed.attach.trees.grow import MOST_FAILURES, grow
+from honed.attach.trees.slots import block_tokens_of
+from honed.attach.trees.tree_layers import TreeLayers, target_layers
+from honed.attach.trees.tree_step import TreeStep, tree_step
+from honed.attach.trees.walk import Walk, describe, walk
+from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
+from honed.kernels.trees.tree_build import allocate
+
+_IS_PADDED = "honed_block"
+_OWN_PROCESSORS = 3
+"""Logits processors of vLLM itself: biases, penalties, bad words."""
+
+
+def give_drafter_its_block() -> None:
+    """Let V2 runners of this process make drafters of their block's size, however many slots a request has."""
+    model_runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")  # which looks the function up by this name
+    make = model_runner.init_speculator
+    if getattr(make, "is_honed", False):
+        return
+
+    def init_speculator(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        slots = vllm_config.speculative_config.num_speculative_tokens
+        block = block_tokens_of(vllm_config.speculative_config)
+        if vllm_config.speculative_config.method != "dflash" or block >= slots:
+            return make(vllm_config, *args, **kwargs)
+        smaller = copy.copy(vllm_config)
+        smaller.speculative_config = copy.copy(vllm_config.speculative_config)
+        smaller.speculative_config.num_speculative_tokens = block
+        speculator = make(smaller, *args, **kwargs)
+        setattr(speculator, _IS_PADDED, block)
+        propose = speculator.propose
+
+        def propose_padded(*given: Any, **more: Any) -> Any:
+            return _padded(propose(*given, **more), slots)
+
+        speculator.propose = propose_padded
+        return speculator
+
+    init_speculator.is_honed = True  # type: ignore[attr-defined]
+    model_runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def _padded(drafts: torch.Tensor, slots: int) -> torch.Tensor:
+    return torch.nn.functional.pad(drafts, (0, slots - drafts.shape[1])) if drafts.shape[1] < slots else drafts
+
+
+class TreesV2:
+    """Gives a V2 runner's requests draft trees.
+
+    Args:
+        model_runner: vLLM's.
+        on_error: called in the place of every exception here.
+
+    Raises:
+        TypeError: this engine can't verify trees; the text says why.
+    """
+
+    def __init__(self, model_runner: Any, on_error: Callable[[str], None]) -> None:
+        self._runner, self._on_error = model_runner, on_error
+        speculator = model_runner.speculator
+        if reason := _misfit(model_runner):
+            raise TypeError(reason)
+        self.slots: int = model_runner.num_speculative_steps
+        self.depth: int = min(speculator.num_speculative_steps, MAX_DEPTHS)
+        names, self._group = target_layers(model_runner.kv_cache_config, set(speculator.draft_attn_layer_names))
+        context = model_runner.vllm_config.compilation_config.static_forward_context
+        self.layers = TreeLayers({name: context[name] for name in names}, on_error)
+        self._trees = allocate(model_runner.max_num_reqs, self.slots, model_runner.device)
+        self._has_tree = [False] * model_runner.max_num_reqs
+        self._chained: set[str] = set()
+        """Running requests that keep vLLM's own chain."""
+        self._slot_mapping: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
+        self._walked: tuple[TreeStep, Walk] | None = None
+        self._told: tuple[list[str], list[torch.Tensor]] | None = None
+        self._num_failures = 0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether something failed so often that there are no trees any more."""
+        return self._num_failures > MOST_FAILURES
+
+    def wrap(self) -> None:
+        """Begin."""
+        runner, speculator = self._runner, self._runner.speculator
+        execute, prepare, verify = runner.execute_model, runner.prepare_attn, runner.rejection_sampler
+        finish, propose, compute = runner.sample_tokens, speculator.propose, speculator.compute_draft_logits
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.layers.step, self.layers.has_failed, self._walked, self._told = None, False, None, None
+            try:
+                self._note(scheduler_output)
+            except Exception:
+                self._fail("noting requests")
+            return execute(scheduler_output, *args, **kwargs)
+
+        def prepare_attn(input_batch: Any) -> Any:
+            prepared = prepare(input_batch)
+            try:
+                self._slot_mapping = prepared[1][self._group]
+                self.layers.step = self._place(input_batch)
+            except Exception:
+                self._fail("placing trees")
+            return prepared
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = finish(*args, **kwargs)
+            told, self._told = self._told, None
+            if told is not None and hasattr(output, "get_output"):
+                output.get_output = _telling(told, output.get_output, self._on_error)
+            return output
+
+        def propose_trees(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dummy_run"):
+                return _padded(propose(input_batch, *args, **kwargs), self.slots)
+            most = kwargs.get("num_speculative_tokens", self.slots)
+            if most is not None:
+                kwargs["num_speculative_tokens"] = min(most, self.depth)
+            given = (input_batch, *args)
+            try:
+                if self._walked is not None:
+                    given = self._in_order(*given)
+            except Exception:
+                self._fail("ordering rows")
+            self._logits = None
+            drafts = propose(*given, **kwargs)
+            padded = _padded(drafts, self.slots)
+            try:
+                if most != 0:
+                    padded = self._grow(padded, input_batch, kwargs.get("temperature", args[8] if len(args) > 8 else None))
+            except Exception:
+                self._fail("growing trees")
+                for slot in input_batch.idx_mapping_np.tolist():
+                    self._has_tree[slot] = False
+            return padded
+
+        def compute_draft_logits(*args: Any, **kwargs: Any) -> Any:
+            self._logits = compute(*args, **kwargs)
+            return self._logits
+
+        self.layers.wrap()
+        runner.execute_model, runner.prepare_attn, runner.sample_tokens = execute_model, prepare_attn, sample_tokens
+        runner.rejection_sampler = _Verifying(verify, self._verify)
+        speculator.propose, speculator.compute_draft_logits = propose_trees, compute_draft_logits
+
+    def _fail(self, where: str) -> None:
+        self._on_error(where)
+        self._num_failures += 1
+
+    def _note(self, scheduler_output: Any) -> None:
+        """Note which requests keep their chain."""
+        self._chained.difference_update(scheduler_output.finished_req_ids)
+        self._chained.update(new.req_id for new in scheduler_output.scheduled_new_reqs if needs_chain(new.sampling_params))
+
+    # --- the target's pass --------------------------------------------------------------------------------------------
+
+    def _place(self, batch: Any) -> TreeStep | None:
+        """Lay out the rows of requests with a tree, and give them positions by depth."""
+        counts = batch.num_draft_tokens_per_req
+        if counts is None or not batch.num_draft_tokens:
+            return None
+        scheduled, slots, starts = batch.num_scheduled_tokens, batch.idx_mapping_np, batch.query_start_loc_np
+        chosen = [
+            i
+            for i in range(batch.num_reqs)
+            if counts[i] > 0
+            and scheduled[i] == counts[i] + 1
+            and self._has_tree[int(slots[i])]
+            and batch.num_computed_tokens_np[i] >= batch.prefill_len_np[i]
+        ]
+        if not chosen:
+            return None
+        first = [int(starts[i]) for i in chosen]
+        at = torch.tensor([int(slots[i]) for i in chosen], device=batch.positions.device)
+        trees = DraftTrees(*(part[at] for part in self._trees))
+        prefix = batch.positions[torch.tensor(first, device=at.device)].int()
+        step = tree_step([batch.req_ids[i] for i in chosen], chosen, first, prefix, [int(counts[i]) for i in chosen], trees)
+        _move(batch.positions, step, step.depths)
+        return step
+
+    # --- verification -------------------------------------------------------------------------------------------------
+
+    def _verify(self, stock: Callable[..., Any], logits: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        step, self.layers.step = self.layers.step, None
+        if step is None:
+            return stock(logits, batch, *args, **kwargs)
+        drawn = None
+        try:
+            if not self.layers.has_failed:
+                drawn = self._draw(step, logits, batch)
+        except Exception:
+            self._fail("drawing at tree rows")
+        output = stock(logits, batch, *args, **kwargs)
+        # From here on the first token of a tree's round is the only sure one: vLLM drew it from the anchor's row.
+        output.num_sampled[step.batch_index] = 1
+        output.num_rejected[step.batch_index] = step.num_nodes.to(output.num_rejected.dtype)
+        try:
+            _move(batch.positions, step, step.place)
+            if drawn is None:
+                self._num_failures += self.layers.has_failed
+                return output
+            walked = walk(step.trees, torch.minimum(step.num_nodes, step.trees.num_nodes), drawn, self.depth)
+            assert self._slot_mapping is not None
+            self.layers.compact(step.slots(self._slot_mapping), walked.path, walked.num_accepted)
+            sampled = output.sampled_token_ids
+            room = min(sampled.shape[1], walked.emitted.shape[1])
+            sampled[step.batch_index, :room] = walked.emitted[:, :room].clamp(min=0).to(sampled.dtype)
+            accepted = walked.num_accepted.to(output.num_sampled.dtype)
+            output.num_sampled[step.batch_index] = accepted + 1
+            output.num_rejected[step.batch_index] = (step.num_nodes - walked.num_accepted).to(output.num_rejected.dtype)
+            self._walked = step, walked
+            self._told = step.request_ids, self._to_host(step, walked)
+        except Exception:
+            self._fail("walking trees")
+        return output
+
+    def _draw(self, step: TreeStep, logits: torch.Tensor, batch: Any) -> torch.Tensor:  # -> [B, 1 + N]
+        """The target's draw at each row, by vLLM's own sampler."""
+        at = batch.logits_indices
+        rows, _ = self._runner.sampler.sample(
+            logits,
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.positions[at],
+            batch.input_ids[at],
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        first = batch.cu_num_logits[step.batch_index].long()
+        return step.by_request(rows[first[step.request] + step.place])
+
+    def _to_host(self, step: TreeStep, walked: Walk) -> list[torch.Tensor]:
+        """Copies for the log, which travel on the stream that carries the step's tokens."""
+        wanted = [step.trees.parents, step.trees.ranks, step.num_nodes, walked.path]
+        if not walked.path.is_cuda:
+            return wanted
+        side = self._runner.output_copy_stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for tensor in wanted:
+                tensor.record_stream(side)
+            return [tensor.to("cpu", non_blocking=True) for tensor in wanted]
+
+    # --- the drafter's pass -------------------------------------------------------------------------------------------
+
+    def _in_order(self, batch: Any, metadata: Any, slots: Any, last: Any, aux: Any, *others: Any) -> tuple[Any, ...]:
+        """The drafter's inputs with the rows of accepted paths right after their anchors."""
+        assert self._walked is not None
+        step, walked = self._walked
+        order = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+        first = step.first_row[:, None]
+        place = torch.arange(1, walked.path.shape[1] + 1, device=order.device)
+        target = torch.where(walked.path > 0, first + place, first)
+        order[target] = torch.where(walked.path > 0, first + walked.path, first)
+        permuted = dataclasses.replace(batch, input_ids=batch.input_ids[order])
+        aux = [layer[order[: len(layer)]] for layer in aux] if aux else aux
+        return (permuted, metadata, slots, last[order[: len(last)]] if not aux else last, aux, *others)
+
+    def _grow(self, padded: torch.Tensor, batch: Any, temperature: Any) -> torch.Tensor:  # [R, N]
+        """Grow a tree for each request that can have one; the others keep their chain."""
+        logits, count = self._logits, batch.num_reqs
+        self._logits = None
+        slots = batch.idx_mapping_np[:count].tolist()
+        grown = [] if self.is_off or logits is None else [i for i in range(count) if batch.req_ids[i] not in self._chained]
+        for slot in slots:
+            self._has_tree[slot] = False
+        if not grown:
+            return padded
+        assert logits is not None
+        at = torch.tensor(grown, device=padded.device)
+        slot_at = torch.tensor([slots[i] for i in grown], device=padded.device)
+        by_depth = logits[: count * self.depth].view(count, self.depth, -1)[at]
+        trees = grow(by_depth, None if temperature is None else temperature[slot_at], self.slots)
+        padded = padded.clone()
+        padded[at] = trees.tokens.to(padded.dtype)
+        for kept, fresh in zip(self._trees, trees, strict=True):
+            kept[slot_at] = fresh
+        for index in grown:
+            self._has_tree[slots[index]] = True
+        return padded
+
+
+class _Verifying:
+    """vLLM's rejection sampler, called through honed's."""
+
+    def __init__(self, stock: Any, verify: Callable[..., Any]) -> None:
+        self._stock, self._verify = stock, verify
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._verify(self._stock, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+def _move(positions: torch.Tensor, step: TreeStep, offsets: torch.Tensor) -> None:  # [T], [R]
+    """Set the positions of tree rows, from their anchors on."""
+    positions[step.rows] = positions[step.first_row[step.request]] + offsets.to(positions.dtype)
+
+
+def _telling(
+    told: tuple[list[str], list[torch.Tensor]], get_output: Callable[[], Any], on_error: Callable[[str], None]
+) -> Callable[[], Any]:
+    """`AsyncOutput.get_output`, which waits for vLLM's own event, followed by what rounds say of their trees."""
+
+    def get_output_with_trees() -> Any:
+        output = get_output()
+        try:
+            names, tensors = told
+            setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
+        except Exception:
+            on_error("telling of trees")
+        return output
+
+    return get_output_with_trees
+
+
+def _misfit(runner: Any) -> str:
+    """Reason why this engine's runner can't have trees; empty if it can."""
+    config, speculator = runner.vllm_config, runner.speculator
+    parallel = config.parallel_config
+    slots = config.speculative_config.num_speculative_tokens
+    is_full = slots > block_tokens_of(config.speculative_config) and not hasattr(speculator, _IS_PADDED)
+    reasons = {
+        "the drafter was made before honed was switched on": is_full,
+        "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "the target has recurrent layers": config.model_config.is_hybrid,
+        "the drafter samples instead of taking its best tokens": getattr(speculator, "draft_logits", None) is not None,
+        "the drafter scores pairs of tokens": type(speculator).__name__ != "DFlashSpeculator",
+        "vLLM's own adaptive verification is on": runner.adaptive_verification is not None,
+        "the target's positions have several dimensions": bool(getattr(runner.model_config, "uses_mrope", False)),
+        "a KV connector moves blocks": config.kv_transfer_config is not None,
+        "custom logits processors may look at the rows before": len(runner.sampler.logits_processors) > _OWN_PROCESSORS,
+        "CUDA graphs were captured for chains": not config.model_config.enforce_eager,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from honed.adapt.acceptance.rounds import TreeRounds
+from honed.adapt.acceptance.tree_gains import TreeGains
+
+
+def trees(rng: np.random.Generator, chances: np.ndarray, sizes: np.ndarray) -> TreeRounds:
+    """Trees whose node i is passed with a given chance."""
+    hit = rng.random((len(sizes), len(chances))) < chances
+    hit &= np.arange(len(chances)) < sizes[:, None]
+    width = max(int(hit.sum(1).max()), 1)
+    nodes = np.full((len(sizes), width), -1)
+    for row, is_hit in enumerate(hit):
+        found = np.flatnonzero(is_hit)
+        nodes[row, : len(found)] = found
+    return TreeRounds(sizes, nodes)
+
+
+def test_values_are_the_chances_whatever_the_budgets_were():
+    rng, chances = np.random.default_rng(0), 0.8 * 0.8 ** np.arange(15)
+    gains = TreeGains(15, 1e9)
+    for _ in range(30):
+        gains.observe(trees(rng, chances, rng.integers(1, 16, size=200)))
+    assert gains.values() == pytest.approx(chances, abs=0.03)
+    assert np.cumprod(gains.acceptance()) == pytest.approx(gains.values(), abs=0.02)
+
+
+def test_values_never_rise_and_unseen_nodes_go_on_falling():
+    rng, chances = np.random.default_rng(1), 0.7 * 0.8 ** np.arange(31)
+    gains = TreeGains(31, 1e9)
+    gains.observe(trees(rng, chances, np.full(300, 7)))
+    values = gains.values()
+    assert (np.diff(values) <= 1e-12).all()
+    assert values[6] > values[15] > values[30]
+
+
+def test_a_workload_is_drawn_to_its_engine():
+    rng = np.random.default_rng(2)
+    engine, own = TreeGains(7, 1e9), TreeGains(7, 1e9)
+    engine.observe(trees(rng, np.full(7, 0.5), np.full(1000, 7)))
+    assert own.values(engine.values()) == pytest.approx(engine.values())
+    own.observe(trees(rng, np.full(7, 0.1), np.full(1000, 7)))
+    assert own.values(engine.values()) == pytest.approx(np.full(7, 0.1), abs=0.04)
+
+
+def test_old_trees_fade():
+    rng, gains = np.random.default_rng(3), TreeGains(7, 100.0)
+    gains.observe(trees(rng, np.full(7, 0.9), np.full(1000, 7)))
+    gains.observe(trees(rng, np.full(7, 0.1), np.full(1000, 7)))
+    assert gains.values() == pytest.approx(np.full(7, 0.1), abs=0.1)
+    assert gains.trials[0] == pytest.approx(100.0, rel=0.02)
+
+
+def test_nothing_seen_is_a_guess():
+    gains = TreeGains(3, 100.0)
+    assert not gains.is_known
+    gains.observe(TreeRounds(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)))
+    assert not gains.is_known
+    assert ((gains.values() > 0) & (gains.values() < 1)).all()

@@ -1,0 +1,351 @@
+"""Draft trees on vLLM's V1 runner: tokens are those without speculation, events what vLLM counts; three controls must fail."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.engine import DRAFTER, RUNNER, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.swapping import wait_until_compiled, wait_until_written
+from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(RUNNER != "v1", reason="trees run on V1, in step"),
+    pytest.mark.xdist_group("trees"),
+]
+SLOTS, MAX_TOKENS = 31, 40
+PROMPTS = held_out(8, 300)
+
+
+def speculation(slots: int) -> dict[str, Any]:
+    return {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": slots}
+
+
+@contextmanager
+def tree_engine(folders: pytest.TempPathFactory, slots: int, **options: Any) -> Iterator[TestEngine]:
+    """Start an engine that verifies trees and logs token ids."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HONED_TREES", "1")
+        mend_vllm_cpu(patch)
+        with engine(folders.mktemp("trees") / "run", speculative_config=speculation(slots), **options) as running:
+            running.honed._recorder.is_logging_token_ids = True
+            running.honed.before_schedule()
+            yield running
+
+
+def answers(running: TestEngine, prompts: list[str] = PROMPTS, **params: Any) -> list[list[int]]:
+    return running.generate(prompts, **({"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True} | params))
+
+
+PENALTIES = {"presence_penalty": 0.7, "repetition_penalty": 1.2}
+NUM_SAMPLED, TOP_K, NUM_DRAWN = 400, 4, 3
+LONG = [(text * 9)[:1000] for text in PROMPTS[:4]]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    """What an engine without speculation answers. It ends before the other begins: vLLM has one set of counters a process."""
+    with engine(None, speculative_config=None) as running:
+        return {
+            "plain": answers(running),
+            "penalties": answers(running, **PENALTIES),
+            "long": answers(running, LONG, max_tokens=500),
+            "short": [answers(running, PROMPTS[:4], max_tokens=n) for n in (1, 2, 3)],
+        }
+
+
+@pytest.fixture(scope="module")
+def plain(references: dict[str, Any]) -> list[list[int]]:
+    found: list[list[int]] = references["plain"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def trees(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
+    with tree_engine(tmp_path_factory, SLOTS, max_num_seqs=16, enable_prefix_caching=True) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log(request: pytest.FixtureRequest) -> None:
+    if "trees" in request.fixturenames:
+        take_batches(request.getfixturevalue("trees"))
+
+
+def test_it_says_that_it_verifies_trees(trees: TestEngine) -> None:
+    hello = trees.honed._hello()
+    assert "trees" in hello.capabilities
+    assert hello.limits == []
+    assert hello.num_spec_tokens == SLOTS
+
+
+@pytest.mark.parametrize("budget", [SLOTS, 15, 7, 3, 1])
+def test_tokens_are_those_without_speculation_and_events_are_vllms(
+    trees: TestEngine, plain: list[list[int]], budget: int
+) -> None:
+    set_policy(trees, static_k=budget, max_k=SLOTS)
+    before = trees.counters()
+    assert answers(trees) == plain
+    after = trees.counters()
+    batches = take_batches(trees)
+    rows = rounds(batches)
+    assert {name: after[name] - before[name] for name in after} == counted(rows)
+    assert max(row["k"] for row in rows) == budget
+    assert trees.honed.errors.count == 0
+    for batch in batches:
+        columns, at = batch.rounds, 0
+        for k, accepted, chain, kept in zip(
+            columns.num_draft_tokens, columns.num_accepted_tokens, columns.chain_tokens, columns.chain_accepted, strict=True
+        ):
+            nodes = columns.nodes[at : at + accepted] if chain else []
+            at += len(nodes)
+            assert kept <= accepted
+            assert len(nodes) == (accepted if chain else 0)
+            assert all(node < k for node in nodes)
+
+
+def test_more_nodes_accept_more_than_the_chain(trees: TestEngine) -> None:
+    lengths = {}
+    for budget in (7, 15, 31):
+        set_policy(trees, static_k=budget, max_k=SLOTS)
+        before = trees.counters()
+        answers(trees)
+        after = trees.counters()
+        accepted, drafts = (after[name] - before[name] for name in ("num_accepted_tokens", "num_drafts"))
+        lengths[budget] = 1 + accepted / drafts
+        rows = [batch.rounds for batch in take_batches(trees)]
+        chain = 1 + sum(sum(r.chain_accepted) for r in rows) / sum(sum(c > 0 for c in r.chain_tokens) for r in rows)
+        assert lengths[budget] > chain
+    assert lengths[7] < lengths[15] < lengths[31]
+
+
+def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[int]]) -> None:
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    from vllm import SamplingParams
+
+    base = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    ceilings = [0, 3, 31, -1]
+    sampling = [
+        SamplingParams(**base, extra_args={"honed_max_draft_tokens": ceilings[i // 2], "honed_workload": f"w{i}"})
+        if i % 2
+        else SamplingParams(**base, logprobs=1, extra_args={"honed_workload": f"w{i}"})
+        for i in range(len(PROMPTS))
+    ]
+    found = trees.llm.generate(PROMPTS, sampling, use_tqdm=False)
+    assert [list(one.outputs[0].token_ids) for one in found] == plain
+    batches = take_batches(trees)
+    is_tree: dict[str, set[bool]] = {}
+    for batch in batches:
+        columns = batch.rounds
+        for label, chain in zip(columns.workload, columns.chain_tokens or [0] * len(columns.step), strict=True):
+            is_tree.setdefault(batch.workloads[label], set()).add(chain > 0)
+    assert all(is_tree[f"w{i}"] == {False} for i in (0, 1, 2, 4, 6))
+    assert all(True in is_tree[f"w{i}"] for i in (3, 5, 7))
+
+
+def test_one_request_alone_and_sixteen_at_once(trees: TestEngine, plain: list[list[int]]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert [answers(trees, [prompt])[0] for prompt in PROMPTS[:3]] == plain[:3]
+    assert answers(trees, PROMPTS * 2) == plain * 2
+    assert max(size for batch in take_batches(trees) for size in batch.steps.num_requests) == 16
+
+
+def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str, Any]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert answers(trees, **PENALTIES) == references["penalties"]
+    batches = take_batches(trees)
+    assert not any(sum(batch.rounds.chain_tokens) for batch in batches)
+    assert max(row["k"] for row in rounds(batches)) == K
+
+
+def test_a_cached_prefix_that_was_compacted_is_right(trees: TestEngine, plain: list[list[int]]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert answers(trees) == plain
+    # The answers' own blocks are hit now, some of whose rows were moved there by trees.
+    tokenizer = trees.llm.get_tokenizer()
+    longer: list[Any] = [
+        {"prompt_token_ids": tokenizer(text).input_ids + tokens[:32]} for text, tokens in zip(PROMPTS, plain, strict=True)
+    ]
+    again = trees.generate(longer, temperature=0.0, max_tokens=8, ignore_eos=True)
+    assert again == [tokens[32:40] for tokens in plain]
+
+
+def test_the_end_of_the_context_and_of_requests(trees: TestEngine, references: dict[str, Any]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert answers(trees, LONG, max_tokens=500) == references["long"]
+    assert [answers(trees, PROMPTS[:4], max_tokens=n) for n in (1, 2, 3)] == references["short"]
+
+
+def test_swaps_in_between_change_no_token(trees: TestEngine, plain: list[list[int]], tmp_path: Path) -> None:
+    from tests.e2e.swapping import perturbed_drafter, swap
+
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    assert swap(trees, "other", perturbed_drafter(tmp_path / "other")).ok
+    assert answers(trees) == plain
+    assert swap(trees, "stock", DRAFTER).ok
+    assert answers(trees) == plain
+
+
+def test_what_is_captured_are_the_rows_of_the_text(trees: TestEngine, plain: list[list[int]]) -> None:
+    check_capture(trees, plain, MAX_TOKENS)
+
+
+def check_capture(running: TestEngine, expected: list[list[int]], max_tokens: int, prompts: list[str] = PROMPTS) -> None:
+    """Captured rows have the text's tokens and the target's hidden states, whatever rows of a tree they were computed in."""
+    from honed.recalib.drafter.checkpoint import load_drafter
+    from honed.recalib.samples.ring_reader import RingReader
+    from tests.e2e.test_runner_contract import hidden_states, rows_of
+
+    set_policy(running, static_k=SLOTS, max_k=SLOTS)
+    running.scheduler.reset_prefix_cache()
+    wait_until_compiled(running)
+    running.rpc("honed_capture", 1.0, "v-test")
+    found = running.generate(prompts, temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    running.rpc("honed_capture", 0.0, "v-test")
+    assert found == expected
+    wait_until_written(running)
+    records = RingReader(running.honed._settings.ring_path).poll(100_000).records
+    tokenizer, drafter = running.llm.get_tokenizer(), load_drafter(DRAFTER, TARGET)
+    for prompt, completion in zip(prompts[:3], found, strict=False):
+        ids = tokenizer(prompt).input_ids + completion
+        hidden = hidden_states(ids)
+        wanted = drafter.fuse(torch.cat([hidden[i + 1] for i in drafter.config.target_layer_ids], dim=-1))
+        rows = rows_of(records, ids)
+        assert len(rows) >= len(ids) - K - 1, "committed rows are missing"
+        for position, feature in rows.items():
+            assert torch.allclose(torch.tensor(feature), wanted[position], atol=2e-3, rtol=2e-3), f"row {position}"
+
+
+def trees_of(running: TestEngine) -> Any:
+    return running.core.model_executor.driver_worker.worker._honed_trees
+
+
+@pytest.mark.parametrize("control", ["no compaction", "causal mask"])
+def test_without_it_tokens_differ(
+    trees: TestEngine, plain: list[list[int]], control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    layers = trees_of(trees).layers
+    if control == "no compaction":
+        monkeypatch.setattr(layers, "compact", lambda *_: None)
+    else:
+        monkeypatch.setattr(layers, "_attend", lambda *_: None)
+    trees.scheduler.reset_prefix_cache()
+    found = answers(trees)
+    trees.scheduler.reset_prefix_cache()
+    assert sum(a == b for a, b in zip(found, plain, strict=True)) < len(plain) / 2
+
+
+def test_without_rows_in_order_acceptance_falls(
+    trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    accepted = []
+    for is_broken in (False, True):
+        if is_broken:
+            monkeypatch.setattr(trees_of(trees), "_in_order", lambda _: {})
+        trees.scheduler.reset_prefix_cache()
+        before = trees.counters()["num_drafts"]
+        assert answers(trees) == plain
+        accepted.append(trees.counters()["num_drafts"] - before)
+    trees.scheduler.reset_prefix_cache()
+    assert accepted[1] > 1.05 * accepted[0]  # as many tokens took more rounds
+
+
+@pytest.mark.parametrize("where", ["_place", "_walk", "_grow", "_in_order", "_attend"])
+def test_a_failure_costs_acceptance_and_no_token(
+    trees: TestEngine, plain: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    mine, calls = trees_of(trees), 0
+    owner = mine.layers if where == "_attend" else mine
+    works = getattr(owner, where)
+
+    def fails_sometimes(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 7 == 3:
+            raise RuntimeError("broken on purpose")
+        return works(*args)
+
+    trees.scheduler.reset_prefix_cache()
+    monkeypatch.setattr(owner, where, fails_sometimes)
+    try:
+        assert answers(trees) == plain
+        assert calls > 3
+    finally:
+        mine._num_failures = 0
+        trees.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_drawn_tokens_have_the_targets_probabilities(trees: TestEngine, temperature: float) -> None:
+    """The first three tokens of four each: all 64 outcomes are as likely as the target says (a G-test at 1e-4)."""
+    budget = 7
+    set_policy(trees, static_k=budget, max_k=SLOTS)
+    # A request drafts no more than it can take: with room for whole trees, also in the round of the first token.
+    asked = {"temperature": temperature, "top_k": TOP_K, "max_tokens": NUM_DRAWN + budget, "ignore_eos": True}
+    found = Counter(tuple(row[:NUM_DRAWN]) for row in trees.generate([PROMPTS[0]] * NUM_SAMPLED, **asked))
+    batches = take_batches(trees)
+    assert max(row["k"] for row in rounds(batches)) == budget
+    columns = [batch.rounds for batch in batches]
+    beside = sum(a > c for one in columns for a, c in zip(one.num_accepted_tokens, one.chain_accepted, strict=True))
+    assert beside > NUM_SAMPLED / 20, "hardly a node beside the chain was taken: this shows little"
+    exact = probabilities(trees.llm.get_tokenizer()(PROMPTS[0]).input_ids, temperature)
+    assert set(found) <= set(exact)
+    cells = [(0, 0.0)]
+    for outcome, share in sorted(exact.items(), key=lambda one: one[1]):  # rare ones together
+        if cells[-1][1] >= 5.0:
+            cells.append((0, 0.0))
+        seen, expected = cells[-1]
+        cells[-1] = seen + found[outcome], expected + share * NUM_SAMPLED
+    deviance = 2.0 * sum((n * math.log(n / e) if n else 0.0) - n + e for n, e in cells)
+    assert len(cells) > 5
+    assert deviance < chi_square(len(cells) - 1, 1e-4)
+
+
+def chi_square(freedom: int, tail: float) -> float:
+    """The value that a chi-square variate exceeds with this probability, as Wilson and Hilferty approximate it."""
+    unit = 2.0 / (9.0 * freedom)
+    return freedom * (1.0 - unit + NormalDist().inv_cdf(1.0 - tail) * math.sqrt(unit)) ** 3
+
+
+def probabilities(ids: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Compute the probabilities of the next three tokens. Sampling takes each from the target's top four."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NUM_DRAWN):
+        with torch.inference_mode():
+            best = model(torch.tensor([[*ids, *drawn] for drawn in found])).logits[:, -1].topk(TOP_K)
+        shares = (best.values / temperature).softmax(-1).tolist()
+        found = {
+            (*drawn, token): before * share
+            for (drawn, before), tokens, row in zip(found.items(), best.indices.tolist(), shares, strict=True)
+            for token, share in zip(tokens, row, strict=True)
+        }
+    return found
+
+
+def test_slots_that_trees_cannot_use_stay_empty(
+    tmp_path: Path, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with slots for trees, where trees can't be attached, verifies its drafter's chain."""
+    monkeypatch.setenv("HONED_TREES", "1")
+    monkeypatch.setattr("honed.attach.trees.v1._misfit", lambda _: "a reason")
+    with engine(tmp_path / "run", speculative_config=speculation(SLOTS)) as running:
+        assert answers(running) == plain
+        assert "trees are off: a reason" in running.honed._hello().limits
+        lengths = [row["k"] for row in rounds(take_batches(running))]
+    assert max(lengths) == K

@@ -1,0 +1,77 @@
+"""Draft trees on vLLM's V2 runner: tokens are those without speculation, at temperature 0 and, by the same seed, above it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import DRAFTER, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
+from tests.e2e.logged import counted, rounds, set_policy, take_batches
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.v2,
+    pytest.mark.skipif(not IS_V2, reason="V2's part of trees"),
+]
+SLOTS = 15
+PROMPTS = held_out(2 if IS_SLOW else 8, 60 if IS_SLOW else 300)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12 if IS_SLOW else 48, "ignore_eos": True}
+SEEDED: dict[str, Any] = GREEDY | {"temperature": 0.8, "seed": 11}
+PENALTIES: dict[str, Any] = GREEDY | {"presence_penalty": 0.7}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    with engine(None, speculative_config=None) as running:
+        return {
+            "greedy": running.generate(PROMPTS, **GREEDY),
+            "seeded": running.generate(PROMPTS, **SEEDED),
+            "penalties": running.generate(PROMPTS[:1], **PENALTIES),
+        }
+
+
+@pytest.fixture(scope="module")
+def trees(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
+    from honed.attach.trees.v2 import give_drafter_its_block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HONED_TREES", "1")
+        give_drafter_its_block()
+        speculation = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": SLOTS}
+        with engine(tmp_path_factory.mktemp("trees") / "run", speculative_config=speculation) as running:
+            running.honed._recorder.is_logging_token_ids = True
+            running.honed.before_schedule()
+            yield running
+
+
+def test_greedy_tokens_and_events(trees: TestEngine, references: dict[str, Any]) -> None:
+    assert "trees" in trees.honed._hello().capabilities, trees.honed._hello().limits
+    for budget in (SLOTS, 3):
+        set_policy(trees, static_k=budget, max_k=SLOTS)
+        take_batches(trees)
+        before = trees.counters()
+        assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+        after, batches = trees.counters(), take_batches(trees)
+        rows = rounds(batches)
+        assert {name: after[name] - before[name] for name in after} == counted(rows)
+        assert max(row["k"] for row in rows) == min(budget, GREEDY["max_tokens"] - 2)  # what a request can still take
+        assert sum(sum(batch.rounds.chain_tokens) for batch in batches) > 0, "no tree was verified"
+        assert all(sum(b.rounds.chain_accepted) <= sum(b.rounds.num_accepted_tokens) for b in batches)
+    assert trees.honed.errors.count == 0
+    assert trees.core.model_executor.driver_worker.worker._honed_errors.count == 0
+
+
+def test_seeded_tokens_are_those_without_speculation(trees: TestEngine, references: dict[str, Any]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert trees.generate(PROMPTS, **SEEDED) == references["seeded"]
+
+
+def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str, Any]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    take_batches(trees)
+    assert trees.generate(PROMPTS[:1], **PENALTIES) == references["penalties"]
+    batches = take_batches(trees)
+    assert not any(sum(batch.rounds.chain_tokens) for batch in batches)
+    assert max(row["k"] for row in rounds(batches)) <= K
