@@ -23,6 +23,10 @@ measurement.
 The comparison's reliability is also measured: at a concurrency where the table's length is one of the fixed ones, two engines
 do the same. `same_twice` is the one's speed over the other's.
 
+`--pair eagle3` and `--pair mtp` take drafters that draft one token after the other, at the lengths that people use
+(`make_pairs` makes the pairs). They leave out the trace and the other learning rules. So does `--tree-slots N`: honed chooses
+among trees of up to N nodes, "chains" is honed's choice among chains, and "tree-N" are fixed trees.
+
 The best fixed length is chosen afterwards, and so partly by luck; `ratio_to_static_chosen_before` takes in each repeat the one
 that was best in the others. The last line of stdout is JSON.
 """
@@ -32,6 +36,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -54,6 +59,7 @@ from benchmarks.server.honed_side import engine_of, start_daemon, wait_attached
 from benchmarks.server.lockstep import Load, Lockstep, Seen
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT, Child, ProcessError, Processes, free_port
+from benchmarks.server.recalib_pair import path_with_torchvision
 from honed.daemon.client.client import AdminClient, AdminError
 from honed.daemon.commands.replay import Question, replay
 
@@ -61,12 +67,10 @@ Document = dict[str, Any]
 Rates = dict[str, list[dict[str, float]]]
 """Tokens/s by regime, repeat and rule."""
 
-STATICS = tuple(f"static-{k}" for k in (1, 2, 3, 5, 7))
-TUNED = ("static-0", *STATICS)
+LENGTHS = (1, 2, 3, 5, 7)
 OURS = "goodput"
-RULES = (OURS, "none", *STATICS, "table", "threshold", "kelly")
 LEARNING = (OURS, "threshold", "kelly")
-RULES_ON_TRACE = (OURS, *STATICS, "table")
+CHAINS = "chains"
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
 REGIMES = tuple((c, t) for c in CONCURRENCY for t in TRAFFIC)
@@ -77,6 +81,8 @@ SETTLING = {1: 4, 4: 2, 16: 2}
 """Runs of a regime that honed sees before it is measured: at least 24 requests, and a hundred steps."""
 SHIFTS = ((1, "a"), (16, "b"), (4, "mixed"), (16, "a"), (1, "b"), (4, "a"), (16, "mixed"), (4, "b"), (1, "mixed"))
 """The shifting trace."""
+TINY, PAIRS = ROOT / "benchmarks" / "tiny", ROOT / "build" / "pairs"
+NUM_DRAFT_TOKENS = {"dflash": 7, "eagle3": 5, "mtp": 3}
 MIN_COST_RATIO = 8.0
 SETTLED_S = 3.0
 """Time in which a daemon stores its engine's events, receives its state and sends it a policy."""
@@ -90,6 +96,8 @@ class Bench:
     folder: Path
     steps: Lockstep
     target: str
+    pair: str
+    tree_slots: int
     max_tokens: int
     prompts: dict[str, list[str]]
     rates: Rates = field(default_factory=dict)
@@ -101,16 +109,49 @@ class Bench:
     table: list[tuple[int, int]] = field(default_factory=list)
     daemons: dict[str, Child] = field(default_factory=dict)
 
+    @property
+    def statics(self) -> tuple[str, ...]:
+        """The fixed lengths."""
+        return tuple(f"static-{k}" for k in LENGTHS if k <= NUM_DRAFT_TOKENS[self.pair])
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """The rules that learn."""
+        return LEARNING if self.has_trace else (OURS, *[CHAINS] * bool(self.tree_slots))
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether the trace is played, and other learning rules too."""
+        return self.pair == "dflash" and not self.tree_slots
+
+    def has_trees(self, rule: str) -> bool:
+        """Whether a rule's engine verifies trees."""
+        return bool(self.tree_slots) and (rule == OURS or rule.startswith("tree-"))
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """All rules."""
+        trees = [f"tree-{nodes}" for nodes in (7, 15, 31, 63) if nodes <= self.tree_slots]
+        return (OURS, "none", *self.statics, *trees, "table", *self.learning[1:])
+
+    @property
+    def rules_on_trace(self) -> tuple[str, ...]:
+        """The rules of the shifting trace."""
+        return (OURS, *self.statics, "table")
+
     def start(self, rules: Sequence[str]) -> None:
         """Start new engines for these rules."""
-        self.steps.load(self.target, vllm_server.DRAFTER)
+        drafter = str((TINY if self.pair == "dflash" else PAIRS / self.pair) / "drafter")
+        k = self.tree_slots or NUM_DRAFT_TOKENS[self.pair]
+        speculative = {"method": self.pair, "model": drafter, "num_speculative_tokens": k}
+        self.steps.load(self.target, speculative, has_trees=bool(self.tree_slots))
         for rule in rules:
             if rule == "none":
                 self.steps.fork(rule)
                 continue
             if rule not in self.daemons:
                 self.daemons[rule] = self.start_daemon(rule)
-            contender = self.steps.fork(rule, self.folder / rule, self.daemons[rule])
+            contender = self.steps.fork(rule, self.folder / rule, self.daemons[rule], has_trees=self.has_trees(rule))
             with self.client(rule) as client:
                 wait_attached(contender.engine, client)
         time.sleep(SETTLED_S)
@@ -124,8 +165,10 @@ class Bench:
         runtime_dir = self.folder / rule
         runtime_dir.mkdir()
         controller: Document = {"mode": rule, "capture_share": 0.0}
-        if rule.startswith("static-"):
-            controller |= {"mode": "static", "static_k": int(rule.removeprefix("static-"))}
+        if rule == CHAINS:
+            controller |= {"mode": OURS, "max_k": NUM_DRAFT_TOKENS[self.pair]}
+        elif rule.startswith(("static-", "tree-")):
+            controller |= {"mode": "static", "static_k": int(rule.partition("-")[2])}
         elif rule == "table":
             controller["table"] = [list(row) for row in self.table]
         config = runtime_dir / "honed.toml"
@@ -146,8 +189,11 @@ class Bench:
         for rule in rules:
             if rule != "none":
                 with self.client(rule) as client:
-                    policy = engine_of(client).get("policy") or {}
-                wanted = "static" if rule.startswith("static-") else rule
+                    engine = engine_of(client)
+                policy = engine.get("policy") or {}
+                if ("trees" in engine["capabilities"]) != self.has_trees(rule):
+                    raise ProcessError(f"{rule} verifies {'chains' if self.has_trees(rule) else 'trees'}: {engine['limits']}")
+                wanted = "static" if rule.startswith(("static-", "tree-")) else OURS if rule == CHAINS else rule
                 if policy.get("kind") != wanted or policy.get("fallback"):
                     raise ProcessError(f"the engine doesn't follow {rule}: {policy}")
 
@@ -176,13 +222,14 @@ class Bench:
 
     def tune(self) -> None:
         """Tune the table: for each concurrency the best fixed length on mixed traffic, none included."""
-        self.start(TUNED)
-        self.play(TUNED, 4, "mixed")
-        self.check_rules(TUNED)
+        rules = ("static-0", *self.statics)
+        self.start(rules)
+        self.play(rules, 4, "mixed")
+        self.check_rules(rules)
         best = []
         for concurrency in CONCURRENCY:
             key = f"tuning-{concurrency}"
-            self.measure(key, TUNED, concurrency, "mixed")
+            self.measure(key, rules, concurrency, "mixed")
             rates = self.rates[key][-1]
             best.append(int(max(rates, key=rates.__getitem__).removeprefix("static-")))
         self.table = table_of(best)
@@ -192,30 +239,34 @@ class Bench:
         """Measure every rule in every regime; learning rules have seen it for a while."""
         for concurrency, traffic in REGIMES:
             for _ in range(SETTLING[concurrency] - 1):
-                self.play((OURS,), concurrency, traffic)
-            self.play(LEARNING, concurrency, traffic)
-            self.measure(f"{concurrency}-{traffic}", RULES, concurrency, traffic)
+                self.play(tuple(rule for rule in self.learning if rule in (OURS, CHAINS)), concurrency, traffic)
+            self.play(self.learning, concurrency, traffic)
+            self.measure(f"{concurrency}-{traffic}", self.rules, concurrency, traffic)
 
     def shifting(self) -> None:
         """Measure the rules of interest on the trace."""
         self.steps.wake_all()
         time.sleep(SETTLED_S)
         began_s = time.time()
-        parts = [self.play(RULES_ON_TRACE, c, traffic, REQUESTS_ON_TRACE) for c, traffic in SHIFTS]
-        self.note("shifting", {rule: [part[rule] for part in parts] for rule in RULES_ON_TRACE})
+        parts = [self.play(self.rules_on_trace, c, traffic, REQUESTS_ON_TRACE) for c, traffic in SHIFTS]
+        self.note("shifting", {rule: [part[rule] for part in parts] for rule in self.rules_on_trace})
         self.steps.wake_all()
         time.sleep(SETTLED_S)
         self.replays.append(self.replay(began_s, time.time()))
 
     def replay(self, since_s: float, until_s: float) -> Document:
         """Run `honed replay` for fixed lengths on the log of that time."""
-        policies = tuple(rule.replace("-", ":") for rule in STATICS)
+        policies = tuple(rule.replace("-", ":") for rule in self.statics)
         return replay(self.folder / OURS / "state" / "honed.db", Question(policies=policies, since_s=since_s, until_s=until_s))
 
     def costs(self, layers: int) -> None:
-        """Measure a draft pass and a target step of one request, in ms: the pass as timed, the step without drafts."""
+        """Measure a draft pass and a target step of one request, in ms: both as timed, the step without drafts.
+
+        A drafter that drafts one token after the other fills its cache in every step: that pass isn't the target's.
+        """
         seen = self.steps.play(("static-0", "static-1"), Load(self.prompts["a"][:1], 1, self.max_tokens))
-        target, draft = 1e3 * seen["static-0"].seconds / seen["static-0"].num_steps, seen["static-1"].draft_ms
+        plain, draft = seen["static-0"], seen["static-1"].draft_ms
+        target = 1e3 * plain.seconds / plain.num_steps - (0.0 if self.pair == "dflash" else plain.draft_ms)
         self.cost = {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft, "extra_layers": layers}
         print(f"target step {target:.1f} ms, draft pass {draft:.1f} ms", flush=True)
 
@@ -223,6 +274,8 @@ class Bench:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", choices=list(NUM_DRAFT_TOKENS), default="dflash", help="the drafter's kind")
+    parser.add_argument("--tree-slots", type=int, default=0, help="most nodes of a draft tree; 0: no trees")
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime and on the trace")
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=48, help="layers without effect added to the target")
@@ -231,11 +284,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "adapt-logs", help="folder for logs")
     arguments = parser.parse_args()
+    if arguments.tree_slots and (arguments.pair != "dflash" or arguments.tree_slots < NUM_DRAFT_TOKENS["dflash"]):
+        parser.error("--tree-slots: trees grow from DFlash drafters, and hold its chain of 7")
+    if arguments.trace_only and (arguments.pair != "dflash" or arguments.tree_slots):
+        parser.error("--trace-only: the trace is played for chains of --pair dflash")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopped daemons can't end by themselves
     arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         vllm_server.check_pair()
+        if not (PAIRS / arguments.pair).exists() and arguments.pair != "dflash":
+            make = f"python -m benchmarks.make_pairs {arguments.pair} --work build/pairs/sources --out build/pairs"
+            raise ProcessError(f"{PAIRS / arguments.pair} is missing: `{make}` makes it")
+        if arguments.pair == "mtp":
+            os.environ["PYTHONPATH"] = path_with_torchvision()
         result = run(arguments)
     except KeyboardInterrupt:
         print("adapt: stopped; everything that it started has ended", file=sys.stderr)
@@ -262,14 +324,17 @@ def run(arguments: argparse.Namespace) -> Document:
     }
     pools["mixed"] = [prompt for pair in zip(pools["a"], pools["b"], strict=True) for prompt in pair]
     try:
-        target = make_stacked_target(ROOT / vllm_server.TARGET, folder / "target", arguments.extra_layers)
+        own = PAIRS / arguments.pair / "target"
+        plain = own if own.exists() else TINY / "target"
+        target = make_stacked_target(plain, folder / "target", arguments.extra_layers)
         with Processes(arguments.logs) as processes, Lockstep(processes, folder, max(target_core(), 0)) as steps:
-            bench = Bench(processes, folder, steps, str(target), arguments.max_tokens, pools)
+            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens)
+            bench = Bench(processes, folder, steps, str(target), *chosen, pools)
             bench.tune()
             bench.costs(arguments.extra_layers)
             if bench.cost["ratio"] < MIN_COST_RATIO:
                 print(f"a target step takes less than {MIN_COST_RATIO:g} draft passes: add --extra-layers", flush=True)
-            rules = RULES_ON_TRACE if arguments.trace_only else RULES
+            rules = bench.rules_on_trace if arguments.trace_only else bench.rules
             for _ in range(arguments.repeats):
                 bench.start(rules)
                 for concurrency in CONCURRENCY:  # a process's first steps are slow, and a new daemon has no data
@@ -277,7 +342,8 @@ def run(arguments: argparse.Namespace) -> Document:
                 bench.check_rules(rules)
                 if not arguments.trace_only:
                     bench.regimes()
-                bench.shifting()
+                if bench.has_trace:
+                    bench.shifting()
                 result = result_of(bench, arguments)
                 arguments.out.write_text(json.dumps(result, indent=2) + "\n")
                 print(f"written to {arguments.out}", flush=True)
@@ -315,25 +381,35 @@ def compared(measured: Rates) -> Document:
     to_chosen: dict[str, float] = {}
     spread: Document = {}
     best_static: dict[str, str] = {}
+    trees: dict[str, dict[str, float]] = {}
     for key in (key for c, t in REGIMES if (key := f"{c}-{t}") in measured):
         repeats = measured[key]
         best = best_static[key] = best_of(repeats)
         pairs = {"ratio_to_best_static": ratios(repeats, best), "ratio_to_none": ratios(repeats, "none")}
         to_best[key], to_none[key] = (round(statistics.median(values), 4) for values in pairs.values())
         to_chosen[key] = round(statistics.median(ratios_to_chosen_before(repeats)), 4)
+        if CHAINS in repeats[0]:
+            chains = [CHAINS, *statics_of(repeats)]
+            all_others = [*chains, *(rule for rule in repeats[0] if rule.startswith("tree-"))]
+            pairs["to_best_chain"] = ratios(repeats, best_of(repeats, chains))
+            pairs["to_best_chain_or_tree"] = ratios(repeats, best_of(repeats, all_others))
+            trees[key] = {name: round(statistics.median(pairs[name]), 4) for name in ("to_best_chain", "to_best_chain_or_tree")}
         spread[key] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
-    trace = measured["shifting"]
-    single = best_static["shifting"] = best_of(trace)
-    pairs = {"to_best_single_static": ratios(trace, single), "to_tuned_table": ratios(trace, "table")}
-    spread["shifting"] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
-    return {
+    found: Document = {
         "ratio_to_best_static": to_best,
         "ratio_to_none": to_none,
         "ratio_to_static_chosen_before": to_chosen,
-        "shifting": {name: round(statistics.median(values), 4) for name, values in pairs.items()},
         "spread": spread,
         "best_static": best_static,
     }
+    if trees:
+        found["trees"] = trees
+    if trace := measured.get("shifting"):
+        single = best_static["shifting"] = best_of(trace)
+        pairs = {"to_best_single_static": ratios(trace, single), "to_tuned_table": ratios(trace, "table")}
+        spread["shifting"] = {name: [round(min(values), 4), round(max(values), 4)] for name, values in pairs.items()}
+        found["shifting"] = {name: round(statistics.median(values), 4) for name, values in pairs.items()}
+    return found
 
 
 def same_twice(measured: Rates, table: Sequence[tuple[int, int]]) -> dict[str, list[float]]:
@@ -341,7 +417,7 @@ def same_twice(measured: Rates, table: Sequence[tuple[int, int]]) -> dict[str, l
     found: dict[str, list[float]] = {}
     for concurrency, traffic in REGIMES:
         rule = f"static-{next(length for bound, length in table if concurrency <= bound)}"
-        if rule in STATICS:
+        if rule != "static-0":
             repeats = measured.get(f"{concurrency}-{traffic}", [])
             found[f"{concurrency}-{traffic}"] = [round(rates["table"] / rates[rule], 4) for rates in repeats]
     return found
@@ -349,8 +425,8 @@ def same_twice(measured: Rates, table: Sequence[tuple[int, int]]) -> dict[str, l
 
 def replay_errors(measured: Rates, replays: Sequence[Document]) -> dict[str, float]:
     """Predicted over measured speed of each fixed length on the shifting trace, minus 1; both relative to honed's own."""
-    trace, errors = measured["shifting"], {}
-    for number, rule in enumerate(STATICS):
+    trace, errors = measured.get("shifting"), {}
+    for number, rule in enumerate(statics_of(trace) if trace else ()):
         predicted = [one["policies"][number]["ratio"] for one in replays]
         if all(predicted):
             found = [ratio["value"] * own for ratio, own in zip(predicted, ratios(trace, rule), strict=True)]
@@ -363,9 +439,14 @@ def ratios(repeats: Sequence[Mapping[str, float]], other: str) -> list[float]:
     return [rates[OURS] / rates[other] for rates in repeats]
 
 
-def best_of(repeats: Sequence[Mapping[str, float]]) -> str:
-    """The best fixed length, by the median of the ratios."""
-    return min(STATICS, key=lambda rule: statistics.median(ratios(repeats, rule)))
+def statics_of(repeats: Sequence[Mapping[str, float]]) -> list[str]:
+    """The fixed lengths that were measured, rising; length 0 aside."""
+    return [rule for rule in repeats[0] if rule.startswith("static-") and rule != "static-0"]
+
+
+def best_of(repeats: Sequence[Mapping[str, float]], rules: Sequence[str] = ()) -> str:
+    """The best of these rules, or of the fixed lengths, by the median of the ratios."""
+    return min(rules or statics_of(repeats), key=lambda rule: statistics.median(ratios(repeats, rule)))
 
 
 def ratios_to_chosen_before(repeats: Sequence[Mapping[str, float]]) -> list[float]:

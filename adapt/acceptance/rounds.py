@@ -13,8 +13,23 @@ from honed.adapt.protocol.wire import EventBatch, RoundColumns
 
 
 @dataclass(frozen=True, slots=True)
+class TreeRounds:
+    """Trees that were verified, without those in whose round the request ended; Q of them, P accepted nodes at most."""
+
+    num_nodes: Ints  # [Q]
+    nodes: Ints  # [Q, P] accepted nodes, −1 past them
+
+    def __len__(self) -> int:
+        return len(self.num_nodes)
+
+
+@dataclass(frozen=True, slots=True)
 class Rounds:
-    """Verify rounds with at least one draft token, oldest first; every array is [R]."""
+    """Verify rounds with at least one draft token, oldest first; every array is [R].
+
+    Of a tree, figures are of the drafter's own chain in it: cut off where the tree has no more of it, as a chain is by its
+    length. So acceptance by position means the same with trees and without.
+    """
 
     request: npt.NDArray[np.uint64]
     num_draft_tokens: Ints
@@ -26,6 +41,8 @@ class Rounds:
     """Position of the last verified token: about the length of the context."""
     feature: Floats | None = None
     """See `RoundColumns.feature`; None: unknown for all."""
+    trees: TreeRounds | None = None
+    """The trees among them; None: there are none."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -40,6 +57,15 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     accepted = _ints(columns.num_accepted_tokens, "num_accepted_tokens", count)
     invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
     invalid = np.maximum(invalid, 0) + trimmed_tokens(columns, count)
+    nodes, num_nodes, is_whole = accepted_nodes(columns, accepted), drafted, np.zeros(count, dtype=np.bool_)
+    if nodes is not None:
+        chain = _ints(columns.chain_tokens, "chain_tokens", count)
+        is_tree, drafted = chain > 0, np.where(chain > 0, chain, drafted)
+        is_whole = is_tree & (
+            _ints(columns.num_delivered, "num_delivered", count) > accepted if columns.num_delivered else True
+        )
+        accepted = np.where(is_tree, _ints(columns.chain_accepted, "chain_accepted", count), accepted)
+        invalid = np.where(is_tree, 0, invalid)
     if columns.num_delivered:
         delivered = _ints(columns.num_delivered, "num_delivered", count)
         is_cut = delivered <= accepted
@@ -55,7 +81,35 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
         mine = has_draft & (label == index)
         if mine.any():
             shown = None if feature is None else feature[mine]
-            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine], shown)
+            trees = TreeRounds(num_nodes[mine & is_whole], nodes[mine & is_whole]) if nodes is not None else None
+            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine], shown, trees)
+
+
+def accepted_nodes(columns: RoundColumns, accepted: Ints) -> Ints | None:  # [R] -> [R, P]
+    """The accepted nodes of each round, −1 past them and where there was no tree; None: no round had one.
+
+    Raises:
+        ValueError: the columns of trees don't fit the others.
+    """
+    if not columns.chain_tokens and not columns.nodes:
+        return None
+    count = len(accepted)
+    chain = _ints(columns.chain_tokens, "chain_tokens", count)
+    kept = _ints(columns.chain_accepted, "chain_accepted", count)
+    num_nodes = np.array(columns.num_draft_tokens, dtype=np.int64)
+    flat, held = np.array(columns.nodes, dtype=np.int64), np.where(chain > 0, accepted, 0)
+    if len(flat) != held.sum() or (kept > np.minimum(chain, accepted)).any() or (chain > num_nodes).any():
+        raise ValueError("batch columns chain_tokens, chain_accepted and nodes don't fit the drafts and the accepted tokens")
+    place = np.arange(int(held.max(initial=0)))
+    nodes = np.full((count, len(place)), -1, dtype=np.int64)
+    nodes[place < held[:, None]] = flat
+    if (
+        (nodes >= num_nodes[:, None]).any()
+        or (np.diff(nodes, axis=1)[place[1:] < held[:, None]] <= 0).any()
+        or (flat < 0).any()
+    ):
+        raise ValueError("batch column nodes names a node that its tree doesn't have, or one before its parent")
+    return nodes
 
 
 def trimmed_tokens(columns: RoundColumns, count: int) -> Ints:

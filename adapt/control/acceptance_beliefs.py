@@ -24,6 +24,7 @@ from honed.adapt.acceptance.estimate import RequestTable, reached_and_accepted, 
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.acceptance.reliability import Reliability
 from honed.adapt.acceptance.rounds import Rounds
+from honed.adapt.acceptance.tree_gains import TreeGains
 from honed.adapt.control.explanation import describe
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.drift import Alarm, DriftMonitor
@@ -35,6 +36,8 @@ _KEPT_AFTER_SWAP = 0.02
 """Share of the counts that survives a change of weights: a first guess for the new ones."""
 _MOST_DESIGN_EFFECT = 8.0
 """A round counts for at least an eighth of an independent one, so that changes within running requests are noticed."""
+_ALIKE = 512.0
+"""Pseudo-rounds of a workload's curve against a request's own, where requests' own rounds aren't learned from."""
 _SILENT_FORGETTINGS = 10.0
 """Independent rounds of the engine, in `forgetting_rounds`, without one of a workload, until its curve may be replaced."""
 
@@ -48,6 +51,7 @@ class _Workload:
         self.lines = DepthLines.none(num_spec_tokens)
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
+        self.trees = TreeGains(num_spec_tokens, forgetting_rounds)
         self.last_round = 0.0  # of the engine's
 
 
@@ -58,6 +62,7 @@ class AcceptanceBeliefs:
         self.num_spec_tokens = num_spec_tokens
         self.settings = settings
         self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
+        self._trees = TreeGains(num_spec_tokens, settings.forgetting_rounds)
         self._num_seen = 0.0
         """Independent rounds of the engine."""
         self._workloads: dict[str, _Workload] = {}
@@ -70,8 +75,10 @@ class AcceptanceBeliefs:
         """Forget most of what the old weights taught, unless the new ones are the same under a name."""
         if is_swap:
             self._counts.forget(_KEPT_AFTER_SWAP)
+            self._trees.forget(_KEPT_AFTER_SWAP)
             for workload in (*self._workloads.values(), self._others):
                 workload.counts.forget(_KEPT_AFTER_SWAP)
+                workload.trees.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
                 workload.features = FeatureRegression(self.settings.forgetting_rounds)
@@ -86,6 +93,9 @@ class AcceptanceBeliefs:
             now_s: wall-clock time of the rounds; None: unknown.
         """
         workload = self._workload(name)
+        if rounds.trees is not None:
+            for trees in (workload.trees, self._trees):
+                trees.observe(rounds.trees)
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
@@ -128,6 +138,8 @@ class AcceptanceBeliefs:
 
     def priors(self) -> list[WorkloadPrior]:
         """Priors from which the engine starts requests: the engine's own curve, then every workload's."""
+        if self._trees.is_known:
+            return self._priors_of_trees()
         engine = self.engine_curve()
         strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
         pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0
@@ -142,6 +154,13 @@ class AcceptanceBeliefs:
             one.lines = one.depths.lines(around).rounded()
             priors.append(_prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.lines, one.features))
         return priors
+
+    def _priors_of_trees(self) -> list[WorkloadPrior]:
+        """What nodes are worth, in the place of conditional acceptance; requests of a workload count as alike."""
+        engine = self._trees.values()
+        found = [("", self._trees.acceptance())]
+        found += [(name, one.trees.acceptance(engine)) for name, one in self._workloads.items()]
+        return [WorkloadPrior(name, [round(value, 4) for value in curve.tolist()], _ALIKE) for name, curve in found]
 
     def describe_engine(self) -> dict[str, object]:
         """Plain figures of the engine as a whole, for JSON."""
@@ -172,7 +191,7 @@ class AcceptanceBeliefs:
 
     def typical_curve(self) -> Floats:
         """Conditional acceptance of a typical request, [K]."""
-        return self._lines.apply(self.engine_curve())
+        return self._trees.acceptance() if self._trees.is_known else self._lines.apply(self.engine_curve())
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
         strength = self.settings.workload_strength

@@ -83,6 +83,8 @@ class LogBuilder:
         self._num_steps = 0
         self.num_rounds = 0
         """Rounds of wanted steps."""
+        self.num_trees = 0
+        """Those among them that verified a draft tree: what another length would have given isn't in their figures."""
         self.first_unix_ns, self.last_unix_ns = 0, 0
         """Ends of the first and the last step; 0 before there is any."""
 
@@ -95,7 +97,7 @@ class LogBuilder:
         trimmed = trimmed_tokens(batch.rounds, count)
         delivered = np.array(batch.rounds.num_delivered or batch.rounds.num_emitted, dtype=np.int64)
         request = np.array(batch.rounds.request, dtype=np.uint64)
-        if not len(invalid) == len(request) == len(delivered) == count:
+        if not len(invalid) == len(request) == len(delivered) == len(batch.rounds.chain_tokens or invalid) == count:
             raise ValueError("the batch has round columns of unequal length")
         if count and not 0 <= rounds[1].min() <= rounds[1].max() < len(batch.workloads):
             raise ValueError("the batch names a workload by an index that its list of workloads doesn't have")
@@ -114,6 +116,8 @@ class LogBuilder:
         columns = (np.cumsum(is_wanted)[place] - 1 + self._num_steps, key, cell, *rounds[2:], delivered, invalid, trimmed)
         self._rounds.append(np.stack(columns)[:, is_wanted[place]])
         self._steps.append(np.concatenate([steps, np.full((1, steps.shape[1]), boot)])[:, is_wanted])
+        if batch.rounds.chain_tokens:
+            self.num_trees += int((np.array(batch.rounds.chain_tokens) > 0)[is_wanted[place]].sum())
         self._num_steps += int(is_wanted.sum())
         self.num_rounds += self._rounds[-1].shape[1]
         self.first_unix_ns = min(self.first_unix_ns or 1 << 62, int(unix_ns[is_wanted].min()))

@@ -16,6 +16,7 @@ The engine's side is `lockstep_engine`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from benchmarks.server.processes import Child, ProcessError, Processes
 from benchmarks.server.vllm_server import server_environment
@@ -134,24 +135,37 @@ class Lockstep:
         self.wake_all()
         self._listener.close()
 
-    def load(self, target: str, drafter: str) -> None:
-        """Start the process that loads the weights, for contenders to be forked from."""
+    def load(self, target: str, speculative: Mapping[str, Any], *, has_trees: bool = False) -> None:
+        """Start the process that loads the weights, for contenders to be forked from.
+
+        Args:
+            speculative: vLLM's `speculative_config`.
+            has_trees: its draft tokens are slots for trees.
+        """
         self._unload()
         own = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+            "HONED_TREES": str(int(has_trees)),
         }
         address = str(self._listener.address)
-        command = [sys.executable, "-m", "benchmarks.server.lockstep_engine", address, str(self.core), target, drafter]
+        given = (address, str(self.core), target, json.dumps(speculative))
+        command = [sys.executable, "-m", "benchmarks.server.lockstep_engine", *given]
         child = self.processes.start("vllm", command, server_environment() | own)
         self._parent = child, self._accept(child)
 
-    def fork(self, name: str, runtime_dir: Path | None = None, daemon: Child | None = None) -> Contender:
-        """Add a contender: one that speculates, with honed attached, or without a runtime directory one that doesn't."""
+    def fork(
+        self, name: str, runtime_dir: Path | None = None, daemon: Child | None = None, *, has_trees: bool = False
+    ) -> Contender:
+        """Add a contender: one that speculates, with honed attached, or without a runtime directory one that doesn't.
+
+        Args:
+            has_trees: it verifies trees, if the engine was loaded with HONED_TREES; the others then verify chains.
+        """
         assert self._parent is not None
         child, connection = self._parent
-        connection.send(("fork", name, str(runtime_dir or "")))
+        connection.send(("fork", name, str(runtime_dir or ""), has_trees))
         contender = Contender(name, self._accept(child), child, daemon)
         self.contenders[name] = contender
         contender.ask("hello")

@@ -1,6 +1,6 @@
 """A process with two vLLM engines, and the contenders forked from it; see `lockstep`.
 
-    python -m benchmarks.server.lockstep_engine SOCKET CORE TARGET DRAFTER
+    python -m benchmarks.server.lockstep_engine SOCKET CORE TARGET SPECULATIVE_CONFIG
 
 One engine speculates, the other doesn't; the target's weights are in memory once. The process forks a contender on each
 request. One that speculates attaches honed as vLLM does, by building its scheduler with `make_scheduler`. A contender serves
@@ -11,6 +11,7 @@ beside a GPU.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import statistics
@@ -22,7 +23,6 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from benchmarks.server.lockstep import Load, Seen
-from benchmarks.server.vllm_server import NUM_DRAFT_TOKENS
 
 WORKER = "honed.attach.worker.HonedWorkerExtension"
 
@@ -177,24 +177,26 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 def main() -> None:
     """Load, then fork on each request."""
-    address, core, target, drafter = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    plain, speculating = load_engines(target, drafter)
+    address, core, target, speculative = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    plain, speculating = load_engines(target, speculative)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = Client(address)
     while True:
         try:
-            _, name, runtime_dir = connection.recv()
+            _, name, runtime_dir, has_trees = connection.recv()
         except EOFError:
             return
         if os.fork() == 0:
             connection.close()
+            if not has_trees:
+                only_chains()
             contend(speculating if runtime_dir else plain, name, runtime_dir, core, address)
             os._exit(0)
 
 
-def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
+def load_engines(target: str, speculative: dict[str, Any]) -> tuple[Any, Any]:
     """Load one engine that only serves, and one with everything that honed needs, but not honed; they share target weights."""
     from honed.adapt.lengths import compiled
     from honed.attach.engine import engine_hook
@@ -202,7 +204,6 @@ def load_engines(target: str, drafter: str) -> tuple[Any, Any]:
     compiled.prepare()
     plain = load_engine(target)
     engine_hook.install()  # records the engine that is made next
-    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFT_TOKENS}
     speculating = load_engine(target, speculative_config=speculative, worker_extension_cls=WORKER)
     share_weights(_runner_of(speculating).model, _runner_of(plain).model)
     return plain, speculating
@@ -267,6 +268,13 @@ def contend(engine: Any, name: str, runtime_dir: str, core: int, address: str) -
         connection.send(run.go(*args) if what == "go" and run is not None else name)
     if runtime_dir:
         engine.engine_core.engine_core.scheduler.shutdown()
+
+
+def only_chains() -> None:
+    """Let an engine with slots for trees verify its drafter's chain, and leave the other slots empty."""
+    from honed.attach.trees import v1
+
+    v1._misfit = lambda _: "chains are compared"
 
 
 def attach(engine: Any, clock: Clock) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.drafter.model import DFlashDrafter
+from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.new_drafter import drafter_config
 
 _QWEN3 = {

@@ -261,11 +261,13 @@ def export_events(
 def vllm_args(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Target model.")] = "",
-    drafter: Annotated[str, typer.Option(help="Drafter checkpoint (DFlash).")] = "",
-    draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: block size - 1.")] = 0,
+    drafter: Annotated[str, typer.Option(help="Drafter checkpoint.")] = "",
+    method: Annotated[str, typer.Option(help="vLLM's method; by default the drafter's. Without a drafter: mtp, ngram.")] = "",
+    draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: what the drafter was made for.")] = 0,
     engine_id: Annotated[str, typer.Option(help="Name of this engine if a host has several.")] = "",
     graphs: Annotated[str, typer.Option(help="Draft lengths to capture CUDA graphs for: 0,3,7 (largest always is).")] = "",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests a step, for --graphs.")] = 256,
+    tree_slots: Annotated[int, typer.Option(min=0, help="Most nodes of a draft tree; 0: no trees.")] = 0,
     format: Annotated[str, typer.Option(help="shell, systemd or json.")] = "shell",
     as_json: JsonFlag = False,
 ) -> None:
@@ -280,10 +282,12 @@ def vllm_args(
             runtime_dir,
             model=model,
             drafter=drafter,
+            method=method,
             num_draft_tokens=draft_tokens,
             engine_id=engine_id,
             graphs=_lengths(graphs),
             max_num_seqs=max_num_seqs,
+            tree_slots=tree_slots,
         )
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)

@@ -405,7 +405,7 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float)
     """Read the span's batches: log, ends of its first and last step, and number of unreadable batches.
 
     Raises:
-        ReplayError: there are too many rounds, or none.
+        ReplayError: there are too many rounds, or none, or trees.
     """
     from honed.adapt.replay.log import LogBuilder
     from honed.daemon.store import export
@@ -429,6 +429,11 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float)
     if not len(log.step):
         cure = "Take a longer span: --last 1d, or neither --since nor --until."
         raise ReplayError(f"engine {engine_id} has logged no verify round in that time", cure=cure)
+    if builder.num_trees:
+        raise ReplayError(
+            f"{builder.num_trees:,} rounds of that time verified draft trees, and a replay follows chains only",
+            cure="Take a span from before trees were switched on (--since, --until), or another engine (--engine).",
+        )
     return log, (builder.first_unix_ns, builder.last_unix_ns), tally.unreadable_batches
 
 

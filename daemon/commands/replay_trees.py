@@ -1,7 +1,6 @@
 """`honed replay --trees FILE`: predicts draft trees' results on a candidate log. `adapt.trees.replay` computes the answer.
 
-No engine verifies trees yet, so the daemon's database has no data on them. `adapt.trees.candidate_log` defines the file's
-format.
+The daemon's database has no candidates that a round didn't verify. `adapt.trees.candidate_log` defines the file's format.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def render(document: Document) -> RenderableType:
         f"{document['num_depths']} depths, {document['num_candidates']} candidates each; cost {document['cost']}"
     )
     notes: tuple[str, ...] = (
-        "Predicted: no engine here verifies trees yet. τ: tokens per round; nodes: verified per round, without root.",
+        "Predicted from a file of candidates. τ: tokens per round; nodes: verified per round, without root.",
         "calibration: mean |predicted − seen| of the verified nodes; before: with the drafter's own probabilities.",
         "exact: rounds that begin where candidates were logged.",
     )

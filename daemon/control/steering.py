@@ -27,6 +27,44 @@ MAX_WAITING_BATCHES, MAX_WAITING_ROUNDS = 1000, 100_000
 """Above either, the oldest aren't learned: policies stay up to date, and memory bounded."""
 
 
+class Backlog:
+    """Batches that wait, oldest first; bounded."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[Engine, wire.EventBatch]] = deque()
+        self._num_rounds = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def put(self, engine: Engine, batch: wire.EventBatch) -> int:
+        """Add a batch. Returns how many of the oldest were dropped for it; one that is too large alone is kept."""
+        self._batches.append((engine, batch))
+        self._num_rounds += len(batch.rounds.step)
+        dropped = 0
+        while len(self) > MAX_WAITING_BATCHES or (self._num_rounds > MAX_WAITING_ROUNDS and len(self) > 1):
+            self.take()
+            dropped += 1
+        return dropped
+
+    def take(self) -> tuple[Engine, wire.EventBatch]:
+        """Remove the oldest batch. Raises IndexError if there is none."""
+        engine, batch = self._batches.popleft()
+        self._num_rounds -= len(batch.rounds.step)
+        return engine, batch
+
+    def take_of(self, engine: Engine) -> list[tuple[Engine, wire.EventBatch]]:
+        """Remove all batches of one engine."""
+        taken = [self.take() for _ in range(len(self))]
+        self.put_back([one for one in taken if one[0] is not engine])
+        return [one for one in taken if one[0] is engine]
+
+    def put_back(self, batches: list[tuple[Engine, wire.EventBatch]]) -> None:
+        """Put batches before all others."""
+        self._batches.extendleft(reversed(batches))
+        self._num_rounds += sum(len(batch.rounds.step) for _, batch in batches)
+
+
 class Steering:
     """The controllers of all engines. Guarded by the service's lock."""
 
@@ -37,8 +75,7 @@ class Steering:
         on_alarm: Callable[[Engine, Alarm], None],
     ) -> None:
         self._settings, self._send, self._on_alarm = settings, send, on_alarm
-        self._waiting: deque[tuple[Engine, wire.EventBatch]] = deque()
-        self._waiting_rounds = 0
+        self._waiting, self._held = Backlog(), Backlog()
         self.skipped_batches = 0
         """Batches skipped because they arrived faster than the controllers could learn."""
         self.alarms: Counter[tuple[str, str]] = Counter()
@@ -48,18 +85,7 @@ class Steering:
 
     def put(self, engine: Engine, batch: wire.EventBatch) -> None:
         """Queue a batch for the next `observe`."""
-        self._waiting.append((engine, batch))
-        self._waiting_rounds += len(batch.rounds.step)
-        while len(self._waiting) > MAX_WAITING_BATCHES or (
-            self._waiting_rounds > MAX_WAITING_ROUNDS and len(self._waiting) > 1
-        ):
-            self._take()
-            self.skipped_batches += 1
-
-    def _take(self) -> tuple[Engine, wire.EventBatch]:
-        engine, batch = self._waiting.popleft()
-        self._waiting_rounds -= len(batch.rounds.step)
-        return engine, batch
+        self.skipped_batches += self._waiting.put(engine, batch)
 
     @property
     def num_waiting(self) -> int:
@@ -69,9 +95,12 @@ class Steering:
     def observe(self, limit: int = 100) -> bool:
         """Learn from at most `limit` batches. Returns True if some are left."""
         for _ in range(min(limit, len(self._waiting))):
-            engine, batch = self._take()
+            engine, batch = self._waiting.take()
+            if engine.awaits_controller and not engine.is_replaced:
+                self.skipped_batches += self._held.put(engine, batch)
+                continue
             controller = self.controller(engine)
-            if controller is None:
+            if controller is None or batch.seq <= engine.learned_seq:
                 continue
             try:
                 alarms = controller.observe(batch)
@@ -85,6 +114,11 @@ class Steering:
                 self.alarms[engine.engine_id, alarm.workload] += 1
                 self._on_alarm(engine, alarm)
         return bool(self._waiting)
+
+    def give(self, engine: Engine, controller: EngineController | None, learned_seq: int) -> None:
+        """Give an engine the controller it awaits, which knows this boot's batches up to `learned_seq` from the log."""
+        engine.controller, engine.awaits_controller, engine.learned_seq = controller, False, learned_seq
+        self._waiting.put_back(self._held.take_of(engine))
 
     def steer(self, engines: Iterable[Engine], overrides: list[Override], now_s: float) -> None:
         """Send each engine its policy if it changed or needs a refresh.

@@ -69,33 +69,39 @@ class WarmStart:
 
     def _make(self, engine: Engine, hello: EngineHello) -> None:
         if engine.is_replaced:  # boots may follow each other faster than one learns
+            with self._lock:
+                self._steering.give(engine, None, 0)
             return
         controller = self._steering.new_controller(hello)
         if controller is not None:
             with self._lock:
                 self._tell_of_trial(controller)
+        learned, learned_seq = 0, 0
         try:
-            learned = learn_from_log(self._database, hello, controller) if controller is not None else 0
+            if controller is not None:
+                learned, learned_seq = learn_from_log(self._database, hello, controller)
             log.info("learned from the stored log", engine_id=hello.engine_id, batches=learned)
         except Exception as error:
             log.exception("learning from the stored log failed", error=str(error))
         with self._lock:
             if engine.is_replaced:
+                self._steering.give(engine, None, 0)
                 return
             if controller is not None:
                 self._tell_of_trial(controller)  # the trial may have changed or ended
-            engine.controller, engine.awaits_controller = controller, False
+            self._steering.give(engine, controller, learned_seq)
             if engine.hello is not None and engine.hello != hello:
                 self.prepare(engine, engine.hello)
             self._on_ready()
 
 
-def learn_from_log(database: Path, hello: EngineHello, controller: EngineController) -> int:
-    """Let a new controller learn from its engine's stored batches. Returns their number.
+def learn_from_log(database: Path, hello: EngineHello, controller: EngineController) -> tuple[int, int]:
+    """Let a new controller learn from its engine's stored batches.
 
+    Returns their number, and the last one's number in the boot of the hello (0: none is of that boot).
     Raises pysqlite3.Error if the database can't be read.
     """
-    learned = 0
+    learned, learned_seq = 0, 0
     connection = connect(database, read_only=True)
     try:
         said = connection.conn.execute(_BOOTS, [hello.engine_id]).fetchall()
@@ -112,7 +118,9 @@ def learn_from_log(database: Path, hello: EngineHello, controller: EngineControl
         except ValueError:
             continue
         learned += 1
-    return learned
+        if boot_id == hello.boot_id:
+            learned_seq = max(learned_seq, batch.seq)
+    return learned, learned_seq
 
 
 def _is_alike(one: EngineHello, other: EngineHello) -> bool:

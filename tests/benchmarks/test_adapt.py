@@ -55,11 +55,19 @@ def test_the_trace_alone_has_a_summary_too() -> None:
     assert set(found["best_static"]) == {"shifting"}
 
 
+def test_trees_are_held_against_the_best_chain_and_the_best_of_all() -> None:
+    found = adapt.compared({"1-a": repeats(chains=1.2, tree_15=1.005)})
+    assert found["trees"] == {"1-a": {"to_best_chain": 1.01, "to_best_chain_or_tree": 1.005}}
+    assert "shifting" not in found
+    assert "trees" not in adapt.compared({"1-a": repeats()})
+
+
 def test_what_was_foretold_is_held_against_what_was_measured() -> None:
     """`honed replay` says a length's speed over honed's own."""
-    foretold: list[dict[str, Any]] = [{"policies": [{"ratio": {"value": 1.1 / BESIDE[rule]}} for rule in adapt.STATICS]}] * 5
+    statics = adapt.statics_of(repeats())
+    foretold: list[dict[str, Any]] = [{"policies": [{"ratio": {"value": 1.1 / BESIDE[rule]}} for rule in statics]}] * 5
     assert set(adapt.replay_errors({"shifting": repeats()}, foretold).values()) == {0.1}
-    foretold[0] = {"policies": [{"ratio": None}] * len(adapt.STATICS)}
+    foretold[0] = {"policies": [{"ratio": None}] * len(statics)}
     assert adapt.replay_errors({"shifting": repeats()}, foretold) == {}
 
 

@@ -12,6 +12,7 @@ from honed.adapt.monitor.canary import CanarySettings
 RUNS = 5_000
 
 
+@pytest.mark.proof
 def test_equal_versions_are_rarely_promoted_and_rarely_rolled_back() -> None:
     outcome = simulate(CURVES["medium"], 0.0, RUNS, seed=11)
     assert outcome.promoted <= 0.01
@@ -25,6 +26,7 @@ def test_moods_of_whole_windows_are_not_taken_for_a_difference() -> None:
     assert outcome.rolled_back <= 0.015
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("of", ["conditional acceptance", "acceptance length"])
 def test_a_loss_of_ten_percent_is_rolled_back_within_2000_rounds_and_never_promoted(curve, of) -> None:

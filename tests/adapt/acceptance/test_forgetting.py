@@ -41,6 +41,7 @@ def test_after_a_change_the_estimate_follows_within_a_hundred_rounds(before, aft
     assert np.mean(steady) > 0.2  # what a long memory alone still believes
 
 
+@pytest.mark.proof
 def test_without_a_change_it_is_nearly_the_long_memory():
     rng, weights, errors, steady = np.random.default_rng(2), [], [], []
     for _ in range(20):
@@ -100,6 +101,7 @@ def steps_of(rng, mean, strength, num_requests, num_rounds=40):
             yield names, (rng.random(16) < own).astype(np.int64)
 
 
+@pytest.mark.proof
 def test_other_requests_are_noticed_soon_though_requests_differ_much():
     """Within two waves of requests; later where each of their rounds counts alike."""
     rng, errors, alike = np.random.default_rng(6), [], []
@@ -118,6 +120,7 @@ def test_other_requests_are_noticed_soon_though_requests_differ_much():
     assert np.mean(errors) < 0.6 * np.mean(alike)
 
 
+@pytest.mark.proof
 def test_requests_that_differ_much_are_no_change():
     """Their mean is told as well as by the long memory, give or take a few per cent of acceptance."""
     rng, errors, drafted = np.random.default_rng(7), [], np.ones(16, dtype=np.int64)

@@ -33,3 +33,41 @@ def test_what_follows_a_requests_end_teaches_nothing():
     assert found.num_draft_tokens.tolist() == [1, 3, 3]  # the first ended with its first draft, which was accepted
     assert found.num_accepted_tokens.tolist() == [1, 2, 1]
     assert found.num_invalid_tokens.tolist() == [0, 1, 0]
+
+
+def tree_batch(**changes):
+    batch = make_batch([7, 3, 5, 0], [2, 1, 3, 0], requests=[1, 2, 3, 4])
+    columns = {"chain_tokens": [4, 0, 2, 0], "chain_accepted": [1, 0, 2, 0], "nodes": [0, 5, 0, 1, 3]} | changes
+    return msgspec.structs.replace(batch, rounds=msgspec.structs.replace(batch.rounds, **columns))
+
+
+def test_a_tree_counts_as_the_chain_in_it():
+    ((_, found),) = rounds_by_workload(tree_batch())
+    assert found.num_draft_tokens.tolist() == [4, 3, 2]
+    assert found.num_accepted_tokens.tolist() == [1, 1, 2]
+    assert found.trees.num_nodes.tolist() == [7, 5]
+    assert found.trees.nodes.tolist() == [[0, 5, -1], [0, 1, 3]]
+
+
+def test_a_tree_in_whose_round_the_request_ended_says_nothing_of_nodes():
+    ((_, found),) = rounds_by_workload(tree_batch(num_delivered=[1, 2, 4, 1]))
+    assert found.trees.num_nodes.tolist() == [5]
+    assert found.num_draft_tokens.tolist() == [1, 3, 2]  # the first request ended with the chain's first token
+    assert found.num_accepted_tokens.tolist() == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nodes": [0, 5, 0, 1]},
+        {"nodes": [0, 7, 0, 1, 3]},
+        {"nodes": [5, 0, 0, 1, 3]},
+        {"chain_tokens": [8, 0, 2, 0]},
+        {"chain_accepted": [3, 0, 2, 0]},
+        {"chain_tokens": [4, 0, 2]},
+        {"chain_tokens": []},
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(changes):
+    with pytest.raises(ValueError, match=r"chain_tokens|nodes"):
+        list(rounds_by_workload(tree_batch(**changes)))

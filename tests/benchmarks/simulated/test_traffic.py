@@ -298,6 +298,7 @@ class WithoutContexts(Steered):
         self.decide = lambda ids, context, prefill, now_s, contexts: self.decider.decide(ids, context, prefill, now_s)
 
 
+@pytest.mark.proof
 def test_knowing_the_contexts_brings_lengths_nearer_to_the_best():
     traffic, shares = Traffic(CONTEXTS), []
     for policy in (Steered(traffic), WithoutContexts(traffic)):
@@ -307,6 +308,7 @@ def test_knowing_the_contexts_brings_lengths_nearer_to_the_best():
     assert shares[0] < 0.95 * shares[1]
 
 
+@pytest.mark.proof
 def test_where_contexts_make_no_difference_none_is_found():
     workloads = tuple(replace(one, decay=0.0) for one in CONTEXTS.workloads)
     traffic = Traffic(replace(CONTEXTS, workloads=workloads))

@@ -262,6 +262,19 @@ def test_an_empty_span_ends_with_1(run: Run, filled: Store, span: tuple[str, str
     assert "→" in failed.stderr
 
 
+def test_a_span_with_trees_is_refused(run: Run, store: Store) -> None:
+    batch = engine_batch(1)
+    count = len(batch.rounds.step)
+    trees = [min(k, 1) for k in batch.rounds.num_draft_tokens]
+    nodes = [node for n in batch.rounds.num_accepted_tokens for node in range(n)]
+    rounds = msgspec.structs.replace(batch.rounds, chain_tokens=trees, chain_accepted=[0] * count, nodes=nodes)
+    put(store, msgspec.structs.replace(batch, rounds=rounds))
+    result = run()
+    assert result.exit_code == 1
+    assert f"{sum(trees):,} rounds of that time verified draft trees" in result.stderr
+    assert "--until" in result.stderr
+
+
 def test_an_empty_store_ends_with_1(run: Run, store: Store) -> None:
     failed = run("static:1")
     assert failed.exit_code == 1

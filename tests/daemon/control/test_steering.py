@@ -27,8 +27,8 @@ def test_the_oldest_batches_are_skipped_when_too_much_waits(
     engine: Any = object()
     for seq in range(1, 6):
         idle.steering.put(engine, make_batch(seq, rounds=8))
-    assert [batch.seq for _, batch in idle.steering._waiting] == [3, 4, 5]
+    assert [batch.seq for _, batch in idle.steering._waiting._batches] == [3, 4, 5]
     assert idle.steering.skipped_batches == 2
     idle.steering.put(engine, make_batch(6, rounds=100))
-    assert [batch.seq for _, batch in idle.steering._waiting][-1] == 6, "one that is too large alone is still learned"
+    assert [batch.seq for _, batch in idle.steering._waiting._batches][-1] == 6, "one that is too large alone is still learned"
     idle.store.close()

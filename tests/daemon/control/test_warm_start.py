@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import pytest
 
+from honed.daemon.control import warm_start
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from tests.daemon.conftest import wait_for
@@ -103,3 +105,33 @@ def test_an_engine_that_is_started_again_is_known_when_it_is_as_it_was(life: Lif
     assert num_steps(beliefs(service)) == BATCHES
     make_engine(boot_id="third").hello(num_spec_tokens=7)
     assert num_steps(beliefs(service)) == 0
+
+
+@pytest.mark.parametrize("reads_before", [True, False])
+def test_each_batch_is_learned_once_though_it_comes_during_a_warm_start(
+    life: Life, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, reads_before: bool
+) -> None:
+    """A batch is on disk before it is learned: the log that a new controller reads may have it or not."""
+    goes_on, learn = Event(), warm_start.learn_from_log
+
+    def learn_slowly(*arguments: Any) -> tuple[int, int]:
+        if reads_before:
+            found = learn(*arguments)
+            goes_on.wait(60.0)
+            return found
+        goes_on.wait(60.0)
+        return learn(*arguments)
+
+    monkeypatch.setattr(warm_start, "learn_from_log", learn_slowly)
+    service, engine = life.start(), make_engine()
+    engine.hello()
+    for seq in range(1, 4):
+        engine.send(engine.batch(seq, rounds=16))
+    engine.wait_acked(3)
+    wait_for(lambda: not service.steering.num_waiting, "the batches to be looked at")
+    goes_on.set()
+    wait_for(lambda: num_steps(beliefs(service)) >= 3, "the batches to be learned")
+    engine.send(engine.batch(4, rounds=16))
+    wait_for(lambda: num_steps(beliefs(service)) >= 4, "the next batch to be learned")
+    assert num_steps(beliefs(service)) == 4
+    assert service.steering.skipped_batches == 0

@@ -1,0 +1,85 @@
+"""What an engine that verifies draft trees teaches, from its rounds to the number of nodes that is chosen."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from honed.adapt.control.controller import EngineController
+from honed.adapt.lengths.decider import Decider
+from honed.adapt.protocol.wire import StepColumns
+from honed.adapt.steps.step_time import StepTimeModel
+from tests.adapt.simulate import make_batch
+
+SLOTS, CHAIN = 31, 7
+
+
+def tree_batch(rng, values, sizes, seq, workload="default"):
+    """Rounds of trees whose node i is passed with chance values[i]; the chain in them is their first nodes."""
+    hit = (rng.random((len(sizes), SLOTS)) < values) & (np.arange(SLOTS) < sizes[:, None])
+    chain = np.minimum(sizes, CHAIN)
+    kept = np.logical_and.accumulate(hit, axis=1).sum(1)
+    batch = make_batch(sizes, hit.sum(1), workload, seq=seq, requests=rng.integers(0, 30, size=len(sizes)))
+    rounds = msgspec.structs.replace(
+        batch.rounds,
+        chain_tokens=chain.tolist(),
+        chain_accepted=np.minimum(kept, chain).tolist(),
+        nodes=np.nonzero(hit)[1].tolist(),
+    )
+    return msgspec.structs.replace(batch, rounds=rounds, steps=StepColumns())
+
+
+def learned(values, rounds=3000, seed=0):
+    rng, controller = np.random.default_rng(seed), EngineController("engine-0", SLOTS, 8)
+    events = []
+    for seq in range(1, rounds // 100 + 1):
+        sizes = rng.integers(1, SLOTS + 1, size=100)
+        events += controller.observe(tree_batch(rng, values, sizes, seq))
+    return controller, events
+
+
+def chosen(controller, **step_time):
+    policy = controller.propose(0.0)
+    model = StepTimeModel.of(base=5e-3, drafting=5e-4, **step_time)
+    policy = msgspec.structs.replace(policy, step_seconds=list(model.parameters), explore_share=0.0, kind="goodput")
+    decider = Decider(SLOTS, 8)
+    decider.set_policy(policy, 0.0)
+    return decider.decide(["a"], 100, 0, 0.0).num_draft_tokens[0]
+
+
+def test_priors_are_what_nodes_are_worth():
+    values = 0.7 * 0.85 ** np.arange(SLOTS)
+    controller, _ = learned(values)
+    priors = {prior.workload: prior for prior in controller.propose(0.0).priors}
+    assert np.cumprod(priors["default"].acceptance) == pytest.approx(values, abs=0.08)
+    assert np.cumprod(priors[""].acceptance).sum() == pytest.approx(values.sum(), rel=0.08)
+
+
+def test_the_budget_follows_the_price_of_a_row_and_the_worth_of_nodes():
+    good, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
+    free, cheap, dear = (chosen(good, per_token=price) for price in (1e-7, 3e-4, 3e-3))
+    assert free == SLOTS
+    assert 0 < dear < cheap < SLOTS
+    worthless, _ = learned(np.full(SLOTS, 0.004))
+    assert chosen(worthless, per_token=3e-3) == 0
+
+
+def test_budgets_that_change_are_no_drift():
+    rng, controller, values = np.random.default_rng(5), EngineController("engine-0", SLOTS, 8), 0.7 * 0.85 ** np.arange(SLOTS)
+    alarms = []
+    for seq in range(1, 81):
+        size = 31 if seq % 20 < 10 else 3
+        alarms += controller.observe(tree_batch(rng, values, np.full(100, size), seq))
+    assert not alarms
+    for seq in range(81, 121):
+        alarms += controller.observe(tree_batch(rng, values / 4, np.full(100, 15), seq))
+    assert alarms
+
+
+def test_a_swap_forgets_what_nodes_were_worth():
+    controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
+    rng, values = np.random.default_rng(9), 0.2 * 0.9 ** np.arange(SLOTS)
+    for seq in range(100, 104):
+        batch = tree_batch(rng, values, np.full(100, 31), seq)
+        controller.observe(msgspec.structs.replace(batch, drafter_version="v2"))
+    prior = next(p for p in controller.propose(0.0).priors if p.workload == "default")
+    assert np.cumprod(prior.acceptance)[0] == pytest.approx(0.2, abs=0.08)
